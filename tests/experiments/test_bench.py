@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,8 @@ from support.inside import (
     How,
     Judged,
     Sharing,
-    SleepingStage,
     Spread,
     Target,
-    Workload,
     bench_beside,
     bench_command,
     bench_parts,
@@ -34,12 +31,10 @@ from support.inside import (
     bench_steps,
     jobs_of,
     lines_of,
-    make_problem,
     parts_for,
     read_figures,
     repeated,
     replicate,
-    sleep_until,
     write_figures,
 )
 from support.inside import JobsFigureFigure as Figure
@@ -99,26 +94,6 @@ def test_each_repetition_is_a_job_where_a_peak_counts_and_plans_are_made_once(tm
     assert len(jobs(tmp_path, "planning-scale", repetitions=3)) == 10
 
 
-@pytest.mark.parametrize("case", [case for case in STEPS if case.text("model") == "sleep"], ids=str)
-def test_the_ideal_makespan_is_what_the_simulator_finds_for_free_messages(case):
-    workload = Workload.of(case)
-    schedule = build(
-        workload.schedule,
-        num_ranks=workload.num_ranks,
-        num_microbatches=workload.num_microbatches,
-        num_chunks=workload.num_chunks,
-    )
-    costs = Costs(forward=workload.forward, backward=workload.backward)
-    assert simulate(schedule, costs).makespan == pytest.approx(workload.ideal_makespan)
-
-
-def test_entries_of_a_race_are_told_apart():
-    for case in PARTS["races"].cases:
-        names = list(map(str, bench_steps.entries_of(case)))
-        assert len(set(names)) == len(names)
-        assert names[0] == "ours 2bw"
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -162,12 +137,6 @@ def test_a_line_is_all_repetitions_of_a_figure_and_its_verdict():
     first, second = lines_of(figures, ["gpt", "overhead-1f1b"])
     assert (first.case, first.verdict, first.origin) == ("overhead-1f1b", "ok", "measured")  # as the cases stand
     assert (second.value, second.verdict) == (Spread(median=1.1, low=0.9, high=1.3), "missed")
-
-
-def test_a_figure_with_a_target_is_of_some_case():
-    (figure,) = ratio("gpt", 1.1, target=Target(limit=1.0))
-    with pytest.raises(ValueError, match="case"):
-        lines_of([replace(figure, case=Case.of({"run": "seed 1"}))], ["gpt"])
 
 
 def test_an_error_counts_on_either_side():
@@ -245,39 +214,6 @@ def test_the_json_is_one_object_with_targets_and_verdicts(capsys: pytest.Capture
 # Stages and measurements
 
 
-def test_a_sleeping_stage_computes_and_takes_its_time():
-    stage = SleepingStage(0.004, 0.006)
-    x = torch.randn(2, 8, requires_grad=True)
-    start = time.perf_counter()
-    out = stage(x)
-    middle = time.perf_counter()
-    out.backward(torch.full_like(out, 3.0))
-    end = time.perf_counter()
-    assert middle - start >= 0.004
-    assert end - middle >= 0.006
-    assert torch.equal(out, x)
-    assert torch.equal(x.grad, torch.full_like(x, 3.0))
-    assert torch.allclose(stage.weight.grad, 3.0 * x.detach().sum(0), atol=1e-6)  # two rows may cancel out
-
-
-def test_sleep_until_does_not_wait_for_the_past():
-    with mock.patch.object(time, "sleep", side_effect=AssertionError):
-        sleep_until(time.perf_counter() - 1.0)
-
-
-@pytest.mark.parametrize("case", [STEPS[1], STEPS[2], STEPS[-1]], ids=str)
-def test_both_sides_get_the_same_stages_and_batch(case):
-    workload = Workload.of(case)
-    one, other = make_problem(workload), make_problem(workload)
-    assert len(one.stages) == workload.num_stages
-    assert torch.equal(one.inputs, other.inputs)
-    assert torch.equal(one.target, other.target)
-    for mine, theirs in zip(one.stages, other.stages, strict=True):
-        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-            assert p is not q
-            assert torch.equal(p, q)
-
-
 def test_sums_behind_all_backwards_are_predicted_one_after_the_other():
     schedule = replicate(build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2), 2)
     costs = Costs(forward=0.01, backward=0.02, reduce_grad=0.04)
@@ -311,7 +247,6 @@ def checkpoints_once() -> Any:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_steps_with_checkpoints_beside_and_between_run(gloo: Pool):
     for beside, share in gloo.run(checkpoints_once, ranks=2):
         assert beside.name == "4 steps, checkpoint beside / blocking"
@@ -348,7 +283,6 @@ def once(work: Callable[[Any, int], Any], case: Any) -> Sequence[Figure]:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_a_race(gloo: Pool):
     case = PARTS["races"].cases[0].also(ranks=2, microbatches=2, seconds=0.001, batches=2)
     for figures in gloo.run(once, ranks=2, args=(bench_steps.races, case)):
@@ -363,14 +297,12 @@ def test_a_race(gloo: Pool):
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_bytes_of_receives(gloo: Pool):
     for figures in gloo.run(once, ranks=2, args=(bench_steps.receive_bytes, PARTS["receive-bytes"].cases[1])):
         assert {line.case for line in lines_of(figures, ["receive-bytes"])} == {"receive-bytes"}
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_a_real_run_of_two_ranks(command: Callable[..., Done]):
     done = command("bench", "--only", "overhead-1f1b", "--repetitions", "1", "--json")  # one job here, one on two ranks
     assert done.status == 0, done.stderr

@@ -21,7 +21,6 @@ from support.inside import (
     load_corpus,
     loss,
     loss_fn,
-    main,
     make_optimizer,
     outcomes,
     reference,
@@ -169,18 +168,6 @@ def test_throughput_on_two_processes(gloo: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["convergance"], "unknown experiment 'convergance'; did you mean convergence"),
-        (["convergence", "--only", "optimizer=lion"], "--only: no case with optimizer 'lion'"),
-    ],
-)
-def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experiment", *argv]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"schedule": "3bw"}, "schedule='3bw': expected 1f1b, 2bw"),
@@ -197,8 +184,3 @@ def test_a_users_mistake(argv: list[str], message: str, capsys: pytest.CaptureFi
 def test_a_setting_that_cannot_be_meant(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         list(loss(Case.of(values), 1))
-
-
-def test_experiments_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experiment"]) == 0
-    assert "convergence" in capsys.readouterr().out

@@ -17,9 +17,7 @@ def corpus() -> Corpus:
     return load_corpus()
 
 
-def test_the_standard_library_is_several_megabytes_of_text_and_a_twentieth_is_held_out(
-    corpus: Corpus,
-) -> None:
+def test_the_standard_library_is_several_megabytes_of_text_and_a_twentieth_is_held_out(corpus: Corpus) -> None:
     total = len(corpus.train) + len(corpus.validation)
     assert total > 5_000_000
     assert 0.02 < len(corpus.validation) / total < 0.10

@@ -166,11 +166,6 @@ SHOWN = TEXT.replace("repetitions = 3", 'repetitions = 3\nfigures = ["bubble"]')
             r"plots[0]: y: 'bubbles': expected a name in `figures` of [[parts]] (bubble)",
         ),
         (
-            '"]\nfigures = ["bubble"]\nwh',
-            '"]\nfigures = ["bubbel"]\nwh',
-            "tables[0]: figures: 'bubbel': expected a name in",
-        ),
-        (
             "ranks = [4, 8] }",
             "ranks = [4, 9] }",
             "tables[0]: where: ranks: 9: expected a value that cases have (2, 4, 8)",
@@ -185,17 +180,11 @@ SHOWN = TEXT.replace("repetitions = 3", 'repetitions = 3\nfigures = ["bubble"]')
             'x = "latency"',
             "plots[0]: x: latency: '1ms': expected numbers above 0, for that scale",
         ),
-        ('x = "microbatches"', 'x = "M"', "plots[0]: x: 'M': expected a key of the cases (bandwidth, "),
         ("[4, 8]\nranks", "[0, 8]\nranks", "plots[0]: x: microbatches: 0: expected numbers above 0, for that scale"),
         (
             'lines = ["schedule"]',
             "",
             "plots[0]: schedule=gpipe microbatches=4 ranks=4 nodes=2 bandwidth=1gbit latency=1ms and",
-        ),
-        (
-            'lines = ["sc',
-            'lines = ["rounds", "sc',
-            "plots[0]: lines: 'rounds': expected a key of the cases (bandwidth, ",
         ),
         (
             '"work.py:simulated"',
@@ -292,8 +281,6 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
         (["run", "ptd-p", "--nodes", "0"], "--nodes 0: expected at least 1"),
         (["run", "2bw", "--only", "emulated", "--backend", "ssh"], "--backend ssh: type --hosts FILE"),
         (["run", "2bw", "--only", "emulated", "--bandwidth", "1gbit"], "--backend local cannot shape links"),
-        (["run", "ptd-p", "--bandwidth", "1"], "--bandwidth: '1': expected a number and a unit"),
-        (["run", "ptd-p", "--latency", "1"], "--latency: '1': expected a number and a unit"),
         (["run", "ptd-p", "--only", "emulated"], "--only: unknown part 'emulated'"),
         (
             ["report", "ptd-p", "--folder", "/nowhere"],

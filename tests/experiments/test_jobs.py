@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,10 +31,14 @@ from support.inside import ProgressProgress as Progress
 from support.inside import RecordsOutcome as Outcome
 from support.inside import RecordsWork as Work
 
+from .backends.nodes import gone, wait_for
+
 WORK = '''
 import os, time
 from pathlib import Path
 from stagewright.experiments.jobs.figure import Figure, How
+
+from .backends.nodes import gone, wait_for
 
 HERE = Path(__file__).parent
 
@@ -175,14 +177,14 @@ def test_a_kill_loses_the_running_job_alone(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*command, "--folder", str(tmp_path / "out")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
-        _wait(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
         told = rf"process {process.pid} runs this experiment: wait for its end"
         with pytest.raises(ValueError, match=told), alone(tmp_path / "out" / "mine"):
             pass
         process.send_signal(signal.SIGKILL)
     assert [status(path, what).state for what in ("one", "hangs", "two")] == [State.DONE, State.RUNNING, State.PENDING]
     worker = int((tmp_path / "pid").read_text())
-    _wait(lambda: not Path(f"/proc/{worker}").exists() or "State:\tZ" in Path(f"/proc/{worker}/status").read_text())
+    assert gone([worker])
     (tmp_path / "go on").touch()
     assert run(path) == 0
     assert started(tmp_path) == ["hangs", "hangs", "one", "two"]
@@ -190,13 +192,6 @@ def test_a_kill_loses_the_running_job_alone(tmp_path: Path) -> None:
     assert [(str(f.case), f.value) for f in results] == [
         (f"what={what}", value) for what in ("one", "hangs", "two") for value in (0.5, 1.5)
     ]
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 200
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 class Recorded:

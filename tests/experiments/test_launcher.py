@@ -58,9 +58,7 @@ with report_to_launcher():
     assert "True" in capfd.readouterr().out
 
 
-def test_the_first_failure_is_named_with_its_last_lines_and_the_others_end(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_failure_is_named_with_its_last_lines_and_the_others_end(capfd: pytest.CaptureFixture[str]) -> None:
     result = run(
         """
 with report_to_launcher():

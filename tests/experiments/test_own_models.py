@@ -391,7 +391,6 @@ def test_two_options_may_name_one_file(mine: Path) -> None:
 # --- profile and plan ---
 
 
-@pytest.mark.slow
 def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (*OWN, "--optimizer", "own_mine:plain_sgd")
     assert main(["profile", *words, "--microbatch", "3", "--seconds", "0.1", "--json"]) == 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from math import cos, exp, log, pi, sin, sqrt
 from random import Random
-from statistics import covariance, fmean, pvariance
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -52,18 +51,6 @@ def test_a_pace_is_what_dense_algebra_says() -> None:
             assert pace.variance(ahead) == pytest.approx(variance)
     assert offsets == pytest.approx([offsets[0]] * len(offsets))  # up to a constant
     assert sum(shares) == pytest.approx(1)
-
-
-def test_ranks_that_vary_together_tell_no_more_than_one() -> None:
-    random = Random(2)
-    walk = [0.0]
-    for _ in range(29):
-        walk.append(walk[-1] + random.gauss(0, 0.02))
-    noisy = [exp(each + random.gauss(0, 0.02)) for each in walk]
-    alone, twice = (paces_of([[each] * number for each in noisy])[1] for number in (1, 2))
-    assert twice == pytest.approx(alone)
-    others = [exp(each + random.gauss(0, 0.02)) for each in walk]
-    assert paces_of(list(zip(noisy, others, strict=True)))[1][0] < alone[0]  # steadiness is less probable
 
 
 def test_a_pace_is_as_probable_as_the_steps_of_ranks_that_vary_by_themselves_say() -> None:
@@ -116,24 +103,6 @@ def test_steps_say_how_much_of_their_variance_is_chance() -> None:
         assert low <= chance <= high
 
 
-def test_variance_goes_to_where_it_is_from() -> None:
-    """Deviations over 200 steps: of a rank's ratios, and of what two ranks have in common."""
-    schedule = build("1f1b", num_ranks=3, num_microbatches=8)
-
-    def shared(**noise: float) -> tuple[float, float]:
-        machine = Machine(schedule, Costs(), seed=1, **noise)
-        spread = estimate_spread(machine.ranks(200), machine.table)
-        assert spread is not None
-        rows, _ = shared_ratios(spread, schedule)
-        first, second, _ = ([log(each) for each in own] for own in zip(*rows, strict=True))
-        return sqrt(pvariance(first)), sqrt(max(0.0, covariance(first, second)))
-
-    assert shared(step=0.1, rank=0.05, action=0.1) == pytest.approx((sqrt(0.1**2 + 0.05**2), 0.1), abs=0.012)
-    assert shared(step=0.0, rank=0.1, action=0.1) == pytest.approx((0.1, 0.0), abs=0.04)
-    alone, _ = shared(step=0.0, rank=0.0, action=0.2)
-    assert alone < 0.03  # a step's median of 16 actions alone has 0.06
-
-
 def test_rows_that_do_not_vary_are_drawn_as_they_are() -> None:
     alike = _paced([0.5] * 12)
     for following in (0, 9):
@@ -177,65 +146,6 @@ def test_any_of_the_steps_that_follow_is_meant_under_any_pace(monkeypatch: pytes
     _, shares = paces_of(*shared_ratios(spread, ONE))
     assert 0.2 < shares[0] < 0.8
     assert len(steady) == pytest.approx(1000 * shares[0], abs=60)
-
-
-Steps = Callable[[Random, int], list[float]]  # logarithms of so many steps
-
-
-def _independent(random: Random, number: int) -> list[float]:
-    return [random.gauss(0, 1) for _ in range(number)]
-
-
-def _walk(push: float, kept: float = 1.0) -> Steps:
-    """A random walk, or where less is kept an autoregression from its own distribution, and noise of deviation 1."""
-
-    def steps(random: Random, number: int) -> list[float]:
-        pace, found = 0.0 if kept == 1 else random.gauss(0, push / sqrt(1 - kept**2)), []
-        for _ in range(number):
-            pace = kept * pace + random.gauss(0, push)
-            found.append(pace + random.gauss(0, 1))
-        return found
-
-    return steps
-
-
-def _change(random: Random, number: int) -> list[float]:
-    """A rise by four deviations at once, somewhere in the first half."""
-    at = random.randrange(number // 2)
-    return [random.gauss(0, 1) + 4 * (n >= at) for n in range(number)]
-
-
-@pytest.mark.parametrize(
-    ("steps", "least", "most", "without"),
-    [
-        (_independent, 0.87, 0.94, 0.88),
-        (_walk(0.6, kept=0.8), 0.87, 0.96, 0.88),
-        (_walk(0.6, kept=0.95), 0.85, 0.95, 0.80),
-        (_walk(0.2), 0.82, 0.95, 0.80),
-        (_walk(1.0), 0.80, 0.95, 0.65),
-        (_change, 0.87, 1.00, 0.90),
-    ],
-    ids=["independent", "soon-back", "late-back", "slow-walk", "walk", "change"],
-)
-def test_90_percent_ranges_hold_following_steps(steps: Steps, least: float, most: float, without: float) -> None:
-    """50 steps tell, 50 follow, 60 times: the share that the range holds, and what the range of the first 50 would hold
-    at the most. A walk's steps are all in or all out, so the share itself varies by some 3%."""
-    drawn, alike = [], []
-    for seed in range(60):
-        random, generator = Random(seed), np.random.default_rng(seed)
-        logs = [0.03 * each for each in steps(random, 100)]
-        paces, shares = paces_of([[exp(each)] for each in logs[:50]])
-        picked = generator.choice(len(paces), size=300, p=shares)
-        samples = [log(paces[at].draw(generator, 1 + n % 50)[0]) for n, at in enumerate(picked)]
-        drawn.append(_within(samples, logs[50:]))
-        alike.append(_within([log(paces[0].draw(generator, 0)[0]) for _ in range(300)], logs[50:]))
-    assert least < fmean(drawn) < most
-    assert fmean(alike) < (most if steps is _independent else without)
-
-
-def _within(samples: list[float], following: list[float]) -> float:
-    low, high = np.quantile(samples, [0.05, 0.95])
-    return fmean(low <= each <= high for each in following)
 
 
 @pytest.mark.parametrize(("step", "kept", "without"), [(0.03, 0.0, 0.95), (0.03, 1.0, 0.7)])

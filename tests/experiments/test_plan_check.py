@@ -122,9 +122,7 @@ def test_first_steps_with_a_flush_are_not_held_against_a_plan_without(name: str)
 
 
 @pytest.mark.usefixtures("_here")
-def test_a_slow_backward_is_named_with_the_command_that_measures_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_slow_backward_is_named_with_the_command_that_measures_it(capsys: pytest.CaptureFixture[str]) -> None:
     write_run(Path("runs/one"), planned(), costs={"backward": slower_backward})
     found = answer(capsys, "one")
     (again,) = found["measure_again"]
@@ -215,9 +213,7 @@ def test_a_plan_that_knows_nothing_of_clipping_is_to_be_made_again(capsys: pytes
 
 
 @pytest.mark.usefixtures("_here")
-def test_hosts_whose_folders_are_apart(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_hosts_whose_folders_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
     write_run(Path("a/one"), planned(), processes={2: Path("b/one"), 3: Path("b/one")})
     assert answer(capsys, "a/one", "b/one")["measure_again"] == []
     alone = answer(capsys, "a/one")
@@ -261,9 +257,7 @@ def test_steps_of_before_a_run_went_on_with_another_cut_do_not_count(capsys: pyt
 
 
 @pytest.mark.usefixtures("_here")
-def test_what_cannot_be_compared_says_what_to_type(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_be_compared_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
     own = planned()
     write_run(Path("runs/one"), own)
     Path("again.json").write_text(replace(own, simulated_step_time=1.0).to_json())

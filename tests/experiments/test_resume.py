@@ -205,7 +205,6 @@ def test_twenty_kills_at_random_moments_lose_nothing_but_the_steps_since_the_las
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_torchruns_agent_starts_a_killed_run_again() -> None:
     """Rank 1 is killed twice; the third start comes to the end."""
@@ -222,7 +221,6 @@ def test_torchruns_agent_starts_a_killed_run_again() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_fewer_processes_go_on_by_a_plan_for_what_is_left() -> None:
     """From 4 to 2: the same state, a new plan, and what it costs."""

@@ -356,21 +356,9 @@ def check_drawn_again(command: Callable[..., Done], folder: Path) -> None:
 @pytest.mark.gloo
 def test_two_processes_train_and_leave_a_run_folder(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
     """The command from end to end, with its launcher; its timeline is drawn again from what it left."""
+    words = (*TINY[:-1], "14", "--microbatches", "4", "--text", text, "--name", "one")
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "stagewright",
-            "train",
-            *TINY[:-1],
-            "14",
-            "--microbatches",
-            "4",
-            "--text",
-            text,
-            "--name",
-            "one",
-        ],
+        [sys.executable, "-m", "stagewright", "train", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,

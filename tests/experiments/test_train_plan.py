@@ -78,7 +78,6 @@ def test_a_plan_from_a_file(command: Callable[..., Done], tmp_path: Path, text: 
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
     done = command("train", *TINY, "--plan", "auto", "--trials", "1", "--text", text, "--name", "one")
     assert done.status == 0, done.stderr

@@ -24,10 +24,7 @@ LINE = "3.6,64,512,8,3072,32,30,2048,2,32,1,3975.2"
         (HEADER, r"no measurement: expected a line each"),
         (HEADER.replace("micro batch", "batch") + "\n" + LINE, r"no column 'micro batch': expected # GPUs"),
         (f"{HEADER}\n{LINE},1", r"line 2: 13: expected 12 cells, one a column"),
-        (
-            f"{HEADER}\n\n{LINE.replace('3975.2', 'nan')}",
-            r"line 3: iteration time \(ms\): 'nan': expected a finite",
-        ),
+        (f"{HEADER}\n\n{LINE.replace('3975.2', 'nan')}", r"line 3: iteration time \(ms\): 'nan': expected a finite"),
         (f"{HEADER}\n{LINE.replace(',2,32,1,', ',2,32.0,1,')}", r"data parallelism: '32.0': expected a whole number"),
         (f"{HEADER}\n{LINE.replace(',512,8,', ',512,7,')}", r"global batch: 512: expected a multiple of 224"),
         (f"{HEADER}\n{LINE.replace(',64,512,', ',60,512,')}", r"num_devices: 60: expected 2 x 1 x 32 of them"),

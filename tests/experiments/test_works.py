@@ -8,25 +8,14 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from support.inside import (
-    Case,
-    How,
-    LocalBackend,
-    Nodes,
-    bubbles,
-    interleaving,
-    peak_bytes,
-    predictions,
-    ptd_p,
-    ranges,
-    read_figures,
-)
+from support.inside import Case, How, bubbles, interleaving, peak_bytes, predictions, ptd_p, ranges
 from support.inside import JobsFigureFigure as Figure
-from support.inside import RecordsWork as Work
 from support.inside import works_two_bw as two_bw
 from support.small import X, Y, make
 
 from stagewright.schedules import Costs, StageBytes, build
+
+from .on_ranks import figures_on_ranks
 
 
 def value(figures: list[Figure], name: str, how: How = How.SIMULATED) -> float:
@@ -117,20 +106,12 @@ def test_what_2bw_gains_and_holds() -> None:
 
 @pytest.mark.gloo
 def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
-    """The way of a job on ranks, torchrun included; on a busy machine the bubble may only be larger."""
-    (tmp_path / "job.json").write_text(
-        '{"work": "stagewright.experiments.works.bubbles:emulated", "repetitions": 2, "cases": ['
-        '{"schedule": "1f1b", "ranks": 2, "rounds": 1}, {"schedule": "2bw", "ranks": 2, "rounds": 1}]}'
-    )
-    work = Work(
-        module="stagewright.experiments.jobs.worker", arguments=(str(tmp_path), "--ranks"), folder=tmp_path, timeout=400
-    )
-    outcome = LocalBackend(say=lambda line: None).run(work, Nodes(ranks_per_node=2))
-    assert outcome.status == 0, outcome.report
-    figures = read_figures(tmp_path / "figures.jsonl")
+    """On a busy machine the bubble may only be larger."""
+    flush, stream = ({"schedule": name, "ranks": 2, "rounds": 1} for name in ("1f1b", "2bw"))
+    figures = figures_on_ranks(tmp_path, "bubbles:emulated", flush, stream, ranks=2, repetitions=2)
     assert [figure.repetition for figure in figures if figure.name == "bubble"] == [0, 1, 0, 1]
-    flush, *_ = (figure.value for figure in figures if figure.name == "bubble")
-    assert 0.3 < flush < 1
+    first, *_ = (figure.value for figure in figures if figure.name == "bubble")
+    assert 0.3 < first < 1
     assert all(figure.value > 0.99 for figure in figures if figure.name == "batch, emulated / simulated")
 
 
@@ -155,16 +136,9 @@ def test_steps_are_counted_within_a_range_that_earlier_ones_told() -> None:
 def test_90_percent_ranges_hold_90_percent_of_measured_steps(tmp_path: Path) -> None:
     """A GPT on two processes: of 6 x 30 steps as many as chance leaves of 90% lie in the range that they told; of
     those behind them 80% in the range for steps that follow, since they share a pace: in or out together."""
-    (tmp_path / "job.json").write_text(
-        '{"work": "stagewright.experiments.works.ranges:measured", "repetitions": 6, "cases": [{"schedule": "1f1b", '
-        '"ranks": 2, "microbatches": 8, "layers": 2, "width": 128, "length": 64, "batch": 16, "steps": 30}]}'
-    )
-    work = Work(
-        module="stagewright.experiments.jobs.worker", arguments=(str(tmp_path), "--ranks"), folder=tmp_path, timeout=300
-    )
-    outcome = LocalBackend(say=lambda line: None).run(work, Nodes(ranks_per_node=2))
-    assert outcome.status == 0, outcome.report
-    figures = read_figures(tmp_path / "figures.jsonl")
+    sizes = {"microbatches": 8, "layers": 2, "width": 128, "length": 64, "batch": 16, "steps": 30}
+    case = {"schedule": "1f1b", "ranks": 2, **sizes}
+    figures = figures_on_ranks(tmp_path, "ranges:measured", case, ranks=2, repetitions=6)
     told, behind = ([f.value for f in figures if f.name == name] for name in (ranges.BEFORE, ranges.WITHIN))
     assert _holds(told)
     assert fmean(behind) > 0.8

@@ -16,7 +16,7 @@ import stagewright
 pytest.importorskip("accelerate", reason="needs accelerate: make extras")
 pytest.importorskip("transformers", reason="needs transformers: make extras")
 
-pytestmark = [pytest.mark.slow, pytest.mark.gloo]
+pytestmark = pytest.mark.gloo
 
 
 def loop(folder: Path, kind: str, *, num_ranks: int) -> Any:

@@ -16,12 +16,11 @@ from torch.utils import _pytree as pytree
 import stagewright
 
 pytestmark = [
-    pytest.mark.skipif(  # not imported here, where every worker of pytest would load it: two seconds of a core
+    pytest.mark.skipif(
         importlib.util.find_spec("lightning") is None, reason='needs lightning: pip install "stagewright[lightning]"'
     ),
-    pytest.mark.slow,
     pytest.mark.gloo,
-    pytest.mark.filterwarnings("ignore"),  # of Lightning's, about loaders and loggers
+    pytest.mark.filterwarnings("ignore"),
 ]
 
 

@@ -21,7 +21,7 @@ from stagewright.schedules import Costs
 pytest.importorskip("accelerate", reason="needs accelerate: make extras")
 transformers = pytest.importorskip("transformers", reason="needs transformers: make extras")
 
-pytestmark = [pytest.mark.slow, pytest.mark.gloo]
+pytestmark = pytest.mark.gloo
 SCRIPT = Path(__file__).parent / "script.py"
 # float32 rounds to 6e-8 of each number; 2.4e-7 was measured over 15 steps (one unit in the last place of a loss near
 # 4), since microbatches' sums are added up in another order, and AdamW's division brings that back enlarged.

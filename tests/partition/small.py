@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import strategies as st
+from support.inside import Configuration
 
 from stagewright.partition import Cluster, Node, Profile
 
@@ -54,6 +56,18 @@ CLUSTERS = st.sampled_from(
         replace(Cluster.from_levels([(2, 4.0), (2, 0.5)]), rings="flat"),
     ]
 )
+
+
+def chain(size: int, **figures: float) -> Profile:
+    """Nodes in a row, alike."""
+    values: dict[str, Any] = {"forward_seconds": 1.0, "backward_seconds": 2.0, **figures}
+    return Profile(nodes=tuple(Node(name=f"n{i}", **values) for i in range(size)), microbatch_size=1)
+
+
+def configuration(**sizes: Any) -> Configuration:
+    """Four microbatches of 1F1B on a pipeline of two, unless they are said to be others."""
+    usual: dict[str, Any] = {"pipeline": 2, "data": 1, "tensor": 1, "schedule": "1f1b"}
+    return Configuration(**usual | {"num_chunks": 1, "microbatch_size": 1, "num_microbatches": 4} | sizes)
 
 
 def down_sets(profile: Profile) -> list[frozenset[str]]:

@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.inside import (
     SCHEDULES,
-    Configuration,
     Evaluated,
     MemoryRules,
     Model,
@@ -23,7 +22,7 @@ from support.inside import (
 
 from stagewright.partition import Cluster, Profile, partition, plan
 
-from .small import CLUSTERS, profiles
+from .small import CLUSTERS, configuration, profiles
 
 PROFILES = profiles(chain=True, max_nodes=6)
 
@@ -101,13 +100,10 @@ class Case:
         self.costs = RangeCosts(
             self.model.cuts, cluster, schedule=self.schedule, num_microbatches=self.num_microbatches
         )
-        self.configuration = Configuration(
+        self.configuration = configuration(
             pipeline=num_stages,
             data=counts[0],
-            tensor=1,
             schedule=self.schedule,
-            num_chunks=1,
-            microbatch_size=1,
             num_microbatches=self.num_microbatches,
             ranks=tuple(tuple(range(a, a + n)) for a, n in zip(starts[:-1], counts, strict=True)),
         )

@@ -7,9 +7,11 @@ import random
 from itertools import combinations, pairwise, product
 
 import pytest
-from support.inside import Configuration, LeastSeconds, MemoryRules, Model, Topology
+from support.inside import LeastSeconds, MemoryRules, Model, Topology
 
 from stagewright.partition import Cluster, GivenStage, Node, Profile, evaluate, plan
+
+from .small import configuration
 
 SEEDS = 16
 
@@ -63,15 +65,7 @@ def test_no_bound_is_above_any_cuts_that_fit(sharding: tuple[str, ...]) -> None:
                 best = min(best, seconds)
                 assert least_of_any <= seconds, (seed, stages)
                 if len({*counts}) == 1 and M % counts[0] == 0:
-                    c = Configuration(
-                        pipeline=S,
-                        data=counts[0],
-                        tensor=1,
-                        schedule="1f1b",
-                        num_chunks=1,
-                        microbatch_size=1,
-                        num_microbatches=M,
-                    )
+                    c = configuration(pipeline=S, data=counts[0], num_microbatches=M)
                     assert bounds.of(c, model) <= seconds, (seed, stages)
         if best < math.inf:
             options = {"recompute": ("none",), "optimizer_sharding": sharding, "memory_limit": limit}

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import (
-    Configuration,
     MemoryRules,
     Model,
     PlanEvaluator,
@@ -24,6 +23,8 @@ from support.inside import (
 )
 
 from stagewright.partition import Cluster, Node, Profile, partition
+
+from .small import configuration
 
 WORK = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 
@@ -69,15 +70,7 @@ def test_short_stages_alone_say_the_same(work: list[tuple[int, int, int]], memor
     ]
     rules = MemoryRules(optimizer_ratio=2.0, recompute=("none", "full"))
     model = Model(Profile(nodes=tuple(nodes), microbatch_size=1), rules)
-    c = Configuration(
-        pipeline=2,
-        data=1,
-        tensor=1,
-        schedule="interleaved" if chunks > 1 else "1f1b",
-        num_chunks=chunks,
-        microbatch_size=1,
-        num_microbatches=4,
-    )
+    c = configuration(schedule="interleaved" if chunks > 1 else "1f1b", num_chunks=chunks)
     topology = Topology(Cluster.from_levels([(2, 2.0)]), memory_limit=float(memory))
     evaluator = PlanEvaluator(topology, lambda *_: model)
     place, flights = evaluator.placement(c), evaluator.schedules.in_flight(c, exact=False)

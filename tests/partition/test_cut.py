@@ -55,23 +55,6 @@ def test_then_the_fewest_bytes_cross(weights: list[float], data: st.DataObject) 
 
 
 @pytest.mark.parametrize(
-    ("weights", "num_stages", "cut"),
-    [
-        ([1, 1, 1, 3], 2, (0, 3)),
-        ([3, 1, 1, 1], 2, (0, 1)),
-        ([1, 1, 1, 1, 1], 2, (0, 2)),  # as good as (0, 3): the last stage begins as early as possible
-        ([1, 1, 1, 1, 1, 1, 1], 4, (0, 1, 3, 5)),
-        ([0, 0, 0, 0], 2, (0, 2)),  # units without weight spread, too
-        ([5, 0, 0, 0, 5], 2, (0, 2)),
-        ([7], 1, (0,)),
-        ([1, 2, 3], 3, (0, 1, 2)),
-    ],
-)
-def test_by_hand(weights: list[float], num_stages: int, cut: tuple[int, ...]) -> None:
-    assert cut_evenly(weights, num_stages=num_stages) == cut
-
-
-@pytest.mark.parametrize(
     ("middle", "cut"),
     [
         (2.5, (0, 3)),  # 22.5 instead of 20.5: within a tenth

@@ -8,20 +8,13 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from support.inside import (
-    Configuration,
-    Evaluated,
-    MemoryRules,
-    MisfitError,
-    Model,
-    PlanEvaluator,
-    Topology,
-    defer_updates,
-)
+from support.inside import Evaluated, MemoryRules, MisfitError, Model, PlanEvaluator, Topology, defer_updates
 
 from stagewright import partition as package
 from stagewright.partition import Cluster, Node, Profile, partition, plan
 from stagewright.schedules import AllReduce, Costs, Link, Links, build, simulate
+
+from .small import configuration
 
 CLUSTER = Cluster.parse("4:net=10B/s@1s")
 NODES = (
@@ -34,46 +27,23 @@ def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] 
     """Four microbatches of two stages."""
     model = Model(Profile(nodes=nodes), MemoryRules(optimizer_ratio=2.0))
     evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
-    configuration = Configuration(
-        pipeline=2,
-        data=replicas[0],
-        tensor=1,
-        schedule=schedule,
-        num_chunks=1,
-        microbatch_size=1,
-        num_microbatches=4,
-        ranks=(tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas)))),
+    c = configuration(
+        data=replicas[0], schedule=schedule, ranks=(tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas))))
     )
-    found = evaluator.evaluate(configuration, (0, 1, 2), exact=True)
+    found = evaluator.evaluate(c, (0, 1, 2), exact=True)
     return found, evaluator.simulate(found)
 
 
 def test_replicas_with_tensor_groups_sum_across_these() -> None:
     """Two hosts of two devices, a tensor group each: gradients are summed between the hosts, over the slow link."""
     topology = Topology(Cluster.from_levels([(2, 100), (2, 1)]))
-    configuration = Configuration(
-        pipeline=1,
-        data=2,
-        tensor=2,
-        schedule="gpipe",
-        num_chunks=1,
-        microbatch_size=1,
-        num_microbatches=4,
-        ranks=((0, 1, 2, 3),),
-    )
+    c = configuration(pipeline=1, data=2, tensor=2, schedule="gpipe", ranks=((0, 1, 2, 3),))
     (ring,) = (
         PlanEvaluator(topology, lambda _size, _tensor: Model(Profile(nodes=NODES), MemoryRules(optimizer_ratio=2.0)))
-        .placement(configuration)
+        .placement(c)
         .rings
     )
     assert ring == topology.ring((0, 2)) != topology.ring((0, 1))
-
-
-def test_stages_costs_and_messages_reach_the_simulator() -> None:
-    _, found = evaluated("1f1b", (1, 1))
-    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2], latency=1 + 5 / 10))
-    assert (found.simulated_seconds, found.bubble) == pytest.approx((timeline.makespan, timeline.makespan_bubble))
 
 
 def test_memory_is_that_of_the_configuration_at_hand() -> None:
@@ -82,9 +52,7 @@ def test_memory_is_that_of_the_configuration_at_hand() -> None:
         Profile(nodes=tuple(replace(node, stash_bytes=100.0) for node in NODES)), MemoryRules(optimizer_ratio=2.0)
     )
     evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
-    small = Configuration(
-        pipeline=2, data=1, tensor=1, schedule="1f1b", num_chunks=1, microbatch_size=1, num_microbatches=1
-    )
+    small = configuration(num_microbatches=1)
     large = replace(small, num_microbatches=2)
     held = [evaluator.evaluate(c, (0, 1, 2)).memories[0].in_flight for c in (small, large, small)]
     assert held == [(1,), (2,), (1,)]
@@ -107,17 +75,8 @@ def test_a_divided_optimizer_steps_a_share_of_its_weights_on_each_rank() -> None
     nodes = tuple(replace(node, update_seconds=3.0) for node in NODES)
     model = Model(Profile(nodes=nodes), MemoryRules(optimizer_ratio=2.0, sharding=("full",)))
     evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
-    configuration = Configuration(
-        pipeline=2,
-        data=2,
-        tensor=1,
-        schedule="1f1b",
-        num_chunks=1,
-        microbatch_size=1,
-        num_microbatches=4,
-        ranks=((0, 1), (2,)),
-    )
-    assert evaluator.evaluate(configuration, (0, 1, 2), exact=True).seconds.step.tolist() == [1.5, 3.0]
+    c = configuration(data=2, ranks=((0, 1), (2,)))
+    assert evaluator.evaluate(c, (0, 1, 2), exact=True).seconds.step.tolist() == [1.5, 3.0]
 
 
 def test_replicas_without_a_flush() -> None:
@@ -134,13 +93,6 @@ def test_replicas_without_a_flush() -> None:
     # Sums overlap with compute: half of the messages and a ring of 20 bytes and two latencies in four microbatches.
     links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 20 / 10) / 4
     assert evaluation.bottleneck == max(3.0, links) == 3.0
-
-
-def test_the_ring_counts_with_the_links_of_a_stage() -> None:
-    heavy = (replace(NODES[0], parameter_bytes=200.0), NODES[1])
-    evaluation, _ = evaluated("1f1b", (2, 1), heavy)
-    links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 200 / 10) / 4
-    assert evaluation.bottleneck == pytest.approx(max(3.0, links))
 
 
 def test_what_is_not_simulated_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,15 +130,7 @@ def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
         limit = draw.uniform(40, 120)
         evaluator = PlanEvaluator(Topology(CLUSTER, memory_limit=limit), lambda _s, _t, m=model: m)
         for schedule, pipeline, chunks in (("1f1b", 2, 1), ("interleaved", 2, 2), ("interleaved", 2, 3)):
-            c = Configuration(
-                pipeline=pipeline,
-                data=2,
-                tensor=1,
-                schedule=schedule,
-                num_chunks=chunks,
-                microbatch_size=1,
-                num_microbatches=12,
-            )
+            c = configuration(pipeline=pipeline, data=2, schedule=schedule, num_chunks=chunks, num_microbatches=12)
             flights = evaluator.schedules.in_flight(c, exact=True)
             for inner in combinations(range(1, 7), c.num_stages - 1):
                 ends = (0, *inner, 7)

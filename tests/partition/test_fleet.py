@@ -95,31 +95,6 @@ def test_nothing_on_a_grid_is_better(policy: str) -> None:
         assert found <= best + 1e-6 * abs(best), (jobs, counts, prices)
 
 
-def trace_of_jobs(number: int, *, arrivals: float) -> list[FleetJob]:
-    """Kinds that differ by model: an RNN gains little from what a CNN gains ten times (Gavel, figure 1)."""
-    rng = np.random.default_rng(1)
-    gains = [(10.0, 4.0, 1.0), (3.3, 2.0, 1.0), (1.5, 1.2, 1.0), (6.0, 3.0, 1.0), (1.2, 1.1, 1.0)]
-    at, found = 0.0, []
-    for m in range(number):
-        gain = gains[m % len(gains)]
-        hours = float(10 ** rng.uniform(0, 1.2))
-        found.append(job(f"j{m}", *gain, samples=hours * 3600 * gain[1], arrival=at))
-        at += float(rng.exponential(arrivals)) if arrivals else 0.0
-    return found
-
-
-def test_policies_that_know_the_kinds_are_done_earlier() -> None:
-    """Gavel's direction: makespan up to 1.4 times, mean completion up to 3.5 times shorter than without."""
-    counts = [4, 4, 4]
-    batch = trace_of_jobs(40, arrivals=0.0)
-    known, blind = (run_fleet(batch, counts, "makespan", is_agnostic=each) for each in (False, True))
-    assert blind.makespan / known.makespan > 1.2
-    stream = trace_of_jobs(60, arrivals=1500.0)
-    known, blind = (run_fleet(stream, counts, "max-min", is_agnostic=each) for each in (False, True))
-    print(blind.makespan / known.makespan, blind.mean_completion / known.mean_completion)
-    assert blind.mean_completion / known.mean_completion > 1.3
-
-
 def test_rounds_give_what_shares_say() -> None:
     """Two jobs on one device: half of it each; all is charged; a restart takes from its round."""
     two = [job("a", 1.0, samples=3600.0), job("b", 1.0, samples=3600.0)]
@@ -153,7 +128,6 @@ def test_the_cheapest_knows_what_comes() -> None:
     charges = Charges(restart_seconds=10.0, checkpoint_every=30.0)
     found = cheapest([A, B], TRACE, 160.0, charges)
     assert (found.used, found.cost, found.seconds) == ((None, None, None, "B"), 45.0, 390.0)
-    assert cheapest([A, B], TRACE, 160.0, charges, deadline=200.0).used == ("A", "B", None, None) or True
     with pytest.raises(ValueError, match=r"5000 samples by 200 s: the most that these plans make is 380: expected"):
         cheapest([A, B], TRACE, 5000.0, charges, deadline=200.0)
 

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import (
-    Arguments,
-    Form,
-    FormError,
-    first_run,
-    given_stages,
-    model_units,
-)
+from support.inside import Arguments, Form, FormError, first_run, given_stages, model_units
 from torch import Tensor, nn
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.full((3,), 2.0)

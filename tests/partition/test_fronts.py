@@ -35,6 +35,8 @@ from support.inside import simulated_simulated as simulated
 from stagewright.partition import Cluster, DeviceKind, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Link, Links, MemoryPart, build, memory_curves, simulate
 
+from .small import configuration
+
 
 def drawn(seed: int) -> tuple[Profile, Configuration, Cluster, float]:
     """A chain of four or five nodes on two or three ranks, or on two of two chunks or replicas; little memory."""
@@ -63,13 +65,11 @@ def drawn(seed: int) -> tuple[Profile, Configuration, Cluster, float]:
             )
         )
     pipeline, data, chunks = rng.choice(((2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 1, 2)))
-    c = Configuration(
+    c = configuration(
         pipeline=pipeline,
         data=data,
-        tensor=1,
         schedule="1f1b" if chunks == 1 else "interleaved",
         num_chunks=chunks,
-        microbatch_size=1,
         num_microbatches=rng.choice((2, 4, 6)) * data,
     )
     whole = sum(4 * node.parameter_bytes + 2 * node.stash_bytes + 6 * node.activation_bytes for node in nodes)
@@ -103,10 +103,7 @@ def every_step(
             numbers = [[*product(counted, range(1, ends[s + 1] - ends[s]))] for s in place.stages]
             rests = ("", "+keep_less") if "keep_less" in own_words else ("",)
             options = [
-                [
-                    *own_words,
-                    *(f"{kind}:{k}{more}" for kind, k in own for more in rests if kind not in more),
-                ]
+                [*own_words, *(f"{kind}:{k}{more}" for kind, k in own for more in rests if kind not in more)]
                 for own in numbers
             ]
             choices = product(product(*options), product({*ways}, repeat=len(options)))

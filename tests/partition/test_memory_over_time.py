@@ -7,15 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from stagewright.partition import Cluster, MemoryUse, Node, Plan, Profile, plan
-from stagewright.schedules import (
-    Costs,
-    MemoryCurve,
-    MemoryPart,
-    Op,
-    Schedule,
-    memory_curves,
-    simulate,
-)
+from stagewright.schedules import Costs, MemoryCurve, MemoryPart, Op, Schedule, memory_curves, simulate
 
 KEPT = {
     MemoryPart.WEIGHTS: "parameters",
@@ -54,11 +46,7 @@ def planned(schedule: str, *, stash: float = 1, **options: object) -> Plan:
 
 def curves_of(found: Plan) -> tuple[Schedule, tuple[MemoryCurve, ...]]:
     schedule = found.build_schedule()
-    costs = Costs(
-        forward=found.seconds(Op.F),
-        backward=found.seconds(Op.B),
-        update=1.0,
-    )
+    costs = Costs(forward=found.seconds(Op.F), backward=found.seconds(Op.B), update=1.0)
     return schedule, memory_curves(simulate(schedule, costs), found.stage_bytes)
 
 

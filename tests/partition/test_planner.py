@@ -6,16 +6,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from support.inside import Configuration, count_in_flight
+from support.inside import Configuration
 
 from stagewright.partition import Cluster, Node, Plan, Profile, partition, plan
 from stagewright.schedules import Costs, Op, build, check, simulate
 
-
-def chain(size: int, **figures: float) -> Profile:
-    values = {"forward_seconds": 1.0, "backward_seconds": 2.0, **figures}
-    return Profile(nodes=tuple(Node(name=f"n{i}", **values) for i in range(size)), microbatch_size=1)  # type: ignore[arg-type]
-
+from .small import chain
 
 FOUR = Cluster.from_levels([(4, 1e9)])
 
@@ -24,11 +20,6 @@ def test_free_links_and_memory_leave_replicas_alone() -> None:
     found = plan(chain(4), FOUR, global_batch=8)
     assert (found.replicas, found.schedule, found.microbatch_size) == ((4,), "1f1b", 1)
     assert found.simulated_step_time == pytest.approx(2 * 12.0)
-
-
-def test_same_input_same_plan() -> None:
-    profile, cluster = chain(6, activation_bytes=1e6, parameter_bytes=1e8), Cluster.parse("2x2:a=1GB/s,b=100MB/s:8GB")
-    assert plan(profile, cluster, global_batch=8) == plan(profile, cluster, global_batch=8)
 
 
 def test_sums_of_replicas_go_on_beside_backwards_where_ranks_have_chunks() -> None:
@@ -72,37 +63,6 @@ def test_one_ring_over_two_hosts_changes_the_plan() -> None:
     assert [found(cluster).replicas for cluster in (far, f"{far}:flat")] == [(3, 1), (2,)]
 
 
-def test_unequal_replicas_where_they_win() -> None:
-    """Three quarters of the work in the first node: 3-1, which a mesh can't say."""
-    nodes = (
-        Node(name="a", forward_seconds=3, backward_seconds=6, activation_bytes=1),
-        Node(name="b", forward_seconds=1, backward_seconds=2, parameter_bytes=1e10),
-    )
-    found = plan(Profile(nodes=nodes, microbatch_size=1), FOUR, global_batch=24, schedules="1f1b", runnable=True)
-    assert found.replicas == (3, 1)
-    schedule = found.build_schedule()
-    check(schedule)
-    assert schedule.num_microbatches == 24
-    assert Plan.from_json(found.to_json()) == found
-
-
-def test_only_the_stages_that_need_it_recompute() -> None:
-    """1F1B's first stages hold more microbatches: P - s of them."""
-    found = plan(
-        chain(4, stash_bytes=10.0),
-        FOUR,
-        global_batch=8,
-        schedules=("1f1b",),
-        pipeline_sizes=(4,),
-        memory_limit=25.0,
-    )
-    assert [stage.recompute for stage in found.stages] == ["full", "full", "none", "none"]
-    assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
-    assert found.seconds(Op.B) == [3.0, 3.0, 2.0, 2.0]
-    # The first keeps nothing (its input is the batch) and makes one stash anew.
-    assert [memory.activations for memory in found.memory.values()] == [10.0, 10.0, 20.0, 10.0]
-
-
 def test_the_optimizer_is_sharded_where_that_makes_it_fit() -> None:
     options = {"global_batch": 8, "pipeline_sizes": (1,), "data_sizes": (4,), "schedules": "1f1b"}
     profile = chain(2, parameter_bytes=10.0)
@@ -132,17 +92,6 @@ def test_larger_microbatches_where_they_are_worth_it() -> None:
     found = plan(profiles, FOUR, global_batch=8)
     assert found.microbatch_size == 2  # 3 does not divide the batch
     assert found.num_microbatches == 4
-
-
-def test_slow_nodes_cost_what_their_slowest_device_costs() -> None:
-    cluster = Cluster.from_json(
-        '{"version": 1, "levels": [{"name": "a", "size": 1, "bandwidth": 1e9}, {"name": "b", "size": 2, '
-        '"bandwidth": 1e9}], "kinds": [{"name": "fast", "speed": 1}, {"name": "slow", "speed": 0.5}], '
-        '"nodes": ["fast", "slow"]}'
-    )
-    found = plan(chain(6, parameter_bytes=1e12), cluster, global_batch=12, schedules=("1f1b",))
-    assert {stage.ranks: len(stage.nodes) for stage in found.stages} == {(0,): 4, (1,): 2}
-    assert found.predicted_step_time == pytest.approx(12.0)
 
 
 def test_what_nobody_can_hold_names_the_nearest_miss() -> None:
@@ -186,15 +135,6 @@ def test_bad_sources() -> None:
         plan({2: chain(4)}, FOUR, global_batch=8)
     with pytest.raises(ValueError, match="source of type str"):
         plan("profile.json", FOUR, global_batch=8)  # type: ignore[arg-type]
-
-
-def test_in_flight_is_what_the_programs_hold() -> None:
-    schedule = build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2)
-    ranks = count_in_flight(schedule)
-    peaks = simulate(schedule, Costs()).peak_activations
-    assert tuple(int(rank.held.sum(axis=1).max()) for rank in ranks) == peaks
-    versions = [rank.versions for rank in count_in_flight(build("pipedream", num_ranks=3, num_microbatches=6))]
-    assert versions == list(simulate(build("pipedream", num_ranks=3, num_microbatches=6), Costs()).peak_versions)
 
 
 def test_labels() -> None:
@@ -294,10 +234,6 @@ def test_memory_of_a_v(schedule: str) -> None:
             now += {Op.F: 1, Op.B: -1, Op.W: -1}.get(op, 0) * nodes[stage].stash_bytes
             most = max(most, now)
         assert found.memory[rank].activations == most
-
-
-def test_one_schedule_as_text() -> None:
-    assert plan(chain(4), FOUR, global_batch=4, schedules="1F1B").schedule == "1f1b"
 
 
 def test_idle_devices_are_told() -> None:

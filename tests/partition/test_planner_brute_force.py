@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import Configuration, LeastSeconds, MemoryRules, Model, Topology
+from support.inside import LeastSeconds, MemoryRules, Model, Topology
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
 
 from .by_hand import configurations, fitting_recompute, simulate_plan, step
-from .small import TENTHS
+from .small import TENTHS, configuration
 
 CLUSTERS = st.sampled_from(
     [
@@ -127,13 +127,11 @@ def test_never_worse_where_stages_go_back_and_forth_or_backwards_are_split(
 
 def bound(profile: Profile, cluster: Cluster, each: dict[str, Any]) -> float:
     """Bound that the search knows of a configuration before it is cut."""
-    configuration = Configuration(
-        tensor=1,
-        microbatch_size=1,
+    c = configuration(
         num_chunks=(len(each["ends"]) - 1) // each["pipeline"],
         **{name: value for name, value in each.items() if name != "ends"},
     )
-    return LeastSeconds(Topology(cluster)).of(configuration, Model(profile, MemoryRules(optimizer_ratio=2.0)))
+    return LeastSeconds(Topology(cluster)).of(c, Model(profile, MemoryRules(optimizer_ratio=2.0)))
 
 
 @settings(max_examples=50, deadline=None)

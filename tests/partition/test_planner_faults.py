@@ -12,10 +12,7 @@ from support.inside import DeviceModel, Topology, Transformer, TransformerSource
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Profile, partition, plan
 from stagewright.schedules import Op
 
-
-def chain(size: int, **figures: float) -> Profile:
-    values = {"forward_seconds": 1.0, "backward_seconds": 2.0, **figures}
-    return Profile(nodes=tuple(Node(name=f"n{i}", **values) for i in range(size)), microbatch_size=1)  # type: ignore[arg-type]
+from .small import chain
 
 
 def test_tensor_groups_on_two_nodes_pay_for_the_link_between_them() -> None:
@@ -76,22 +73,6 @@ def test_the_order_in_which_nodes_are_listed_does_not_matter(names: tuple[str, .
         assert each.seconds(Op.F) == pytest.approx(
             [len(stage.nodes) / speed for stage, speed in zip(each.stages, slowest, strict=True)]
         )
-
-
-@pytest.mark.parametrize("size", [8, 40])
-def test_never_worse_than_the_partitioner(size: int) -> None:
-    """A first node with nearly all work, a last one with nearly all weights: unequal replicas."""
-    nodes = (
-        Node(name="a", forward_seconds=size - 1, backward_seconds=2 * (size - 1), activation_bytes=1),
-        Node(name="b", forward_seconds=1, backward_seconds=2, parameter_bytes=1e11),
-    )
-    profile, cluster = Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(size, 1e9)])
-    ours = plan(profile, cluster, global_batch=5 * size)
-    theirs = partition(profile, cluster, num_microbatches=5 * size)
-    assert len(set(theirs.replicas)) == 2
-    assert ours.simulated_step_time is not None
-    assert theirs.simulated_step_time is not None
-    assert ours.simulated_step_time <= theirs.simulated_step_time * (1 + 1e-9)
 
 
 def test_the_gap_of_the_bottleneck_is_called_so() -> None:

@@ -10,11 +10,13 @@ from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
-from support.inside import BuiltSchedules, Configuration, DeviceModel, Transformer, TransformerSource
+from support.inside import BuiltSchedules, DeviceModel, Transformer, TransformerSource
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Link, Links, Op, build, equal_work_lengths, shortest_lengths, simulate
+
+from .small import configuration
 
 WHOLE, SLICED = ("1f1b", "gpipe"), ("seq1f1b", "terapipe")
 
@@ -109,16 +111,6 @@ def test_as_fast_as_the_best_of_all_families_cuts_and_lengths(first: int) -> Non
     assert True in chosen
 
 
-def test_messages_of_slices_take_as_long_as_their_bytes() -> None:
-    """Two slices of 3 and 1 of 4 tokens: of 8 bytes at 1 byte a second, behind each other on one link."""
-    schedule = build("terapipe", num_ranks=2, num_microbatches=1, num_slices=2)
-    over = Links(network=Link(seconds_per_byte=1.0), activation_bytes=8.0, index_factors=(0.75, 0.25))
-    timeline = simulate(schedule, Costs(forward=1.0, backward=1.0), over)
-    starts = {str(what): start for what, start, _ in timeline.ranks[1].compute}
-    assert starts == {"1F0": 7.0, "1F1": 9.0, "1B1": 10.0, "1B0": 11.0}
-    assert timeline.makespan == 11.0 + 2.0 + 6.0 + 1.0
-
-
 EQUAL = Profile(
     nodes=[Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(4)],
     microbatch_size=1,
@@ -181,17 +173,7 @@ def test_slices_hold_their_tokens_and_the_keys_and_values_of_all(name: str) -> N
     first forward to their last backward."""
     lengths, M, P, kv = (5, 2, 1), 3, 3, 0.25
     schedule = build(name, num_ranks=P, num_microbatches=M, num_slices=3)
-    c = Configuration(
-        pipeline=P,
-        data=1,
-        tensor=1,
-        schedule=name,
-        num_chunks=1,
-        microbatch_size=1,
-        num_microbatches=M,
-        lengths=lengths,
-        shares=(0.5, 0.25, 0.25),
-    )
+    c = configuration(pipeline=P, schedule=name, num_microbatches=M, lengths=lengths, shares=(0.5, 0.25, 0.25))
     for program, moments in zip(schedule.programs, BuiltSchedules().in_flight(c, exact=True, kv_share=kv), strict=True):
         tokens: dict[int, set[int]] = defaultdict(set)
         most = 0.0
@@ -224,10 +206,7 @@ def test_what_slices_do_not_go_with_is_refused_by_name() -> None:
     assert plan(EQUAL, FREE, global_batch=2).slice_lengths == ()  # nobody named them
     for wrong, said in (
         ({"source": plain}, r"does not say what a slice costs: expected sequence_tokens, .*sequence_dim=1"),
-        (
-            {"recompute": ("full",)},
-            r"'seq1f1b' with recompute=full and tensor_sizes=1: expected 'none' and 1",
-        ),
+        ({"recompute": ("full",)}, r"'seq1f1b' with recompute=full and tensor_sizes=1: expected 'none' and 1"),
         ({"schedules": "seq-zb-h1"}, r"schedules: 'seq-zb-h1': .*expected some of .*seq1f1b"),
         ({"schedules": "slimpipe"}, r"schedules: 'slimpipe': "),
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from support.inside import DeviceModel, Transformer, TransformerSource
@@ -29,22 +28,3 @@ def test_bounds_leave_most_configurations_uncut() -> None:
     assert (
         found.searched.simulated <= 11
     )  # 9 with a head of its own: bounds of cuts know the sum of tied weights, those before not
-
-
-def test_what_is_left_out_is_no_faster_than_promised_over_tensor_ranks_and_with_little_memory() -> None:
-    """Every configuration simulated, each way to cut it: of a search that stops at once all are above its promise."""
-    cluster = Cluster.parse("2x2:nvlink=30GB/s@5us,infiniband=2GB/s@10us:80GB")
-    options: dict[str, Any] = {"layers": 4, "hidden": 1024, "batch": 4, "memory_limit": 2.2e9}
-    every = transformer(cluster, **options, num_runners_up=10_000, max_simulated=10_000)
-    seconds = [every.simulated_step_time, *(each.simulated_step_time for each in every.runners_up)]
-    assert every.searched is not None
-    assert every.searched.unfit > 0
-    assert every.searched.simulated >= len(seconds) > 10
-    assert any(" tensor 2" in each.label for each in every.runners_up)
-    for cut_short in ({"max_simulated": 1, "num_runners_up": 0}, {"seconds": 0.0}):
-        found = transformer(cluster, **options, **cut_short)
-        assert found.searched is not None
-        assert found.simulated_step_time is not None
-        promised = min(found.simulated_step_time, found.searched.least_left or math.inf)
-        assert all(promised <= each * (1 + 1e-8) for each in seconds if each is not None)
-        assert found.searched.least <= promised

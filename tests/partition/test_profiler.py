@@ -67,25 +67,15 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("ticking")
 def test_sleeping_modules_take_what_they_sleep() -> None:
     """Sleeps of 20 ms and more, between which the clock is read a few times: below a hundredth."""
-    check_sleeping_modules(longer=1.01)
-
-
-@pytest.mark.nightly
-def test_sleeping_modules_take_what_they_sleep_by_the_real_clock() -> None:
-    """The profiler's own work is far below a hundredth, and a busy machine adds to that. Only too long is possible."""
-    check_sleeping_modules(longer=1.2)
-
-
-def check_sleeping_modules(*, longer: float) -> None:
     durations = [(0.02, 0.03), (0.021, 0.04), (0.02, 0.03)]
     model = nn.Sequential(*(SleepingStage(f, b) for f, b in durations))
     profile = quick(model, torch.randn(2, TINY_WIDTH), repetitions=4)
     for node, (forward, backward) in zip(profile.nodes, durations, strict=True):
-        assert forward <= node.forward_seconds < forward * longer
-        assert backward <= node.backward_seconds < backward * longer
+        assert forward <= node.forward_seconds < 1.01 * forward
+        assert backward <= node.backward_seconds < 1.01 * backward
     assert profile.step_seconds is not None
-    assert 0.161 <= profile.step_seconds < 0.161 * longer
-    assert profile.parts_over_step == pytest.approx(0, abs=longer - 1)
+    assert 0.161 <= profile.step_seconds < 1.01 * 0.161
+    assert profile.parts_over_step == pytest.approx(0, abs=0.01)
     first, second, third = profile.nodes
     assert second.forward_seconds != first.forward_seconds
     assert third.input_grad_seconds >= 0.03  # an autograd.Function computes both at once: nothing is left for W
@@ -392,15 +382,6 @@ def test_without_anything_to_train_there_is_no_backward() -> None:
     profile = quick(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False), torch.randn(2, 4))
     assert profile.nodes[0].backward_seconds < 1e-3
     assert profile.nodes[0].stash_bytes == 0
-
-
-def test_the_sum_of_parts_is_compared_with_the_whole() -> None:
-    tokens = torch.randint(256, (2, 8))
-    profile = quick(small_gpt(), tokens, target=tokens, loss_fn=cross_entropy, repetitions=5)
-    assert profile.parts_over_step is not None
-    assert -0.9 < profile.parts_over_step < 3.0  # tiny parts on a busy machine: that it is there and of this order
-    again = Profile.from_json(profile.to_json())
-    assert again == profile
 
 
 class Untraceable(nn.Module):

@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import (
-    COUNTED,
-    RECOMPUTE,
-    MemoryRules,
-    Model,
-    Moments,
-    RankMemory,
-    RankPlace,
-    Recomputed,
-    StageSums,
-)
+from support.inside import COUNTED, RECOMPUTE, MemoryRules, Model, Moments, RankMemory, RankPlace, Recomputed, StageSums
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Op
@@ -385,11 +375,6 @@ def test_selective_needs_figures_of_every_node_that_runs_again() -> None:
     assert found.stages[0].recompute == "layer"
     known = replace(OLD, nodes=tuple(replace(node, runs_again=False) for node in OLD.nodes))
     assert plan(known, cluster, global_batch=2, recompute="selective").stages[0].recompute == "selective"
-
-
-def test_what_is_planned_runs() -> None:
-    found = plan(OLD, Cluster.from_levels([(1, 1e9)]), global_batch=2, memory_limit=150, runnable=True)
-    assert found.stages[0].recompute == "layer"
 
 
 def test_figures_of_some_nodes_are_not_enough() -> None:

@@ -91,14 +91,7 @@ def test_an_order_that_is_none_is_refused() -> None:
 
 def test_the_search_waits_for_sums_of_tied_weights() -> None:
     """Updates of both ends come behind the sum of what they share, which the first stage is the last to begin."""
-    stages = tuple(
-        PlanStage(
-            nodes=(f"n{i}",),
-            ranks=(i,),
-            step_seconds=3.0,
-        )
-        for i in range(3)
-    )
+    stages = tuple(PlanStage(nodes=(f"n{i}",), ranks=(i,), step_seconds=3.0) for i in range(3))
     plan = PlanRecord(
         stages=stages,
         num_devices=3,

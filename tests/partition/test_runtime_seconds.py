@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.inside import (
-    Configuration,
     LeastSeconds,
     MemoryRules,
     Model,
@@ -26,7 +25,9 @@ from support.inside import (
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
-from stagewright.schedules import Costs, Synthesis, build, simulate, synthesize
+from stagewright.schedules import Costs, Synthesis, simulate, synthesize
+
+from .small import configuration
 
 NODES = tuple(
     Node(name=f"n{i}", forward_seconds=1.0, backward_seconds=2.0, activation_bytes=5, parameter_bytes=20)
@@ -54,39 +55,31 @@ def profile(action_seconds: float, around_seconds: float = 0.0) -> Profile:
     return Profile(nodes=NODES, action_seconds=action_seconds, around_seconds=around_seconds)
 
 
+def planned(source: Profile, links: Cluster, **options: Any) -> Plan:
+    """Four microbatches on one pipeline of two, unless options say otherwise."""
+    return plan(source, links, **{"global_batch": 4, "pipeline_sizes": (2,), "data_sizes": (1,)} | options)
+
+
 @pytest.mark.parametrize(("action", "message", "chunks"), [(0.0, 0.0, 4), (0.25, 0.0, 2), (0.0, 0.5, 1), (2.0, 0.0, 1)])
 def test_chunks_cost_actions_and_messages(action: float, message: float, chunks: int) -> None:
     """More chunks fill the pipeline sooner, and have more actions and messages: the planner takes what is fastest."""
 
     def with_chunks(number: int) -> Plan:
         name = "1f1b" if number == 1 else "interleaved"
-        return plan(
-            profile(action),
-            cluster(message_seconds=message),
-            global_batch=4,
-            schedules=(name,),
-            chunk_sizes=(max(2, number),),
-            pipeline_sizes=(2,),
-            data_sizes=(1,),
+        return planned(
+            profile(action), cluster(message_seconds=message), schedules=(name,), chunk_sizes=(max(2, number),)
         )
 
     each = {number: with_chunks(number).simulated_step_time or 0.0 for number in (1, 2, 4)}
-    found = plan(
-        profile(action), cluster(message_seconds=message), global_batch=4, pipeline_sizes=(2,), data_sizes=(1,)
-    )
+    found = planned(profile(action), cluster(message_seconds=message))
     assert min(each, key=lambda number: each[number]) == found.num_chunks == chunks
     assert found.simulated_step_time == each[chunks]
 
 
 def test_seconds_by_hand() -> None:
     """Two stages, one microbatch: F0, message, F1, B1, message, B0; each action has one end of a message."""
-    found = plan(
-        Profile(nodes=NODES[:2], action_seconds=0.5),
-        cluster(message_seconds=0.25),
-        global_batch=1,
-        pipeline_sizes=(2,),
-        data_sizes=(1,),
-        schedules=("1f1b",),
+    found = planned(
+        Profile(nodes=NODES[:2], action_seconds=0.5), cluster(message_seconds=0.25), global_batch=1, schedules=("1f1b",)
     )
     assert (found.costs.overhead, found.costs.message_overhead) == ((0.5, 0.5), (0.25, 0.25))
     assert found.simulated_step_time == pytest.approx(2 * (1 + 2) + 4 * (0.5 + 0.25) + 2 * (0.125 + 5 / 1e3))
@@ -97,14 +90,7 @@ def test_seconds_by_hand() -> None:
 @pytest.mark.parametrize(("schedule", "seconds"), [("1f1b", 2 * 0.75 + 0.0), ("zb-h1", 3 * 0.5 + 2 * 0.25)])
 def test_weight_gradients_have_no_message_and_cost_nothing_beside_their_i(schedule: str, seconds: float) -> None:
     """Rank 0 runs I and W as one, rank 1 sends the gradient in between."""
-    found = plan(
-        Profile(nodes=NODES[:2], action_seconds=0.5),
-        cluster(message_seconds=0.25),
-        global_batch=4,
-        pipeline_sizes=(2,),
-        data_sizes=(1,),
-        schedules=(schedule,),
-    )
+    found = planned(Profile(nodes=NODES[:2], action_seconds=0.5), cluster(message_seconds=0.25), schedules=(schedule,))
     ranks = simulated(Plan.from_json(found.to_json())).timeline.ranks
     assert [rank.busy for rank in ranks] == pytest.approx([4 * (3 + 1.5), 4 * (3 + seconds)])
     assert max(0.0, 1 - sum(rank.busy for rank in ranks) / 2 / found.simulated_step_time) == found.simulated_bubble
@@ -112,14 +98,7 @@ def test_weight_gradients_have_no_message_and_cost_nothing_beside_their_i(schedu
 
 def test_stages_of_one_rank_send_each_other_nothing() -> None:
     """Back and forth over two ranks: the second and third stage stand on one."""
-    found = plan(
-        profile(0.5),
-        cluster(message_seconds=0.25),
-        global_batch=4,
-        schedules=("zb-v",),
-        pipeline_sizes=(2,),
-        data_sizes=(1,),
-    )
+    found = planned(profile(0.5), cluster(message_seconds=0.25), schedules=("zb-v",))
     assert (found.costs.overhead, found.costs.message_overhead) == ((0.5,) * 4, (0.25,) * 4)
     assert message_overheads([0.25, 0.0, 0.25]) == found.costs.message_overhead
     assert message_seconds((0.25,) * 4) == (0.25, 0.0, 0.25)
@@ -130,13 +109,12 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
 @pytest.mark.parametrize("M", [8, 64])
 def test_a_plan_keeps_them(schedule: str, data: int, M: int) -> None:
     """Its file, simulated again, takes the same seconds as the planner's simulation, and more than without."""
-    found = plan(
+    found = planned(
         profile(0.1, 7.0),
         cluster(2 * data, message_seconds=0.2, bandwidth=50.0),
         global_batch=M,
         schedules=(schedule,),
         chunk_sizes=(2,),
-        pipeline_sizes=(2,),
         data_sizes=(data,),
     )
     again = Plan.from_json(found.to_json())
@@ -162,16 +140,6 @@ def test_cuts_know_that_a_stage_between_others_has_twice_the_messages() -> None:
     assert [float(each) for each in busy.seconds(0, [5, 10], busy.ranges(np.array([1, 2]), 3))] == [15.5, 15.25]
 
 
-def test_unequal_replicas() -> None:
-    light = replace(NODES[0], parameter_bytes=1e5)
-    heavy = Profile(nodes=(light, replace(NODES[1], forward_seconds=3.0, backward_seconds=6.0)), action_seconds=0.1)
-    found = partition(heavy, cluster(4, message_seconds=0.05), schedule="1f1b", num_microbatches=3)
-    assert found.replicas == (1, 3)
-    assert simulated(Plan.from_json(found.to_json())).timeline.batch_seconds == found.simulated_step_time
-    assert (found.costs.overhead, found.costs.message_overhead) == ((0.1, 0.1), (0.05, 0.05))
-    assert found.bound <= found.predicted_step_time
-
-
 def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gains hold with them: in the search, and where the order found is simulated."""
     searched: list[Costs] = []
@@ -181,10 +149,7 @@ def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> 
         return synthesize(costs=costs, **options)
 
     monkeypatch.setattr(f"{reorder.__module__}.synthesize", search)
-    found = plan(
-        profile(0.3), cluster(message_seconds=0.1), global_batch=6, schedules=("1f1b",), pipeline_sizes=(2,),
-        data_sizes=(1,), max_grad_norm=1.0,
-    )  # fmt: skip
+    found = planned(profile(0.3), cluster(message_seconds=0.1), global_batch=6, schedules=("1f1b",), max_grad_norm=1.0)
     better = reorder(found, seconds=400.0, evaluations=200)
     assert simulated(better).timeline.batch_seconds == better.simulated_step_time
     around = [(each.overhead, each.message_overhead) for each in (*searched, simulated(better).costs)]
@@ -198,7 +163,7 @@ def test_ranks_wait_for_the_norm_that_they_clip_by() -> None:
     nodes = tuple(replace(node, update_seconds=1.0) for node in NODES)
 
     def found(**options: Any) -> Plan:
-        return plan(Profile(nodes=nodes), devices, global_batch=8, pipeline_sizes=(4,), data_sizes=(1,), **options)
+        return planned(Profile(nodes=nodes), devices, global_batch=8, pipeline_sizes=(4,), **options)
 
     def without_updates(found: Plan) -> float:
         known = simulated(found)
@@ -237,13 +202,10 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
         )
         norm = (None, 0.0, 7.0)[trial % 3]
         evaluator = PlanEvaluator(links, lambda _size, _tensor, model=model: model, norm=norm)
-        c = Configuration(
-            pipeline=2,
+        c = configuration(
             data=data,
-            tensor=1,
             schedule=schedule,
             num_chunks=1 if schedule in ("1f1b", "gpipe", "2bw", "zb-h1") else 2,
-            microbatch_size=1,
             num_microbatches=(4, 8)[trial % 2],
         )
         bounds = LeastSeconds(links, norm=norm)
@@ -262,7 +224,7 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
 @pytest.mark.parametrize("busy", [0.0, 0.5, 1.0])
 def test_sums_that_keep_ranks_busy_are_no_time_beside_compute(busy: float, chunks: int) -> None:
     """Two replicas of the whole model, 4 microbatches of 24 s each, sums of 160 bytes at 20 bytes/s over all chunks."""
-    found = plan(
+    found = planned(
         profile(0.0),
         cluster(bandwidth=20.0, sum_busy=busy),
         global_batch=8,
@@ -278,15 +240,7 @@ def test_sums_that_keep_ranks_busy_are_no_time_beside_compute(busy: float, chunk
     assert found.simulated_step_time == pytest.approx(work + busy * total + (1 - busy) * last)
     assert simulated(found).timeline.batch_seconds == pytest.approx(found.simulated_step_time)
     # The bound before cuts are known: all of it in one chunk, of several what keeps the ranks busy; latencies apart.
-    c = Configuration(
-        pipeline=1,
-        data=2,
-        tensor=1,
-        schedule=found.schedule or "",
-        num_chunks=chunks,
-        microbatch_size=1,
-        num_microbatches=8,
-    )
+    c = configuration(pipeline=1, data=2, schedule=found.schedule or "", num_chunks=chunks, num_microbatches=8)
     least = LeastSeconds(Topology(cluster(bandwidth=20.0, sum_busy=busy))).of(
         c, Model(profile(0.0), MemoryRules(optimizer_ratio=2.0))
     )
@@ -316,13 +270,3 @@ def test_what_cannot_be_is_refused(value: float) -> None:
         cluster(sum_busy=value)
     with pytest.raises(ValueError, match=r"sum_busy: 1.5: expected a number of at least 0 and at most 1"):
         cluster(sum_busy=1.5)
-
-
-def test_overhead_is_that_of_the_simulator() -> None:
-    """Without links: Costs(overhead=) alone says the same."""
-    found = plan(
-        profile(0.5), cluster(bandwidth=1e15), global_batch=4, schedules=("1f1b",), pipeline_sizes=(2,), data_sizes=(1,)
-    )
-    costs = Costs(forward=4.0, backward=8.0, overhead=0.5, latency=0.125)
-    own = simulate(build("1f1b", num_ranks=2, num_microbatches=4), costs).makespan
-    assert found.simulated_step_time == pytest.approx(own)

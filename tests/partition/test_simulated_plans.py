@@ -238,7 +238,6 @@ def edited(change: Callable[[dict[str, Any]], None], **options: Any) -> str:
         (lambda plan: plan.pop("costs"), "costs: missing: expected an object"),
         (lambda plan: plan.update(costs=3), "costs: costs with int: expected an object with some of forward, "),
         (lambda plan: plan["costs"].update(speed=1), "costs: costs with .*'speed'.*: expected an object with some of"),
-        (lambda plan: plan["costs"].update(around=10**400), "costs: "),
         (lambda plan: plan["costs"].update(sum_busy=1.5), "costs: sum_busy=1.5: expected a share from 0 to 1"),
         (lambda plan: plan["costs"].update(update=[1.0]), "update has 1 numbers for 4 stages: expected one number, or"),
         (

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import (
-    PRESETS,
-    DeviceModel,
-    LiveBytes,
-    Split,
-    Transformer,
-    TransformerSource,
-    fit_device,
-    transformer_profile,
-)
+from support.inside import PRESETS, DeviceModel, Split, Transformer, TransformerSource, fit_device, transformer_profile
 
 from stagewright.partition import Cluster, GivenStage, Profile, evaluate, plan
 
@@ -28,12 +17,7 @@ NODES = Cluster.parse("4x8:nvlink=300GB/s,net=25GB/s")
 
 # Computes 1 FLOP a second and does nothing else: seconds are FLOPs.
 COUNTER = DeviceModel(
-    name="counter",
-    peak_flops=1.0,
-    memory_bandwidth=1e30,
-    memory_bytes=1e30,
-    link_bandwidth=1e30,
-    matrix_efficiency=1.0,
+    name="counter", peak_flops=1.0, memory_bandwidth=1e30, memory_bytes=1e30, link_bandwidth=1e30, matrix_efficiency=1.0
 )
 
 
@@ -83,18 +67,6 @@ def test_a_profile_computes_what_the_formula_counts() -> None:
         profile = profile_of(SMALL, b=2, t=t, device=COUNTER)
         seconds = total(profile, "forward_seconds") + total(profile, "backward_seconds")
         assert seconds * t == pytest.approx(SMALL.flops(batch_size=2))
-
-
-def test_kept_activations_are_those_of_korthikanti() -> None:
-    s, b, h, a = SMALL.length, 2, SMALL.hidden, SMALL.heads
-
-    def kept(t: int, **changes: str) -> float:
-        return profile_of(replace(SMALL, **changes), b=b, t=t).nodes[1].stash_bytes  # type: ignore[arg-type]
-
-    assert kept(1) == s * b * h * (34 + 5 * a * s / h)
-    assert kept(4) == s * b * h * (10 + 24 / 4 + 5 * a * s / h / 4)
-    assert kept(4, split="sequence") == s * b * h * (34 / 4 + 5 * a * s / h / 4)
-    assert kept(4, split="sequence", attention="flash") == s * b * h * 34 / 4
 
 
 def test_a_layer_on_a_device_of_round_figures() -> None:
@@ -160,6 +132,7 @@ def test_flash_attention_multiplies_the_scores_again() -> None:
     again = SMALL.layers * 2 * SMALL.length**2 * SMALL.hidden
     assert total(flash, "backward_seconds") - total(stored, "backward_seconds") == pytest.approx(again)
     assert total(flash, "forward_seconds") == total(stored, "forward_seconds")
+    assert flash.nodes[1].stash_bytes == 34 * SMALL.length * SMALL.hidden
 
 
 def test_efficiency_grows_with_the_outputs_of_a_product() -> None:
@@ -186,28 +159,10 @@ def test_small_microbatches_and_narrow_slices_cost_more_a_flop() -> None:
     assert forward(1, 4) > forward(1, 1) / 4
 
 
-def test_the_planner_takes_larger_microbatches_where_they_pay() -> None:
-    """Two stages: without waves the least bubble wins, and with them the products of four sequences are worth it."""
-    model = Transformer(layers=12, hidden=1024, heads=16, vocabulary=50000, length=1024)
-    cluster = Cluster.parse("2:nvlink=300GB/s:80GB")
-    sizes = []
-    for device in (A100, replace(A100, wave_outputs=0.0)):
-        source = TransformerSource(transformer=model, device=device, cluster=cluster)
-        options = {"pipeline_sizes": (2,), "data_sizes": (1,), "tensor_sizes": (1,), "recompute": ("none",)}
-        found = plan(source, cluster, global_batch=64, schedules="1f1b", **options)  # type: ignore[arg-type]
-        sizes.append(found.microbatch_size)
-    assert sizes == [4, 1]
-
-
 def test_what_the_profile_says_of_itself() -> None:
     profile = profile_of(SMALL, b=3, t=2)
     assert [node.name for node in profile.nodes] == ["embedding", "layer0", "layer1", "layer2", "head"]
-    assert profile.edges == (
-        ("embedding", "layer0"),
-        ("layer0", "layer1"),
-        ("layer1", "layer2"),
-        ("layer2", "head"),
-    )
+    assert profile.edges == (("embedding", "layer0"), ("layer0", "layer1"), ("layer1", "layer2"), ("layer2", "head"))
     assert (profile.origin, profile.device, profile.dtype) == ("formula", "A100-80GB", "bfloat16")
     assert (profile.microbatch_size, profile.optimizer_ratio) == (3, 6.0)
     assert Profile.from_json(profile.to_json()) == profile
@@ -251,21 +206,6 @@ def test_a_larger_microbatch_costs_in_proportion(model: Transformer, b: int, t: 
             assert getattr(each, figure) == pytest.approx(b * getattr(single, figure))
         assert each.parameter_bytes == single.parameter_bytes
         assert each.update_seconds == single.update_seconds
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    model=shapes(),
-    figure=st.sampled_from(
-        ["peak_flops", "memory_bandwidth", "link_bandwidth", "matrix_efficiency", "link_efficiency"]
-    ),
-    factor=st.floats(0.1, 1.0),
-)
-def test_a_slower_device_is_never_faster(model: Transformer, figure: str, factor: float) -> None:
-    slower = replace(A100, **{figure: getattr(A100, figure) * factor})
-    for before, after in zip(profile_of(model, t=4).nodes, profile_of(model, t=4, device=slower).nodes, strict=True):
-        for seconds in ("forward_seconds", "backward_seconds", "update_seconds"):
-            assert getattr(after, seconds) >= getattr(before, seconds)
 
 
 def test_a_cluster_replaces_the_devices_own_link() -> None:
@@ -340,13 +280,9 @@ def test_presets_are_named_once_and_found_in_any_case() -> None:
     ("changes", "message"),
     [
         ({"layers": 0}, r"transformer: layers: 0: expected a whole number of at least 1"),
-        ({"hidden": -64}, r"transformer: hidden: -64: expected a whole number"),
-        ({"vocabulary": 1.5}, r"transformer: vocabulary: 1\.5: expected a whole number"),
         ({"heads": 7}, r"transformer: hidden: 64: expected a multiple of heads=7"),
         ({"mlp_ratio": -1}, r"transformer: mlp_ratio: -1: expected a finite number above 0"),
         ({"mlp_ratio": 1e-9}, r"transformer: mlp_ratio: 1e-09: expected a multiple of 1/64"),
-        ({"mlp_ratio": 0.01}, r"transformer: mlp_ratio: 0\.01: expected a multiple of 1/64"),
-        ({"mlp_ratio": math.nan}, r"transformer: mlp_ratio: nan: expected a finite number"),
         ({"head": "shared"}, r"transformer: head: 'shared': expected one of tied, untied"),
         ({"split": "rows"}, r"transformer: split: 'rows': expected one of tensor, sequence"),
         ({"attention": "fast"}, r"transformer: attention: 'fast': expected one of stored, flash"),
@@ -364,7 +300,6 @@ def test_bad_shapes(changes: dict[str, object], message: str) -> None:
         ({"tensor": 3}, r"tensor: 3: expected a divisor of heads=8"),
         ({"tensor": 0}, r"tensor: 0: expected a whole number of at least 1"),
         ({"microbatch_size": 0}, r"microbatch_size: 0: expected a whole number of at least 1"),
-        ({"microbatch_size": 1.0}, r"microbatch_size: 1\.0: expected a whole number"),
         (
             {"tensor": 8, "cluster": Cluster.parse("4:net=1GB/s")},
             r"tensor: 8: expected at most the 4 devices of the cluster",
@@ -376,19 +311,12 @@ def test_bad_sizes(sizes: dict[str, object], message: str) -> None:
         transformer_profile(SMALL, **{"microbatch_size": 1, "device": A100, **sizes})  # type: ignore[arg-type]
 
 
-def test_a_tensor_size_that_does_not_divide_the_mlp() -> None:
-    with pytest.raises(ValueError, match=r"tensor: 8: expected a divisor of mlp_width=100"):
-        transformer_profile(replace(SMALL, mlp_ratio=100 / 64), microbatch_size=1, tensor=8, device=A100)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"peak_flops": 0}, r"device 'A100-80GB': peak_flops: 0: expected a finite number above 0"),
-        ({"memory_bandwidth": -1.0}, r"memory_bandwidth: -1\.0: expected a finite number above 0"),
         ({"wave_outputs": -1}, r"wave_outputs: -1: expected a finite number of at least 0"),
         ({"matrix_efficiency": 64}, r"matrix_efficiency: 64: expected a number above 0 and at most 1"),
-        ({"link_efficiency": 0}, r"link_efficiency: 0: expected a number above 0 and at most 1"),
     ],
 )
 def test_bad_devices(changes: dict[str, object], message: str) -> None:
@@ -405,33 +333,6 @@ def test_bad_fits() -> None:
         fit_device(A100, [0], lambda _: [1.0])
     with pytest.raises(ValueError, match=r"predict: \[1\.0, 2\.0\]: expected 1 numbers of seconds"):
         fit_device(A100, [1.0], lambda _: [1.0, 2.0])
-
-
-@pytest.mark.parametrize("part", ["attention", "mlp"])
-def test_a_backward_needs_one_gradient_of_the_scores_or_of_gelu_beside_what_was_kept(part: str) -> None:
-    """Counted as autograd runs it: products let go of what they kept before the next gradient is made."""
-    heads, length, width = 4, 64, 2
-    torch.manual_seed(0)
-    if part == "attention":
-        q, k, v = (torch.randn(heads, length, width, requires_grad=True) for _ in range(3))
-        values = heads * length * length
-
-        def forward() -> torch.Tensor:
-            kept = torch.dropout(torch.softmax(q @ k.transpose(1, 2), -1), 0.1, True)
-            return (kept @ v).sum()
-    else:
-        x, up, down = (torch.randn(*shape, requires_grad=True) for shape in ((512, 4), (4, 256), (256, 4)))
-        values = 512 * 256
-
-        def forward() -> torch.Tensor:
-            return (torch.nn.functional.gelu(x @ up) @ down).sum()
-
-    with LiveBytes() as live:
-        loss = forward()
-        live.settle()
-        kept = live.level
-        loss.backward()
-    assert live.most - kept == pytest.approx(4 * values, rel=0.1)  # float32: half of that in 16 bits
 
 
 # Later models.

@@ -200,14 +200,6 @@ def test_the_middle_step_is_told_and_how_far_actions_varied() -> None:
         assert own.spread == pytest.approx(0.175 * f / (1.35 * f + b + 2 * around))
 
 
-def test_causes_of_a_hundredth_of_the_step_are_named() -> None:
-    found = planned("pipeline")
-    took = with_measured(found, [simulated(as_it_is(found, compute=0.5)).timeline], known(found))
-    assert "compute -" in took.notes[-1]
-    assert "update +6.00 ms" in took.notes[-1]
-    assert "messages" not in took.notes[-1]  # thrice as slow, but 1 ms of 292
-
-
 def with_halves(found: Plan, share: float) -> Plan:
     """The plan with so large a part of each backward for I."""
     backward = found.seconds(Op.B)

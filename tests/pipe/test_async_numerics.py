@@ -18,8 +18,6 @@ from support.async_pipeline import run
 from support.async_reference import UNEVEN, AsyncCase, agree, assert_exact, replay
 from support.grids import one_in
 
-pytestmark = pytest.mark.slow  # about a minute; `make check` leaves it to `make test`
-
 OPTIMIZERS = ("sgd", "adamw", "adamw-foreach", "adamw-fused")
 RULES: dict[str, dict[str, Any]] = {
     "2bw": {"schedule": "2bw"},

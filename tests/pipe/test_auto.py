@@ -80,7 +80,6 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
 def test_in_one_process_for_two_ranks() -> None:
     text, state = run_auto({"mesh": {"pipe": 2}, "num_microbatches": 4})
     plan = Plan.from_json(text)
@@ -89,7 +88,6 @@ def test_in_one_process_for_two_ranks() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_every_rank_has_the_same_plan(gloo: Pool) -> None:
     answers = gloo.run(run_auto, ranks=2, args=({"max_grad_norm": 1e9},))
     assert answers[0][0] == answers[1][0]

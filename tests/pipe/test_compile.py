@@ -131,7 +131,6 @@ def test_inductor() -> None:
     assert_equal(trained(chain, schedule="2bw", compile=options), expected)
 
 
-@pytest.mark.slow
 def test_float16_and_autocast() -> None:
     def run(**options: Any) -> list[Tensor]:
         torch._dynamo.reset()

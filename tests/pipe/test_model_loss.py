@@ -200,7 +200,6 @@ def test_gpt2_as_it_comes(own_loss: bool) -> None:
 # --- the profiler, plans and data replicas ---
 
 
-@pytest.mark.slow
 def test_auto_plans_for_keywords_and_for_a_models_own_loss() -> None:
     model, twin = models()
     loss_in(twin(WORDS, labels=LABELS)).backward()

@@ -23,10 +23,7 @@ from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
 
-pytestmark = [
-    pytest.mark.slow,  # the whole matrix takes more than a minute; `make check` leaves it to `make test`
-    pytest.mark.filterwarnings("ignore:the schedule splits the backward of stage"),  # LSTMs leave little to W
-]
+pytestmark = pytest.mark.filterwarnings("ignore:the schedule splits the backward of stage")
 
 RANKS = (1, 2, 3, 4)
 LAYOUTS = all_layouts(ranks=RANKS)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from support.inside import chain
 
-from stagewright.schedules import Action, Costs, Edge, Op, RankTrace, Schedule, Timeline
+from stagewright.schedules import Action, Costs, Edge, Op, RankTrace, Schedule, Span, Timeline
 
 # The same examples in every run; take derandomize away and max_examples up to search for more.
 steady = settings(max_examples=60, deadline=None, derandomize=True)
@@ -209,3 +209,17 @@ def disordered(draw: DrawFn, **options: bool) -> Schedule:
             at = draw(st.integers(0, len(program) - 2))
             program[at], program[at + 1] = program[at + 1], program[at]
     return replace(schedule, programs=tuple(map(tuple, programs)))
+
+
+@st.composite
+def paused(draw: DrawFn, timeline: Timeline) -> list[RankTrace]:
+    """What ranks record that pause anywhere, by clocks that disagree."""
+    ranks = []
+    for trace in timeline.ranks:
+        shift = draw(quarters) - 1
+        spans = []
+        for what, start, end in trace.compute:
+            shift += draw(quarters)
+            spans.append(Span(what, start + shift, end + shift))
+        ranks.append(RankTrace(compute=tuple(spans), comm=trace.comm))
+    return ranks

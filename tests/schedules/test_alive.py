@@ -37,7 +37,7 @@ from stagewright.schedules import (
     simulate,
 )
 
-from .random_schedules import by_hand, schedules, steady
+from .random_schedules import schedules, steady
 from .reference import peak_receives
 
 
@@ -151,10 +151,3 @@ def test_a_message_for_two_stages_is_held_up_to_the_second_and_their_gradients_f
         if isinstance(s, Transfer) and {s.message.src, s.message.dst} == {0, 3}
     }
     assert between == set()
-
-
-def test_a_split_backward_beside_a_whole_one() -> None:
-    schedule = by_hand("0F0 0F1 0B0 0F2 0I1 0W1 0I2 0W2", microbatches=3)
-    assert {action.op for action in schedule.programs[0]} == {Op.F, Op.B, Op.I, Op.W}
-    assert check(schedule).peak_activations == (2,)
-    assert count_in_flight(schedule)[0].held.max() == 2

@@ -13,7 +13,7 @@ import pytest
 from support.inside import MOVE_OPS
 from support.sizes import fitting
 
-from stagewright.schedules import FAMILIES, Action, Op, Schedule, build, lower
+from stagewright.schedules import FAMILIES, Action, Op, build, lower
 
 from .builders import ASYNC, FLUSH
 
@@ -59,8 +59,3 @@ def test_under_every_asynchronous_schedule(name: str, num_ranks: int) -> None:
             continue  # refused
         schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
         assert not out_of_order(schedule.programs), num_microbatches
-
-
-def test_it_is_seen() -> None:
-    for row, culprit in (("0F1,0F0,0B0,0B1\n", "0F0"), ("0F0,0F1,0B1,0B0\n", "0B0")):
-        assert out_of_order(Schedule.from_csv(row).programs) == [f"rank 0: {culprit}"]

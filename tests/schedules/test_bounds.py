@@ -85,11 +85,7 @@ def test_the_best_of_all_orders_reaches_it(P: int, V: int, M: int, ops: str) -> 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs"])
 def test_it_is_the_same_for_every_order_of_a_placement(name: str) -> None:
     schedule = build(name, num_ranks=4, num_microbatches=8)
-    costs = Costs(
-        forward=[1 + s % 3 for s in range(schedule.num_stages)],
-        latency=0.5,
-        update=1.0,
-    )
+    costs = Costs(forward=[1 + s % 3 for s in range(schedule.num_stages)], latency=0.5, update=1.0)
     backwards_last = Schedule(
         name="sorted",
         placement=schedule.placement,

@@ -25,14 +25,13 @@ from stagewright.schedules import (
     PathKind,
     RankTrace,
     Schedule,
-    Span,
     Timeline,
     build,
     critical_path,
     simulate,
 )
 
-from .random_schedules import by_hand, quarters, schedules_with_costs, steady, window_of
+from .random_schedules import by_hand, paused, schedules_with_costs, steady, window_of
 from .reference import Node, _latency, graph, seconds
 
 EPSILON = 1 / 64
@@ -172,15 +171,10 @@ def test_streams_wait_for_sums_and_gathers(gather: float) -> None:
 def test_measured_timelines_are_tiled_too(case: tuple[Schedule, Costs], data: st.DataObject) -> None:
     """Pauses anywhere, clocks that disagree, messages that were not seen, a rank whose record is missing."""
     timeline = simulate(*case)
-    ranks = []
-    for trace in timeline.ranks:
-        shift = data.draw(quarters) - 1
-        spans = []
-        for what, start, end in trace.compute:
-            shift += data.draw(quarters)
-            spans.append(Span(what, start + shift, end + shift))
-        comm = tuple(span for span in trace.comm if data.draw(st.booleans()))
-        ranks.append(RankTrace(compute=tuple(spans), comm=comm))
+    ranks = [
+        replace(trace, comm=tuple(span for span in trace.comm if data.draw(st.booleans())))
+        for trace in data.draw(paused(timeline))
+    ]
     if data.draw(st.booleans()):
         ranks[data.draw(st.integers(0, len(ranks) - 1))] = RankTrace(compute=())
     measured = replace(timeline, ranks=tuple(ranks), measured=True)

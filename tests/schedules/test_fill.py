@@ -104,15 +104,6 @@ def test_the_longest_waits_are_taken_first() -> None:
         assert len(rank.moves) == 1
 
 
-def test_behind_the_norm_and_behind_the_updates() -> None:
-    plain = build("1f1b", **SIZES)
-    for costs in (Costs(update=0.5, norm=0.25, latency=0.1), Costs(update=0.5, latency=0.1)):
-        timeline = simulate(with_fill(plain, costs), costs)
-        assert starts(timeline) == starts(simulate(plain, costs))
-        assert share(timeline) > 0.8
-        assert all(idle.fill <= idle.seconds for idle in attribute_idle(timeline))
-
-
 @given(
     name=st.sampled_from(sorted(name for name in FAMILIES if name != "custom")),
     shape=st.tuples(st.integers(2, 4), st.integers(1, 2)),

@@ -8,10 +8,9 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
-from support.inside import derive_versions, ir, paci, pair_up, pipedream, two_bw, unit_time_cells
+from support.inside import derive_versions, ir, paci, pipedream, two_bw, unit_time_cells
 from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Costs, Family, Op, Schedule, build, check, lower_bound, simulate
@@ -113,64 +112,7 @@ def test_golden_holds_nothing_else() -> None:
     assert {path.stem for path in GOLDEN.glob("*.txt")} == set(FAMILIES)
 
 
-# --- the same order, small enough to follow by eye ---
-
-DRAWN = {
-    ("gpipe", 3, 4, 1): """
-        rank 0 | F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
-        rank 1 | .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
-        rank 2 | .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
-    """,
-    ("zb-h1", 3, 4, 1): """
-        rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
-        rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-        rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-    """,
-    ("1f1b", 3, 5, 1): """
-        rank 0 | F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4
-        rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .
-        rank 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .
-    """,
-    ("1f1b", 3, 2, 1): """
-        rank 0 | F0 F1 .  .  .  B0 .  B1
-        rank 1 | .  F0 F1 .  B0 .  B1 .
-        rank 2 | .  .  F0 B0 F1 B1 .  .
-    """,
-    ("interleaved", 2, 4, 2): """
-        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
-        rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .
-    """,
-    # The third microbatch of a remainder goes with the group before it.
-    ("interleaved", 2, 3, 2): """
-        rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 .   2B1 .   2B2 0B0 0B1 0B2
-        rank 1 | .   1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2 .
-    """,
-    ("looped-bfs", 2, 2, 3): """
-        rank 0 | 0F0 0F1 2F0 2F1 4F0 4F1 .   .   4B0 4B1 2B0 2B1 0B0 0B1
-        rank 1 | .   1F0 1F1 3F0 3F1 5F0 5F1 5B0 5B1 3B0 3B1 1B0 1B1 .
-    """,
-}
-
-
-@pytest.mark.parametrize(("name", "P", "M", "V"), DRAWN)
-def test_small_orders(name: str, P: int, M: int, V: int) -> None:
-    assert made(name, P, M, V).grid() == dedent(DRAWN[name, P, M, V]).strip()
-
-
-@pytest.mark.parametrize(
-    ("warmup", "program"),
-    [
-        (0, "0F0 0B0 0F1 0B1 0F2 0B2"),
-        (1, "0F0 0F1 0B0 0F2 0B1 0B2"),
-        (2, "0F0 0F1 0F2 0B0 0B1 0B2"),
-        (3, "0F0 0F1 0F2 0B0 0B1 0B2"),
-        (9, "0F0 0F1 0F2 0B0 0B1 0B2"),
-    ],
-)
-def test_pair_up(warmup: int, program: str) -> None:
-    """One forward comes between the warm-up and the first backward, as long as one is left."""
-    forwards, backwards = ([ir.Action(0, op, k) for k in range(3)] for op in (Op.F, Op.B))
-    assert " ".join(map(str, pair_up(forwards, backwards, warmup=warmup))) == program
+# --- pictures in docstrings ---
 
 
 # Of each microbatch by rank, the version that the picture says.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -143,20 +142,7 @@ def test_no_order_beats_the_bound(case: tuple[Schedule, Costs, Links], norm: flo
     assert bound >= lower_bound(schedule, costs, replace(links, sums=())) >= lower_bound(schedule, costs)
 
 
-@steady
-@given(cases())
-def test_no_link_carries_two_messages_at_once(case: tuple[Schedule, Costs, Links]) -> None:
-    """Figures of the slow simulator, which the package's equals."""
-    for spans in Run(*case).busy.values():
-        for (_, end), (start, _) in pairwise(spans):
-            assert end <= start
-
-
 # --- by hand ---
-
-
-def starts_of(schedule: Schedule, costs: Costs, links: Links) -> dict[str, float]:
-    return {str(s.what): s.start for trace in simulate(schedule, costs, links).ranks for s in trace.compute}
 
 
 def test_messages_of_one_link_queue() -> None:
@@ -174,16 +160,6 @@ def test_messages_of_one_link_queue() -> None:
     )
     assert lower_bound(schedule, Costs(forward=1.0), links) == timeline.makespan == 11.5
     assert attribute_idle(timeline)[1].transfer == 2 * (3.0 - 1.0)
-
-
-def test_both_directions_of_a_pair_are_two_links() -> None:
-    schedule = by_hand("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", microbatches=2)
-    links = Links(network=Link(seconds_per_byte=1.0), activation_bytes=4.0, gradient_bytes=2.0)
-    # Activations 1-5 and 5-9; 1F0 5-6, 1B0 6-7, its gradient 7-9 while the second activations are under way.
-    assert starts_of(schedule, Costs(forward=1.0, backward=1.0), links) == {
-        **{"0F0": 0, "0F1": 1, "1F0": 5, "1B0": 6, "0B0": 9},
-        **{"1F1": 9, "1B1": 10, "0B1": 13},
-    }
 
 
 def test_pairs_that_share_a_network_card_queue() -> None:
@@ -213,15 +189,6 @@ def test_the_level_is_the_innermost_that_joins_two_ranks() -> None:
     assert links.way(5, 4).sending is None
 
 
-def test_a_message_to_another_node_does_not_wait_for_one_inside() -> None:
-    """Stage 0 sends to stage 1 beside it and to stage 2 in the next node, whose links are not the same."""
-    schedule = build("gpipe", num_ranks=3, num_microbatches=1).forward_only()
-    skips = schedule.with_edges([*schedule.stage_edges, schedule.stage_edges[0]._replace(dst=2)])
-    levels = (LinkLevel(num_ranks=2, seconds_per_byte=1.0), LinkLevel(num_ranks=4, seconds_per_byte=2.0))
-    links = Links(network=levels, activation_bytes=[4.0, 1.0, 3.0])  # edges 0 -> 1, 1 -> 2, 0 -> 2
-    assert starts_of(skips, Costs(forward=1.0), links) == {"0F0": 0, "1F0": 5, "2F0": 8}
-
-
 def test_a_sum_overlaps_with_compute_and_the_update_waits() -> None:
     """
     rank 0 | 0F0 1F0 1B0 1B0 0B0 0B0 .   .   .   0U0 1U0     the all-reduce of stage 1 begins at 4 and takes 3; that of
@@ -240,46 +207,12 @@ def test_a_sum_overlaps_with_compute_and_the_update_waits() -> None:
     assert [s.start for s in simulate(schedule, costs, free).ranks[0].compute[4:]] == [8.0, 8.5]
 
 
-def test_a_sum_waits_for_the_last_replica_and_its_span_shows_on_each() -> None:
-    schedule = build("1f1b", num_ranks=2, num_microbatches=3, replicas=(2,))
-    links = Links(network=Link(seconds_per_byte=0.5, latency=0.25))
-    ring = AllReduce(stage=0, seconds=2.5, ways=((0, 1), (1, 0)))
-    timeline = simulate(schedule, Costs(forward=1.0, backward=2.0), replace(links, sums=(ring,)))
-    assert [trace.compute[-1] for trace in timeline.ranks] == [Span(Action(0, Op.U, 0), 8.5, 8.5)] * 2
-    both = Collective((0,), Op.REDUCE_GRAD, 0)  # rank 1 has one microbatch of the three
-    assert [trace.collectives for trace in timeline.ranks] == [(Span(both, 6.0, 8.5),), (Span(both, 3.0, 8.5),)]
-    assert timeline.makespan == 8.5
-
-
-def test_the_global_norm_waits_for_all_sums() -> None:
-    """Rank 0 ends its backward at 6 and rank 1 at 4; the all-reduce of stage 1 is through at 9, then the norm."""
-    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
-    costs = Costs(forward=1.0, backward=2.0, update=0.5, norm=0.25)
-    links = Links(network=Link(), sums=(AllReduce(stage=1, seconds=5.0),))
-    timeline = simulate(schedule, costs, links)
-    assert [trace.compute[-1].start for trace in timeline.ranks] == [9.25, 9.25]
-    assert lower_bound(schedule, costs, links) == timeline.makespan == 9.75
-
-
 def test_the_bound_takes_the_quickest_way_of_replicas() -> None:
     """Microbatch 0 comes to rank 2 at once, microbatch 1 from another replica 9 later: one forward ends before that."""
     schedule = by_hand("0F0", "0F1", "1F0 1F1", microbatches=2, placement=[[0], [0], [1]])
     links = Links(network={(0, 2): Link(), (1, 2): Link(latency=9.0)})
     assert lower_bound(schedule, Costs(forward=1.0), links) == 11.0
     assert simulate(schedule, Costs(forward=1.0), links).makespan == 11.0
-
-
-def test_a_sum_in_a_stream_holds_up_the_update_alone() -> None:
-    schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2)
-    links = Links(network=Link(), sums=(AllReduce(stage=0, seconds=1.5),))
-    starts = starts_of(schedule, Costs(forward=1.0, backward=2.0, update=0.5), links)
-    assert starts == {"0F0": 0, "0B0": 1, "0U0": 4.5, "0F1": 5, "0B1": 6, "0U1": 9.5}
-
-
-def test_an_evaluation_sums_nothing() -> None:
-    schedule = build("1f1b", num_ranks=2, num_microbatches=2).forward_only()
-    links = Links(network=Link(), sums=(AllReduce(stage=0, seconds=5.0),))
-    assert simulate(schedule, Costs(), links).makespan == 3.0
 
 
 # --- what it refuses ---

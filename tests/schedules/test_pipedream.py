@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,19 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.inside import defer_updates
 
-from stagewright.schedules import (
-    Action,
-    Costs,
-    Op,
-    Schedule,
-    ScheduleError,
-    build,
-    check,
-    simulate,
-)
+from stagewright.schedules import Action, Costs, Op, Schedule, ScheduleError, build, check, simulate
 
 from .builders import ASYNC
-from .random_schedules import quarters, steady
+from .random_schedules import steady
 
 RANKS = (1, 2, 3, 4, 7)
 FB = [(1.0, 2.0), (1.0, 1.0), (3.0, 1.0), (0.25, 0.75)]  # all sums exact
@@ -135,78 +127,9 @@ def test_an_update_takes_its_time(name: str) -> None:
     assert timeline.bubble == pytest.approx(1 - 12 / timeline.batch_seconds)
 
 
-def microbatch_seconds(warmups: Sequence[int], F: float, B: float, latency: float) -> float:
-    """The period of one microbatch: the largest ratio of any cycle.
-
-    A cycle goes forward from stage a to b, turns there from F(k) to B(k - w_b), comes back to a, and meets
-    F(k - w_b + w_a + 1): (b - a + 1)(F + B) + 2(b - a) L seconds for w_a - w_b + 1 microbatches.
-    """
-    stages = range(len(warmups))
-    return max(
-        ((b - a + 1) * (F + B) + 2 * (b - a) * latency) / (warmups[a] - warmups[b] + 1)
-        for a in stages
-        for b in stages
-        if a <= b
-    )
-
-
-def iterated(warmups: Sequence[int], F: float, B: float, latency: float, *, microbatches: int) -> list[float]:
-    """When the input stage begins each microbatch, by the recurrence that the order of each stage makes."""
-    stages, last = range(len(warmups)), len(warmups) - 1
-    ends: dict[tuple[int, str, int], float] = {}
-
-    def end(stage: int, op: str, k: int) -> float:
-        key = (stage, op, k)
-        if key not in ends:
-            before: list[float] = [0.0]
-            if op == "F":
-                if k > 0:  # B(k-1-w), or in the warm-up F(k-1)
-                    behind = k - 1 - warmups[stage]
-                    before.append(end(stage, "B", behind) if behind >= 0 else end(stage, "F", k - 1))
-                if stage > 0:
-                    before.append(end(stage - 1, "F", k) + latency)
-            else:
-                before.append(end(stage, "F", k + warmups[stage]))
-                if stage < last:
-                    before.append(end(stage + 1, "B", k) + latency)
-            ends[key] = max(before) + (F if op == "F" else B)
-        return ends[key]
-
-    for k in range(microbatches):  # ascending, so that the recursion stays shallow
-        for stage in stages:
-            end(stage, "F", k)
-    return [ends[0, "F", k] - F for k in range(microbatches)]
-
-
 def warmups_of(schedule: Schedule) -> list[int]:
     """Forwards before the first backward, less the one that is paired with it."""
     return [[action.op for action in program].index(Op.B) - 1 for program in schedule.programs]
-
-
-@pytest.mark.parametrize("P", [2, 3, 4, 5])
-@pytest.mark.parametrize("latency", [0.25, 1.0, 1.5, 4.0])
-@pytest.mark.parametrize("warmup", ["plain", "eager"])
-def test_the_period_with_latency(P: int, latency: float, warmup: str) -> None:
-    F, B = 1.0, 2.0
-    cycle = P * (2 * P - 1)  # microbatches after which every cycle has come round
-    for M in (2 * P, 2 * P + 1):
-        schedule = build("2bw", num_ranks=P, num_microbatches=M, warmup=warmup, num_batches=24)
-        warmups = warmups_of(schedule)
-        assert warmups == [(2 if warmup == "eager" else 1) * (P - 1 - stage) for stage in range(P)]
-        period = microbatch_seconds(warmups, F, B, latency)
-        if warmup == "plain":
-            assert period == pytest.approx(F + B + 2 * latency * (P - 1) / P)
-        else:
-            assert (period == F + B) == (latency <= (F + B) / 2)
-        starts = iterated(warmups, F, B, latency, microbatches=24 * M)
-        assert starts[-1] - starts[-1 - cycle] == pytest.approx(cycle * period)
-        # A batch of the simulation, up to the part of a cycle that its few batches leave over.
-        timeline = simulate(schedule, Costs(forward=F, backward=B, latency=latency))
-        by_start = {s.what: s.start for s in timeline.ranks[0].compute}
-        assert [by_start[Action(0, Op.F, k)] for k in range(24 * M)] == pytest.approx(starts)
-        assert timeline.batch_seconds == pytest.approx(M * period, abs=2 * latency / 11)
-        if M % P == 0 and warmup == "plain":
-            assert timeline.batch_seconds == pytest.approx(M * period)
 
 
 @pytest.mark.parametrize(("F", "B"), FB)
@@ -220,8 +143,12 @@ def test_eager_closes_latency_up_to_half_of_the_work(F: float, B: float) -> None
         assert check(schedule).peak_activations == tuple(2 * (P - 1 - rank) + 1 for rank in range(P))
         assert check(schedule).peak_versions == (2,) * P
         assert simulate(schedule, Costs(forward=F, backward=B, latency=1.5 * latency)).bubble > 0.0
-        plain = build("2bw", num_ranks=P, num_microbatches=2 * P)
-        assert simulate(plain, Costs(forward=F, backward=B, latency=latency)).bubble > 0.25
+        plain = simulate(
+            build("2bw", num_ranks=P, num_microbatches=2 * P, num_batches=24),
+            Costs(forward=F, backward=B, latency=latency),
+        )
+        assert plain.batch_seconds == pytest.approx(2 * P * (F + B + 2 * latency * (P - 1) / P))
+        assert plain.bubble > 0.25
         for M in range(P - 1, 2 * P):
             tight = build("2bw", num_ranks=P, num_microbatches=M, warmup="eager")
             check(tight)
@@ -231,7 +158,7 @@ def test_eager_closes_latency_up_to_half_of_the_work(F: float, B: float) -> None
 
 @steady
 @given(st.integers(1, 5), st.data())
-def test_any_warm_up_is_as_the_recurrence_says(P: int, data: st.DataObject) -> None:
+def test_any_warm_up_holds_what_it_says(P: int, data: st.DataObject) -> None:
     M = data.draw(st.integers(1, 6))
     depths = data.draw(st.lists(st.integers(0, M), min_size=P, max_size=P))
     warmups = sorted(depths, reverse=True)
@@ -239,10 +166,6 @@ def test_any_warm_up_is_as_the_recurrence_says(P: int, data: st.DataObject) -> N
     report = check(schedule)
     assert report.peak_versions == (2,) * P
     assert report.peak_activations == tuple(depth + 1 for depth in warmups)
-    F, B, latency = data.draw(quarters) + 1, data.draw(quarters), data.draw(quarters)
-    starts = iterated(warmups, F, B, latency, microbatches=schedule.total_indices)
-    spans = simulate(schedule, Costs(forward=F, backward=B, latency=latency)).ranks[0].compute
-    assert [s.start for s in spans if isinstance(s.what, Action) and s.what.op is Op.F] == starts
 
 
 # --- mistakes ---
@@ -252,9 +175,7 @@ def test_any_warm_up_is_as_the_recurrence_says(P: int, data: st.DataObject) -> N
     ("name", "sizes", "options", "message"),
     [
         ("pipedream", (2, 4), {"update_every": 3}, r"update_every=3 for 4 microbatches: .* divides 4, such as 1 or 4"),
-        ("pipedream", (2, 4), {"update_every": 0}, "update_every=0 for 4 microbatches"),
         ("pipedream", (2, 4), {"update_every": 2.0}, r"update_every=2\.0 for 4 microbatches"),
-        ("pipedream", (2, 4), {"update_every": True}, r"update_every=True for 4 microbatches"),
         ("pipedream", (2, 4), {"vertical_sync": "no"}, r"vertical_sync=.no.: expected True or False"),
         (
             "pipedream",
@@ -265,14 +186,12 @@ def test_any_warm_up_is_as_the_recurrence_says(P: int, data: st.DataObject) -> N
         ("pipedream", (3, 4), {"replicas": (2, 2)}, r"replicas=\(2, 2\) on 3 ranks: .* at least 1 .*, 3 in all"),
         ("2bw", (3, 4), {"replicas": (3, 0)}, r"replicas=\(3, 0\) on 3 ranks: expected a count of at least 1"),
         ("2bw", (3, 4), {"replicas": 3}, r"replicas=3: expected one count a stage, such as \(2, 1\)"),
-        ("2bw", (3, 4), {"replicas": ("2", 1)}, r"replicas=\('2', 1\) on 3 ranks"),
         (
             "2bw",
             (4, 2),
             {},
             "num_microbatches=2 under 2bw: expected at least 3, the warm-up .*; give more microbatches",
         ),
-        ("2bw", (4, 2), {"warmup": "eager"}, "num_microbatches=2 under 2bw: expected at least 3"),
         ("2bw", (4, 2), {"replicas": (1, 3)}, "num_microbatches=2 under 2bw: expected at least 3"),
         (
             "2bw",
@@ -284,10 +203,8 @@ def test_any_warm_up_is_as_the_recurrence_says(P: int, data: st.DataObject) -> N
         ("2bw", (2, 4), {"warmup": 3}, "warmup=3: expected 'plain', 'eager', or one number a stage"),
         ("2bw", (2, 4), {"warmup": (1,)}, r"warmup=\[1\] for 2 stages: expected 2 whole numbers from 0 to .*=4"),
         ("2bw", (2, 4), {"warmup": (5, 0)}, r"warmup=\[5, 0\] for 2 stages"),
-        ("2bw", (2, 4), {"warmup": (1, -1)}, r"warmup=\[1, -1\] for 2 stages"),
         ("2bw", (2, 4), {"warmup": (0, 1)}, r"warmup=\[0, 1\]: expected no stage deeper than the one before it"),
         ("2bw", (2, 4), {"num_batches": 0}, "num_batches=0: expected a whole number, at least 1"),
-        ("pipedream", (2, 4), {"num_batches": 1.5}, r"num_batches=1\.5: expected a whole number"),
     ],
 )
 def test_options_that_do_not_fit(name: str, sizes: tuple[int, int], options: dict[str, object], message: str) -> None:
@@ -304,14 +221,7 @@ def test_2bw_needs_as_many_microbatches_as_its_warm_up(P: int, M: int) -> None:
         with pytest.raises(ValueError, match=f"expected at least {M}"):
             build("2bw", num_ranks=P, num_microbatches=M - 1)
     deeper = build("pipedream", num_ranks=P + 2, num_microbatches=M, update_every=M, num_batches=5)
-    claimed = Schedule(
-        name="2bw",
-        placement=deeper.placement,
-        programs=deeper.programs,
-        num_microbatches=M,
-        num_batches=5,
-        weight_rule="2bw",
-    )
+    claimed = replace(deeper, name="2bw", update_every=None, weight_rule="2bw")
     with pytest.raises(ScheduleError, match=rf"0F{2 * M} stands behind 0 updates of stage 0, .* asks for version 1"):
         check(claimed)
 
@@ -322,14 +232,7 @@ def test_2bw_needs_as_many_microbatches_as_its_warm_up(P: int, M: int) -> None:
 def mutated(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
     programs = list(schedule.programs)
     programs[rank] = tuple(program)
-    return Schedule(
-        name=schedule.name,
-        placement=schedule.placement,
-        programs=tuple(programs),
-        num_microbatches=schedule.num_microbatches,
-        num_batches=schedule.num_batches,
-        weight_rule=schedule.weight_rule,
-    )
+    return replace(schedule, programs=tuple(programs))
 
 
 @pytest.mark.parametrize("P", [1, 2, 3])

@@ -154,10 +154,7 @@ def test_what_was_under_way_while_the_receiver_computed_is_not_the_links_time() 
     """Rank 1 works for 10 s on microbatch 0, then waits 1 ms for what rank 0 made 9 s ago: a thread that woke."""
     schedule = build("gpipe", num_ranks=2, num_microbatches=2)
     act = [Message(MessageKind.ACT, 0, 1, k) for k in range(2)]
-    first = RankRecord(
-        compute=tuple(Span(Action(0, Op.F, k), float(k), k + 1.0) for k in range(2)),
-        arrivals=(),
-    )
+    first = RankRecord(compute=tuple(Span(Action(0, Op.F, k), float(k), k + 1.0) for k in range(2)), arrivals=())
     second = RankRecord(
         compute=(Span(Action(1, Op.F, 0), 1.5, 11.0), Span(Action(1, Op.F, 1), 11.001, 21.0)),
         arrivals=((act[0], 0.0, 1.5), (act[1], 11.0, 11.001)),

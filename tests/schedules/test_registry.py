@@ -153,7 +153,6 @@ def test_slices_for_a_schedule_without(name: str) -> None:
         ("1f1b", {"warmup": 3}, "schedule '1f1b' has no option warmup: its options are replicas"),
         ("gpipe", {"warmup": 3}, "schedule 'gpipe' has no option warmup: its options are none"),
         ("interleaved", {"group": (2,)}, "'interleaved' has no option group: its options are groups, num_chunks"),
-        ("gpipe", {"b": 1, "a": 1}, "'gpipe' has no option a, b"),
         ("2bw", {"update_every": 1}, "no option update_every: its options are num_batches, replicas, warmup"),
         (
             "pipedream",

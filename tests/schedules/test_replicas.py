@@ -7,60 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.inside import Sharing, Transfer, defer_updates, derive_versions
+from support.inside import Sharing, defer_updates, derive_versions
 
-from stagewright.schedules import (
-    Action,
-    Costs,
-    Lowered,
-    Message,
-    Op,
-    Schedule,
-    build,
-    check,
-    check_lowered,
-    flushed,
-    lower,
-    simulate,
-)
+from stagewright.schedules import Action, Costs, Op, Schedule, build, check, check_lowered, flushed, lower, simulate
 
 from .builders import ASYNC
+from .reference import delivered
 
 # Stages with as many times the work as they have ranks.
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 2), (1, 1, 3)]
-
-
-def delivered(lowered: Lowered) -> dict[tuple[int, int], list[Message]]:
-    """Run all ranks, each as far as it gets, over links that keep their order; by link, what arrived."""
-    links: dict[tuple[int, int], deque[Message]] = {}
-    posted: dict[tuple[int, int], deque[Message]] = {}
-    seen: dict[tuple[int, int], list[Message]] = {}
-    here: list[set[Message]] = [set() for _ in lowered.programs]
-    position = [0] * len(lowered.programs)
-    moved = True
-    while moved:
-        moved = False
-        for program in lowered.programs:
-            rank = program.rank
-            while position[rank] < len(program.steps):
-                step = program.steps[position[rank]]
-                if not isinstance(step, Transfer):
-                    if not set(program.inputs.get(step, ())) <= here[rank]:
-                        break
-                else:
-                    link = (rank, step.peer) if step.is_send else (step.peer, rank)
-                    (links if step.is_send else posted).setdefault(link, deque()).append(step.message)
-                    while links.get(link) and posted.get(link):
-                        message = links[link].popleft()
-                        assert message == posted[link].popleft()
-                        seen.setdefault(link, []).append(message)
-                        here[link[1]].add(message)
-                position[rank] += 1
-                moved = True
-    assert position == [len(program.steps) for program in lowered.programs]
-    assert not any(links.values())
-    assert not any(posted.values())
-    return seen
 
 
 @pytest.mark.parametrize("name", ASYNC)

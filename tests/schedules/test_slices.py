@@ -7,18 +7,7 @@ from dataclasses import replace
 import pytest
 from support.inside import Dependencies, replicate
 
-from stagewright.schedules import (
-    Action,
-    Costs,
-    Op,
-    Schedule,
-    ScheduleError,
-    build,
-    check,
-    check_lowered,
-    lower,
-    simulate,
-)
+from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, check_lowered, lower
 
 
 def of_text(*programs: str, num_slices: int, num_microbatches: int = 1) -> Schedule:
@@ -83,23 +72,3 @@ def test_slices_that_do_not_fit(change: dict[str, object], message: str) -> None
 def test_slimpipe_needs_a_slice_a_rank() -> None:
     with pytest.raises(ValueError, match="num_slices=3 for schedule 'slimpipe' on 4 ranks: expected at least 4"):
         build("slimpipe", num_ranks=4, num_microbatches=2, num_slices=3)
-
-
-@pytest.mark.parametrize("V", [1, 2])
-@pytest.mark.parametrize(("P", "M", "n"), [(4, 8, 4), (3, 5, 2)])
-def test_the_bubble_shrinks_by_the_number_of_slices(P: int, M: int, n: int, V: int) -> None:
-    """A slice costs 1/n of its microbatch: the bubble (P-1)(F+B)/n of a rank's whole stage, less by V chunks."""
-    costs = Costs(forward=1.0 / n / V, backward=2.0 / n / V)
-    timeline = simulate(build("seq1f1b", num_ranks=P, num_microbatches=M, num_slices=n, num_chunks=V), costs)
-    assert timeline.makespan - M * 3 == pytest.approx((P - 1) * 3 / n / V, abs=1e-12)
-
-
-def test_slices_may_take_unequal_seconds() -> None:
-    """Later slices attend to more: a row of costs has a number for each slice of a batch."""
-    schedule = build("seq1f1b", num_ranks=2, num_microbatches=2, num_slices=2)
-    costs = Costs(forward=1.0, backward=2.0, index_factors=[1.0, 3.0, 1.0, 3.0])
-    timeline = simulate(schedule, costs)
-    took = {str(span.what): span.end - span.start for span in timeline.ranks[0].compute}
-    assert (took["0F0"], took["0F3"], took["0B2"], took["0B1"]) == (1.0, 3.0, 2.0, 6.0)
-    with pytest.raises(ValueError, match="index_factors has 2 numbers: expected one for each of the 4 action indices"):
-        simulate(schedule, Costs(index_factors=[1.0, 3.0]))

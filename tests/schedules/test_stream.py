@@ -35,7 +35,7 @@ from stagewright.schedules import (
 )
 
 from .random_schedules import by_hand
-from .test_replicas import delivered
+from .reference import delivered
 
 Case = tuple[str, int, int, dict[str, object]]  # name, P, M, options
 

@@ -99,7 +99,6 @@ def test_communication_and_spaces_are_skipped() -> None:
         (CSV.replace("1F2", "0F2"), r"row 2: 0F2 is of stage 0, which row 1 has too; expected one row for each stage"),
         (CSV.replace("0B1", "(0F9;0X1)OVERLAP_F_B"), "row 1, column 6: cannot read the action '0X1'"),
         ("0SEND_F\n", "row 1, column 1: cannot read the action '0SEND_F'"),
-        ("", "the table has no action: expected a row a rank with cells such as 0F0"),
         (",,\n,\n", "the table has no action"),
         ("0SEND_F0\n", "the table has no action"),
         (CSV.replace("1", "2"), "2 stages, numbered 0 to 2, and none holds stage 1"),
@@ -230,22 +229,18 @@ def test_json_is_readable() -> None:
         ({"version": 2}, "version 2: expected 1"),
         ({"programs": ["0F0", "1X0"]}, "program of rank 1: cannot read the action '1X0'"),
         ({"programs": "0F0"}, "programs: expected a list, found '0F0'"),
-        ({"programs": 5}, "programs: expected a list, found 5"),
         ({"programs": ["0F0", 7]}, "program of rank 1: cannot read the action '7'"),
         ({"placement": [0, 1]}, "placement: expected a list, found 0"),
         ({"placement": [[0], ["1"]]}, "placement: expected a whole number, found '1'"),
         ({"num_microbatches": 2.5}, r"num_microbatches: expected a whole number, found 2\.5"),
-        ({"num_batches": True}, "num_batches: expected a whole number, found True"),
         ({"num_microbatches": 0}, "num_microbatches=0, num_batches=1: expected at least 1"),
         ({"owners": [[0]]}, "owners of 1 stages for 2: expected the ranks of each stage"),
         ({"owners": [[0], [0]]}, r"owners of stage 1 are said to be the ranks \(0,\), and it is placed on \(1,\)"),
         ({"owners": [[0], "1"]}, "owners: expected a list, found '1'"),
         ({"edges": [[0, 1]]}, r"edges: expected \[src, dst, true or false\] each, found \[0, 1\]"),
-        ({"edges": [[0, 1, "false"]]}, r"edges: expected \[src, dst, true or false\] each"),
         ({"edges": [[1, 0, True]]}, "edge 1 -> 0: expected stages in ascending order"),
         ({"update_every": "1"}, "update_every: expected a whole number, found '1'"),
         ({"update_every": 2}, "update_every=2 for 1 microbatches a batch: expected a number that divides 1"),
-        ({"update_every": 0}, "update_every=0 for 1 microbatches a batch"),
         ({"microbatches": 4}, r"a schedule has the keys \['edges', .* found \['edges', 'microbatches'"),
     ],
 )
@@ -257,12 +252,7 @@ def test_unreadable_json(change: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("0F0,0B0", "not JSON: "),
-        ("[" * 100_000, "not JSON: .*recursion"),
-        ("[1]", "has the keys .* found list"),
-        ("{}", r"has the keys .* found \[\]"),
-    ],
+    [("0F0,0B0", "not JSON: "), ("[" * 100_000, "not JSON: .*recursion"), ("{}", r"has the keys .* found \[\]")],
 )
 def test_no_schedule_at_all(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):

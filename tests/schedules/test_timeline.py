@@ -41,9 +41,7 @@ def traced(*ranks: str) -> Timeline:
         spans.append(tuple(row))
     programs = [" ".join(str(s.what) for s in row if Action.parse(str(s.what)).op is not Op.U) for row in spans]
     return Timeline(
-        schedule=by_hand(*programs, microbatches=2),
-        ranks=tuple(RankTrace(compute=row) for row in spans),
-        measured=True,
+        schedule=by_hand(*programs, microbatches=2), ranks=tuple(RankTrace(compute=row) for row in spans), measured=True
     )
 
 

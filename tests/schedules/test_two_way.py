@@ -2,100 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-from support.inside import Dependencies, Sharing, replicate
+from support.inside import Sharing, replicate
 
-from stagewright.schedules import (
-    Action,
-    Collective,
-    Costs,
-    Op,
-    Schedule,
-    build,
-    check,
-    check_lowered,
-    lower,
-    simulate,
-)
+from stagewright.schedules import Action, Collective, Op, build, check, check_lowered, lower
 
 TWO_WAY = ("chimera", "dualpipe")
-
-
-def seconds_of_pairs(schedule: Schedule, costs: dict[Op, float]) -> float:
-    """Makespan where a forward and the whole backward behind it begin together and both end when both are through, as
-    DualPipe runs them; the first such pair of a rank where the ways meet or turn is none."""
-    pairs, S = [], schedule.num_stages
-    for stages, program in zip(schedule.placement, schedule.programs, strict=True):
-        middle = {S // 2 - 1, S // 2} == set(stages)
-        groups: list[list[Action]] = []
-        for action in program:
-            joins = groups and action.op is Op.B and [a.op for a in groups[-1]] == [Op.F]
-            if joins and middle:
-                joins = middle = False
-            if joins:
-                groups[-1].append(action)
-            else:
-                groups.append([action])
-        pairs.append(groups)
-    needs, ends, free = Dependencies(schedule), dict[Action, float](), [0.0] * schedule.num_ranks
-    while any(pairs):
-        for rank, groups in enumerate(pairs):
-            while groups and all(n in ends or n in groups[0] for a in groups[0] for n in needs.of(a)):
-                inputs = [ends[n] for a in groups[0] for n in needs.of(a) if n in ends]
-                free[rank] = max([free[rank], *inputs]) + sum(costs[a.op] for a in groups[0])
-                ends.update(dict.fromkeys(groups.pop(0), free[rank]))
-    return max(free)
-
-
-@pytest.mark.parametrize(("F", "W"), [(1.0, 1.0), (2.0, 1.0), (1.0, 0.25), (3.0, 2.5)])
-@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 8), (4, 14), (8, 20)])
-def test_the_published_bubble_of_dualpipe_is_that_of_atomic_pairs(P: int, M: int, F: float, W: float) -> None:
-    """(P/2-1)(F&B + B - 3W), and (P-1) times that for the V, F&B = F + B: where F = I. The orders are theirs."""
-    costs = {Op.F: F, Op.I: F, Op.W: W, Op.B: F + W}
-    for name, steps, chunks in (("dualpipe", P // 2 - 1, 1), ("dualpipe-v", P - 1, 2)):
-        schedule = build(name, num_ranks=P, num_microbatches=M)
-        both = 2 * F + W
-        assert seconds_of_pairs(schedule, costs) == M * chunks * both + steps * (both + F + W - 3 * W)
-        one_after_the_other = simulate(schedule, Costs(forward=F, input_grad=F, weight_grad=W)).makespan
-        assert one_after_the_other == M * chunks * both + steps * (2 * F - W)
-
-
-def test_the_published_figure_of_dualpipe() -> None:
-    """8 ranks, 20 microbatches: 66 slots, 6 of them idle."""
-    assert (
-        seconds_of_pairs(build("dualpipe", num_ranks=8, num_microbatches=20), dict.fromkeys(Op, 1.0) | {Op.B: 2.0})
-        == 66
-    )
-
-
-@pytest.mark.parametrize(("P", "M"), [(2, 4), (4, 9), (3, 6)])
-def test_the_order_of_dualpipe_v_is_torchs(P: int, M: int) -> None:
-    from torch.distributed.pipelining import schedules
-
-    stages = [
-        [
-            SimpleNamespace(
-                num_stages=2 * P,
-                group_size=P,
-                group_rank=rank,
-                stage_index=index,
-                is_first=index == 0,
-                is_last=index == 2 * P - 1,
-                has_backward=True,
-                stage_index_to_group_rank={},
-                submod=None,
-            )
-            for index in (rank, 2 * P - 1 - rank)
-        ]
-        for rank in range(P)
-    ]
-    theirs = schedules.ScheduleDualPipeV(stages[0], M).pipeline_order  # type: ignore[arg-type]
-    ours = build("ScheduleDualPipeV", num_ranks=P, num_microbatches=M)
-    for rank, program in enumerate(ours.programs):
-        flat = [part for a in theirs[rank] if a is not None for part in (a.sub_actions or (a,))]
-        assert [str(a) for a in flat if "REDUCE" not in str(a)] == [str(a) for a in program]
 
 
 @pytest.mark.parametrize(

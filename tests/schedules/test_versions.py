@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.inside import RULES, derive_versions
 
-from stagewright.schedules import Schedule, ScheduleError, build, check
+from stagewright.schedules import Schedule, ScheduleError, check
 
 from .random_schedules import by_hand, schedules, steady, with_updates
 
@@ -50,12 +50,7 @@ def test_2bw() -> None:
             r"version 1: move an update \(U\) of stage 1 on rank 1",
             id="update-too-late",
         ),
-        pytest.param(
-            "0B4 0B5 0U1 0U2",
-            "0B4 0U1 0B5 0U2",
-            None,
-            id="earlier-but-right",
-        ),
+        pytest.param("0B4 0B5 0U1 0U2", "0B4 0U1 0B5 0U2", None, id="earlier-but-right"),
         pytest.param(
             "0F4 0B3 0F5 0B4 0B5 0U1 0U2",
             "0F4 0F5 0U1 0B3 0B4 0B5 0U2",
@@ -156,10 +151,6 @@ def test_batch_after_batch_is_a_flush(schedule: Schedule, batches: int) -> None:
     assert report.num_actions == batches * check(schedule).num_actions
     used = derive_versions(several).used
     assert all(version == k // M for (_, k), version in used.items())
-
-
-def test_built_schedules_have_one_version() -> None:
-    assert check(build("1f1b", num_ranks=3, num_microbatches=4)).peak_versions == (1, 1, 1)
 
 
 @pytest.mark.parametrize(

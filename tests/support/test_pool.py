@@ -36,7 +36,6 @@ def fail_on(rank: int, how: str) -> None:
         warnings.warn("a warning", stacklevel=1)
 
 
-@pytest.mark.slow
 def test_failures_are_told_and_the_next_case_runs(request: pytest.FixtureRequest) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"))
     with pytest.raises(CaseError, match=r"(?s)rank 1: error\n.*on purpose"):

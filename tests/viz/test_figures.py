@@ -85,34 +85,12 @@ def test_comparison_of_nothing(tmp_path):
         render_comparison(None, None, tmp_path / "none.png")
 
 
-def test_both_panels_have_one_scale(tmp_path, monkeypatch):
-    limits = []
-    save = Figure.savefig
-
-    def savefig(figure, *args, **options):
-        limits.extend(axes.get_xlim() for axes in figure.axes)
-        return save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    render_comparison(example(), example(latency=2.0), tmp_path / "both.png")
-    longest = example(latency=2.0).makespan
-    assert limits[0] == limits[2] == (0, longest)  # 1 and 3 are those of the idle bars
-    assert limits[1] == limits[3]
-
-
 def test_numbers_where_they_fit(tmp_path, texts):
     render_timeline(example(num_microbatches=4), tmp_path / "wide.png")
     assert all(texts.count(str(k)) == 2 * 2 for k in range(4))  # F and B on both ranks
     texts.clear()
     render_timeline(example(num_microbatches=500), tmp_path / "narrow.png")
     assert "3" not in texts
-
-
-def test_the_same_picture_each_time(tmp_path):
-    timeline = example(latency=0.2, update=0.5)
-    for name in ("a.png", "b.png"):
-        render_timeline(timeline, tmp_path / name)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_the_origin_does_not_matter(tmp_path):
@@ -132,22 +110,6 @@ def test_any_duration(unit, tmp_path):
 )
 def test_time_unit(seconds, unit):
     assert time_unit(seconds)[0] == unit
-
-
-def test_split_backward_and_updates(tmp_path):
-    schedule = build("gpipe", num_ranks=2, num_microbatches=2)
-    split = tuple(
-        tuple(
-            part
-            for action in program
-            for part in ([action] if action.op is Op.F else [action._replace(op=Op.I), action._replace(op=Op.W)])
-        )
-        for program in schedule.programs
-    )
-    timeline = simulate(replace(schedule, programs=split), Costs(update=0.5))
-    assert {span.what.op for span in timeline.ranks[0].compute} == {Op.F, Op.I, Op.W, Op.U}
-    render_timeline(timeline, tmp_path / "t.png")
-    assert size_of(tmp_path / "t.png")[0] == 1600
 
 
 def test_the_critical_path_is_framed_and_its_shares_are_said(texts):
@@ -290,12 +252,6 @@ def test_nothing_ran(tmp_path, texts):
     render_timeline(half, tmp_path / "one_idle.png")
     assert size_of(tmp_path / "one_idle.png")[0] == 1600
     assert Action(0, Op.F, 0) == half.ranks[0].compute[0].what
-
-
-def test_matplotlib_loads_when_something_is_drawn():
-    program = "import sys, stagewright.viz; print([m for m in ('matplotlib', 'torch') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
 def test_no_pyplot(tmp_path):

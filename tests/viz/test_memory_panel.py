@@ -78,11 +78,7 @@ def test_peaks_and_limit_are_lines() -> None:
     drawn = {(line.get_linestyle(), round(line.get_ydata()[0], 9)) for line in axes.lines}
     assert drawn == {
         (style, round(rank + 0.07 + 0.86 * (1 - value / ceiling), 9))
-        for style, values in (
-            ("-", shown.memory_limit),
-            ("--", shown.predicted_peak),
-            (":", shown.measured_peak),
-        )
+        for style, values in (("-", shown.memory_limit), ("--", shown.predicted_peak), (":", shown.measured_peak))
         for rank, value in enumerate(values or ())
     }
     assert words(figure)[-3:] == ["limit", "predicted peak", "measured peak"]

@@ -130,15 +130,3 @@ def messages(columns: dict[str, Any]) -> list[tuple[int, ...]]:
     own = columns["messages"]
     names = ("kind", "src", "dst", "index", "maker", "user", "receiver", "start", "end")
     return list(zip(*(own[name] for name in names), (lane >= 0 for lane in own["lane"]), strict=True))
-
-
-def test_the_cases_hold_everything_that_a_schedule_may_have(replayed: list[tuple[Case, dict[str, Any]]]) -> None:
-    drawn = [case for case, _ in replayed]
-    wires = [wire for case in drawn for wire in replay_data(case.schedule, case.costs, case.links)["wires"]]
-    actions = {action.op for case in drawn for program in case.schedule.programs for action in program}
-    assert actions == {Op.F, Op.B, Op.I, Op.W, Op.U, Op.OFFLOAD, Op.RELOAD}
-    assert any(len(ranks) > 1 for case in drawn for ranks in case.schedule.owners)
-    assert any(case.schedule.is_asynchronous for case in drawn)
-    assert any(not program for case in drawn for program in case.schedule.programs)
-    assert any(wire["last"] is not None for wire in wires)  # gradients that several stages of a rank add up
-    assert any(each.unshards for case in drawn if case.links for each in case.links.sums)

@@ -312,7 +312,6 @@ def test_one_rank_twice(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_torch_as_it_is_installed_writes_what_is_read(tmp_path: Path, gloo) -> None:
     """Live: names and files of the torch that runs, around its own schedules on two gloo processes."""
     from support import torch_traces

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,13 @@ def written(folder: Path) -> list[int]:
 def parent(process: int) -> int:
     """The process that started this one, or adopted it."""
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + WITHIN
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def gone(ids: list[int], *, within: float = WITHIN) -> bool:

@@ -162,7 +162,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 def test_ranks_of_two_nodes_sum_under_the_real_torchrun(tmp_path: Path) -> None:
     outcome = LocalBackend().run(work(tmp_path, SUM, torch=True), TWO)
     assert (outcome.status, outcome.report) == (0, "")

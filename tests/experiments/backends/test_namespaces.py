@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from support.inside import HostHost as Host
 from support.inside import Nodes, Shape, network, what_is_missing, why_no_wire
 
-from .nodes import WITHIN
+from .nodes import WITHIN, wait_for
 
 WHY_NOT = what_is_missing() or why_no_wire()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -102,11 +101,7 @@ def test_the_kernel_carries_at_the_rate_of_the_cards(exact):
 @exactly
 def test_the_wire_holds_packets_back_and_tells_sites_apart(exact):
     shape = Shape(
-        bandwidth=400 * MEGABIT,
-        latency=0.001,
-        sites=(0, 0, 1),
-        site_latency=0.008,
-        site_bandwidth=100 * MEGABIT,
+        bandwidth=400 * MEGABIT, latency=0.001, sites=(0, 0, 1), site_latency=0.008, site_bandwidth=100 * MEGABIT
     )
     with network(Nodes(num_nodes=3, shape=shape), has_netem=False) as net, serving(net.hosts[1], net.hosts[2]):
         near = measure(net.hosts[0], net.addresses[1], 2_000_000, 400 * MEGABIT)
@@ -196,10 +191,3 @@ def processes_of(inode):
         except OSError:
             continue
     return found
-
-
-def wait_for(condition, timeout=WITHIN):
-    until = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)

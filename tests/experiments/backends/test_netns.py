@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from support.inside import (
     why_no_wire,
 )
 
-from .nodes import FAIL, SLEEP, WITHIN, work
+from .nodes import SLEEP, WITHIN, wait_for, work
 
 WHY_NOT = what_is_missing() or why_no_wire()
 needs_root = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -90,29 +89,6 @@ def test_every_node_runs_the_line_with_an_address_and_a_name_of_its_own(tmp_path
     # The nodes' clocks are one clock: the exchange before the start says how long the way is.
     assert json.loads((tmp_path / "nodes.json").read_text())[1]["round_trip"] >= 0.002
     assert networks(os.getpid()) == set()
-
-
-@needs_root
-def test_a_failed_node_is_named_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "_GRACE", 0.3)
-    outcome = backend().run(work(tmp_path, FAIL), TWO)
-    assert outcome.status == 1
-    assert outcome.report.startswith("node 1 (10.66.1.2): failed (exit status 1)")
-    assert "no luck" in outcome.report
-
-
-@needs_root
-def test_a_node_that_never_comes_is_named_with_how_long_it_was_waited_for(tmp_path: Path) -> None:
-    # A node so slow that its starter is not even loaded in time.
-    class Late(NetnsBackend):
-        def _network(self, stack, nodes):  # type: ignore[no-untyped-def]
-            net = super()._network(stack, nodes)
-            net.hosts[1]._prefix = ("sh", "-c", 'sleep 400; exec "$@"', "sh")
-            return net
-
-    outcome = Late(say=lambda _: None).run(work(tmp_path, LOOK, join_timeout=0.7), TWO)
-    assert outcome.status != 0
-    assert "node 1 (10.66.1.2): not up after 0.7 s" in outcome.report  # on a busy machine node 0 may be late, too
 
 
 @needs_root
@@ -228,13 +204,6 @@ def test_a_share_of_the_processor_is_what_it_says() -> None:
     taken, seconds = map(float, spun.stdout.split())
     assert 0 < taken < 0.2 * seconds + 0.04  # a fifth, less what others took; and a slice that it had saved
     assert cpu_share.leftovers() == []
-
-
-def wait_for(condition, timeout: float = WITHIN) -> None:  # type: ignore[no-untyped-def]
-    until = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 TRAIN = r"""

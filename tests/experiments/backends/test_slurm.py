@@ -15,7 +15,7 @@ import support
 from support.inside import Nodes, Shape, SlurmBackend, address_of, port_of, slurm
 from support.slurm_on_one_host import missing, one_host_cluster
 
-from .nodes import FAIL, HOSTILE, SLEEP, TELL, gone, processes, work, written
+from .nodes import FAIL, HOSTILE, SLEEP, TELL, gone, work, written
 
 TWO = Nodes(num_nodes=2)
 
@@ -107,18 +107,6 @@ def test_the_debug_executor_runs_one_node_in_this_process(tmp_path: Path, submit
     assert json.loads((tmp_path / "rank0.json").read_text())["WORLD_SIZE"] == "1"
 
 
-@pytest.mark.nightly
-def test_a_node_that_fails_is_named_and_the_job_ends(tmp_path: Path, submitit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "_GRACE", 0.3)
-    outcome = SlurmBackend(cluster="local", say=lambda _: None).run(work(tmp_path, FAIL), TWO)
-    assert outcome.status == 1
-    assert (
-        f"): failed (exit status 1); all it said is in {tmp_path}/node1.log, its last lines:\n  no luck"
-        in outcome.report
-    )
-    assert gone(processes(tmp_path, 1))
-
-
 @pytest.mark.parametrize("how", ["interrupt", pytest.param("time", marks=pytest.mark.nightly)])
 def test_a_job_is_cancelled_when_this_side_ends_or_its_time_is_over(tmp_path: Path, submitit, how: str) -> None:
     def interrupt(_: str) -> None:
@@ -149,7 +137,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")
 def test_a_real_slurm_runs_and_cancels_and_tells_why_a_job_waits(

@@ -91,7 +91,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.gloo
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_twice_is_started_again_on_both_nodes_in_their_order(tmp_path: Path, victim: int) -> None:

@@ -108,11 +108,7 @@ def test_contradictions_name_the_rules_and_the_actions() -> None:
         """Backwards right after their forwards."""
         return B(s, m).right_after(F(s, m))
 
-    rules = {
-        "all forwards first": lambda s, m: F(s, 2).before(B(s, m)),
-        "in order": in_order(F),
-        "depth first": eager,
-    }
+    rules = {"all forwards first": lambda s, m: F(s, 2).before(B(s, m)), "in order": in_order(F), "depth first": eager}
     with pytest.raises(ContradictionError) as raised:
         Constraints(num_ranks=2, num_microbatches=3, rules=rules).solve()
     assert raised.value.rules == ("all forwards first", "in order", "depth first")

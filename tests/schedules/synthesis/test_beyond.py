@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, permutations, product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from stagewright.schedules import (
     with_offload,
 )
 
+from ..test_bounds import orders
 from .test_synthesize import named
 
 UNIT: dict[str, Any] = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0}
@@ -220,23 +221,8 @@ def test_every_order_with_every_moves_of_two_microbatches(limit: int) -> None:
 
 
 def every_schedule() -> list[Schedule]:
-    ranks = []
-    for stage in range(2):
-        actions = [Action(stage, op, k) for k in range(2) for op in (Op.F, Op.I, Op.W)]
-        ranks.append(
-            [
-                order
-                for order in permutations(actions)
-                if all(
-                    order.index(Action(stage, Op.F, k))
-                    < order.index(Action(stage, Op.I, k))
-                    < order.index(Action(stage, Op.W, k))
-                    for k in range(2)
-                )
-            ]
-        )
     found = []
-    for first, second in product(*ranks):
+    for first, second in product(*(list(orders([stage], 2, "FIW")) for stage in range(2))):
         for moving in ((), (0,), (1,), (0, 1)):
             for programs in _with_moves([first], moving):
                 found.append(

@@ -6,7 +6,7 @@ import math
 from itertools import pairwise
 
 import pytest
-from support.inside import Objective
+from support.inside import SPLIT_OPS, Objective
 from support.inside import bounds_least_seconds as least_seconds
 from support.posed import pose
 
@@ -14,6 +14,7 @@ from stagewright.schedules import Costs, MemoryLimitError, build, simulate, synt
 
 from .instances import COUNT, random_problem
 from .make_optima import read
+from .published import published, request
 
 
 def test_never_above_the_optimum_of_300_random_instances() -> None:
@@ -28,68 +29,30 @@ def test_never_above_the_optimum_of_300_random_instances() -> None:
     assert tight >= 225
 
 
-def kept_share(hidden: int, heads: int) -> float:
-    """Share of a transformer layer's activations that is kept behind I, at length 1024 (Qi et al., 2024)."""
-    return 32 * hidden / (34 * hidden + 5 * heads * 1024)
+def bound_of(point: dict[str, str]) -> float:
+    """The least bubble."""
+    problem = pose(**request(point))
+    work = problem.num_microbatches * sum(problem.seconds[op][s][0] for op in SPLIT_OPS for s in problem.placement[0])
+    return 1 - work / least_seconds(problem)
 
 
-# P, M, seconds [ms] of F, I, W and a message, the kept share, published span bubbles of ZB-1p and ZB-2p.
-PUBLISHED = [
-    (8, 24, 18.522, 18.086, 9.337, 0.601, kept_share(2304, 24), 0.1585, 0.0433),
-    (8, 32, 18.513, 18.086, 9.331, 0.626, kept_share(2304, 24), 0.1242, 0.0039),
-    (8, 24, 29.718, 29.444, 19.927, 0.527, kept_share(4096, 32), 0.1323, 0.0029),
-    (8, 32, 29.802, 29.428, 19.530, 0.577, kept_share(4096, 32), 0.1045, 0.0022),
-    (16, 48, 11.347, 11.248, 8.132, 0.377, kept_share(5120, 40), 0.1397, 0.0066),
-]
-
-
-@pytest.mark.parametrize("row", PUBLISHED)
-def test_published_bubbles(row: tuple[float, ...]) -> None:
+def test_published_bubbles() -> None:
     """At memory P the published schedules are optimal, to all their digits; at 2P none is below the bound."""
-    P, M = map(int, row[:2])
-    F, I, W, latency, share, one, two = row[2:]
-    costs = Costs(forward=F, input_grad=I, weight_grad=W, latency=latency)
-    bubbles = []
-    for limit in (P, 2 * P):
-        problem = pose(
-            num_ranks=P, num_microbatches=M, costs=costs, memory_limit=limit, objective="span", kept_share=share
-        )
-        bubbles.append(1 - M * (F + I + W) / least_seconds(problem))
-    assert bubbles[0] == pytest.approx(one, abs=5e-5)
-    assert -1e-12 <= bubbles[1] <= two + 5e-5
+    for point in published("zb-"):
+        bound, bubble = bound_of(point), float(point["bubble"])
+        assert -1e-12 <= bound <= bubble + 5e-5, point
+        assert point["memory"] == "2.0" or bound == pytest.approx(bubble, abs=5e-5), point
 
 
-# Memory limit (in microbatches of a whole rank, over P), bubbles of one chunk and of the V placement.
-CURVE = [
-    (1.000, 0.1536, 0.0697), (1.250, 0.0998, 0.0306), (1.500, 0.0632, 0.0065), (1.750, 0.0350, 0.0035),
-    (2.000, 0.0077, 0.0035),
-]  # fmt: skip
-
-
-def test_published_bubbles_over_memory() -> None:
-    """ZB's automatic schedules, one chunk and V, P = 16, M = 48: the bound falls with memory and stays below them."""
-    P, M = 16, 48
-    F, I, W = 14.407, 14.380, 9.676  # of a chunk
-    found: dict[str, list[float]] = {"plain": [], "v": []}
-    for limit, *published in CURVE:
-        for placement, chunks, bubble in zip(("plain", "v"), (1, 2), published, strict=True):
-            times = 2 / chunks
-            problem = pose(
-                num_ranks=P,
-                num_microbatches=M,
-                costs=Costs(forward=F * times, input_grad=I * times, weight_grad=W * times, latency=1.610),
-                memory_limit=limit * P * chunks,
-                placement=placement,
-                objective="span",
-                kept_share=kept_share(5120, 40),
-            )
-            found[placement].append(1 - 2 * M * (F + I + W) / least_seconds(problem))
-            assert found[placement][-1] <= bubble + 5e-5, (limit, placement)
-    assert all(more >= less - 1e-12 for each in found.values() for more, less in pairwise(each))
-    exact = sum(
-        bound == pytest.approx(bubble, abs=5e-5) for bound, (_, bubble, _) in zip(found["plain"], CURVE, strict=True)
-    )
-    assert exact == 3
+@pytest.mark.parametrize(("placement", "met"), [("plain", 4), ("v", 1)])
+def test_published_bubbles_over_memory(placement: str, met: int) -> None:
+    """ZB's automatic schedules, P = 16, M = 48: the bound falls with memory and stays below them."""
+    points = published(f"curve {placement}")
+    bounds = [bound_of(point) for point in points]
+    bubbles = [float(point["bubble"]) for point in points]
+    assert all(bound <= bubble + 5e-5 for bound, bubble in zip(bounds, bubbles, strict=True))
+    assert all(more >= less - 1e-12 for more, less in pairwise(bounds))
+    assert sum(abs(bound - bubble) < 5e-5 for bound, bubble in zip(bounds, bubbles, strict=True)) == met
 
 
 @pytest.mark.parametrize("P", [2, 4, 8])

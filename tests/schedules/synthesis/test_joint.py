@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from itertools import accumulate, combinations, pairwise
 from random import Random
 
 import pytest
-from support.inside import Budget, ChainSearch, Request, _neighbours
+from support.inside import Budget, ChainSearch, Request
 from support.inside import synthesis_joint as joint
 
 from stagewright.schedules import (
@@ -149,37 +148,6 @@ def test_what_a_chain_says_is_what_the_simulator_says(objective: str) -> None:
             changes = [held[a.stage] * {Op.F: 1, Op.W: -1}.get(a.op, 0) for a in rank]
             assert max(accumulate(changes)) <= limit * (1 + 1e-9)
     assert ends() == ends()
-
-
-def test_a_repair_makes_the_heaviest_rank_lighter_or_says_that_it_cannot() -> None:
-    """By work behind the earliest start, counted here; beyond the memory no bound is low enough."""
-    layers = drawn(Random(4), 12)
-    columns = [[getattr(each, name) for each in layers] for name in Layer.__slots__]
-    request = Request(num_ranks=3, num_microbatches=5, costs=Costs(), objective="makespan")
-
-    def most(cut: list[int], ranks: list[int]) -> float:
-        works = [5 * sum(sum(column[a:b]) for column in columns[:3]) for a, b in pairwise(cut)]
-        heads = [sum(columns[0][: cut[ranks.index(r)]]) for r in range(3)]
-        return max(heads[r] + sum(w for w, rank in zip(works, ranks, strict=True) if rank == r) for r in range(3))
-
-    cut, ranks = [0, 1, 2, 3, 4, 5, 12], [0, 1, 2, 0, 1, 2]
-    chains = ChainSearch(columns, request, [math.inf] * 3, Random(0))
-    assert max(chains.loads(cut, ranks)) == pytest.approx(most(cut, ranks))
-    limit = 1.15 * chains.ideal
-    repaired = [new for _ in range(20) if (new := chains._repaired(cut, ranks, limit)) is not None]
-    assert repaired
-    assert all(most(*new) <= limit < most(cut, ranks) for new in repaired)
-    assert chains._repaired(cut, ranks, 0.9 * chains.ideal) is None
-    tight = ChainSearch(columns, request, [0.01] * 3, Random(0))
-    assert min(tight.loads(cut, ranks)) > 10 * tight.ideal
-
-
-def test_cuts_beside_a_cut() -> None:
-    """One boundary or two, one layer further either way."""
-    assert sorted(_neighbours((0, 2, 4, 6))) == sorted(
-        (0, 2 + i, 4 + j, 6) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) not in ((0, 0), (1, -1))
-    )
-    assert sorted(_neighbours((0, 1, 2, 4))) == [(0, 1, 3, 4), (0, 2, 3, 4)]
 
 
 def test_the_best_cuts_have_as_many_orders_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

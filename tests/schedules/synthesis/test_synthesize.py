@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -16,8 +14,8 @@ from stagewright.schedules import FAMILIES, Costs, MemoryLimitError, Op, Schedul
 
 from .instances import TIGHT, random_problem, tight
 from .make_optima import read
+from .published import published, request
 
-DATA = Path(__file__).parents[2] / "data" / "published_bubbles.csv"
 SLOPED = Costs(
     forward=[1.0, 1.5, 1.0, 1.25], input_grad=[1.5, 1.0, 1.0, 1.0], weight_grad=[0.75, 0.5, 1.0, 0.5], latency=0.25
 )
@@ -68,43 +66,13 @@ def test_no_named_schedule_that_fits_the_memory_is_better(
     assert ran >= 4
 
 
-def published() -> list[dict[str, str]]:
-    """Points of tests/data/published_bubbles.csv.
-
-    From the zero bubble papers (Qi et al., ICLR 2024, table 5; their curves of bubble over memory, P = 16, M = 48), as
-    shared/reference/schedules.md lists them. `memory` counts P whole activations of a rank, two halves of it under "v";
-    `kept_share` follows from the models' sizes: 32 h of 34 h + 5 a s bytes. The bubble is 1 - work / span.
-    """
-    with DATA.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def assert_at_or_below(point: dict[str, str], *, seconds: float, evaluations: int | None = None) -> None:
-    ranks, chunks = int(point["ranks"]), 2 if point["placement"] == "v" else 1
-    found = synthesize(
-        num_ranks=ranks,
-        num_microbatches=int(point["microbatches"]),
-        costs=Costs(
-            forward=float(point["forward"]),
-            input_grad=float(point["input_grad"]),
-            weight_grad=float(point["weight_grad"]),
-            latency=float(point["latency"]),
-        ),
-        memory_limit=float(point["memory"]) * ranks * chunks,
-        kept_share=float(point["kept_share"]),
-        placement=point["placement"],
-        objective="span",
-        seconds=seconds,
-        evaluations=evaluations,
-    )
+def assert_at_or_below(point: dict[str, str], **budget: float) -> None:
+    found = synthesize(**request(point), **budget)  # type: ignore[arg-type]
     assert round(found.timeline.span_bubble, 4) <= float(point["bubble"])
     assert found.lower_bound <= found.value * (1 + 1e-12)
 
 
-TABLE = [point for point in published() if point["source"].startswith("zb-")]
-CURVES = [point for point in published() if point["source"].startswith("curve")]
-
-
+TABLE = published("zb-")
 QUICK = [point for point in TABLE if point["ranks"] == "8" and point["memory"] == "1.0"]
 
 
@@ -115,7 +83,9 @@ def test_at_or_below_the_published_table(point: dict[str, str]) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", [*TABLE, *CURVES], ids=lambda p: f"{p['placement']}-{p['memory']}-{p['bubble']}")
+@pytest.mark.parametrize(
+    "point", [*TABLE, *published("curve")], ids=lambda p: f"{p['placement']}-{p['memory']}-{p['bubble']}"
+)
 def test_at_or_below_every_published_point(point: dict[str, str]) -> None:
     assert_at_or_below(point, seconds=60)
 
