@@ -19,7 +19,6 @@ import stagewright.schedules
 
 ROOT = Path(stagewright.__file__).parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-SLOW = re.compile(r"schedule=\"auto\"")  # a model profiled
 SMALLER = {"layers=100": "layers=4", "128x8": "1x8", "1536": "16"}  # a plan for 1,024 devices is made nightly
 QUICK = ("schedule", "simulate", "plan")  # commands that need no run before them
 NEEDS_FILES = re.compile(r"--profile|--model|--cluster \S+\.json|--check")
@@ -53,10 +52,6 @@ def commands(page: Path) -> list[list[str]]:
     lines = [line for text in blocks(page, "sh", "") for line in text.replace("\\\n", " ").splitlines()]
     split = [shlex.split(line.partition(" > ")[0], comments=True) for line in lines if line.startswith("stagewright ")]
     return [words[1:] for words in split]
-
-
-def slowly(value: Any, text: str) -> Any:
-    return pytest.param(value, marks=[pytest.mark.slow] if SLOW.search(text) else [])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -97,7 +92,7 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "code", [slowly(code, code) for page in PAGES for code in blocks(page, "python")], ids=lambda code: code[:40]
+    "code", [code for page in PAGES for code in blocks(page, "python")], ids=lambda code: code[:40]
 )
 def test_snippets(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A snippet runs with a small model under the names that it takes for granted."""

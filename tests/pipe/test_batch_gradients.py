@@ -144,6 +144,10 @@ def test_train_step_and_microbatches_of_a_dict() -> None:
     mask.grad = None
     other.eval_step(x, prompt, mask=mask, target=y)
     assert mask.grad is None
+    third = pipe(optimizer=None)
+    for again in (mask, mask.detach().clone().requires_grad_()):  # of the second batch those of the first are no part
+        third.forward_backward(x, prompt, mask=again, target=y)
+        torch.testing.assert_close(again.grad, parts[1].grad)
 
 
 def test_what_cannot_be_handed_back_is_refused() -> None:

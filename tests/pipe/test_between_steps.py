@@ -33,13 +33,19 @@ def under_way(pipe: PipelineModule) -> list[object]:
     workers = [one.worker for one in pipe._building.built("the engine").engine.ranks]
     stages = [stage for worker in workers for stage in worker._stages.values()]
     held: list[Any] = [table for worker in workers for table in (worker._inbox, worker._outbox, worker.outputs)]
-    return [item for table in (*held, *(stage._live for stage in stages)) for item in table]
+    held += [table for stage in stages for table in (stage._live, stage._owed)]
+    return [item for table in held for item in table]
 
 
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize(
     "options",
-    [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "looped-bfs", "mesh": {"pipe": 1}, "num_chunks": 2}],
+    [
+        {"schedule": "gpipe"},
+        {"schedule": "1f1b"},
+        {"schedule": "zb-h1"},
+        {"schedule": "looped-bfs", "mesh": {"pipe": 1}, "num_chunks": 2},
+    ],
     ids=str,
 )
 def test_a_failed_step_leaves_nothing_for_the_next(options: dict[str, Any], at: int) -> None:
@@ -53,6 +59,14 @@ def test_a_failed_step_leaves_nothing_for_the_next(options: dict[str, Any], at: 
     for _ in range(2):
         assert pipe.train_step(X, Y).loss == other.train_step(X, Y).loss
     assert under_way(pipe) == []
+
+
+def test_a_full_state_is_no_view_of_what_trains_on() -> None:
+    pipe = make()
+    state = pipe.full_state_dict()
+    values = [value.clone() for value in state.values()]
+    pipe.train_step(X, Y)
+    assert all(map(torch.equal, state.values(), values))
 
 
 @pytest.mark.parametrize("at", [1, 99])

@@ -347,7 +347,7 @@ def save_divided(folder: str, data_parallel: str, schedule: str, mesh: dict[str,
     ("data_parallel", "schedule", "mesh"),
     [
         ("fsdp", "1f1b", {"pipe": 1, "data": 2}),
-        pytest.param("zero1", "2bw", {"pipe": 2, "data": 2}, marks=pytest.mark.slow),
+        ("zero1", "2bw", {"pipe": 2, "data": 2}),
     ],
 )
 def test_what_replicas_divide_is_saved_beside_training(

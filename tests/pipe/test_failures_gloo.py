@@ -318,7 +318,7 @@ def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
     return found
 
 
-@pytest.mark.parametrize("how", [pytest.param("dies", marks=pytest.mark.slow), "stalls"])
+@pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_a_replica_that_is_lost_before_its_sums_is_named(fragile: Pool, how: str) -> None:
     first, _ = fragile.replies(lose_a_replica, ranks=2, args=(how, SHORT))
     assert first.kind == "ok", first.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +17,18 @@ ZEROS_FIRST = torch.cat([torch.zeros(2, WIDTH), X[2:]])
 
 
 class Average(nn.Module):
-    """A mean that begins to move with the third real forward; `large` makes it a buffer of a megabyte."""
+    """A mean that begins to move with a real forward; `large` makes it a buffer of a megabyte."""
 
-    def __init__(self, *, large: bool = False) -> None:
+    def __init__(self, *, large: bool = False, begins: int = 3) -> None:
         super().__init__()
+        self.begins = begins
         self.register_buffer("mean", torch.zeros(1 << 18 if large else 1))
         self.seen = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Tensor and torch.is_grad_enabled() is not self.training:  # the first run of each microbatch
             self.seen += 1
-        if self.seen >= 3:
+        if self.seen >= self.begins:
             self.mean.mul_(0.5).add_(x.detach().mean())
         return x + self.mean[0]
 
@@ -68,10 +70,10 @@ def test_buffers_that_a_first_forward_leaves_as_they_are(middle: Callable[[], nn
         assert torch.allclose(one.grad, other.grad, atol=1e-6), name
 
 
-def averaging(*, large: bool = False) -> PipelineModule:
+def averaging(*, recompute: str = "full", **options: Any) -> PipelineModule:
     torch.manual_seed(0)
-    model = nn.Sequential(Average(large=large), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    return make(model=model, optimizer=None, recompute="full", split_points=["2"])
+    model = nn.Sequential(Average(**options), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    return make(model=model, optimizer=None, recompute=recompute, split_points=["2"])
 
 
 def test_a_buffer_that_begins_to_move_later() -> None:
@@ -87,6 +89,16 @@ def test_a_large_buffer_that_begins_to_move_later_is_refused() -> None:
     """Its value from before the change is not kept: that would be a second copy of every mask."""
     with pytest.raises(ValueError, match=r"buffer 'mean' of Average .*Expected .* recompute= that leaves it out"):
         averaging(large=True).forward_backward(X, Y)
+
+
+def test_a_large_buffer_that_moves_is_what_it_was_in_the_second_run() -> None:
+    pipes = [averaging(large=True, begins=0, recompute=recompute) for recompute in ("none", "full")]
+    for pipe in pipes:
+        for _ in range(2):
+            pipe.forward_backward(X, Y)
+    assert torch.equal(*(pipe.state_dict()["0.mean"] for pipe in pipes))
+    for one, other in zip(*(pipe.parameters() for pipe in pipes), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 # --- the loss ---

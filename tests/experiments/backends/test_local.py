@@ -96,7 +96,7 @@ def test_nothing_is_left_of_a_command_that_is_interrupted_or_killed(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "torch",
-    [False, pytest.param(True, marks=[pytest.mark.gloo, pytest.mark.slow, pytest.mark.nightly])],
+    [False, pytest.param(True, marks=[pytest.mark.gloo, pytest.mark.nightly])],
     ids=["stand-in", "torchrun"],
 )
 @pytest.mark.parametrize("victim", ["agent", "starter"])
