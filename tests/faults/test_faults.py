@@ -29,7 +29,7 @@ import stagewright
 
 ROOT = Path(stagewright.__file__).parent
 FAULTS = Path(__file__).parent
-ROOMS = {"schedules": 25, "partition": 20, "run": 25, "stage": 22, "update": 22}
+ROOMS = {"schedules": 25, "partition": 20, "run": 26, "stage": 22, "update": 22}
 # [s] of one test in a copy; one that a fault makes wait for ever has failed.
 LONG = 240
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "docs", ".*_cache", ".hypothesis")
