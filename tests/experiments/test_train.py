@@ -16,7 +16,6 @@ from support.inside import (
     GPT,
     LAST_UPDATE,
     GPTConfig,
-    Metrics,
     RunProgress,
     TrainOptions,
     describe,
@@ -40,28 +39,10 @@ from support.inside import (
 
 from stagewright.schedules import build
 
+from .test_run_folder import METRICS
+
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
-SOME = Metrics(
-    step=1,
-    samples=2,
-    tokens=8,
-    loss=2.0,
-    bits_per_byte=2.885,
-    learning_rate=0.1,
-    grad_norm=1.0,
-    step_seconds=0.5,
-    samples_per_s=308.5,
-    tokens_per_s=1234.0,
-    bubble=0.125,
-    predicted_bubble=0.1,
-)
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
-    return str(path)
+SOME = replace(METRICS, step=1, tokens_per_s=1234.0, bubble=0.125, predicted_bubble=0.1)
 
 
 def test_the_default_run_stays_within_its_budget() -> None:
@@ -401,16 +382,3 @@ def test_two_members_of_a_tensor_group_train_to_the_same_loss(command: Callable[
     assert (len(alone["peak_memory_bytes"]), len(pair["peak_memory_bytes"])) == (1, 2)
     assert pair["parameters"] == alone["parameters"]
     assert pair["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)
-
-
-@pytest.mark.gloo
-def test_a_mistake_that_only_the_ranks_find_ends_them_all(command: Callable[..., Done], text: str) -> None:
-    # More stages than the model has places to cut.
-    done = command(
-        *("train", "--layers", "1", "--width", "8", "--heads", "1", "--length", "8", "--steps", "1", "--batch", "2"),
-        *("--microbatches", "2", "--chunks", "200", "--text", text, "--name", "one"),
-    )
-    assert done.status == 2
-    assert "stagewright: error: " in done.stderr
-    assert "num_stages=400" in done.stderr
-    assert "Traceback" not in done.stderr

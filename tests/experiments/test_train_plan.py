@@ -18,13 +18,6 @@ from stagewright.schedules import Costs
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
-    return str(path)
-
-
 def nodes_of_the_model() -> tuple[str, ...]:
     import torch
     from support.inside import GPT, Arguments, GPTConfig, model_units
