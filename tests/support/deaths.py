@@ -26,7 +26,7 @@ from . import going_on
 SCHEDULES, MESHES = ("1f1b", "interleaved", "zb-h1"), ((2, 2), (2, 3), (4, 2))
 POINTS = ["begin", "F", "B", "vote", "ready", "voted", "update"]
 FORMING = ["form", "formed", "again", "joined"]
-LIMIT = 240.0  # [s] behind which a run has hung
+LIMIT, STILL = 240.0, 90.0  # [s] after which a run has hung: in all, and with nobody who computes
 JOINS = "3,5,7,9"  # steps in front of which all wait for one that was started again
 STEPS = 13
 
@@ -125,7 +125,7 @@ def launched(folder: Path, plan: Plan) -> dict[str, Any]:
     told |= {"LIMIT": plan.limit} if plan.limit else {}
     started = time.monotonic()
     number = plan.pipe * plan.data
-    result = launch(words, num_ranks=number, timeout=LIMIT, environment=told, restarts=plan.restarts)
+    result = launch(words, num_ranks=number, timeout=LIMIT, stall=STILL, environment=told, restarts=plan.restarts)
     return {"status": result.status, "report": result.report, "seconds": round(time.monotonic() - started, 1)}
 
 
@@ -139,7 +139,7 @@ def judged(folder: Path, outcome: dict[str, Any], plan: Plan, wanted: list[float
         losses = [line for line in lines if line[0] != "threads"]
         wrong += [f"rank {path.stem}: {line}" for line in losses if abs(line[1] / wanted[line[0]] - 1) > 1e-12]
     report = outcome["report"]
-    hung = "not done after" in report
+    hung = "not done after" in report or "stand still" in report
     lost = [stage for stage in range(plan.pipe) if set(range(stage * plan.data, (stage + 1) * plan.data)) <= {*kills}]
     named = bool(outcome["status"]) and not hung
     if named and not (lost and "are dead, and nobody else has stage" in report):
