@@ -174,8 +174,9 @@ class _Watchdog:
     def barks(self) -> bool:
         if self._patience is None:
             return False
-        now, (taken, wants) = time.monotonic(), zip(*(rank.computing() for rank in self._ranks), strict=True)
-        if not any(wants):  # else the machine is busy with others
+        now, found = time.monotonic(), [rank.computing() for rank in self._ranks]
+        taken = tuple(seconds for seconds, _ in found)
+        if not any(wants for _, wants in found):  # else the machine is busy with others
             self._still += min(now - self._looked, _GLANCE_S)
         self._looked = now
         seen = self._seen or (-1.0,) * len(taken)
