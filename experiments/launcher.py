@@ -38,9 +38,9 @@ _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
 _HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
-_ANSWER_S = 5.0  # that ranks have, at most, to say where they stand
+_ANSWER_S = 15.0  # that ranks have, at most, to say where they stand
 _GLANCE_S = 0.25  # that count at most between two looks: more than that, and the machine let nobody run
-_STILL = 0.01  # of a core, for all ranks together: less is standing still
+_STILL = 0.02  # of a core, by any rank: less is standing still; gloo's threads take 0.01 while they wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,18 +167,21 @@ class _Watchdog:
     def __init__(self, ranks: list[RankProcess], patience: float | None) -> None:
         self._ranks = ranks
         self._patience = patience
-        self._looked = self._since = time.monotonic()
+        self._looked = time.monotonic()
         self._still = 0.0
-        self._seen = 0.0
+        self._seen: tuple[float, ...] = ()
 
     def barks(self) -> bool:
         if self._patience is None:
             return False
-        now, taken = time.monotonic(), sum(rank.cpu_seconds() for rank in self._ranks)
-        self._still += min(now - self._looked, _GLANCE_S)
+        now, found = time.monotonic(), [rank.computing() for rank in self._ranks]
+        taken = tuple(seconds for seconds, _ in found)
+        if not any(wants for _, wants in found):  # else the machine is busy with others
+            self._still += min(now - self._looked, _GLANCE_S)
         self._looked = now
-        if taken == 0.0 or taken - self._seen > _STILL * (now - self._since):
-            self._since, self._seen, self._still = now, taken, 0.0
+        seen = self._seen or (-1.0,) * len(taken)
+        if not any(taken) or any(a - b > _STILL * self._patience for a, b in zip(taken, seen, strict=True)):
+            self._seen, self._still = taken, 0.0
         return self._still > self._patience
 
     def report(self) -> str:

@@ -88,13 +88,14 @@ class RankProcess:
         self.ended_at = self.ended_at or time.time()
         return True
 
-    def cpu_seconds(self) -> float:
-        """Seconds of a core that it has taken so far; 0 where the system does not tell."""
+    def computing(self) -> tuple[float, bool]:
+        """Seconds of a core that it has taken so far, and whether it wants one; 0 where the system does not tell."""
         try:
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+            return 0.0, False
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+        return seconds, fields[0] in "RD"
 
     def ask_where(self) -> bool:
         """Ask it to write down where it stands, if it has said that it will."""

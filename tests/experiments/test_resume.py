@@ -49,13 +49,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 class Noisy(torch.utils.data.Dataset):
-    """Augmented samples: random numbers in the dataset. Where a file says so, no more than so many."""
-    given, most = 0, int(Path("hold").read_text()) if Path("hold").exists() else None
+    """Augmented samples: random numbers in the dataset. Where a file says so, no more than so many, or none once
+    there is a checkpoint."""
+    given, hold = 0, Path("hold").read_text() if Path("hold").exists() else ""
     def __len__(self): return 22
     def __getitem__(self, index):
         time.sleep(0.003)  # so that a run is killed in the middle of something
         Noisy.given += 1
-        while Noisy.given == Noisy.most:
+        saved = Path("runs/run/checkpoints/latest")
+        while str(Noisy.given) == Noisy.hold or (Noisy.hold == "saved" and saved.exists()):
             time.sleep(1)
         return torch.full((6,), float(index)) / 22 + 0.1 * torch.randn(6), torch.tensor(index % 3)
 
@@ -115,14 +117,15 @@ def whole(command: Sequence[str], *, num_ranks: int = 2) -> str:
 
 
 def killed(
-    command: Sequence[str], *, victim: int, when: Callable[[], bool], num_ranks: int = 2, hold: int | None = None
+    command: Sequence[str], *, victim: int, when: Callable[[], bool], num_ranks: int = 2, hold: int | str = ""
 ) -> int:
     """Run until `when`, kill -9 one rank, and the others as an agent does; the step of the last whole checkpoint.
 
-    With `hold` no rank gets beyond that sample, however late this process looks.
+    With `hold` no rank gets beyond that sample, or with "saved" beyond the first checkpoint, however late this process
+    looks.
     """
     Path("hold").unlink(missing_ok=True)
-    if hold is not None:
+    if hold:
         Path("hold").write_text(str(hold))
     ranks = start_forked(command, num_ranks=num_ranks)
     try:
@@ -228,7 +231,7 @@ def test_fewer_processes_go_on_by_a_plan_for_what_is_left() -> None:
     common = ["stagewright", "train", *mine, "--steps", str(STEPS), "--plan", "auto", "--checkpoint-every", "5"]
     whole([*common, "--name", "whole"], num_ranks=4)
     command = [*common, "--name", "run", "--resume"]
-    at = killed(command, victim=3, when=lambda: saved("run") >= 5, num_ranks=4)
+    at = killed(command, victim=3, when=lambda: saved("run") >= 5, num_ranks=4, hold="saved")
     before = Plan.load(Path("runs/run/checkpoints/plan.json"))
     notes = whole(command, num_ranks=2)
     after = Plan.load(Path("runs/run/checkpoints/plan.json"))

@@ -378,6 +378,7 @@ def test_a_loss_with_a_count() -> None:
     assert profile.nodes[0].backward_seconds > 0
 
 
+@pytest.mark.usefixtures("ticking")
 def test_without_anything_to_train_there_is_no_backward() -> None:
     profile = quick(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False), torch.randn(2, 4))
     assert profile.nodes[0].backward_seconds < 1e-3

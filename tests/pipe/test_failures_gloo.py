@@ -15,17 +15,21 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.failing import LONG, Told, pipeline, raise_key_error, step, told
+from support.inside import Engine
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd
 from torch import Tensor, nn
+
+from stagewright.comm import Collectives
 
 pytestmark = pytest.mark.gloo
 
@@ -199,7 +203,7 @@ def disagree() -> list[Told]:
     """Other microbatches, then other batches, then another call, each on rank 1 alone."""
     rank = dist.get_rank()
     found = [told(lambda: pipeline(num_microbatches=4 + rank))]
-    pipe = pipeline(timeout=SHORT)
+    pipe = pipeline()
     size = 8 + 8 * rank
     found += [told(lambda: pipe.train_step(torch.zeros(size, WIDTH), torch.zeros(size, WIDTH))), told(pipe.close)]
     pipe = pipeline(timeout=SHORT)
@@ -248,14 +252,28 @@ def stall() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@contextmanager
+def waits_of(seconds: float) -> Iterator[None]:
+    """A time-out within a batch alone: to build, a busy machine may need longer than one that must run out."""
+    make = Engine.__init__
+
+    def made(self: Engine, *given: Any) -> None:
+        make(self, *given)
+        self._timeout = seconds
+
+    with mock.patch.object(Engine, "__init__", made):
+        yield
+
+
 def lose_a_rank(how: str, victim: int, timeout: float) -> tuple[Told, Told]:
     """Rank `victim` dies or stalls in the middle of a batch; the others say what they were told, and put it away."""
     warm = pipeline()  # the first one imports a good part of torch
     step(warm)()
     processes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(processes, os.getpid())
-    pipe = pipeline(timeout=timeout, trip={victim: die if how == "dies" else stall})
-    found = told(step(pipe)), told(pipe.close)
+    with waits_of(timeout):
+        pipe = pipeline(trip={victim: die if how == "dies" else stall})
+        found = told(step(pipe)), told(pipe.close)
     store = dist.distributed_c10d._get_default_store()
     others = dist.get_world_size() - 1
     if how == "stalls" and (victim == 0 or store.add("told", 1) == others):
@@ -303,16 +321,24 @@ def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
     model = layers(2)
     trips = [partial(time.sleep, 1.5 * timeout), die if how == "dies" else stall]
     backwards: list[None] = []
+    made, make_collectives = list[Collectives](), Collectives.__init__
+
+    def noted(self: Collectives, *given: Any, **options: Any) -> None:
+        make_collectives(self, *given, **options)
+        made.append(self)
 
     def behind_a_backward(*_: object) -> None:
         backwards.append(None)
         if len(backwards) == 4:
+            for each in made:  # from here on: to build, a busy machine may need longer
+                each._timeout = each.groups._timeout = timeout
             time.sleep(0.5)  # the losses are there before this rank goes
             trips[rank]()
 
     model[1].register_full_backward_hook(behind_a_backward)
-    pipe = make(model=model, mesh={"pipe": 1, "data": 2}, timeout=timeout)
-    found = told(step(pipe)), told(pipe.close)
+    with mock.patch.object(Collectives, "__init__", noted):
+        pipe = make(model=model, mesh={"pipe": 1, "data": 2}, timeout=LONG)
+        found = told(step(pipe)), told(pipe.close)
     if how == "stalls":
         os.kill(processes[1], signal.SIGKILL)
     return found

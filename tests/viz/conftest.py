@@ -35,12 +35,12 @@ class Looked:
 
     def until(self, condition: str) -> None:
         """Wait for a JavaScript expression to hold; playwright's own way is forbidden by the page."""
-        for _ in range(100):
+        for _ in range(4000):
             if self.evaluate(condition):
                 break
             self.page.wait_for_timeout(50)
         else:
-            raise TimeoutError(f"5 s without {condition}")
+            raise TimeoutError(f"200 s without {condition}")
         self.settle()
 
     def place(self, panel: int, row: int, i: int) -> tuple[float, float]:

@@ -98,7 +98,7 @@ def test_the_page_lists_orders_as_python_does(browser: Any) -> None:
 def fill(looked: Any, label: str, value: object) -> None:
     """Write into a field of the editor, and wait until it was heard."""
     looked.page.fill(f"#edit input[aria-label^='{label}']", str(value))
-    looked.page.wait_for_timeout(250)
+    looked.evaluate("new Promise(done => setTimeout(done, 120))")  # the editor's pause, which began before this one
     looked.settle()
 
 
