@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import num_bytes, pack, read_codec, unpack, wire_specs
 
-from stagewright.comm import Codec, TensorSpec, read_compress
+from stagewright.comm import Codec, LinkCodecs, TensorSpec, read_compress
+from stagewright.schedules import Message, MessageKind
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(2, 24))
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -120,6 +121,21 @@ def test_what_would_not_become_smaller_or_has_no_gradient_goes_as_it_is() -> Non
         (Codec("topk", 0.1), spec_of(drawn((), 0))),
     ]:
         assert list(wire_specs(codec, other)) == [other]
+
+
+def test_each_tensor_of_a_message_owes_its_own() -> None:
+    message, tensors = Message(MessageKind.ACT, 0, 1, 0), [drawn((4, 8), seed) for seed in range(2)]
+    together, *apart = (LinkCodecs() for _ in range(3))
+    for codecs in (together, *apart):
+        codecs.boundaries[message[:3]] = Codec("topk", 0.1)
+
+    def sent(codecs: LinkCodecs, *given: torch.Tensor) -> list[torch.Tensor]:
+        specs = [spec_of(x) for x in given]
+        return list(codecs.unpacked(message, codecs.packed(message, given, specs, rank=0), specs))
+
+    for _ in range(3):
+        found, wanted = sent(together, *tensors), [sent(each, x)[0] for each, x in zip(apart, tensors, strict=True)]
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_names_of_codecs() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -372,6 +373,18 @@ def test_what_stands_in_the_store_is_not_executed(planted: bytes) -> None:
     store.set("x/0/1", planted)  # type: ignore[arg-type]  # bytes do as well
     with pytest.raises(ExchangeError, match="asking: what stands in the store is no JSON"):
         exchange.gather("mine", what="asking")
+
+
+def test_rounds_of_an_exchange_leave_nothing_but_the_last() -> None:
+    store, until = dist.HashStore(), time.monotonic() + 60.0
+
+    def rounds(rank: int) -> list[list[list[int]]]:
+        exchange = StoreExchange(store, rank=rank, size=2, name="x", is_over=lambda: time.monotonic() > until)
+        return [exchange.gather([rank, number], what="asking") for number in range(3)]
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(rounds, range(2))) == [[[[0, n], [1, n]] for n in range(3)]] * 2
+    assert store.num_keys() == 2
 
 
 def test_a_board_with_other_texts_is_no_report_of_other_ranks() -> None:

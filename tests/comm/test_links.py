@@ -101,7 +101,7 @@ def level(name: str, size: int, bandwidth: float) -> MeasuredLevel:
 
 
 def test_unequal_hosts_make_one_level_of_the_slowest_links() -> None:
-    levels = (level("host", 2, 1e9), level("network", 2, 1e8))
+    levels = (dataclasses.replace(level("host", 2, 1e9), latency=3e-6), level("network", 2, 1e8))
     equal = {"a": [0, 1], "b": [2, 3]}
     assert _as_levels(levels, equal, 4) == MeasuredLinks(levels=levels, hosts=((0, 1), (2, 3)))
     for first, second, wanted in (
@@ -111,6 +111,7 @@ def test_unequal_hosts_make_one_level_of_the_slowest_links() -> None:
         found = _as_levels(levels, {"a": first, "b": second}, len(first + second))
         assert [(each.size, each.bandwidth) for each in found.levels] == [(len(first + second), 1e8)]
         assert found.hosts == (tuple(first), tuple(second))
+        assert (found.levels[0].latency, found.levels[0].reduce_bandwidth) == (3e-6, 5e7)
         shown = f"a: {', '.join(map(str, first))}; b: {', '.join(map(str, second))}"
         assert f"ranks by host ({shown}) are not equal groups of neighbours" in found.notes[0]
         assert wanted in found.notes[0]

@@ -69,6 +69,11 @@ def test_a_run_that_goes_on_takes_the_folder_over(tmp_path: Path) -> None:
     back.load(next(tmp_path.glob("step-2-*")))
     back.save(tmp_path)
     assert latest(tmp_path).name.startswith("step-2-")
+    again = trained(0)
+    again.load(tmp_path)
+    again.train_step(X, Y)
+    again.save(tmp_path)
+    assert steps_in(tmp_path) == [2, 3]  # the one before was the latest, whatever its step
 
 
 @pytest.mark.filterwarnings("ignore:.*was saved by another run")

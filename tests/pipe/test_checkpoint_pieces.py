@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from support.inside import (
     Shard,
     Snapshot,
     TensorPiece,
+    _shared_out,
+    files,
     model_key,
     persist,
     tensor_bytes,
@@ -78,6 +82,47 @@ def test_pieces_that_overlap_or_are_missing_are_not_published(tmp_path: Path) ->
             written(tmp_path, shards)
         assert not [each for each in tmp_path.iterdir() if each.is_dir()]
         assert not (tmp_path / "latest").exists()
+
+
+def test_a_file_that_is_not_there_as_it_was_written_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of a network may show rank 0 less than another rank wrote."""
+    write = files.write_tensors
+
+    def cut_off(file: Any, *what: Any) -> Any:
+        found = write(file, *what)
+        file.truncate(found[0].num_bytes - 1)
+        return found
+
+    monkeypatch.setattr(files, "write_tensors", cut_off)
+    with pytest.raises(AssertionError, match="is not there as it was written: expected a folder that all ranks share"):
+        written(tmp_path, WAYS["whole"])
+
+
+def test_all_is_on_the_disk_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, sync, replace = list[str](), os.fsync, Path.replace
+
+    def flushed(descriptor: int) -> None:
+        sync(descriptor)
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name.partition(".partial")[0])
+
+    def replaced(self: Path, target: Path) -> Path:
+        done.append(f"{target.name} is there")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", replaced)
+    name = written(tmp_path, WAYS["whole"]).place.name
+    files_of_it = ["process-0.safetensors", name, "latest", "checkpoint.json", name]
+    assert done == [*files_of_it, f"{name} is there", tmp_path.name, "latest is there", tmp_path.name]
+
+
+def test_what_several_hold_is_shared_out() -> None:
+    """What one alone holds is its own to write; the rest goes to who has least."""
+    a, b, c, d = ((key, (), ()) for key in "abcd")
+    assert _shared_out([{a: 8, b: 4, c: 3, d: 2}, {b: 4, c: 3, d: 2}]) == [{a}, {b, c, d}]
+    assert _shared_out([{b: 4, c: 3, d: 2}] * 2) == [{b}, {c, d}]
 
 
 def test_one_element_of_any_stride() -> None:

@@ -168,6 +168,14 @@ def test_weights_that_are_tied_here_and_differ_there_are_refused(tmp_path: Path)
         make(model()).load(tmp_path / "c")
 
 
+def test_what_shares_memory_and_is_another_tensor_is_not_tied(tmp_path: Path) -> None:
+    weight = torch.randn(3, 3)
+    state = {"w": weight, "same": weight, "turned": weight.T, "none": torch.empty(0), "nor": torch.empty(0)}
+    place = stagewright.import_checkpoint(state, tmp_path)
+    assert json.loads((place / "checkpoint.json").read_text())["tied"] == {"same": "w"}
+    assert torch.equal(stagewright.read_checkpoint(tmp_path)["turned"], weight.T)
+
+
 def test_what_cannot_be_exported_or_imported_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(model()).save(tmp_path / "c")
     (tmp_path / "bad.pt").write_bytes(b"no")

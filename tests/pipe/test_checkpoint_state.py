@@ -107,9 +107,10 @@ class Odd(torch.optim.Optimizer):
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             state = self.state[parameter]
             state["count"] = state.get("count", 0) + 1
-            state["rows/a"] = parameter.grad.sum(-1).mean() + torch.zeros(3)
+            state["rows/a"] = 0.9 * state.get("rows/a", torch.zeros(3)) + parameter.grad.sum(-1).mean()
             state["history"] = [*state.get("history", []), parameter.grad.mean()][-2:]
             parameter.data -= 0.1 * parameter.grad * (1 + len(state["history"])) / state["count"]
+            parameter.data -= 0.01 * state["rows/a"].sum()
 
 
 def test_state_of_any_optimizer_goes_on(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import FIRST, Checkpointer, CheckpointRecord, Cost, HostCopy, Interval, lock
+from support.inside import FIRST, Checkpointer, CheckpointRecord, Cost, HostCopy, Interval, _StepClock, lock
 from support.inside import checkpoint_persist as persist
 from support.pool import Pool
 from support.small import X, Y, layers
@@ -236,6 +236,36 @@ def test_the_interval_keeps_to_the_share_and_follows_what_changes() -> None:
 def test_intervals_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         make_small().checkpointer(tmp_path, **options)
+
+
+def test_a_checkpoint_costs_what_steps_beside_it_take_longer_and_its_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, clock, costs = 0.0, _StepClock(), list[Cost]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    # seconds of a step, of the stall behind it, and whether a checkpoint is under way beside the next one
+    for step, (seconds, stall, is_busy) in enumerate([(9, 0, 0), (9, 0, 0), (2, 0, 0), (2, 1, 1), (2.5, 0, 0)] * 2):
+        now += seconds
+        clock.entered(step)
+        now += stall
+        clock.left(is_busy=bool(is_busy))
+        if step % 5 == 4:
+            costs.append(clock.cost())
+    assert costs[0] == Cost(1.5, 1, 2.0)
+    assert costs[1].seconds == pytest.approx(1.0 + 2.5 - costs[1].step_seconds)  # the first one's is forgotten
+
+
+def test_memory_of_a_copy_is_used_again_for_its_like_alone() -> None:
+    copies = HostCopy(torch.device("cpu"))
+    one, other = torch.arange(2**20 + 5), torch.full((2**20 + 5,), 0.5)  # more than a piece
+    memory = []
+    for tensors in ((one, other), (one, other), (other, one)):
+        copies.begin(tensors)
+        memory.append([copies.copy(tensor) for tensor in tensors])
+        copies.start()
+        copies.finish()
+        assert [(host.dtype, torch.equal(host, x)) for host, x in zip(memory[-1], tensors, strict=True)] == [
+            (x.dtype, True) for x in tensors
+        ]
+    assert [host.data_ptr() for host in memory[0]] == [host.data_ptr() for host in memory[1]]
 
 
 def test_automatic_intervals_are_found(tmp_path: Path) -> None:
