@@ -29,7 +29,7 @@ import stagewright
 
 ROOT = Path(stagewright.__file__).parent
 FAULTS = Path(__file__).parent
-ROOMS = {"schedules": 20, "run": 20, "update": 20, "partition": 24, "checkpoint": 22, "comm": 14}  # faults in each
+ROOMS = {"schedules": 20, "run": 20, "update": 20, "partition": 25, "checkpoint": 22, "comm": 21}  # faults in each
 # [s] of one test in a copy; one that a fault makes wait for ever has failed.
 LONG = 240
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "docs", ".*_cache", ".hypothesis")
