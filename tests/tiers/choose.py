@@ -1,6 +1,6 @@
 """The first tier, chosen from what a run of `recorder.py` wrote.
 
-    1. cases that cost at most `CHEAP`, and the cheapest of each file
+    1. tests whose cases cost at most `CHEAP` together, the cheapest case of the others, and the cheapest of each file
     2. for each seeded fault that none of those catches, the cheapest case that does
     3. one after the other the case that takes the most new branches per second, until all but `POINT` of the branches
        that the measured run took are taken
@@ -23,7 +23,8 @@ from coverage.parser import PythonParser
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("schedules", "partition", "pipe", "comm")
-CHEAP = 0.1  # [s] of CPU, measured with the recorder, which about doubles it
+CHEAP = 0.3  # [s] of CPU, measured with the recorder, which about doubles it
+DEAR = 8.0  # [s] that the only test of a file may cost
 POINT = 0.006  # of all branches: 1 point is promised, the rest is room for what changes until the next choice
 
 Branch = tuple[str, int, int]
@@ -71,20 +72,14 @@ def choose(cases: dict[str, Measured], *, catching: Iterable[Collection[str]], n
     """The cases of the first tier; `catching` lists for each fault the cases that catch it."""
     everything: set[Branch] = set().union(*(case.branches for case in cases.values()))
     enough = len(everything) - POINT * num_branches
-    cheapest: dict[str, str] = {}
-    for name, case in cases.items():
-        file = name.partition("::")[0]
-        if file not in cheapest or case.seconds < cases[cheapest[file]].seconds:
-            cheapest[file] = name
-    cheap = (name for name, case in cases.items() if case.seconds <= CHEAP)
-    chosen = dict.fromkeys([*cheapest.values(), *cheap])
+    chosen = dict.fromkeys(_cheap(cases))
     for those in catching:
         if not chosen.keys() & those:
             chosen[min(those, key=lambda name: cases[name].seconds)] = None
     taken: set[Branch] = set().union(*(cases[name].branches for name in chosen))
 
     def gain_of(name: str) -> float:
-        return len(cases[name].branches - taken) / cases[name].seconds
+        return len(cases[name].branches - taken) / max(cases[name].seconds, 0.01)
 
     heap = [(-gain_of(name), name) for name in cases if name not in chosen]  # gains when they were last looked at
     heapq.heapify(heap)
@@ -97,3 +92,17 @@ def choose(cases: dict[str, Measured], *, catching: Iterable[Collection[str]], n
             chosen[name] = None
             taken |= cases[name].branches
     return list(chosen)
+
+
+def _cheap(cases: dict[str, Measured]) -> list[str]:
+    """Tests that are cheap with all their cases, the cheapest case of the others, and the cheapest of each file."""
+    tests: dict[str, list[str]] = defaultdict(list)
+    files: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(cases, key=lambda name: cases[name].seconds):
+        tests[name.partition("[")[0]].append(name)
+        files[name.partition("::")[0]].append(name)
+    found = [names[0] for names in files.values() if cases[names[0]].seconds <= DEAR]
+    for names in tests.values():
+        is_cheap = sum(cases[name].seconds for name in names) <= CHEAP
+        found += names if is_cheap else [name for name in names[:1] if cases[name].seconds <= CHEAP]
+    return found
