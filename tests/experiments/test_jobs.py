@@ -38,8 +38,6 @@ import os, time
 from pathlib import Path
 from stagewright.experiments.jobs.figure import Figure, How
 
-from .backends.nodes import gone, wait_for
-
 HERE = Path(__file__).parent
 
 def work(case, repetitions):
