@@ -1,6 +1,7 @@
 """The first tier, chosen from what a run of `recorder.py` wrote.
 
-    1. tests whose cases cost at most `CHEAP` together, the cheapest case of the others, and the cheapest of each file
+    1. in one process, tests whose cases cost at most `CHEAP` together, and the cheapest case of the others; the
+       cheapest case of each file
     2. for each seeded fault that none of those catches, the cheapest case that does
     3. one after the other the case that takes the most new branches per second, until all but `POINT` of the branches
        that the measured run took are taken
@@ -32,9 +33,10 @@ Branch = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Measured:
-    """What a case costs [s of CPU, all its processes] and the branches it takes."""
+    """What a case costs [s of CPU, all its processes], how many of them run the package, the branches it takes."""
 
     seconds: float = 0.0
+    processes: int = 0
     branches: set[Branch] = field(default_factory=set)
     lines: set[tuple[str, int]] = field(default_factory=set)  # of those asked for
 
@@ -59,7 +61,9 @@ def read(folder: Path, *, lines: Collection[tuple[str, int]] = ()) -> tuple[dict
             record = json.loads(line)
             case = cases[record["test"]]
             case.seconds += record["seconds"]
-            for name, arcs in json.loads(zlib.decompress(base64.b85decode(record["arcs"]))).items():
+            by_file = json.loads(zlib.decompress(base64.b85decode(record["arcs"])))
+            case.processes += bool(by_file)
+            for name, arcs in by_file.items():
                 if name in possible:
                     parser, ways = possible[name]
                     taken = ways.intersection(parser.translate_arcs([(a, b) for a, b in arcs]))
@@ -95,11 +99,12 @@ def choose(cases: dict[str, Measured], *, catching: Iterable[Collection[str]], n
 
 
 def _cheap(cases: dict[str, Measured]) -> list[str]:
-    """Tests that are cheap with all their cases, the cheapest case of the others, and the cheapest of each file."""
+    """What is cheap in one process: tests with all their cases, one case of the others; and the cheapest of each file."""
     tests: dict[str, list[str]] = defaultdict(list)
     files: dict[str, list[str]] = defaultdict(list)
     for name in sorted(cases, key=lambda name: cases[name].seconds):
-        tests[name.partition("[")[0]].append(name)
+        if cases[name].processes <= 1:
+            tests[name.partition("[")[0]].append(name)
         files[name.partition("::")[0]].append(name)
     found = [names[0] for names in files.values() if cases[names[0]].seconds <= DEAR]
     for names in tests.values():
