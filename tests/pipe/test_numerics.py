@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from support.cases import Case, Layout, agree, difference
-from support.grids import nightly
 from support.matrix import MICROBATCHES, all_layouts, cover, make_case, sample
 from support.models import make_batch, make_model, seeded_units
 from support.pipeline import make_pipeline, run
@@ -93,11 +92,7 @@ def test_frozen_parameters(task: str, split_points: tuple[str, ...], frozen: tup
         pytest.param("mlp", ("1", "2", "17"), id="mlp-uneven"),
         pytest.param("gpt", ("2", "6", "11"), id="gpt"),
         pytest.param("unet", ("down.1", "middle", "up.1"), id="unet"),
-        pytest.param("two-inputs", ("layers.1", "layers.3", "head"), id="two-inputs", marks=pytest.mark.nightly),
         pytest.param("tied-gpt", ("blocks.0", "blocks.2", "head"), id="tied-gpt"),
-        pytest.param(
-            "batchnorm-cnn", ("convolutions.1", "convolutions.4", "head"), id="batchnorm-cnn", marks=pytest.mark.nightly
-        ),
     ],
 )
 def test_split_points_of_the_user(task: str, split_points: tuple[str, ...]) -> None:
@@ -105,9 +100,7 @@ def test_split_points_of_the_user(task: str, split_points: tuple[str, ...]) -> N
     check(make_case(task, layout, 5), layout)
 
 
-@pytest.mark.parametrize(
-    "task", ["mlp", "gpt", nightly("lstm"), "unet", nightly("two-inputs"), "tied-gpt", "masked-stages"]
-)
+@pytest.mark.parametrize("task", ["mlp", "gpt", "unet", "tied-gpt", "masked-stages"])
 def test_batches_of_other_sizes(task: str) -> None:
     """Larger and smaller than the example; 5 samples are microbatches of one."""
     layout = Layout(num_ranks=3)

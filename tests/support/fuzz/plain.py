@@ -18,8 +18,6 @@ from . import changes
 from .cases import Call, Case, Outcome
 from .models import Batch, first_names, make_batch, make_loss, make_model, make_optimizers, make_scheduler, units
 
-DRAINS = ("eval", "predict", "state", "save", "load", "move")  # by themselves; all but "train" are flushed before
-
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of an output, by name."""
