@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 
@@ -70,6 +72,14 @@ def without_what_few_look_at() -> None:
     from support.pool_worker import leave_out_what_few_look_at
 
     leave_out_what_few_look_at()
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_do_not_depend_on_the_tests_before() -> None:
+    """A test that draws without a seed draws the same in any order of tests."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,7 @@ def test_a_failed_batch_leaves_no_messages_to_the_next_one(schedule: str) -> Non
         assert torch.allclose(parameter.grad, gradient, atol=1e-6)
 
 
+@pytest.mark.thorough(but=["full"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_an_in_place_operation_on_the_models_input_runs_once(recompute: str) -> None:
     """The first stage changed the user's batch, and under recomputation a second time before its backward."""
@@ -111,6 +112,7 @@ def gather_small_integers() -> list[Tensor]:
     return [full[f"{i}.table"] for i in range(2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_buffers_of_every_type_are_gathered(gloo: Pool) -> None:
     """gloo's broadcast knows few types: full_state_dict failed on an int16 buffer ("Invalid scalar type")."""
@@ -179,6 +181,7 @@ def _train_unused(schedule: str) -> float:
     return float((after - before).abs().max())
 
 
+@pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_replicas_do_not_train_what_got_no_gradient(gloo: Pool, schedule: str) -> None:
@@ -207,6 +210,7 @@ def _one_replica_passes_a_bad_batch() -> str:
     return "went on"
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_batch_refused_on_one_replica_stops_the_others(gloo: Pool) -> None:
     """The others paired its next batch with this one, and trained on."""

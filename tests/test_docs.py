@@ -54,6 +54,7 @@ def commands(page: Path) -> list[list[str]]:
     return [words[1:] for words in split]
 
 
+@pytest.mark.thorough(but=["docs/concepts/cost-model.md", "docs/concepts/synthesis.md"])
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_examples(page: Path) -> None:
     result = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
@@ -70,6 +71,13 @@ def daily_and_nightly(words: list[str]) -> list[Any]:
     return [pytest.param(words, marks=pytest.mark.nightly), line.split()]
 
 
+@pytest.mark.thorough(
+    but=[
+        "schedule auto --ranks 4 --microbatches 8 --memory 2 --moves offload --offload 0.5 --recompute 0.1",
+        "plan --profile gpt-2.json --cluster two.json --batch 16 --runnable --out plan.json",
+        "profile --model my_models.py:small --data my_data.py:digits --microbatch 4 --out small.json",
+    ]
+)
 @pytest.mark.parametrize(
     "words", [each for page in PAGES for words in commands(page) for each in daily_and_nightly(words)], ids=" ".join
 )
@@ -91,6 +99,7 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
             options.check()
 
 
+@pytest.mark.thorough(but=["def keep_attention(context, operator, *a"])
 @pytest.mark.parametrize(
     "code", [code for page in PAGES for code in blocks(page, "python")], ids=lambda code: code[:40]
 )

@@ -40,6 +40,7 @@ def test_each_example_says_how_to_run_it() -> None:
     assert TYPED in [line for _, line in commands()]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [file.stem for file in EXAMPLES])
 def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

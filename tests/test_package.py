@@ -58,6 +58,7 @@ def imported(source: str, package: tuple[str, ...]) -> set[str]:
     return names
 
 
+@pytest.mark.thorough
 def test_imports_follow_the_arrows():
     faults = [fault for path in FILES for fault in crossing(path)]
     assert not faults, "\n".join(faults)
@@ -92,6 +93,7 @@ def file_of(name):
     return None
 
 
+@pytest.mark.thorough(but=["integrations"])
 @pytest.mark.parametrize("folder", FOLDERS_WITHOUT_CIRCLES)
 def test_no_circle_of_imports_inside_a_folder(folder):
     """Imports inside functions and for types alone count, too."""
@@ -112,6 +114,7 @@ def test_every_folder_of_code_stands_in_the_arrows():
     assert folders == set(ARROWS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "modules",
     [
@@ -127,6 +130,7 @@ def test_import_leaves_torch_out(modules):
     assert (done.stdout.strip(), done.stderr) == ("False", "")
 
 
+@pytest.mark.thorough
 def test_views_load_when_something_is_shown():
     folders = ", ".join(f"stagewright.{folder}" for folder in ("schedules", "partition"))
     program = (
@@ -158,6 +162,7 @@ def test_folders_load_on_first_use_and_are_listed():
     assert (done.stdout.strip(), done.stderr) == ("[] True False", "")
 
 
+@pytest.mark.thorough
 def test_a_step_needs_nothing_of_the_commands_and_they_say_what_to_install():
     hidden = "import sys\nfor name in ('matplotlib', 'rich', 'tyro'): sys.modules[name] = None\n"
     step = """
@@ -217,12 +222,14 @@ def is_module(package: str, name: str) -> bool:
     return isinstance(getattr(importlib.import_module(package), name, None), types.ModuleType | None)
 
 
+@pytest.mark.thorough
 def test_tests_import_packages_alone_and_the_rest_from_one_place():
     """What moves inside the library changes a line of `support/inside.py`, not twenty files."""
     found = {path.relative_to(TESTS): deep_imports(path.read_text()) for path in TESTS.rglob("*.py")}
     assert {path: names for path, names in found.items() if names and path != Path("support/inside.py")} == {}
 
 
+@pytest.mark.thorough
 def test_the_one_place_names_what_stands_there_and_is_asked_for():
     listed = [*" ".join(inside._NAMES.values()).split(), *inside._ALIKE, *inside._MODULES]
     assert [name for name in set(listed) if listed.count(name) > 1] == []  # a second would hide the first

@@ -13,6 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stagewright.partition import Cluster, Node, Plan, Profile, evaluate, partition, plan
 
 PINS = Path(__file__).parent / "data" / "pins"
@@ -91,6 +93,7 @@ def counted_anew(name: str, old: Plan) -> Plan:
     return evaluate(its, CLUSTERS[cluster], old.stages, **sizes)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_plans_what_they_explain_and_their_files(update_golden: bool) -> None:
     """The files are of version 1, which is read for good, of an older planner: only what is explained, of them and of
     the plans of today, is ever written anew."""

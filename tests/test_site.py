@@ -18,6 +18,7 @@ HAS_MKDOCS = importlib.util.find_spec("material") is not None and importlib.util
 WORDS = 20_000  # of all pages but decisions and generated reports
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_MKDOCS, reason="needs mkdocs-material and mkdocstrings: make extras")
 def test_the_site_builds_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

@@ -150,6 +150,7 @@ def meet_nobody(ranks: tuple[int, ...], size: int) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_rendezvous_that_fails_names_who_is_missing(request: pytest.FixtureRequest) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"))  # torch counts groups, the failed ones too
@@ -178,6 +179,7 @@ def two_of_three(folder: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_both_that_came_know_the_third_is_missing(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"))
@@ -214,6 +216,7 @@ def together() -> list[str]:
     return complaints
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_collectives_of_every_type_over_all_and_over_some(gloo: Pool) -> None:
     assert gloo.run(together, ranks=3) == [[], [], []]
@@ -237,6 +240,7 @@ def one_is_missing(how: str) -> tuple[str, str, tuple[int, ...]] | None:
     return type(error.value).__name__, str(error.value), error.value.peers
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("how", ["silence", "abort"])
 def test_a_collective_that_a_rank_does_not_join(gloo: Pool, how: str) -> None:
@@ -274,6 +278,7 @@ def make_and_look() -> bool:
     return is_early
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_nobody_leaves_while_others_still_connect(gloo: Pool) -> None:
     assert gloo.run(make_and_look, ranks=2) == [False, False]

@@ -59,6 +59,7 @@ def test_clocks_of_three_hosts(gloo: Pool) -> None:
         assert (each["error"] > 0) == (host != "a")
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_processes_of_one_host_ping_nobody(gloo: Pool) -> None:
     found = gloo.run(compared_here, ranks=2, args=("aa",))

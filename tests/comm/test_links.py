@@ -218,6 +218,7 @@ def measured(sizes: tuple[int, ...]) -> dict[str, object]:
     return dataclasses.asdict(measure_links(world, device=CPU, timeout=120.0, sizes=sizes))
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_over_gloo_all_ranks_get_the_same_answer(gloo: Pool, ranks: int) -> None:

@@ -161,6 +161,7 @@ def compare(index: int, tensors: list[Tensor], arrived: tuple[Tensor, ...]) -> l
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_every_type_and_layout_arrives_as_it_was(gloo: Pool) -> None:
     assert gloo.run(exchange, ranks=2) == [[], []]
@@ -225,6 +226,7 @@ def late_receiver() -> str:
     return ""
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_rank_that_never_takes_a_message_is_named(gloo: Pool) -> None:
     said = gloo.run(late_receiver, ranks=2)[0]
@@ -260,6 +262,7 @@ def hold_and_free() -> list[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_acknowledged_sends_are_freed_and_the_others_after_one_more_program(gloo: Pool) -> None:
     sender, receiver = gloo.run(hold_and_free, ranks=2)
@@ -366,6 +369,7 @@ def wait_in_vain(how: str) -> tuple[str, str, tuple[int, ...]] | None:
     return None
 
 
+@pytest.mark.thorough(but=["another size"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("how", ["silence", "another size"])
 def test_a_wait_ends_with_its_time_out_and_names_the_action(gloo: Pool, how: str) -> None:
@@ -377,6 +381,7 @@ def test_a_wait_ends_with_its_time_out_and_names_the_action(gloo: Pool, how: str
     assert re.fullmatch(rf"waited \d+\.\d s for {story}", message)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_rank_that_lets_go_is_noticed_at_once(gloo: Pool) -> None:
     """gloo's own abort() leaves the sockets open, and the other side would wait for its time-out."""
@@ -402,6 +407,7 @@ def send_to_nobody() -> tuple[str, str, tuple[int, ...]] | None:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_draining_ends_with_its_time_out(gloo: Pool) -> None:
     found, _ = gloo.run(send_to_nobody, ranks=2)

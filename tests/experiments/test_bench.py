@@ -246,6 +246,7 @@ def checkpoints_once() -> Any:
     return list(bench_beside.checkpoints(case, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_steps_with_checkpoints_beside_and_between_run(gloo: Pool):
     for beside, share in gloo.run(checkpoints_once, ranks=2):
@@ -254,6 +255,7 @@ def test_steps_with_checkpoints_beside_and_between_run(gloo: Pool):
         assert share.value >= 0
 
 
+@pytest.mark.thorough
 def test_the_breakdown_in_one_process():
     case = STEPS[1].also(microbatches=4, profile=True)
     found = list(bench_parts.in_process(case, 2))
@@ -271,6 +273,7 @@ def test_the_halves_of_a_small_backward():
     assert [line.target is None for line in found] == [False, True, True]
 
 
+@pytest.mark.thorough
 def test_the_simulators_speed_on_a_small_schedule():
     speed, seconds, peak = bench_planning.simulator(PARTS["simulator"].cases[0].also(p=4, v=2, m=8), 1)
     assert seconds.case.text("run") == "interleaved P=4 V=2 M=8, 128 actions"
@@ -282,6 +285,7 @@ def once(work: Callable[[Any, int], Any], case: Any) -> Sequence[Figure]:
     return list(work(case, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_race(gloo: Pool):
     case = PARTS["races"].cases[0].also(ranks=2, microbatches=2, seconds=0.001, batches=2)
@@ -296,12 +300,14 @@ def test_a_race(gloo: Pool):
         assert lines[2].origin == "simulated / emulated"
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_bytes_of_receives(gloo: Pool):
     for figures in gloo.run(once, ranks=2, args=(bench_steps.receive_bytes, PARTS["receive-bytes"].cases[1])):
         assert {line.case for line in lines_of(figures, ["receive-bytes"])} == {"receive-bytes"}
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_real_run_of_two_ranks(command: Callable[..., Done]):
     done = command("bench", "--only", "overhead-1f1b", "--repetitions", "1", "--json")  # one job here, one on two ranks

@@ -33,6 +33,7 @@ def test_the_partitioner_on_a_published_profile_and_a_short_chain():
     assert "gap" in last.note
 
 
+@pytest.mark.thorough
 def test_the_planner_on_a_small_cluster():
     case = PARTS["planner"].cases[0].also(layers=4, cluster="2x4", batch=8)
     seconds, peak = bench_planning.planner(case, 1)
@@ -44,6 +45,7 @@ def test_the_planner_on_a_small_cluster():
     assert (cpu.workload, cpu.what, cpu.note[-3:]) == ("8 devices, 4 layers", "CPU, batch of 8", " MB")
 
 
+@pytest.mark.thorough(but=["<lambda>1"])
 @pytest.mark.parametrize(
     "make", [lambda: bench_plans.planned_problem(PLANNED[0]), lambda: bench_plans.contest_problem(CUTS[0])]
 )
@@ -66,6 +68,7 @@ def _plan_and_run(case: Any) -> Sequence[Figure]:
     return [*step, *bench_plans.memory(case.also(kind="resident"), 1)]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("model", ["sleep", pytest.param("gpt", marks=pytest.mark.nightly)])
 def test_a_planned_run(gloo: Pool, tmp_path: Path, model: str):
@@ -87,6 +90,7 @@ def _cuts(case: Any) -> Sequence[Figure]:
     return list(bench_plans.cuts(case, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_contest(gloo: Pool, number: int):

@@ -49,6 +49,7 @@ def test_the_help_has_a_line_for_each_command(capsys: pytest.CaptureFixture[str]
         assert f"  {name:<{max(map(len, COMMANDS))}}  {command.summary}\n" in text
 
 
+@pytest.mark.thorough(but=["fleet"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_its_help_and_refuses_an_unknown_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(name, "--help") == 0
@@ -79,6 +80,7 @@ def texts_of(path: Path) -> Iterator[str]:
             yield node.value
 
 
+@pytest.mark.thorough
 def test_each_command_that_a_text_names_exists_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     packages = ("comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
     paths = [path for name in packages for path in (ROOT / name).rglob("*.py")]
@@ -94,6 +96,7 @@ def test_each_command_that_a_text_names_exists_with_its_options(capsys: pytest.C
         assert set(re.findall(r"--[a-z][a-z-]*", rest)) <= known, (command, rest)
 
 
+@pytest.mark.thorough(but=["compare-gpipe"])
 @pytest.mark.parametrize("name", [*FAMILIES, "auto"])
 @pytest.mark.parametrize("command", ["schedule", "simulate", "timeline", "compare", "compare gpipe"])
 def test_what_an_error_says_to_type_works(
@@ -188,6 +191,7 @@ def test_a_simulation_with_durations_that_vary_has_a_range(capsys: pytest.Captur
     assert "--spread abc: expected a number such as 0.1, a Spread's JSON file, or a run" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_simulation_of_steps_that_follow_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["simulate", "1f1b", "--ranks", "2", "--microbatches", "4", "--following", "50"]
     spread = Spread(actions={}, steps=[{op: [[1.0 + 0.01 * n] * 4] * 2 for op in (Op.F, Op.B)} for n in range(20)])
@@ -229,6 +233,7 @@ OPTIONS: list[tuple[tuple[str, ...], dict[str, object]]] = [
 ]
 
 
+@pytest.mark.thorough(but=["pipedream-words8-options8"])
 @pytest.mark.parametrize(
     ("name", "words", "options"),
     [
@@ -322,6 +327,7 @@ def test_mistakes_are_answered_in_one_line(
     assert message in mistake(capsys, *words)
 
 
+@pytest.mark.thorough
 def test_schedules_are_made_for_the_costs_and_memory_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
     """Where none are given, the order is the family's own."""
 
@@ -341,6 +347,7 @@ def test_schedules_are_made_for_the_costs_and_memory_that_are_given(capsys: pyte
     assert "one microbatch alone is 1 stage activation on a rank; expected at least 1" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words", ["simulate interleaved --chunks 2 --json", "simulate 2bw --json", "schedule interleaved", "schedule 2bw"]
 )
@@ -361,6 +368,7 @@ def test_the_planning_commands_start_fast(words: str) -> None:
     assert int(number) < 360
 
 
+@pytest.mark.thorough
 def test_a_reader_that_goes_away_is_no_error() -> None:
     words = "stagewright schedule gpipe --ranks 64 --microbatches 64"
     command = [sys.executable, "-m", *words.split()]
@@ -389,6 +397,7 @@ def few(action, so_far):
 """
 
 
+@pytest.mark.thorough
 def test_a_schedule_of_ones_own_is_checked_shown_simulated_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

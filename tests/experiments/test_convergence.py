@@ -61,6 +61,7 @@ FOUND = [
 ]
 
 
+@pytest.mark.thorough
 def test_methods_are_judged_at_their_best_rates(tmp_path: Path) -> None:
     adamw, flush, late = outcomes(FOUND)
     assert reference([adamw, flush, late]) is flush
@@ -90,6 +91,7 @@ def test_updates_with_a_flush_take_the_time_of_one() -> None:
     assert seconds(30) == pytest.approx(10 * per_update / 500 + 20 * per_update / 1500)
 
 
+@pytest.mark.thorough
 def test_1f1b_in_process_is_a_plain_loop() -> None:
     """Both optimizers of the recipe over the whole model, both groups of a rate that goes up and down."""
     setting = Setting(schedule="1f1b", optimizer="muon", seed=3, **TINY)  # type: ignore[arg-type]
@@ -119,6 +121,7 @@ def test_1f1b_in_process_is_a_plain_loop() -> None:
     assert found[2].value == pytest.approx(fmean(expected), abs=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_first_updates_may_have_a_flush() -> None:
     def run(**values: object) -> list[float]:
         return [found.value for found in loss(Case.of({**TINY, "correction": "error-feedback", **values}), 1)]
@@ -152,6 +155,7 @@ def _raced(values: dict[str, object]) -> list[tuple[str, bool]]:
     return [(found.name, found.value > 0) for found in loss(Case.of(values), 1)]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_runs_on_processes_tell_their_seconds(gloo: Pool) -> None:
     values = {**TINY, "schedule": "2bw", "optimizer": "nadam", "evaluate_every": 1000}
@@ -159,6 +163,7 @@ def test_runs_on_processes_tell_their_seconds(gloo: Pool) -> None:
     assert gloo.run(_raced, ranks=2, args=(values,)) == [told, told]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_throughput_on_two_processes(gloo: Pool) -> None:
     for schedule in ("1f1b", "pipedream"):

@@ -118,6 +118,7 @@ def test_injected_stalls_are_found_where_they_were_put(data: str, capsys: pytest
     assert slower == pytest.approx(step + causes["transfer"] + causes["fetch"] / 2 + causes["preparation"])
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.usefixtures("slow")
 def test_two_ranks_find_the_same(command: Callable[..., Done]) -> None:

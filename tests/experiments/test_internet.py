@@ -15,6 +15,7 @@ def test_the_world_is_as_wide_as_the_issue_says():
     assert len({region.kind for region in REGIONS}) == 2
 
 
+@pytest.mark.thorough
 def test_alike_regions_take_what_the_planner_says(monkeypatch):
     """Where every pair of regions has the same link, the replay on real links is the planner's own simulation."""
     alike = tuple(replace(region, kind="fast", card=3 * GIGABIT) for region in REGIONS)
@@ -27,6 +28,7 @@ def test_alike_regions_take_what_the_planner_says(monkeypatch):
     internet.path_of.cache_clear()
 
 
+@pytest.mark.thorough
 def test_regions_are_put_where_messages_travel_least():
     found = internet._plan(64, REGIONS[:4], ("1f1b",), apart=True)
     order = internet.places(found, REGIONS[:4], 64)

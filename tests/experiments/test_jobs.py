@@ -85,6 +85,7 @@ def status(path: Path, what: str, part: str = "a") -> Status:
     return Status.read(path.parent / "out" / "mine" / "jobs" / f"{part}-what={what}")
 
 
+@pytest.mark.thorough
 def test_every_end_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = declaration(tmp_path, "works", "raises", "nothing", "hangs", timeout=1.0)
     assert run(path, "--json", "--workers", "4") == 1
@@ -113,6 +114,7 @@ def test_every_end_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "b-what=hangs    timed out in" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_what_would_lose_the_work_of_jobs_is_refused_before_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +136,7 @@ def test_what_would_lose_the_work_of_jobs_is_refused_before_them(
     assert "figure: 'x': expected one of those that its part declares (y)" in status(path, "works").reason
 
 
+@pytest.mark.thorough
 def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = declaration(tmp_path, "one", "two")
     assert run(path) == 0
@@ -169,6 +172,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert gather(only_two, folder).origin.missing == ("1 job of another declaration (cases): a-what=one",)
 
 
+@pytest.mark.thorough
 def test_a_kill_loses_the_running_job_alone(tmp_path: Path) -> None:
     path = declaration(tmp_path, "one", "hangs", "two")
     command = [sys.executable, "-P", "-m", "stagewright", "experiment", "run", str(path), "--workers", "1"]

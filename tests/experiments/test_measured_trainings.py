@@ -93,6 +93,7 @@ OTHER = replace(
 )
 
 
+@pytest.mark.thorough
 def test_constants_are_recovered_from_trainings_that_the_model_made() -> None:
     """One run of ten took half as long again: it moves the others by little."""
     rows = measured_on(OTHER, SYNTHETIC)

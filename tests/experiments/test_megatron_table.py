@@ -30,6 +30,7 @@ def errors(predict: Callable[[Run, DeviceModel], float], runs: range, device: De
     return [predict(table()[i], device) / table()[i].seconds - 1 for i in runs]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("constants", [ALL_CONSTANTS[:1], ALL_CONSTANTS], ids=["one constant", "three constants"])
 @pytest.mark.parametrize(("known", "held_out"), [(EVEN, ODD), (ODD, EVEN)], ids=["even to odd", "odd to even"])
 def test_half_of_the_runs_predicts_the_other_half(constants: tuple[str, ...], known: range, held_out: range) -> None:
@@ -38,6 +39,7 @@ def test_half_of_the_runs_predicts_the_other_half(constants: tuple[str, ...], kn
     assert max(map(abs, off)) < 0.08, [f"{each:+.1%}" for each in off]  # the requirement is 0.10
 
 
+@pytest.mark.thorough
 def test_the_preset_is_the_fit_to_all_runs() -> None:
     assert fitted(range(10), ALL_CONSTANTS[:1]).matrix_efficiency == pytest.approx(
         DeviceModel.preset("A100-80GB").matrix_efficiency, abs=0.005
@@ -71,6 +73,7 @@ def planned(run: Run, recompute: Sequence[str] | None) -> Plan:
     )
 
 
+@pytest.mark.thorough
 def test_every_run_is_planned_and_predicted() -> None:
     """Recompute by layer, as Megatron-LM had it; no cut is worse than its own, but for links that queue."""
     off = []

@@ -141,6 +141,7 @@ def by_hand(steps: int, name: str = "model") -> list[float]:
 COMMON = ("--steps", "7", "--microbatches", "4", "--seed", "3", "--clip", "0.25", "--lr", "0.5", "--json")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("data", ["few", "stream"])
 def test_a_model_of_the_users_is_trained_as_plain_pytorch_would(
     mine: Path, data: str, capsys: pytest.CaptureFixture[str]
@@ -154,6 +155,7 @@ def test_a_model_of_the_users_is_trained_as_plain_pytorch_would(
     assert (manifest["corpus_source"], manifest["corpus_sha256"]) == (f"own_mine:{data}", None)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize(
     ("option", "memory", "said"),
@@ -177,6 +179,7 @@ def test_the_first_batch_is_verified_where_the_model_fits(
     assert (found is None) if said is None else (found is not None and re.match(said, found[0]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("data", "loss"), [("named", "the model's own"), ("with_target", "cross-entropy")])
 def test_batches_may_be_dicts_and_the_loss_the_models_own(
     mine: Path, data: str, loss: str, capsys: pytest.CaptureFixture[str]
@@ -187,6 +190,7 @@ def test_batches_may_be_dicts_and_the_loss_the_models_own(
     assert losses(mine / "runs" / "one") == pytest.approx(by_hand(7, "labelled"), rel=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_two_ranks_train_it_to_the_same_losses(command: Callable[..., Done], mine: Path, schedule: str) -> None:
@@ -293,6 +297,15 @@ def test_a_loss_class_is_made(mine: Path) -> None:
 OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
 
 
+@pytest.mark.thorough(
+    but=[
+        "words0---model own_mine: expected package.module:function or file",
+        "words3-'own-mine' is no module's name",
+        "words6-answer is an int: expected a function",
+        "words13---loss own_mine:model: takes 0 arguments: expected a function of 2",
+        "words15-has no parameter lr: leave --lr away",
+    ]
+)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -391,6 +404,7 @@ def test_two_options_may_name_one_file(mine: Path) -> None:
 # --- profile and plan ---
 
 
+@pytest.mark.thorough
 def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (*OWN, "--optimizer", "own_mine:plain_sgd")
     assert main(["profile", *words, "--microbatch", "3", "--seconds", "0.1", "--json"]) == 0

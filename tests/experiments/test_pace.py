@@ -67,6 +67,7 @@ def test_a_pace_is_as_probable_as_the_steps_of_ranks_that_vary_by_themselves_say
         )
 
 
+@pytest.mark.thorough
 def test_draws_are_as_far_apart_as_students_distribution_is() -> None:
     """The mean square of Student's distribution is that of a normal one times (N - 1) / (N - 3); each measured step is
     drawn as often as any other."""
@@ -92,6 +93,7 @@ def test_chance_of_few_actions_is_no_part_of_a_step_but_the_pace_is() -> None:
     assert halves.own_variance == 0.0  # of little surprise in so even a walk all may be chance
 
 
+@pytest.mark.thorough
 def test_steps_say_how_much_of_their_variance_is_chance() -> None:
     """Nearly all where actions alone vary, little where steps do."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=8)
@@ -109,6 +111,7 @@ def test_rows_that_do_not_vary_are_drawn_as_they_are() -> None:
         assert _range(alike, following, samples=3) == pytest.approx((1.5, 1.5))
 
 
+@pytest.mark.thorough
 def test_steps_that_follow_begin_at_the_pace_of_the_last() -> None:
     """A machine that slowed down to twice its seconds stays there a while, and may be anywhere later."""
     random = Random(3)
@@ -148,6 +151,7 @@ def test_any_of_the_steps_that_follow_is_meant_under_any_pace(monkeypatch: pytes
     assert len(steady) == pytest.approx(1000 * shares[0], abs=60)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("step", "kept", "without"), [(0.03, 0.0, 0.95), (0.03, 1.0, 0.7)])
 def test_ranges_of_a_pipeline_hold_the_steps_that_follow(step: float, kept: float, without: float) -> None:
     """From the seconds of actions on two ranks, which vary by themselves, too, to the seconds of steps."""

@@ -170,6 +170,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings of the p
 }
 
 
+@pytest.mark.thorough(but=["update"])
 @pytest.mark.usefixtures("_here")
 @pytest.mark.parametrize("kind", CASES)
 def test_plans_of_every_kind(capsys: pytest.CaptureFixture[str], kind: str) -> None:
@@ -191,6 +192,7 @@ def test_plans_of_every_kind(capsys: pytest.CaptureFixture[str], kind: str) -> N
     assert ("--links" in command) == (kind in ("message", "held"))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_here")
 def test_a_plan_that_knows_nothing_of_clipping_is_to_be_made_again(capsys: pytest.CaptureFixture[str]) -> None:
     write_run(Path("one"), planned(**TWO_BY_TWO), costs={"norm": lambda _: 0.05}, config={"clip": 0.5})
@@ -225,6 +227,7 @@ def test_hosts_whose_folders_are_apart(capsys: pytest.CaptureFixture[str]) -> No
         check_run(["b/one"])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_here")
 def test_commands_are_for_the_hosts_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
     """Hosts of three ranks and one, whether the other host's folder is there or not."""

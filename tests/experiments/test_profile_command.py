@@ -32,6 +32,7 @@ CHAIN = Profile(
 )
 
 
+@pytest.mark.thorough
 def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "gpt.json"
     assert main(["profile", *SMALL, "--out", str(path)]) == 0
@@ -54,6 +55,7 @@ def test_a_profile_is_printed_written_and_shown_again(capsys: pytest.CaptureFixt
     assert Profile.from_json(capsys.readouterr().out) == profile
 
 
+@pytest.mark.thorough
 def test_one_of_several_tensor_ranks_and_a_plan_over_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Links that cost nothing and a batch of one: the plan takes the tensor ranks, where cutting pays at all."""
     files = [tmp_path / f"{tensor}.json" for tensor in (1, 2)]
@@ -75,6 +77,7 @@ def test_one_of_several_tensor_ranks_and_a_plan_over_them(capsys: pytest.Capture
     assert "--tensor-parallel no.json: No such file" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_json_is_the_whole_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *SMALL, "--json", "--no-update", "--dtype", "autocast", "--microbatch", "3"]) == 0
     profile = Profile.from_json(capsys.readouterr().out)
@@ -134,6 +137,7 @@ def test_links_between_local_processes(command: Callable[..., Done], tmp_path: P
     assert f"memory of a rank: {size(kind.memory_bytes)} of the host" in done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: Path) -> None:
     """One profile comes of both, with the seconds that a run will see."""

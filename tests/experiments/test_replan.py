@@ -8,6 +8,7 @@ import pytest
 from support.inside import Case, replan
 
 
+@pytest.mark.thorough
 def test_a_batch_gains_over_the_best_order_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replan, "_BATCHES", 3)
     monkeypatch.setattr(replan, "_ORDERS", 20)

@@ -146,6 +146,7 @@ def saved(name: str) -> int:
     return int(path.read_text().split("-")[1]) if path.exists() else 0
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_run_that_was_killed_goes_on_to_the_last_bit() -> None:
     """Killed before the first checkpoint, then behind one; then to the end."""
@@ -163,6 +164,7 @@ def test_a_run_that_was_killed_goes_on_to_the_last_bit() -> None:
     _check_equal("run", "whole", resumed_at=at)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_run_on_two_weight_versions_that_was_killed_goes_on_to_the_last_bit() -> None:
     """2bw: the older weights and the learning rates go along; augmented samples are drawn as they would have been.

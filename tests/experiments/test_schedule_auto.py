@@ -41,6 +41,7 @@ def test_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     check(Schedule.from_json(json.dumps(answer["schedule"])))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["csv", "json"])
 def test_a_file_that_reads_again(form: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "auto.png"
@@ -65,6 +66,7 @@ def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
     assert "placements: " in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_what_else_may_be_done_where_memory_binds(capsys: pytest.CaptureFixture[str]) -> None:
     """Four chunks a rank in less memory than one microbatch has there."""
     argv = ["schedule", "auto", "--ranks", "2", "--microbatches", "4", "--placement", "cyclic", "--chunks", "4"]
@@ -77,6 +79,7 @@ def test_what_else_may_be_done_where_memory_binds(capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["search"]["recompute"][0] == "full"
 
 
+@pytest.mark.thorough
 def test_the_same_seed_and_costs_by_microbatch(capsys: pytest.CaptureFixture[str]) -> None:
     """Unequal microbatches and a limit a rank; two runs give one answer."""
     argv = [*SMALL, "--index-factors", *"12111311", "--memory", "4", "3", "3", "2", "--json", "--seconds", "0.3"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.inside import Case, How, schedule_map
 from support.inside import JobsFigureFigure as Figure
 
@@ -12,6 +13,7 @@ def case(latency: float, memory: float, ranks: int = 2) -> Case:
     return Case(items=(("ranks", ranks), ("microbatches_per_rank", 2), ("latency", latency), ("memory", memory)))
 
 
+@pytest.mark.thorough
 def test_the_search_is_never_behind_the_best_named_one(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """The last case: that of ZB-V with the W where these costs have gaps, which so few orders do not find otherwise."""
     monkeypatch.setattr(schedule_map, "_ORDERS", 100)
@@ -23,6 +25,7 @@ def test_the_search_is_never_behind_the_best_named_one(monkeypatch) -> None:  # 
         assert found["gap"].value >= 0
 
 
+@pytest.mark.thorough
 def test_named_ones_fit_the_memory_and_are_those_with_one_copy_of_the_weights() -> None:
     names = {each.name for each in schedule_map.named(schedule_map._Sizes(4, 8, 0.0, 4.0))}
     assert {"1f1b", "zb-h1", "zb-v", "v-half", "v-min", "interleaved-zb"} <= names

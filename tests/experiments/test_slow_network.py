@@ -9,6 +9,7 @@ from support.inside import slow_network
 from stagewright.partition import Cluster, Plan
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_the_planner_is_never_behind_the_ways_it_may_choose_among(nodes):
     for rate in ("125MB/s", "1.2GB/s"):
@@ -18,6 +19,7 @@ def test_the_planner_is_never_behind_the_ways_it_may_choose_among(nodes):
         assert all(Plan.from_json(found.to_json()) == found for found in ways.values())  # as ranks get them
 
 
+@pytest.mark.thorough
 def test_slow_links_turn_the_choice_around():
     slow = slow_network.ways_of(Cluster.parse("4:eth=125MB/s@0.1ms"))
     fast = slow_network.ways_of(Cluster.parse("4:eth=1.2GB/s@0.1ms"))

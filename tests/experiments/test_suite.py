@@ -22,6 +22,7 @@ SAMPLES, M = 32, 4
 FLOAT = 4
 
 
+@pytest.mark.thorough(but=["zb-h1"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_parts_add_up_to_what_the_allocator_saw(schedule: str) -> None:
     """Convolutions take memory within one operation, which no tensor shows."""
@@ -54,6 +55,7 @@ def trained_once() -> list[Figure]:
         return list(suite.trained(case, 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_real_run_of_a_stage_a_rank(gloo: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts add up where whole numbers say, by `index_add`: an index was taken for one of the values, and refused."""

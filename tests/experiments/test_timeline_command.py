@@ -75,6 +75,7 @@ def test_a_plan_is_simulated_as_planned(files: Path) -> None:
     assert exhibit.links is not None
 
 
+@pytest.mark.thorough
 def test_memory_is_drawn_below_where_it_is_known(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("1f1b", "--ranks", "2", "--microbatches", "4")
     assert main(["timeline", "plan.json", *words, "--memory", "-o", "a.svg"]) == 0
@@ -96,6 +97,7 @@ def test_exhibits_of_one_name_are_told_apart(files: Path) -> None:
     assert names == ["gpt", "predicted", "runs/gpt", "gpt (4)"]
 
 
+@pytest.mark.thorough
 def test_the_kind_of_output_follows_the_end_of_its_name(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = ["a.png", "b.svg", "c.json", "d.html"]
     words = [word for name in outputs for word in ("-o", name)]
@@ -108,6 +110,7 @@ def test_the_kind_of_output_follows_the_end_of_its_name(files: Path, capsys: pyt
     assert capsys.readouterr().out.startswith("gpt, predicted: ")
 
 
+@pytest.mark.thorough
 def test_a_run_alone_is_drawn_beside_itself(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", "gpt", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -203,6 +206,7 @@ def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[
     assert printed.err.startswith("stagewright: error: ")
 
 
+@pytest.mark.thorough
 def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,7 @@ def test_the_recipe_follows_the_schedule() -> None:
         resolve(TrainOptions(delay_factor=-1.0))
 
 
+@pytest.mark.thorough(but=["2bw"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_the_pipeline_of_a_run_has_the_recipe(schedule: str) -> None:
     options = TrainOptions(
@@ -243,6 +244,7 @@ def test_activations_are_counted_and_recomputation_keeps_the_stage_inputs_only()
     assert stage_input_bytes(options, build("gpipe", num_ranks=2, num_microbatches=1)) == 2 * one_vector
 
 
+@pytest.mark.thorough
 def test_the_dry_run_shows_the_cut_and_says_what_its_costs_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--dry-run", *TINY, "--microbatches", "4"]) == 0
     text = capsys.readouterr().out
@@ -251,6 +253,7 @@ def test_the_dry_run_shows_the_cut_and_says_what_its_costs_are(capsys: pytest.Ca
     assert "costs proportional to parameters" in text
 
 
+@pytest.mark.thorough(but=["chimera-2-2"])
 @pytest.mark.parametrize(("schedule", "stages", "copies"), [("interleaved", 4, 1), ("chimera", 2, 2)])
 def test_the_dry_run_adds_up(schedule: str, stages: int, copies: int) -> None:
     sizes = {"layers": 2, "width": 32, "heads": 2, "length": 16, "batch": 8, "microbatches": 4}
@@ -265,6 +268,7 @@ def test_the_dry_run_adds_up(schedule: str, stages: int, copies: int) -> None:
     assert answer.lower_bound_ratio >= 1
 
 
+@pytest.mark.thorough
 def test_the_dry_run_counts_what_muon_keeps() -> None:
     """One average where AdamW has two; feedback adds the last update, 2bw a version."""
     sizes = {"layers": 2, "width": 32, "heads": 2, "length": 16, "batch": 8, "microbatches": 4}
@@ -334,6 +338,7 @@ def check_drawn_again(command: Callable[..., Done], folder: Path) -> None:
     assert "is not a run's timeline" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_two_processes_train_and_leave_a_run_folder(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
     """The command from end to end, with its launcher; its timeline is drawn again from what it left."""
@@ -362,6 +367,7 @@ def test_two_processes_train_and_leave_a_run_folder(command: Callable[..., Done]
     check_drawn_again(command, tmp_path / "runs" / "one")
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_one_rank_trains_in_its_own_process_to_the_same_loss(
     command: Callable[..., Done], tmp_path: Path, text: str
@@ -374,6 +380,7 @@ def test_one_rank_trains_in_its_own_process_to_the_same_loss(
     assert pair["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_two_members_of_a_tensor_group_train_to_the_same_loss(command: Callable[..., Done], text: str) -> None:
     common = ("train", *TINY, "--microbatches", "4", "--text", text, "--json", "--ranks", "1", "--schedule", "gpipe")

@@ -50,6 +50,7 @@ def write_plan(folder: Path, nodes: tuple[str, ...], **fields: Any) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_plan_from_a_file(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
     path = write_plan(tmp_path, nodes_of_the_model())
@@ -70,6 +71,7 @@ def test_a_plan_from_a_file(command: Callable[..., Done], tmp_path: Path, text: 
     assert all(0 < each["measured"] < found["measured"] for each in found["inputs"] if each["kind"] in "FB")
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path: Path, text: str) -> None:
     done = command("train", *TINY, "--plan", "auto", "--trials", "1", "--text", text, "--name", "one")
@@ -88,6 +90,7 @@ def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path
     assert json.loads(again.stdout)["num_microbatches"] == plan.num_microbatches
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_plan_for_another_model_ends_all_ranks_with_the_reason(
     command: Callable[..., Done], tmp_path: Path, text: str
@@ -99,6 +102,7 @@ def test_a_plan_for_another_model_ends_all_ranks_with_the_reason(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_plan(tmp_path, nodes_of_the_model())
     assert main(["train", *TINY, "--plan", str(path), "--dry-run"]) == 0
@@ -109,6 +113,7 @@ def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.Capture
     assert Plan.from_json(capsys.readouterr().out) == Plan.load(path)
 
 
+@pytest.mark.thorough(but=["options0---plan nowhere.json: no such file: expected one that `stagewright plan --out"])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -151,6 +156,7 @@ def test_a_malformed_plan_names_file_and_field(tmp_path: Path, capsys: pytest.Ca
     assert f"{path}: runners_up: missing: expected a list" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_dry_run_refuses_a_plan_for_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_plan(tmp_path, ("a", "b"))
     nodes = nodes_of_the_model()

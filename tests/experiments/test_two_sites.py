@@ -18,6 +18,7 @@ def period(way: str, latency: float, *, num_ranks: int = 4, num_microbatches: in
     return run.timeline(latency, local=0.0).batch_seconds / num_microbatches
 
 
+@pytest.mark.thorough(but=["4-0.0"])
 @pytest.mark.parametrize(("num_ranks", "latency"), [(4, 0.0), (4, 0.02), (4, 0.05), (4, 0.1), (8, 0.05)])
 def test_streams_take_what_the_loop_over_the_link_says(num_ranks: int, latency: float) -> None:
     assert period("2bw", latency, num_ranks=num_ranks) == pytest.approx(T + latency)

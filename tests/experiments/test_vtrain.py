@@ -51,6 +51,7 @@ def mean(off: Iterable[float]) -> float:
     return sum(every) / len(every)
 
 
+@pytest.mark.thorough
 def test_half_of_the_trainings_foretells_the_other_half() -> None:
     """4.5% on average, 39% at worst; half of them within 1.8%, and all but eight within 7%, 1.7% on average."""
     off = held_out([range(1, 56, 2), range(2, 56, 2)], simulated)
@@ -75,6 +76,7 @@ def test_a_layout_is_foretold_by_the_others() -> None:
     assert mean(each for at, each in off.items() if at not in CONTRADICT) < 0.021
 
 
+@pytest.mark.thorough
 def test_the_preset_is_the_fit_to_all_rows() -> None:
     device, preset = fit_measured(BEFORE, [*trainings().values()], constants=FITTED), DeviceModel.preset("DGX-A100")
     for constant in FITTED:
@@ -82,6 +84,7 @@ def test_the_preset_is_the_fit_to_all_rows() -> None:
     assert preset.kernel_seconds == BEFORE.kernel_seconds
 
 
+@pytest.mark.thorough
 def test_one_row_alone_tells_of_the_host() -> None:
     """Without it the others leave kernel_seconds where it was, at whatever value."""
     others = [row for at, row in trainings().items() if at != 11 and row.hidden == 3072]

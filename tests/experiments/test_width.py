@@ -31,6 +31,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("plan.json").write_text(plan(profile, cluster, global_batch=64).to_json())
 
 
+@pytest.mark.thorough(but=["price --help"])
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
     "words",

@@ -41,6 +41,7 @@ def _emulated(figure: Figure, off: float) -> Figure:
     return Figure(case=figure.case, name="bubble", value=figure.value + off, unit="fraction", how=How.EMULATED)
 
 
+@pytest.mark.thorough
 def test_interleaving_wins_and_the_gap_closes() -> None:
     """Figure 12 and the two reasons that the paper gives: the bubble, and messages that grow with the batch."""
 
@@ -57,6 +58,7 @@ def test_interleaving_wins_and_the_gap_closes() -> None:
         gain(12, "half", "beside")
 
 
+@pytest.mark.thorough
 def test_trainings_of_table_1_are_predicted_by_others() -> None:
     figures = [
         figure
@@ -91,6 +93,7 @@ def test_how_far_plans_are_off() -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_what_2bw_gains_and_holds() -> None:
     def gain(batch: int) -> float:
         return value(list(two_bw.planned(Case.of({"schedule": "2bw", "batch": batch}), 1)), "throughput / 1f1b's")
@@ -104,6 +107,7 @@ def test_what_2bw_gains_and_holds() -> None:
     assert 0 <= held("1f1b", 32) - held("1f1b", 8) <= 2 * 2**24  # receives that a small batch does not have
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
     """On a busy machine the bubble may only be larger."""
@@ -115,6 +119,7 @@ def test_emulated_on_ranks_of_the_local_back_end(tmp_path: Path) -> None:
     assert all(figure.value > 0.99 for figure in figures if figure.name == "batch, emulated / simulated")
 
 
+@pytest.mark.thorough
 def test_steps_are_counted_within_a_range_that_earlier_ones_told() -> None:
     """Figures come out, of ranks in one process; how many steps lie within is a question of the machine."""
     pipe = make()

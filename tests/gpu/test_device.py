@@ -125,6 +125,7 @@ def seconds(step: Callable[[], object], repetitions: int = 5) -> float:
     return statistics.median(found)
 
 
+@pytest.mark.thorough(but=["interleaved"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_it_equals_plain_training(schedule: str) -> None:
     model, (x, y) = mlp(torch.float64), batch(torch.float64)
@@ -139,12 +140,14 @@ def test_it_equals_plain_training(schedule: str) -> None:
         assert all(parameter.device.type == torch.device(DEVICE).type for parameter in model.parameters())
 
 
+@pytest.mark.thorough
 def test_the_first_batch_is_verified_where_the_model_is() -> None:
     model, (x, y) = mlp(), batch()
     with pipeline(model, verify=True) as pipe:
         assert pipe.verify(x, y).num_gradients == len(list(model.parameters()))
 
 
+@pytest.mark.thorough
 def test_clocks_agree_with_the_simulator() -> None:
     """In one process ranks take turns: what a step took is the sum of its actions, and what lies between them."""
     x, y = batch()
@@ -161,6 +164,7 @@ def test_clocks_agree_with_the_simulator() -> None:
     assert 0 < predicted < 1.5 * step
 
 
+@pytest.mark.thorough
 def test_memory_is_as_predicted() -> None:
     x, y = batch()
     with pipeline(mlp()) as pipe:
@@ -188,6 +192,7 @@ def peak_and_step(treat: Callable[[nn.Module], dict[str, Any]]) -> tuple[int, fl
         return memory.peak_bytes, seconds(lambda: pipe.train_step(x, y), 3), weights
 
 
+@pytest.mark.thorough
 def test_offloaded_activations_leave_the_device() -> None:
     moves = with_offload(build("gpipe", num_ranks=2, num_microbatches=M), share=1.0)
     before, stays, kept = peak_and_step(lambda _: {})
@@ -197,6 +202,7 @@ def test_offloaded_activations_leave_the_device() -> None:
     assert after < before
 
 
+@pytest.mark.thorough
 def test_offloading_is_planned_by_the_measured_link() -> None:
     """schedule="auto" where nothing may run again, with ample room and with less than is then wanted; on a CPU
     the link is assumed. Wide enough that computing takes longer than a link's way, else forwards run ahead of it."""
@@ -243,6 +249,7 @@ def test_offloading_is_planned_by_the_measured_link() -> None:
     assert after < before
 
 
+@pytest.mark.thorough
 def test_gelus_that_keep_less() -> None:
     def less(model: nn.Module) -> dict[str, Any]:
         edits = sw.edit(model)
@@ -269,6 +276,7 @@ def test_a_memory_budget_is_kept() -> None:
     assert held[0] <= 2 * budget
 
 
+@pytest.mark.thorough
 def test_edits_verify_on_the_device() -> None:
     x, _ = batch()
     edits = sw.edit(mlp())
@@ -278,6 +286,7 @@ def test_edits_verify_on_the_device() -> None:
     edits.verify((x,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_is_near_float32(precision: str) -> None:
     x, y = batch()
@@ -289,6 +298,7 @@ def test_mixed_precision_is_near_float32(precision: str) -> None:
     assert losses[precision][-1].loss == pytest.approx(losses[None][-1].loss, rel=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[] if IS_CUDA else pytest.mark.nightly)])
 def test_compiled_units_compute_the_same(backend: str) -> None:
     x, y = batch()
@@ -312,6 +322,7 @@ def test_overhead_beside_plain_training() -> None:
     assert ours > 0
 
 
+@pytest.mark.thorough
 def test_a_gpt_is_profiled_planned_and_run() -> None:
     """300M parameters on CUDA (24 layers of 1,024), a small one on the CPU."""
     size = {"layers": 24, "width": 1024, "words": 32_000, "heads": 16} if IS_CUDA else {}

@@ -25,6 +25,7 @@ def loop(folder: Path, kind: str, *, num_ranks: int) -> Any:
     return json.loads((folder / "history.json").read_text())
 
 
+@pytest.mark.thorough
 def test_two_replicas_of_two_stages_train_measure_save_and_load_as_two_processes(tmp_path: Path) -> None:
     expected = loop(tmp_path, "plain", num_ranks=2)
     found = loop(tmp_path, "pipe", num_ranks=4)

@@ -31,6 +31,7 @@ def script(folder: Path, kind: str, *, num_ranks: int | None) -> Any:
     return json.loads((folder / "history.json").read_text())
 
 
+@pytest.mark.thorough
 def test_two_ranks_log_validate_keep_the_best_and_resume_as_one_process(tmp_path: Path) -> None:
     folders = [tmp_path / "plain", tmp_path / "pipe"]
     for folder in folders:
@@ -96,6 +97,7 @@ def decide(own: list[bool]) -> list[bool]:
     return [strategy.reduce_boolean_decision(mine), strategy.reduce_boolean_decision(mine, all=False)]
 
 
+@pytest.mark.thorough
 def test_processes_decide_as_one_on_whether_a_checkpoint_is_there(gloo: Pool) -> None:
     """Rank 1 looked behind rank 0's save, and took another name for the folder."""
     assert gloo.run(decide, ranks=2, args=([True, False],)) == [[False, True]] * 2

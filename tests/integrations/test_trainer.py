@@ -127,6 +127,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return start(tmp_path_factory.mktemp("four"), cases, num_ranks=4)
 
 
+@pytest.mark.thorough
 def test_four_ranks_log_evaluate_and_save_as_one_process(four: Path, plain: Path) -> None:
     assert_same(read(four / "whole"), read(plain / "whole"))
     weights = transformers.GPT2LMHeadModel.from_pretrained(four / "whole/final").state_dict()
@@ -138,6 +139,7 @@ def test_data_replicas_read_their_own_share(four: Path, plain: Path) -> None:
     assert_same(read(four / "replicas"), read(plain / "whole"))
 
 
+@pytest.mark.thorough
 def test_four_ranks_and_data_replicas_resume_in_other_processes(tmp_path: Path, four: Path) -> None:
     cases = {"whole": {"resume": True}, "replicas": REPLICAS | {"resume": True}}
     for name in cases:
@@ -151,6 +153,7 @@ def test_four_ranks_and_data_replicas_resume_in_other_processes(tmp_path: Path, 
         assert_same(resumed, whole)
 
 
+@pytest.mark.thorough
 def test_data_replicas_share_an_uneven_end_of_an_epoch_as_trainers_processes_do(tmp_path: Path, four: Path) -> None:
     start(tmp_path, {"uneven": UNEVEN | {"ddp_find_unused_parameters": False}}, num_ranks=2, kind="plain")
     assert_same(read(four / "uneven"), read(tmp_path / "uneven"))
@@ -160,6 +163,7 @@ def test_data_replicas_share_an_uneven_end_of_an_epoch_as_trainers_processes_do(
     assert states[0]["total_flos"] == states[1]["total_flos"]
 
 
+@pytest.mark.thorough(but=["plan", "bf16", "one row", "uneven", "own"])
 @pytest.mark.parametrize("case", PLAIN)
 def test_what_a_pipeline_can_follow_equals_plain(case: str, two: Path, plain: Path) -> None:
     # bfloat16 rounds to 4e-3; 7e-4 was measured over three steps.
@@ -233,6 +237,7 @@ def test_what_a_pipeline_would_not_call_is_refused(tmp_path: Path) -> None:
         stagewright.integrations.PipelineTrainer(model, arguments, optimizers=(own, None), train_dataset=[1]).train()
 
 
+@pytest.mark.thorough
 def test_steps_that_would_differ_without_a_word_are_refused(tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
     arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
@@ -267,6 +272,7 @@ def test_steps_that_would_differ_without_a_word_are_refused(tmp_path: Path) -> N
         late.train()
 
 
+@pytest.mark.thorough
 def test_a_loss_that_a_number_of_items_does_not_divide_is_known_before_it_runs(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to="none")
 
@@ -342,6 +348,7 @@ def train_here(folder: Path, *, evaluates: bool = False, as_loaded: bool = False
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+@pytest.mark.thorough
 def test_dropout_acts_whatever_from_pretrained_or_an_evaluation_has_left(tmp_path: Path) -> None:
     """Each evaluation put the model into the other mode, and training went on without dropout, without a word."""
     expected = train_here(tmp_path)

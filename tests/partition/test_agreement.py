@@ -27,6 +27,7 @@ from .small import CLUSTERS, configuration, profiles
 PROFILES = profiles(chain=True, max_nodes=6)
 
 
+@pytest.mark.thorough
 @settings(max_examples=150, deadline=None)
 @given(
     profile=PROFILES,
@@ -61,6 +62,7 @@ def test_the_same_pipeline(profile: Profile, bandwidth: float, size: int, schedu
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(profile=profiles(max_nodes=9), cluster=CLUSTERS, M=st.integers(2, 12), limit=st.sampled_from([None, 30.0, 60.0]))
 def test_plans_are_never_worse(profile: Profile, cluster: Cluster, M: int, limit: float | None) -> None:
@@ -126,6 +128,7 @@ class Case:
         return seconds, held
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_the_dynamic_program_is_never_slower_and_never_smaller(data: st.DataObject) -> None:

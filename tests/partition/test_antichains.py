@@ -24,6 +24,7 @@ def sets_of(cuts: Cuts, profile: Profile) -> list[frozenset[str]]:
     return [frozenset(n.name for n, held in zip(profile.nodes, row, strict=True) if held) for row in cuts.members]
 
 
+@pytest.mark.thorough
 @steady
 @given(profiles())
 def test_all_cuts_are_all_down_sets(profile: Profile) -> None:

@@ -38,6 +38,7 @@ def problem(seed: int) -> tuple[Profile, Cluster, int, float]:
     return Profile(nodes=tuple(nodes), microbatch_size=1, optimizer_ratio=2.0), cluster, rng.randint(1, 8), limit
 
 
+@pytest.mark.thorough(but=["sharding0"])
 @pytest.mark.parametrize("sharding", [("none",), ("none", "full")])
 def test_no_bound_is_above_any_cuts_that_fit(sharding: tuple[str, ...]) -> None:
     """Every cut with every number of replicas on ranks in a row, the weights divided over these or not: those that fit

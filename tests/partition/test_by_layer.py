@@ -120,6 +120,7 @@ def seconds_of(ways: tuple[str, ...], whole: Profile, cut: Profile, half: Profil
     return total
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, 400, 100))
 def test_no_assignment_takes_less(first: int) -> None:
     seen: set[str] = set()
@@ -187,6 +188,7 @@ def planned(given: list[Profile], cluster: str = LINKS, **options: Any) -> Plan:
     return plan(given, Cluster.parse(cluster), **(settings | options))  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_convolutions_by_samples_and_linear_layers_divided() -> None:
     """Simulated seconds of a batch, in one stage and in two: by layer at most as long as either of one way for all."""
     given = profiles(CONVOLUTIONS | LINEARS, 32)

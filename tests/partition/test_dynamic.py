@@ -50,6 +50,7 @@ def check_solution(solution: Solution, costs: RangeCosts, profile: Profile, clus
     assert max(seconds) == pytest.approx(solution.seconds, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.thorough
 @steady
 @given(st.booleans().flatmap(lambda chain: profiles(chain=chain)), CLUSTERS, OPTIONS)
 def test_never_worse_than_trying_everything(profile: Profile, cluster: Cluster, options: dict) -> None:
@@ -64,6 +65,7 @@ def test_never_worse_than_trying_everything(profile: Profile, cluster: Cluster, 
     assert len({s.replicas for s in found}) == len(found)
 
 
+@pytest.mark.thorough
 @steady
 @given(profiles(max_nodes=6), CLUSTERS, OPTIONS)
 def test_straight(profile: Profile, cluster: Cluster, options: dict) -> None:

@@ -106,6 +106,7 @@ def test_what_is_not_simulated_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     assert "not simulated: more than 1 actions a batch" in found.notes
 
 
+@pytest.mark.thorough
 def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
     """Never above the bound of what is chosen then, and above what it is without a look at the memory."""
     draw, higher = random.Random(0), Counter[bool]()

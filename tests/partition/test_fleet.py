@@ -37,6 +37,7 @@ def check_shares(shares: Any, found: np.ndarray, counts: list[int]) -> None:
     assert ((shares.devices[:, None] * found).sum(axis=0) <= np.array(counts) + 1e-6).all()
 
 
+@pytest.mark.thorough
 def test_no_job_falls_below_an_equal_split() -> None:
     rng = np.random.default_rng(0)
     for _ in range(1000):
@@ -75,6 +76,7 @@ def goal(policy: str, shares: Any, x: np.ndarray) -> float:
     return float((shares.prices * shares.devices[:, None] * x).sum()) if late == 0 else np.inf
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_on_a_grid_is_better(policy: str) -> None:
     rng = np.random.default_rng(POLICIES.index(policy))
@@ -132,6 +134,7 @@ def test_the_cheapest_knows_what_comes() -> None:
         cheapest([A, B], TRACE, 5000.0, charges, deadline=200.0)
 
 
+@pytest.mark.thorough
 def test_the_cheapest_is_never_dearer_than_one_plan() -> None:
     rng = np.random.default_rng(3)
     for _ in range(60):

@@ -196,6 +196,7 @@ def compared(seed: int, words: tuple[str, ...] = RECOMPUTE, host: float | None =
     return found.simulated_step_time / least - 1, {stage.recompute for stage in found.stages}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, 500, 50))
 def test_as_fast_as_the_best_of_all_treatments_and_cuts(first: int) -> None:
     """500 cases: recomputation of each stage, by counts too, and whether its optimizer is divided over two replicas."""
@@ -205,6 +206,7 @@ def test_as_fast_as_the_best_of_all_treatments_and_cuts(first: int) -> None:
     assert known == pytest.approx(dict.fromkeys(known, 0.0), abs=1e-8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, 500, 25))
 def test_as_fast_as_the_best_where_activations_may_wait_on_the_host(first: int) -> None:
     """500 cases more, over fast links and slow ones: of each rank the first chunks' leave, or layers run again."""
@@ -321,6 +323,7 @@ def test_what_is_known_of_tensor_sizes_before_they_are_cut() -> None:
     assert 0.95 * 68 < found.searched.least <= 68
 
 
+@pytest.mark.thorough
 def test_too_little_memory_names_the_least_that_fits() -> None:
     layer = {"forward_seconds": 1.0, "backward_seconds": 2.0, "activation_bytes": 10.0, "stash_bytes": 100.0}
     nodes = tuple(Node(name=f"l{i}", parameter_bytes=50.0, **layer) for i in range(12))
@@ -335,6 +338,7 @@ def test_too_little_memory_names_the_least_that_fits() -> None:
         plan(profile, cluster, global_batch=8, memory_limit=-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, 100, 50))
 def test_as_fast_as_the_best_of_all_tensor_sizes(first: int) -> None:
     """Of stages in a row on four devices: every size of each, every cut, simulated from the profiles alone."""

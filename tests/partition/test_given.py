@@ -37,6 +37,7 @@ def again(profile: Profile, cluster: Cluster, found: Plan, **options: Any) -> Pl
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
     profile=chains(),

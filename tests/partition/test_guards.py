@@ -214,6 +214,7 @@ def guards_of(model: nn.Module, *, training: bool = True) -> Guards:
     return Guards(made.reads, training=training)
 
 
+@pytest.mark.thorough(but=["entry of a dict"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changes_are_seen(change: Callable[[Any], object]) -> None:
     model = Net()
@@ -224,6 +225,7 @@ def test_changes_are_seen(change: Callable[[Any], object]) -> None:
     assert guards.differing()
 
 
+@pytest.mark.thorough(but=["equal values", "weights"])
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS)
 def test_what_was_not_read_is_no_change(change: Callable[[Any], object]) -> None:
     model = Net()
@@ -291,6 +293,7 @@ class FromAnObject(FromAList):
         return self.layers[1](Config(value=self.layers[0](x)).value)
 
 
+@pytest.mark.thorough(but=["FromAnObject"])
 @pytest.mark.parametrize("make", [FromAList, FromAnObject])
 def test_a_record_holds_no_parameters(make: Callable[[], FromAList]) -> None:
     """A process lets those of other processes' stages go."""

@@ -56,6 +56,7 @@ def rate(run: Run) -> float:
     return run.batch * LENGTH / found.simulated_step_time / run.devices
 
 
+@pytest.mark.thorough(but=["8B"])
 @pytest.mark.parametrize("name", RUNS)
 def test_published_rates(name: str) -> None:
     found, published = rate(RUNS[name]), RUNS[name].rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from support.inside import LiveBytes
 from torch import nn
@@ -27,6 +28,7 @@ def test_views_and_changes_in_place_are_no_new_bytes() -> None:
     assert (live.most, view.numel()) == (0, MEGABYTE - 1)
 
 
+@pytest.mark.thorough
 def test_a_step_whose_old_gradients_make_room() -> None:
     """Gradients of 4 layers of 1,000 x 1,000 weights go, activations come, new gradients come: [500, 1000] each."""
     layers = [nn.Linear(1000, 1000, bias=False) for _ in range(4)]

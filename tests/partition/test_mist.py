@@ -103,6 +103,7 @@ def planned(model: str, num_stages: int, recompute: tuple[str, ...] | None = Non
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["1_3B", "2_6B", "6_7B"])
 def test_plans_of_a_model_are_foretold_by_those_of_the_others(model: str) -> None:
     others = [key for key in published() if key[0] != model]
@@ -112,6 +113,7 @@ def test_plans_of_a_model_are_foretold_by_those_of_the_others(model: str) -> Non
     assert max(map(abs, off.values())) < 0.1
 
 
+@pytest.mark.thorough
 def test_the_same_plans_pay() -> None:
     """The best of each model is; seconds within 8%, 4.2% on average; bytes of tensors on the first rank within 15%."""
     off = {key: step(key) / seconds(key) - 1 for key in published()}
@@ -137,6 +139,7 @@ def test_recomputation_falls_from_the_first_stage_to_the_last() -> None:
     assert numbers[0] >= 3 * numbers[-1]
 
 
+@pytest.mark.thorough
 def test_a_choice_for_each_stage_pays_over_the_same_for_all() -> None:
     """Mist's paper: 1.28 times faster than Megatron-LM on average, 1.73 at most."""
     for key in (("1_3B", 2), ("2_6B", 4), ("6_7B", 8)):

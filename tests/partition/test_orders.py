@@ -25,6 +25,7 @@ def cluster_of(speeds: tuple[float, ...], *, size: int = 1, bandwidth: float = 2
     return Cluster(levels=levels, kinds=kinds, nodes=tuple(f"x{speed}" for speed in speeds))
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(profiles(max_nodes=5), st.lists(st.sampled_from([1.0, 2.0, 0.3]), min_size=1, max_size=4), st.booleans())
 def test_best_of_all_orders(profile: Profile, speeds: list[float], limited: bool) -> None:
@@ -51,6 +52,7 @@ def test_a_slow_node_gets_less() -> None:
     assert plan.seconds(Op.F) == [3.0, 3.0]
 
 
+@pytest.mark.thorough(but=["1"])
 @pytest.mark.parametrize("pipeline", [1, 2, None])
 def test_runners_up_that_differ_in_the_devices_alone_are_named_once(pipeline: int | None) -> None:
     """Mirrored on nodes of two kinds stages take the same; of two or three such rows one says it all."""

@@ -87,6 +87,7 @@ def test_a_model_too_large_for_all_devices() -> None:
         partition(chain(1, 1, 1, parameter_bytes=100), Cluster.from_levels([(2, 1e9)]), memory_limit=500)
 
 
+@pytest.mark.thorough(but=["equal"])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)], ids=["equal", "unequal"])
 def test_what_a_device_keeps_beside_tensors_is_in_the_search_as_in_the_plan(speeds: tuple[float, float]) -> None:
     """On an A100 with 300 MB more than another device the same plans are found, and the same do not fit."""
@@ -162,6 +163,7 @@ def test_bad_options(options: dict, message: str) -> None:
         partition(chain(1, 1), Cluster.from_levels([(2, 1e9)]), **options)
 
 
+@pytest.mark.thorough
 def test_planning_needs_no_torch() -> None:
     program = "import sys, stagewright.partition; print('torch' in sys.modules, 'networkx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

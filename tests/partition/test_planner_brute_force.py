@@ -68,6 +68,7 @@ def chains(draw: st.DrawFn) -> Profile:
     return Profile(nodes=tuple(nodes), microbatch_size=1, tied=tied)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     profile=chains(),
@@ -102,6 +103,7 @@ def promised(found: Plan) -> float:
     return min(found.simulated_step_time, math.inf if left is None else left)
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(
     profile=chains(),
@@ -134,6 +136,7 @@ def bound(profile: Profile, cluster: Cluster, each: dict[str, Any]) -> float:
     return LeastSeconds(Topology(cluster)).of(c, Model(profile, MemoryRules(optimizer_ratio=2.0)))
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None)
 @given(profile=chains(), cluster=CLUSTERS, batch=st.integers(1, 8), share=st.floats(0.1, 1.0))
 def test_never_worse_within_the_memory(profile: Profile, cluster: Cluster, batch: int, share: float) -> None:
@@ -181,6 +184,7 @@ class Halves:
         return [1, 2][:limit]
 
 
+@pytest.mark.thorough
 @settings(max_examples=12, deadline=None)
 @given(
     profile=chains(),
@@ -219,6 +223,7 @@ def test_what_is_left_out_takes_as_long_as_is_promised_with_tensor_ranks_and_lit
             assert found.searched.faster_left(found.simulated_step_time) == 0
 
 
+@pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(profile=chains(), cluster=CLUSTERS, batch=st.integers(1, 8), share=st.floats(0.3, 1.0), runnable=st.booleans())
 def test_the_plan_is_its_own_simulation(

@@ -61,6 +61,7 @@ def unequal(order: tuple[str, ...]) -> Cluster:
     return Cluster(levels=levels, kinds=kinds, nodes=order)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [("slow", "mid", "fast"), ("slow", "slow", "fast", "mid")], ids=str)
 def test_the_order_in_which_nodes_are_listed_does_not_matter(names: tuple[str, ...]) -> None:
     profile = chain(6, parameter_bytes=20.0, activation_bytes=5.0)

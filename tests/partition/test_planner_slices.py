@@ -94,6 +94,7 @@ def links(stages: Sequence[Sequence[Node]], lengths: Sequence[int], latency: flo
     return Links(network=ways, activation_bytes=sizes, index_factors=parts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, 120, 12))
 def test_as_fast_as_the_best_of_all_families_cuts_and_lengths(first: int) -> None:
     """Sequences of up to 5 units, of which each way to cut is tried; what bounds promise is above none of them."""
@@ -121,6 +122,7 @@ EQUAL = Profile(
 FREE = Cluster.from_levels([(4, 1e12)])
 
 
+@pytest.mark.thorough
 def test_what_is_promised_of_more_lengths_than_are_tried() -> None:
     """terapipe on equal stages: no lengths are faster, of however many. seq1f1b: the longest slice is the shortest."""
     sequence = replace(EQUAL, sequence_tokens=9, slice_share=0.1)
@@ -155,6 +157,7 @@ def test_a_long_sequence_alone_keeps_four_ranks_busy() -> None:
     assert again.build_schedule().num_slices == len(sliced.slice_lengths)
 
 
+@pytest.mark.thorough
 def test_formulas_of_a_transformer_say_what_slices_cost() -> None:
     """A long sequence of which scores take most is cut; the formulas' profile says so without being asked."""
     shape = Transformer(layers=8, hidden=1024, heads=16, vocabulary=32_000, length=16_384, attention="flash")

@@ -20,6 +20,7 @@ def node(name: str, **figures: float) -> Node:
     return Node(name=name, **{"forward_seconds": 1.0, "backward_seconds": 2.0, **figures})
 
 
+@pytest.mark.thorough
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(profiles())
 def test_json_there_and_back(profile: Profile) -> None:

@@ -109,6 +109,7 @@ def graphs(draw: st.DrawFn) -> Profile:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(graphs())
 def test_each_tensor_that_enters_a_node_counts_once(profile: Profile) -> None:
@@ -220,6 +221,7 @@ def total_by_hand(case: tuple[StageSums, Moments, float], choice: tuple[str, ...
     return most + received + float(sums.before.max())  # the gradient of an input
 
 
+@pytest.mark.thorough
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_the_least_seconds_that_fit(data: st.DataObject) -> None:
@@ -244,6 +246,7 @@ def fitted_alone(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]
     return fitted((alone, flight, limit), ("layer",))
 
 
+@pytest.mark.thorough
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_many_stages_fit_where_they_do_alike(data: st.DataObject) -> None:

@@ -44,6 +44,7 @@ def planned(schedule: str, *, pipeline: int, data: int, chunks: int = 2) -> Plan
     )
 
 
+@pytest.mark.thorough(but=["1f1b-2-2-2"])
 @pytest.mark.parametrize(
     ("schedule", "pipeline", "data", "chunks"), [("1f1b", 4, 1, 2), ("1f1b", 2, 2, 2), ("interleaved", 4, 1, 2)]
 )
@@ -62,6 +63,7 @@ def test_a_better_order_in_no_more_memory(schedule: str, pipeline: int, data: in
     assert "order: synthesised" in " ".join(after.explain().split())
 
 
+@pytest.mark.thorough
 def test_halves_are_those_of_the_profile() -> None:
     before = planned("1f1b", pipeline=4, data=1)
     after = reorder(before, profile(), seconds=400, evaluations=100)
@@ -70,6 +72,7 @@ def test_halves_are_those_of_the_profile() -> None:
     assert after.seconds(Op.I)[1] == pytest.approx(after.seconds(Op.B)[1] / 2)
 
 
+@pytest.mark.thorough
 def test_what_has_no_better_order_stays_as_it_is() -> None:
     single = planned("gpipe", pipeline=1, data=4)
     assert reorder(single, profile(), seconds=400, evaluations=100) is single

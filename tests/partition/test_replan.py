@@ -67,6 +67,7 @@ def peaks(schedule: Schedule, held: list[list[float]]) -> list[float]:
     return [peak_held(program, held) for program in schedule.programs]
 
 
+@pytest.mark.thorough
 def test_no_more_memory_than_the_plan_or_its_own_order_and_never_more_than_the_device_has() -> None:
     short, long = Size(1, 100), Size(1, 400)
     replanner = Replanner(planned(), PROFILES)

@@ -60,6 +60,7 @@ def planned(source: Profile, links: Cluster, **options: Any) -> Plan:
     return plan(source, links, **{"global_batch": 4, "pipeline_sizes": (2,), "data_sizes": (1,)} | options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("action", "message", "chunks"), [(0.0, 0.0, 4), (0.25, 0.0, 2), (0.0, 0.5, 1), (2.0, 0.0, 1)])
 def test_chunks_cost_actions_and_messages(action: float, message: float, chunks: int) -> None:
     """More chunks fill the pipeline sooner, and have more actions and messages: the planner takes what is fastest."""
@@ -104,6 +105,7 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
     assert message_seconds((0.25,) * 4) == (0.25, 0.0, 0.25)
 
 
+@pytest.mark.thorough(but=["8-1-1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "zb-h1", "interleaved", "hanayo", "zb-v"])
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("M", [8, 64])
@@ -157,6 +159,7 @@ def test_the_search_for_an_order_knows_them(monkeypatch: pytest.MonkeyPatch) -> 
     assert [each.norm for each in (*searched, simulated(better).costs)] == [found.costs.norm] * 2
 
 
+@pytest.mark.thorough
 def test_ranks_wait_for_the_norm_that_they_clip_by() -> None:
     """A small sum over all devices, between the last of all backwards and the first update, once a batch."""
     devices = replace(cluster(4, message_seconds=0.5), rings="flat")
@@ -181,6 +184,7 @@ def test_ranks_wait_for_the_norm_that_they_clip_by() -> None:
         found(max_grad_norm=-1)
 
 
+@pytest.mark.thorough(but=["gpipe"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw", "zb-h1", "interleaved", "looped-bfs", "zb-v", "hanayo"])
 def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
     """The search's first bound, that of a candidate with cuts, and the simulation: none is above the next one."""
@@ -220,6 +224,7 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
                 assert bounds.of_any(schedule, model, c.batch) <= seconds * (1 + 1e-9)
 
 
+@pytest.mark.thorough(but=["0.5-1"])
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("busy", [0.0, 0.5, 1.0])
 def test_sums_that_keep_ranks_busy_are_no_time_beside_compute(busy: float, chunks: int) -> None:

@@ -256,6 +256,7 @@ class Transformed(nn.Module):
         return self.other(rows + y + tangent)
 
 
+@pytest.mark.thorough(but=["tied-bfloat16-plain", "penalty-bfloat16-checkpoint"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, for jvp
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])

@@ -90,6 +90,7 @@ def peaks(schedule: str, num_stages: int, num_microbatches: int, size: float) ->
     return found
 
 
+@pytest.mark.thorough(but=["100-7-2-1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 @pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
 @pytest.mark.parametrize("num_microbatches", [7, 17])

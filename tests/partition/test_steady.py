@@ -39,6 +39,7 @@ def configuration(schedule: str, P: int, V: int, M: int) -> Configuration:
 FLUSH = [each for each in FAMILIES.values() if each.full_after is not None and not each.rule.is_asynchronous]
 
 
+@pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("each", FLUSH, ids=lambda each: each.name)
 def test_more_microbatches_are_more_rounds_in_the_middle(each: Any) -> None:
     """Programs of a short batch are those of a long one without its middle; so the drains are alike."""
@@ -63,6 +64,7 @@ def evaluator_of(profile: Profile, bandwidth: float, num_ranks: int) -> PlanEval
     return PlanEvaluator(Topology(cluster), lambda _size, _tensor: model)
 
 
+@pytest.mark.thorough
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_the_same_as_all_of_the_batch(data: st.DataObject) -> None:
@@ -101,6 +103,7 @@ def folded(c: Configuration, M: int, costs: Costs) -> tuple[float | None, list[i
     return None if found is None else found[0], sizes
 
 
+@pytest.mark.thorough(but=["0.0-1-1-100000"])
 @pytest.mark.parametrize(("P", "V", "M"), [(1, 1, 10**5), (4, 1, 10**5 + 3), (4, 3, 10**5), (16, 1, 1000)])
 @pytest.mark.parametrize("latency", [0.0, 0.5, 3.0])
 def test_it_is_found_and_short(P: int, V: int, M: int, latency: float) -> None:

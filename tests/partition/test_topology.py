@@ -157,6 +157,7 @@ def test_sums_have_a_bandwidth_of_their_own() -> None:
     assert Topology(Cluster(levels=levels)).ring(range(4)).seconds_a_byte == pytest.approx(2 * 3 / 4 / 10)
 
 
+@pytest.mark.thorough
 @settings(max_examples=300, deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
 def test_ranges_of_devices_are_rings_of_their_members(sizes: list[int], data: st.DataObject) -> None:

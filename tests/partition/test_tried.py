@@ -84,6 +84,7 @@ def as_it_is(found: Plan, *, compute: float = 1.2, sums: float = 2.0) -> Plan:
     )
 
 
+@pytest.mark.thorough(but=["data"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_steps_give_back_what_they_took(shape: str) -> None:
     found = planned(shape)
@@ -113,6 +114,7 @@ def test_steps_give_back_what_they_took(shape: str) -> None:
     assert Plan.from_json(took.to_json()) == took
 
 
+@pytest.mark.thorough(but=["0.5"])
 @pytest.mark.parametrize("measured", [0.5, 4.0])
 def test_measured_sums_of_tied_weights_take_the_place_of_predicted_ones(measured: float) -> None:
     """Also where an older profile knew nothing of them."""
@@ -207,6 +209,7 @@ def with_halves(found: Plan, share: float) -> Plan:
     return replace(found, costs=replace(found.costs, **halves))
 
 
+@pytest.mark.thorough
 def test_measured_halves_of_a_backward() -> None:
     """I and W by themselves where the schedule runs them, B in their proportion where it does not."""
     options = {"microbatch_sizes": (1,), "optimizer_sharding": ("none",), "pipeline_sizes": (4,), "data_sizes": (1,)}

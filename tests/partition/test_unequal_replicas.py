@@ -58,6 +58,7 @@ def found(way: str, seed: int) -> tuple[Plan, Iterator[list[GivenStage]]]:
     return plan(profile, cluster, global_batch=M, **options), by_hand(profile, cluster, M)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough(but=["partition-56", "partition-312"])
 @pytest.mark.parametrize(
     "seed", [*DAILY, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1000) if seed not in DAILY)]
 )
@@ -71,6 +72,7 @@ def test_no_cut_with_any_replicas_is_faster(way: str, seed: int) -> None:
         assert best.simulated_step_time <= given * 1.005, stages
 
 
+@pytest.mark.thorough
 def test_on_more_devices_layouts_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device or two at a time, from the plan with the dynamic program's one cut, where layouts are not listed."""
     figures = [(1.9, 1.1, 2.0, 1.0), (2.7, 1.6, 0.0, 0.8), (0.3, 4.9, 0.1, 4.5), (2.6, 5.2, 0.4, 8.7)]

@@ -159,6 +159,7 @@ def test_a_model_without_modules_is_one_unit() -> None:
     assert names(record(Alone(), torch.randn(2, 4))) == ["model"]
 
 
+@pytest.mark.thorough(but=["Shared-tuple"])
 @pytest.mark.parametrize(
     ("model", "inputs"),
     [

@@ -127,6 +127,7 @@ def differences(loss_fn: Loss, options: dict[str, Any]) -> list[str]:
     return found
 
 
+@pytest.mark.thorough(but=["{'schedule': 'gpipe', 'mesh': {'pipe': 2, 'data': 2}, 'num_microbatches': 2}-ignoring"])
 @pytest.mark.parametrize("loss_fn", [ignoring, sometimes])
 @pytest.mark.parametrize("options", FLUSH, ids=str)
 def test_as_in_one_process(options: dict[str, Any], loss_fn: Loss) -> None:
@@ -134,12 +135,14 @@ def test_as_in_one_process(options: dict[str, Any], loss_fn: Loss) -> None:
     assert differences(loss_fn, options) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_over_processes(gloo: Pool) -> None:
     one = {"schedule": "1f1b", "mesh": {"pipe": 2}}
     assert gloo.run(differences, ranks=2, args=(sometimes, one)) == [[], []]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_in_a_stream(recompute: str) -> None:
     """Weights that the loss ignores do not move, and all else moves as in a model without it."""

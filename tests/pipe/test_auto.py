@@ -80,6 +80,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_in_one_process_for_two_ranks() -> None:
     text, state = run_auto({"mesh": {"pipe": 2}, "num_microbatches": 4})
     plan = Plan.from_json(text)
@@ -184,6 +185,7 @@ def _fails_on_one_rank() -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
     first, second = gloo.run(_fails_on_one_rank, ranks=2)

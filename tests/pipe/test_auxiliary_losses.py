@@ -87,6 +87,7 @@ def same(found: tuple[float | None, dict[str, Tensor]]) -> None:
         torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.thorough(but=["zb-h1"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "2bw", "pipedream"])
 def test_an_auxiliary_loss_in_the_output_is_summed_over_stages_and_microbatches(schedule: str) -> None:
     if schedule == "pipedream":  # one update a batch
@@ -97,6 +98,7 @@ def test_an_auxiliary_loss_in_the_output_is_summed_over_stages_and_microbatches(
         same(trained({"schedule": schedule}))
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_over_processes(gloo: Pool) -> None:
     for found in gloo.run(trained, ranks=2, args=({"mesh": None},)):
@@ -134,6 +136,7 @@ def _empty_sink() -> Iterator[None]:
     SINK.clear()
 
 
+@pytest.mark.thorough(but=["{'optimizer': None}-list"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("options", [{"optimizer": None}, {}, {"schedule": "2bw"}, {"recompute": "full"}], ids=str)
 def test_what_an_earlier_stage_leaves_behind_is_refused(place: str, options: dict[str, Any]) -> None:
@@ -146,6 +149,7 @@ def past_the_output_of_both() -> list[Told]:
     return [past_the_output("attribute", {"mesh": None, "optimizer": None})]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_over_processes_it_is_refused_on_every_rank(gloo: Pool) -> None:
     for (found,) in gloo.run(past_the_output_of_both, ranks=2):
@@ -166,6 +170,7 @@ def test_a_list_that_a_loss_empties_holds_no_fake_tensors() -> None:
     assert counts == [4] * 4
 
 
+@pytest.mark.thorough(but=["{}"])
 @pytest.mark.parametrize("options", [{}, {"schedule": "2bw"}, {"mesh": {"pipe": 1}}], ids=str)
 def test_what_the_last_stage_leaves_behind_may_be_read(options: dict[str, Any]) -> None:
     """And what a stage leaves behind may stay there."""
@@ -210,6 +215,7 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[Any], Any]]] = 
 }
 
 
+@pytest.mark.thorough(but=["attribute"])
 @pytest.mark.parametrize("place", KEPT)
 def test_what_recorded_code_leaves_behind_once_is_refused(place: str) -> None:
     keep, read = KEPT[place]

@@ -59,6 +59,14 @@ BATCHES: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+@pytest.mark.thorough(
+    but=[
+        "nothing-forward_backward",
+        "a nested input-train_step",
+        "a target of numpy's-forward_backward",
+        "another type-forward_backward",
+    ]
+)
 @pytest.mark.parametrize("step", ["train_step", "forward_backward", "eval_step"])
 @pytest.mark.parametrize(("batch", "message"), BATCHES.values(), ids=BATCHES.keys())
 def test_batches(step: str, batch: tuple[Any, ...], message: str) -> None:
@@ -116,6 +124,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.thorough(but=["nothing-none", "three-full", "a word for a count-full"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("loss_fn", "message"), LOSSES.values(), ids=LOSSES.keys())
 def test_losses(loss_fn: Callable[[Tensor, Tensor], Any], message: str, recompute: str) -> None:

@@ -106,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["one-False", "counts-False"])
 @pytest.mark.parametrize(
     ("case", "frozen"), [*((case, False) for case in CASES), ("1f1b", True), ("zb-h1", True), ("full", True)]
 )
@@ -114,6 +115,7 @@ def test_gradients_are_those_of_one_process(case: str, frozen: bool) -> None:
     same(pipelined(options, frozen), plain(options["loss_fn"], frozen))
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("frozen", [False, True])
 def test_over_processes_every_rank_has_them(gloo: Pool, frozen: bool) -> None:
@@ -150,6 +152,7 @@ def test_train_step_and_microbatches_of_a_dict() -> None:
         torch.testing.assert_close(again.grad, parts[1].grad)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_handed_back_is_refused() -> None:
     x, y = batch(0)
     x, settings = x.requires_grad_(), {"example_inputs": None, "batch_dims": {"prompt": None}}
@@ -178,6 +181,7 @@ def differing() -> list[Told]:
     return [told(lambda: pipe.train_step(x, y)) for _ in range(2)]  # the last rank learns of it from the next call
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_ranks_that_differ_in_what_they_want_are_told(gloo: Pool) -> None:
     (found, _), (_, after) = gloo.run(differing, ranks=2)

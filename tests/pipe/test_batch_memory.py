@@ -50,6 +50,7 @@ def both(options: dict[str, Any]) -> list[dict[str, Tensor]]:
     return [state_after_training(refill, options) for refill in (True, False)]
 
 
+@pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -66,6 +67,7 @@ def test_the_numbers_are_those_of_batches_that_stay(options: dict[str, Any]) -> 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_over_processes(gloo: Pool) -> None:
     for found, expected in gloo.run(both, ranks=2, args=({"schedule": "2bw", "mesh": None},)):

@@ -37,6 +37,7 @@ def under_way(pipe: PipelineModule) -> list[object]:
     return [item for table in held for item in table]
 
 
+@pytest.mark.thorough(but=["{'schedule': 'looped-bfs', 'mesh': {'pipe': 1}, 'num_chunks': 2}-3"])
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize(
     "options",

@@ -98,6 +98,7 @@ def _ask_for_state(kind: str) -> list[str]:
     return errors
 
 
+@pytest.mark.thorough(but=["traced"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", ["chain", "traced"])
 def test_state_that_is_elsewhere_is_not_given_as_meta_tensors(gloo: Pool, kind: str) -> None:
@@ -138,6 +139,7 @@ def _loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return output["first"].mean()
 
 
+@pytest.mark.thorough(but=["1-False"])
 @pytest.mark.filterwarnings("ignore:output 5 of the model has the batch on two axes")
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("size", [8, 7, 3, 1])
@@ -157,6 +159,7 @@ def test_outputs_are_joined_where_the_batch_is(traced: bool, size: int) -> None:
         torch.testing.assert_close(found[name], [part[name] for part in parts] if size > 1 else expected[name])
 
 
+@pytest.mark.thorough(but=["gpipe-3"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "2bw"])
 def test_an_evaluation_takes_fewer_samples_than_microbatches(schedule: str, size: int) -> None:
@@ -215,6 +218,7 @@ def _new_data(p: Tensor) -> None:
     p.data = p.data * 0.5
 
 
+@pytest.mark.thorough(but=["1-all-_data"])
 @pytest.mark.parametrize("edit", [_in_place, _data, _new_data])
 @pytest.mark.parametrize("which", ["all", "table"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -295,6 +299,7 @@ def test_learning_rates_reach_every_replica_of_2bw() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.own, other.own, strict=True))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_what_is_drained_runs_under_the_autocast_of_its_batch(schedule: str, recompute: str) -> None:

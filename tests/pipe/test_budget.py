@@ -46,6 +46,7 @@ def took(seconds: np.ndarray, choice: Any) -> float:
     return sum(seconds[unit, rule] for unit, rule in enumerate(choice))
 
 
+@pytest.mark.thorough(but=["3"])
 @pytest.mark.parametrize("block", range(4))
 def test_the_choice_is_that_of_brute_force(block: int) -> None:
     for seed in range(block * 90, block * 90 + 90):
@@ -65,6 +66,7 @@ def test_the_choice_is_that_of_brute_force(block: int) -> None:
         assert took(seconds, smallest) == pytest.approx(min(at_least), abs=1e-9), seed
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), limits=st.tuples(st.floats(1, 400), st.floats(0, 100)))
 def test_more_memory_never_takes_more_time(seed: int, limits: tuple[float, float]) -> None:
@@ -176,6 +178,7 @@ def test_the_first_stage_runs_again_what_it_must_and_the_last_does_not() -> None
         assert found[stage] <= whole[stage] * 1.001
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["gpipe", "2bw", "interleaved"])
 def test_what_is_predicted_holds_under_other_schedules(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages in one process hold at most both budgets; gradients are those without recomputation."""
@@ -206,6 +209,7 @@ def test_what_is_predicted_holds_under_other_schedules(schedule: str, monkeypatc
     assert memory.peak_bytes <= sum(predicted for _, predicted in told(pipe).values()) * 1.01
 
 
+@pytest.mark.thorough
 def test_a_larger_batch_is_decided_on_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where one before had all dimensions as large, its choice is taken; other microbatches of one batch count."""
     x_y, decided = rows(), list[int]()
@@ -266,6 +270,7 @@ def by_replica() -> tuple[str, str]:
     return told, "nothing"
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_replicas_are_told_of_what_they_cannot_decide_alone(gloo: Pool) -> None:
     for larger, norm in gloo.run(by_replica, ranks=2):
@@ -273,6 +278,7 @@ def test_replicas_are_told_of_what_they_cannot_decide_alone(gloo: Pool) -> None:
         assert "recompute={'memory_budget': ...} beside an nn.SyncBatchNorm: expected a word" in norm
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_names_the_least_that_does() -> None:
     x_y = rows()
     pipe = blocks({"memory_budget": ["1MB", None]})
@@ -294,6 +300,7 @@ def test_what_does_not_fit_names_the_least_that_does() -> None:
         below.train_step(*x_y)
 
 
+@pytest.mark.thorough
 def test_an_lstm_seq2seq_keeps_half_as_much() -> None:
     """Echo (Zheng et al. 2020) reports 1.89 times less on average. In float32 an LSTM is one operation, whose result
     and workspace no rule but "full" lets go."""
@@ -323,6 +330,7 @@ def by_budget(recompute: Any) -> tuple[str, int, list[Tensor]]:
     return pipe.explain(), memory.peak_bytes, found
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_processes_choose_for_their_own_stages(gloo: Pool) -> None:
     found = gloo.run(by_budget, ranks=2, args=({"memory_budget": "3.6MB"},))

@@ -77,6 +77,7 @@ def retry_alone(wrong: int) -> tuple[str, float, float]:
         return said, before, pipe.train_step(X, Y).loss
 
 
+@pytest.mark.thorough(but=["1"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_batch_that_one_rank_alone_was_refused_and_passed_again_counts_once(gloo: Pool, wrong: int) -> None:
@@ -86,6 +87,7 @@ def test_a_batch_that_one_rank_alone_was_refused_and_passed_again_counts_once(gl
     assert results[0][2] < results[0][1]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_ranks_that_make_different_calls_end_by_name(gloo: Pool, tmp_path: Path) -> None:
     by_rank = gloo.run(differ, ranks=2, args=(str(tmp_path), AT_ONCE, LONG))

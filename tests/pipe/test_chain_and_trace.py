@@ -57,6 +57,7 @@ class OtherInEvaluation(Layers):
         return (y, h, None) if self.training else y
 
 
+@pytest.mark.thorough(but=["WithANote-1"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("model", [InADict, InATuple, WithANote, OtherInEvaluation])
 def test_outputs_of_any_form(model: type[nn.Module], ranks: int) -> None:
@@ -137,17 +138,20 @@ class Masked(Layers):
         return self.d(h) * mask
 
 
+@pytest.mark.thorough(but=["Counting-2"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("model", [Forked, Constants, Counting, Sizes, Masked])
 def test_values_of_any_kind_cross_the_cuts(model: type[nn.Module], ranks: int) -> None:
     agree_with_one_process(model, ranks=ranks)
 
 
+@pytest.mark.thorough(but=["b"])
 @pytest.mark.parametrize("point", ["b", "c", "d"])
 def test_a_cut_between_a_chunk_and_its_uses(point: str) -> None:
     agree_with_one_process(Forked, split_points=[point])
 
 
+@pytest.mark.thorough(but=["none"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_parts_of_a_tuple_that_is_no_tensor(recompute: str) -> None:
     agree_with_one_process(Selected, ranks=3, recompute=recompute)

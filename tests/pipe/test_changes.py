@@ -81,6 +81,7 @@ KINDS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", KINDS.values(), ids=KINDS)
 def test_what_recorded_code_reads_counts_from_the_next_batch_on(
     change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
@@ -131,6 +132,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+@pytest.mark.thorough(but=["backward hook"])
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_no_stage_could_run_is_refused(change: Callable[[Any], object], message: str) -> None:
     model = Net()
@@ -184,6 +186,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.thorough(but=["register_module_forward_hook-False"])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_on_all_modules_are_those_of_plain_pytorch(kind: str, late: bool) -> None:

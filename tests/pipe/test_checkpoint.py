@@ -56,6 +56,7 @@ def train(pipe: PipelineModule, steps: range) -> list[float]:
     return [pipe.train_step(*batch(step)).loss for step in steps]
 
 
+@pytest.mark.thorough
 def test_going_on_is_exact_on_the_same_and_on_another_cut(tmp_path: Path) -> None:
     """Rates halve after every other step: who loads after an even number of steps shows that an odd one was saved."""
     pipe = make("1f1b", 2)
@@ -114,6 +115,7 @@ def save_and_go_on(folder: str) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_saved_by_processes_loaded_by_one(gloo: Pool, tmp_path: Path) -> None:
     losses = gloo.run(save_and_go_on, ranks=3, args=(str(tmp_path / "c"),))
@@ -240,6 +242,7 @@ def places_in(content: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [*([at] if at else []), *(place for key, value in items for place in places_in(value, (*at, key)))]
 
 
+@pytest.mark.thorough
 def test_odd_values_anywhere_in_a_manifest_are_refused_by_its_name(tmp_path: Path) -> None:
     """Though its hash fits: what loads is whole, and what does not has changed nothing."""
     draw = random.Random(5)
@@ -296,6 +299,7 @@ def test_what_would_never_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
     refused(tmp_path / "c", "c is no checkpoint: expected a folder from pipe.save")
 
 
+@pytest.mark.thorough
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """Bits over the whole file, header and elements."""
     path = saved(tmp_path / "c") / "process-0.safetensors"
@@ -341,6 +345,7 @@ def plain(model: nn.Module, **options: Any) -> PipelineModule:
     )
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     plain(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))).save(tmp_path / "narrow")
     refused(tmp_path / "narrow", r"it lacks \['3.weight', .*'9.weight'\] and 8 more and has \['1.weight', '1.bias'\]")
@@ -420,6 +425,7 @@ def _count_down(event: str, arguments: tuple[object, ...]) -> None:
 sys.addaudithook(_count_down)
 
 
+@pytest.mark.thorough
 def test_a_save_that_is_cut_off_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Before each of a save's file operations in turn, until one save goes through."""
     pipe, other = make("1f1b", 2), make("1f1b", 2)

@@ -264,6 +264,7 @@ CASES = [evil, evil_within, evil_class, evil_value, elsewhere, without_chunk, cu
 CASES += [no_optimizer, by_numbers, nested_model]
 
 
+@pytest.mark.thorough(but=["evil", "evil_value", "elsewhere", "without_chunk", "no_folder"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
 @pytest.mark.parametrize("spoil", CASES, ids=lambda spoil: spoil.__name__)
 def test_what_is_no_folder_of_dcp_is_refused_and_runs_no_code(

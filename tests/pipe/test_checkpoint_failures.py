@@ -64,6 +64,7 @@ def full_disk(operations: int) -> Iterator[None]:
         os.fsync = _fsync
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_at_any_moment_is_told_and_the_next_save_is_tried_again(tmp_path: Path) -> None:
     pipe, other = trained(1), trained(0)
     pipe.save(tmp_path)
@@ -156,6 +157,7 @@ def test_ranks_agree_on_what_became_of_a_save(gloo: Pool, tmp_path: Path) -> Non
     assert pipe.num_steps == 4
 
 
+@pytest.mark.thorough(but=["x", "answer4"])
 @pytest.mark.parametrize(
     "answer",
     [

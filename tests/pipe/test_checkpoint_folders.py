@@ -162,6 +162,7 @@ def test_what_the_writers_file_leads_to_is_not_written(link: str, tmp_path: Path
     assert kept.read_text() == "mine"
 
 
+@pytest.mark.thorough
 def test_a_save_beside_the_checkpointer_of_another_process_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

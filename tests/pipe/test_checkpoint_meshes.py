@@ -153,6 +153,7 @@ def plain(steps: int) -> tuple[Model, torch.optim.Optimizer, list[float]]:
     return model, optimizer, losses
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_from_mesh_to_mesh(gloo: Pool, tmp_path: Path) -> None:
     results = gloo.run(chain, ranks=4, args=(str(tmp_path),))

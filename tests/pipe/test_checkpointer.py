@@ -58,6 +58,7 @@ def data(device: str = "cpu") -> TensorDataset:
     return TensorDataset(x.to(device), y.to(device))
 
 
+@pytest.mark.thorough(but=["1f1b-None-cpu", "1f1b-None-cuda"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("schedule", "mesh"), [("1f1b", None), ("interleaved", None), ("2bw", None), ("1f1b", {"pipe": 1, "data": 2})]
@@ -172,6 +173,7 @@ def test_a_full_disk_is_told_and_the_next_interval_tries_again(
     assert saver.overhead is None or saver.overhead >= 0
 
 
+@pytest.mark.thorough
 def test_one_at_a_time_and_the_folder_is_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A persist that takes three steps: the next one begins when it is done. Another process is kept out meanwhile."""
     under_way, most = 0, 0
@@ -372,6 +374,7 @@ def save_divided(folder: str, data_parallel: str, schedule: str, mesh: dict[str,
         HostCopy.finish = finish  # type: ignore[method-assign]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("data_parallel", "schedule", "mesh"),

@@ -96,6 +96,7 @@ MORE_CASES = [
 NAMES = [f"{schedule}-{model.__name__}-{''.join(options)}" for schedule, model, options, _ in CASES + MORE_CASES]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("schedule", "model", "options", "graphs"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE_CASES)],
@@ -112,6 +113,7 @@ def test_equal_to_uncompiled(schedule: str, model: Any, options: dict[str, Any],
     assert not counters["graph_break"]
 
 
+@pytest.mark.thorough
 def test_batches_of_other_sizes() -> None:
     sizes = (8, 12, 16, 20, 24, 11, 13)
     expected = trained(chain, sizes, schedule="2bw")
@@ -131,6 +133,7 @@ def test_inductor() -> None:
     assert_equal(trained(chain, schedule="2bw", compile=options), expected)
 
 
+@pytest.mark.thorough
 def test_float16_and_autocast() -> None:
     def run(**options: Any) -> list[Tensor]:
         torch._dynamo.reset()
@@ -147,6 +150,7 @@ def test_float16_and_autocast() -> None:
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_hooks_and_users_own_compiled_modules_stay() -> None:
     seen: list[str] = []
 

@@ -50,6 +50,7 @@ def train_unseeded(schedule: str, rank_seed: int) -> str:
     return "nothing"
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_loader_that_shuffles_by_itself_is_told_on_every_rank(gloo: Pool, schedule: str) -> None:
@@ -78,6 +79,7 @@ def pass_another_target(step: int) -> tuple[str, list[bool]]:
     return "nothing", compared
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_another_target_is_told_with_its_step(gloo: Pool) -> None:
     (first, of_first), (last, of_last) = gloo.run(pass_another_target, ranks=2, args=(2,))
@@ -103,6 +105,7 @@ def train_with_loader(mesh: dict[str, int], epochs: int, same_shapes: bool) -> t
     return losses, metas
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "same_shapes"), one_in(2, [{"pipe": 2, "data": 2}, {"pipe": 3}], (False, True)))
 def test_the_pipelines_own_loader_trains_as_one_process(gloo: Pool, mesh: dict[str, int], same_shapes: bool) -> None:
@@ -158,6 +161,7 @@ def train_from_own_weights(how: str, folder: str) -> str:
             return str(error)
 
 
+@pytest.mark.thorough(but=["nothing", "load_state_dict"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("how", ["nothing", "load", "load_state_dict"])
 def test_weights_that_processes_made_each_for_itself_are_told(gloo: Pool, how: str, tmp_path: Path) -> None:

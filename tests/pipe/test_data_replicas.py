@@ -74,6 +74,7 @@ def assert_equal_states(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> 
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough(but=["gpipe-sum-and-count"])
 @pytest.mark.parametrize("loss_fn", [F.mse_loss, masked], ids=["mean", "sum-and-count"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_in_one_process_the_batch_is_shared_out(name: str, loss_fn: Any) -> None:
@@ -106,6 +107,7 @@ def run_own(options: dict[str, Any], sizes: list[int]) -> tuple[list[Any], dict[
     return [losses[step] for step in range(3)], state, evaluation.loss, evaluation.output
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "sizes"),
@@ -140,6 +142,7 @@ def test_over_processes_each_replica_has_its_batch(gloo: Pool, options: dict[str
             torch.testing.assert_close(output, own, rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_batches_of_different_sizes_count_by_their_samples(gloo: Pool) -> None:
     """After a first batch of equal sizes; the first one tells all ranks the shapes."""
@@ -166,6 +169,7 @@ def run_uneven() -> tuple[list[float | None], dict[str, Tensor]]:
     return losses, state
 
 
+@pytest.mark.thorough(but=["gpipe-2"])
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("name", [*SCHEDULES, "2bw", "pipedream"])
 def test_replicated_schedules_are_sound(name: str, num_replicas: int) -> None:

@@ -28,6 +28,7 @@ from stagewright.schedules import build
 RULE = AsyncCase(task="mlp", num_ranks=3, sizes=UNEVEN[:5], feedback=1.0, flushes=(2,), decay=True)
 
 
+@pytest.mark.thorough(but=["{'schedule': '1f1b', 'optimizer': 'rates-by-name', 'feedback_delay': 1.0}"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -45,6 +46,7 @@ def test_schedules_equal_one_process_that_applies_the_rule(change: dict[str, Any
     agree(run(case), case)
 
 
+@pytest.mark.thorough
 def test_lambda_follows_the_delay_of_each_stage() -> None:
     def delays(name: str, **options: Any) -> list[float]:
         stream = make_stream(build(name, num_ranks=4, num_microbatches=4, **options), sharing=Sharing())
@@ -166,6 +168,7 @@ LIMITS = [
 ]
 
 
+@pytest.mark.thorough(but=["_averaged-0-0-38.0"])
 @pytest.mark.parametrize(("kind", "late", "strength", "limit"), LIMITS)
 def test_the_largest_stable_rate_on_a_quadratic(kind: Any, late: int, strength: float, limit: float) -> None:
     """Roots of the rule's polynomial, and a run: one weight for each curvature."""
@@ -238,6 +241,7 @@ def test_a_skipped_step_leaves_weights_and_the_last_update_alone() -> None:
     assert torch.equal(_last(held, weight), last)
 
 
+@pytest.mark.thorough
 def test_an_update_that_is_taken_back_takes_back_its_buffer() -> None:
     case = replace(RULE, schedule="1f1b", num_ranks=2, feedback_delay=1.0, optimizer="momentum", flushes=())
     norms = sorted(replay(replace(case, max_grad_norm=1e6)).grad_norms)
@@ -265,6 +269,7 @@ def _over_processes(case: AsyncCase) -> tuple[AsyncOutcome, dict[str, Tensor]]:
     return outcome, state
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool) -> None:
     """Copies stay alike, and an optimizer of parts of the weights has parts of the buffer."""

@@ -106,6 +106,7 @@ def equal(model: nn.Module, twin: nn.Module, *, atol: float = 1e-12) -> None:
         assert plain == {key: vars(other)[key] for key in plain}, name
 
 
+@pytest.mark.thorough(but=["autocast between units", "counts in an object between units"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # checkpoint says so in evaluation
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_training_is_that_of_one_process(make: Callable[[], nn.Module]) -> None:
@@ -125,6 +126,7 @@ def test_training_is_that_of_one_process(make: Callable[[], nn.Module]) -> None:
 CHOSEN = ["functions in units", "hooks in units", "reentrant checkpoint between units", "twice between units"]
 
 
+@pytest.mark.thorough(but=["twice between units"])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_interleaved_with_recomputation(name: str) -> None:
     model, twin = made(MODELS[name]), made(MODELS[name])
@@ -153,6 +155,7 @@ def late_steps(model: nn.Module) -> None:
         copies = [copies[1], [p.detach().clone() for p in model.parameters()]]
 
 
+@pytest.mark.thorough(but=["reentrant checkpoint between units", "twice between units"])
 @pytest.mark.parametrize("name", [*CHOSEN, "encoder and decoder between units", "buffers assigned anew in units"])
 def test_two_versions_of_weights(name: str) -> None:
     """Under 2bw a batch is computed with the weights of one update before."""
@@ -193,6 +196,7 @@ def append(model: Any, step: int) -> None:
     model.skips.append(step + 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("change", [halve, skip_more, append])
 def test_what_changes_between_steps_counts(change: Callable[[Any, int], None]) -> None:
     model, twin = made(Scaled), made(Scaled)
@@ -221,6 +225,7 @@ def test_a_change_after_which_other_modules_run_is_refused_by_name() -> None:
     assert torch.allclose(pipe.predict(X), expected, rtol=0, atol=1e-12)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [5, 9])
 def test_sequences_of_other_lengths_and_batches_of_other_sizes(length: int) -> None:
     class Sequences(models.Stack):
@@ -245,6 +250,7 @@ def test_sequences_of_other_lengths_and_batches_of_other_sizes(length: int) -> N
             assert torch.allclose(mine.grad, other.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_hooks_of_parameters_count_under_every_schedule() -> None:
     for schedule in ("1f1b", "2bw"):
         seen: list[int] = []
@@ -256,6 +262,7 @@ def test_hooks_of_parameters_count_under_every_schedule() -> None:
         assert len(seen) == 4
 
 
+@pytest.mark.thorough
 def test_layers_are_dropped_by_pythons_random_numbers_alike_on_any_cut() -> None:
     """They are seeded at each unit: the same layers are left out on one stage and on three, and some are."""
     results = []
@@ -268,6 +275,7 @@ def test_layers_are_dropped_by_pythons_random_numbers_alike_on_any_cut() -> None
     assert results[0] != [pipeline(made(models.Stack)).train_step(X, Y).loss for _ in range(STEPS)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["functions between units", "twice between units", "encoder and decoder between units"]
 )
@@ -290,6 +298,7 @@ def test_dropout_does_not_depend_on_the_cut(name: str) -> None:
     assert all(each == pytest.approx(results[0], abs=1e-12) for each in results)
 
 
+@pytest.mark.thorough(but=["checkpoint in units", "reentrant checkpoint in units"])
 @pytest.mark.parametrize("name", ["checkpoint in units", "reentrant checkpoint in units", "checkpoint between units"])
 def test_checkpointing_keeps_as_little_as_in_one_process(name: str) -> None:
     def kept(model: Callable[[Tensor], Any]) -> int:
@@ -320,6 +329,7 @@ def _train_over_processes(name: str) -> list[float | None]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["reentrant checkpoint in units", "experts in units"])
 def test_two_processes(gloo: Pool, name: str) -> None:

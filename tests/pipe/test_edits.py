@@ -101,6 +101,7 @@ def unedited_losses(name: str) -> list[float]:
     return losses(make_model(name), name)
 
 
+@pytest.mark.thorough(but=["batchnorm-cnn-cut"])
 @pytest.mark.parametrize(
     ("model", "names"), CASES, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value
 )
@@ -267,6 +268,7 @@ def test_a_compiled_module_that_is_slower_is_taken_back(monkeypatch: pytest.Monk
     assert list(map(str, edits)) == ["5: cut()", "3.project: compile(backend='eager', gate=False)"]
 
 
+@pytest.mark.thorough(but=["eager"])
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # inductor imports it
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_modules_compute_the_same(backend: str) -> None:
@@ -333,6 +335,7 @@ def train_divided() -> dict[str, torch.Tensor]:
         return {name.replace(".inner", ""): value for name, value in pipe.full_state_dict().items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_divided_pipeline_takes_its_edits(gloo: Pool) -> None:
     with tensor_models.make_pipe(tensor_models.make_model(), mesh={"pipe": 1}) as pipe:

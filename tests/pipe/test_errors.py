@@ -172,6 +172,20 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.thorough(
+    but=[
+        "chunks that 1f1b has not",
+        "mesh",
+        "split points out of order",
+        "too few stages",
+        "an optimizer that is made",
+        "a scheduler that is made",
+        "a class of losses",
+        "a class of models",
+        "no stages",
+        "a scheduler that is none",
+    ]
+)
 @pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS.keys())
 def test_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -64,6 +64,7 @@ def nowhere(pipe: PipelineModule, trips: Trips) -> None:
 WHERE: dict[str, Any] = {"optimizer": in_the_optimizer, "hook": in_a_hook, "lr_scheduler": nowhere}
 
 
+@pytest.mark.thorough(but=["1f1b-optimizer-RuntimeError"])
 @pytest.mark.parametrize(
     ("schedule", "where", "kind"),
     [
@@ -141,6 +142,7 @@ def on_one_rank() -> list[Told]:
     return [told(lambda: steps(pipe)), told(lambda: pipe.train_step(X, Y))]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_over_processes_all_ranks_are_told(gloo: Pool) -> None:
     (own, again), (others, after) = gloo.run(on_one_rank, ranks=2)

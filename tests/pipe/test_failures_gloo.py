@@ -116,6 +116,7 @@ def wrong_batches() -> tuple[list[Told], list[float]]:
     return found, losses
 
 
+@pytest.mark.thorough
 def test_batches_are_refused_on_every_rank_alike_and_the_pipe_goes_on(gloo: Pool) -> None:
     """Also for a loss that is not finite: every rank names step and microbatch, and none updates."""
     results = gloo.run(wrong_batches, ranks=3)
@@ -167,6 +168,7 @@ def error_on_one_rank() -> tuple[list[Told], float]:
     return found, step(pipeline())()
 
 
+@pytest.mark.thorough
 def test_an_error_on_one_rank_is_the_cause_on_the_others_at_once(gloo: Pool) -> None:
     results = gloo.run(error_on_one_rank, ranks=3)
     assert len({loss for _, loss in results}) == 1  # the processes still work together
@@ -211,6 +213,7 @@ def disagree() -> list[Told]:
     return found
 
 
+@pytest.mark.thorough
 def test_ranks_that_disagree(gloo: Pool) -> None:
     first, second = gloo.run(disagree, ranks=2)
     for rank, (built, sizes, closed, calls) in enumerate((first, second)):
@@ -281,6 +284,7 @@ def lose_a_rank(how: str, victim: int, timeout: float) -> tuple[Told, Told]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_is_named_by_the_others(fragile: Pool) -> None:
     first, second, third = fragile.replies(lose_a_rank, ranks=3, args=("dies", 2, LONG))
     assert third.kind == "died"
@@ -296,6 +300,7 @@ def test_a_rank_that_dies_is_named_by_the_others(fragile: Pool) -> None:
         assert closed.kind == "none"
 
 
+@pytest.mark.thorough
 def test_a_rank_that_stalls_is_named_with_who_waits_for_what(fragile: Pool) -> None:
     first, second, _ = fragile.replies(lose_a_rank, ranks=3, args=("stalls", 2, SHORT))
     for rank, reply in enumerate((first, second)):
@@ -344,6 +349,7 @@ def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
     return found
 
 
+@pytest.mark.thorough(but=["dies"])
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_a_replica_that_is_lost_before_its_sums_is_named(fragile: Pool, how: str) -> None:
     first, _ = fragile.replies(lose_a_replica, ranks=2, args=(how, SHORT))
@@ -359,6 +365,7 @@ def test_a_replica_that_is_lost_before_its_sums_is_named(fragile: Pool, how: str
     assert at_once(lost, closed)
 
 
+@pytest.mark.thorough(but=["dies"])
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
     """Without a launcher rank 0 hosts the rendezvous, and the reports go with it."""
@@ -386,6 +393,7 @@ def read_badly() -> None:
             pipe.train_step(x, Y)
 
 
+@pytest.mark.thorough
 def test_an_error_between_the_calls_is_the_cause_on_the_others(fragile: Pool) -> None:
     other, failed = fragile.replies(read_badly, ranks=2, timeout=LONG / 2)
     assert (other.kind, failed.kind) == ("error", "error")
@@ -414,6 +422,7 @@ def lose_a_link() -> tuple[Told, Told]:
     return told(step(pipe)), told(pipe.close)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
 def test_a_link_that_is_cut_between_live_ranks_is_no_mistake_of_the_user(fragile: Pool) -> None:
     for reply in fragile.replies(lose_a_link, ranks=2):
@@ -439,6 +448,7 @@ def fail_before_the_first_batch(who: int) -> Told:
     return told(run)
 
 
+@pytest.mark.thorough(but=["0"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_loader_that_dies_before_the_first_batch_is_named_at_once(gloo: Pool, who: int) -> None:

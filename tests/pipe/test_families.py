@@ -48,6 +48,7 @@ class Noting(torch.optim.SGD):
                 self.noted.setdefault(id(parameter), []).append(parameter.grad.clone())
 
 
+@pytest.mark.thorough(but=["eager-1f1b"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_runs(name: str) -> None:
     P, M = fitting(name, RANKS, RANKS)

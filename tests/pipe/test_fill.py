@@ -155,6 +155,7 @@ def test_the_end_of_a_batch_is_as_long_as_the_norm_that_follows() -> None:
     assert counts == [0, 0, 2, 2, 2]
 
 
+@pytest.mark.thorough
 def test_nothing_but_the_clock_tells_that_a_run_was_filled() -> None:
     """Losses, weights, gradients and generators; pieces draw, and are all done, once, in order."""
 
@@ -312,6 +313,7 @@ def filled_run(filled: bool, marked: bool) -> tuple[Any, ...]:
     return losses, weights, len(done), spans
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_processes_fill_where_they_wait_and_where_their_schedule_says(gloo: Pool) -> None:
     plain, filled, marked = (gloo.run(filled_run, ranks=2, args=each) for each in ((0, 0), (1, 0), (1, 1)))
@@ -364,6 +366,7 @@ def evaluated_run(in_waits: bool, steps: int, mesh: dict[str, int]) -> tuple[Any
     return evaluated, losses, weights, torch.get_rng_state().tolist(), filled
 
 
+@pytest.mark.thorough(but=["mesh0"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}])
 def test_evaluations_in_the_waits_are_those_in_front_of_the_step(gloo: Pool, mesh: dict[str, int]) -> None:
@@ -375,6 +378,7 @@ def test_evaluations_in_the_waits_are_those_in_front_of_the_step(gloo: Pool, mes
     assert max(run[4] for run in filled) > 3
 
 
+@pytest.mark.thorough
 def test_in_one_process_and_what_evaluates_no_batch_in_waits() -> None:
     torch.manual_seed(0)
     pipe = make(model=nn.Sequential(*[Slow() for _ in range(2)]))
@@ -402,6 +406,7 @@ class Drawing(Slow):
         return super().forward(x) + 0.1 * torch.rand_like(x)
 
 
+@pytest.mark.thorough(but=["None"])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_evaluations_in_the_waits_draw_and_cast_as_those_in_front_of_the_step(precision: str | None) -> None:
     """Weights and running statistics are what both trainings end with, so nothing that was cast is taken for new."""
@@ -482,6 +487,7 @@ def updated_early(options: dict[str, Any]) -> list[float | None]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9, "post_validation": True}])
 def test_a_stage_is_updated_in_its_cooldown_bubble(gloo: Pool, options: dict[str, Any]) -> None:

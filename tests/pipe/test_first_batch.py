@@ -56,6 +56,7 @@ def plain_losses(kind: type[nn.Module] | None) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough(but=["integers-None"])
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, None) for name in BAD), *((name, Gate) for name in ("float64", "another width"))]
 )
@@ -97,6 +98,7 @@ NORMED = {
 }
 
 
+@pytest.mark.thorough(but=["layer norm"])
 @pytest.mark.parametrize("first", NORMED.values(), ids=NORMED.keys())
 def test_what_real_tensors_refuse_is_refused_before_anything_runs(first: nn.Module) -> None:
     pipe = make(model=nn.Sequential(first, *layers(3)), example_inputs=None)
@@ -116,6 +118,7 @@ def test_norms_take_reduced_inputs_beside_float32_weights(dtype: torch.dtype) ->
     torch.testing.assert_close(make(model=model, example_inputs=(X.to(dtype),)).predict(X.to(dtype)), expected)
 
 
+@pytest.mark.thorough(but=["inference_mode-sequential"])
 @pytest.mark.parametrize("kind", [None, Gate], ids=["sequential", "recorded"])
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_whatever_mode_the_first_call_is_made_in(mode: Any, kind: type[nn.Module] | None) -> None:
@@ -147,6 +150,7 @@ def refused_at_first(data: int, recorded: bool) -> tuple[list[Told], list[float]
     return found, losses, pipe.num_steps == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(("data", "recorded"), [(1, True), (2, False)])
 def test_over_processes_the_run_goes_on(gloo: Pool, data: int, recorded: bool) -> None:

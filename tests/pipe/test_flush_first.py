@@ -27,6 +27,7 @@ CASE = AsyncCase(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change",
     [
@@ -59,6 +60,7 @@ def _trained(pipe: Any, case: AsyncCase, steps: range, folder: Path | None = Non
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("schedule", "task"), [("2bw", "mlp"), ("2bw", "small-tied"), ("pipedream", "mlp")])
 def test_a_run_goes_on_from_either_part_and_from_between(schedule: str, task: str, tmp_path: Path) -> None:
     """Two stages in one process have an older version and an optimizer's state of a tied weight each, saved once."""
@@ -70,6 +72,7 @@ def test_a_run_goes_on_from_either_part_and_from_between(schedule: str, task: st
         same(f"from {saved}", _trained(pipe, case, range(saved + 1, 5), tmp_path / f"again-{saved}"), whole, 0.0)
 
 
+@pytest.mark.thorough
 def test_it_is_a_checkpoint_of_1f1b_carried_on(tmp_path: Path) -> None:
     """So were the figures of docs/results.md found."""
     case = replace(CASE, flushes=())
@@ -96,6 +99,7 @@ def _pipe(**options: Any) -> PipelineModule:
     return PipelineModule(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), **records(**(settings | options)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])
 def test_timelines_and_traces_are_of_one_kind_of_batches(schedule: str, tmp_path: Path) -> None:
     """A timeline shows the last four batches; behind the first ones, those of the stream."""
@@ -116,6 +120,7 @@ def test_timelines_and_traces_are_of_one_kind_of_batches(schedule: str, tmp_path
     assert [(one.timeline.schedule.name, one.timeline.schedule.num_batches) for one in traces.steps] == kinds[3:]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("flush_first", "name"), [(12, "2bw with a flush"), (20, "2bw with a flush"), (11, "2bw")])
 def test_what_is_predicted_is_what_ran(flush_first: int, name: str, tmp_path: Path) -> None:
     with _pipe(flush_first=flush_first) as pipe:
@@ -130,6 +135,7 @@ def test_what_is_predicted_is_what_ran(flush_first: int, name: str, tmp_path: Pa
     assert file.sampled.median == simulate_spread(file.predicted.schedule, file.costs, file.spread).median
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("flush_first", "name"), [(0, "2bw"), (9, "2bw with a flush")])
 def test_timelines_begin_anew_behind_what_is_no_training(flush_first: int, name: str, tmp_path: Path) -> None:
     """An evaluation, a verification and another state: what ran there has numbers of batches that are shown, too."""
@@ -278,6 +284,7 @@ def _behind_a_bad_batch(
     return said, dict(losses[0])
 
 
+@pytest.mark.thorough(but=["paci"])
 @pytest.mark.parametrize("name", FAILING)
 def test_a_bad_batch_among_the_first_leaves_a_run_that_goes_on(name: str, tmp_path: Path) -> None:
     """As under 1f1b: the batch is tried again with the same number; what was updated before the bad loss stays."""
@@ -286,6 +293,7 @@ def test_a_bad_batch_among_the_first_leaves_a_run_that_goes_on(name: str, tmp_pa
         assert re.search(FAILING[name], text), text
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", ["2bw", "pipedream"])
 def test_a_bad_batch_among_the_first_over_processes(name: str, gloo: Pool, tmp_path: Path) -> None:

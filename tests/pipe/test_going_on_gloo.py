@@ -253,6 +253,7 @@ def started_again(monkeypatch: pytest.MonkeyPatch, life: int, first: nn.Module, 
     return sw.PipelineModule(nn.Sequential(first, Scaled()), **given | options)
 
 
+@pytest.mark.thorough(but=["first2-options2-_factor=2.0"])
 @pytest.mark.parametrize(
     ("first", "options", "told"),
     [

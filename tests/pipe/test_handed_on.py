@@ -156,6 +156,7 @@ def agree(found: tuple[list[Any], dict[str, Tensor]], make: Callable[[], list[nn
     torch.testing.assert_close(found[1], state, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.thorough(but=["attribute"])
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_even_stages_do_not_part_them(make: Callable[[], list[nn.Module]]) -> None:
     agree(pipelined(make, mesh={"pipe": 3}), make)
@@ -171,6 +172,7 @@ def test_units_that_would_run_again_one_by_one_are_refused(recompute: Any) -> No
         pipelined(attribute, mesh={"pipe": 2}, recompute=recompute)
 
 
+@pytest.mark.thorough(but=["attribute"])
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) -> None:
     with pytest.raises(

@@ -65,6 +65,7 @@ def weights_after(
     return [p.detach().clone() for p in model.parameters()], calls
 
 
+@pytest.mark.thorough(but=["2bw-none"])
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=["none", "full"])
 @pytest.mark.parametrize("schedule", STREAMS)
 def test_hooks_of_parameters_change_the_gradients_of_every_version(schedule: str, options: dict[str, Any]) -> None:
@@ -74,6 +75,7 @@ def test_hooks_of_parameters_change_the_gradients_of_every_version(schedule: str
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.thorough(but=["2bw"])
 @pytest.mark.parametrize("schedule", STREAMS)
 def test_hooks_come_and_go(schedule: str) -> None:
     """Registered while batches are under way, they count from then on; removed, not any more."""
@@ -148,6 +150,7 @@ def hooked() -> nn.Sequential:
     ).double()
 
 
+@pytest.mark.thorough(but=["none-True"])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_hooks_of_modules_and_tensors_are_those_of_plain_pytorch(recompute: str, late: bool) -> None:
@@ -185,6 +188,7 @@ KINDS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.thorough(but=["forward"])
 @pytest.mark.parametrize("register", KINDS.values(), ids=KINDS)
 def test_hooks_of_the_chain_itself_are_refused(register: Callable[[nn.Module], object]) -> None:
     """Its children run in its place: they were skipped without a word."""
@@ -311,6 +315,7 @@ IN_FORWARD: dict[str, tuple[Callable[[Registers], Any], str]] = {
 }
 
 
+@pytest.mark.thorough(but=["unit", "all", "frozen", "tensor", "part", "own part", "buffer"])
 @pytest.mark.parametrize(("before", "said"), IN_FORWARD.values(), ids=IN_FORWARD)
 def test_what_a_forward_does_to_its_parts_is_refused_where_no_stage_would_do_it(before: Any, said: str) -> None:
     """It acted while the forward was recorded, and never again."""
@@ -320,6 +325,7 @@ def test_what_a_forward_does_to_its_parts_is_refused_where_no_stage_would_do_it(
     tables.clear()
 
 
+@pytest.mark.thorough(but=["within a unit"])
 @pytest.mark.parametrize("kind", ["unit", "within a unit", "before", "backward"])
 def test_below_the_model_such_a_forward_runs_as_it_is(kind: str) -> None:
     torch.manual_seed(0)

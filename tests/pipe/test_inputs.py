@@ -52,6 +52,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str | int, int | No
 }
 
 
+@pytest.mark.thorough(but=["nested", "the target's"])
 @pytest.mark.parametrize(("args", "kwargs", "dims"), CALLS.values(), ids=CALLS.keys())
 def test_a_batch_gives_the_numbers_of_one_process(
     args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[str | int, int | None]
@@ -79,6 +80,7 @@ def test_a_batch_gives_the_numbers_of_one_process(
     torch.testing.assert_close(predicted.logits, expected.logits, rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_what_was_built_by_position_takes_keywords_and_the_other_way_round() -> None:
     model, twin = models()
     pipe = pipeline(model, example_inputs={"mask": MASK, "tokens": TOKENS})
@@ -140,6 +142,7 @@ def built() -> PipelineModule:
     return pipeline(models()[0], example_inputs={"tokens": TOKENS, "mask": MASK})
 
 
+@pytest.mark.thorough(but=["something missing", "no target", "a keyword that is gone", "a keyword that is new"])
 @pytest.mark.parametrize(("args", "kwargs", "message"), WRONG.values(), ids=WRONG.keys())
 def test_mistakes(built: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -84,6 +84,7 @@ def pass_other_labels() -> str:
     return "nothing"
 
 
+@pytest.mark.thorough
 def test_the_checksum_covers_keywords(gloo: Pool) -> None:
     for told in gloo.run(pass_other_labels, ranks=2):
         assert "passed other inputs to step 0" in told

@@ -161,6 +161,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.thorough(but=["output data-module", "input behind-function"])
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("name", WRITES)
 def test_what_is_written_past_autograd_is_not_taken_for_what_it_was(name: str, act: str) -> None:
@@ -362,6 +363,7 @@ def test_an_activation_that_is_a_function_in_an_attribute_is_known() -> None:
     assert kept_bytes(plain, x) - kept_bytes(edits.build(), x) == 16 * B * S * H
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
 def test_compiled_code_around_keeps_as_ever() -> None:
     plain, x = Block(), torch.randn(B, S, H)
@@ -462,6 +464,7 @@ def test_fused_attention_keeps_nothing_of_length_times_length() -> None:
     assert before - after >= 2 * length * length * T4  # a probability for each of two heads
 
 
+@pytest.mark.thorough(but=["vit-vit.layers.*.attention-vit.layers.*.mlp-vit.layers.*.layernorm_*"])
 @pytest.mark.parametrize(
     ("name", "again", "mlps", "norms"),
     [
@@ -484,6 +487,7 @@ def test_models_of_transformers_take_the_same_list(name: str, again: str, mlps: 
     assert edits.verify(case.batch()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_peak_of_a_stage_falls_by_what_all_microbatches_in_flight_kept(num_ranks: int) -> None:
     """1F1B: the first stage holds as many microbatches as there are stages. A backward makes more anew."""

@@ -41,6 +41,7 @@ def grown(before: tuple[int, int], after: tuple[int, int]) -> list[int]:
     return [more - less for less, more in zip(before, after, strict=True) if more > less]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
 def test_modules_that_are_closed_leave_no_descriptors_and_no_threads(gloo: Pool) -> None:
     for found in gloo.run(open_and_close, ranks=2, args=(30,)):
@@ -61,6 +62,7 @@ def fail_and_close() -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
 def test_modules_that_failed_leave_none_either(gloo: Pool) -> None:
     for found in gloo.run(fail_and_close, ranks=2):
@@ -104,6 +106,7 @@ def bytes_by_microbatches(schedule: str) -> list[int]:
         return [most_bytes_unconsumed(schedule, count) for count in (4, 8, 32)]
 
 
+@pytest.mark.thorough(but=["gpipe"])
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_unconsumed_receive_bytes_do_not_grow_with_the_microbatches(gloo: Pool, schedule: str) -> None:
     losses = 16  # [bytes] of a microbatch, in the one message of losses at the end

@@ -81,6 +81,7 @@ def test_the_same_work_has_the_same_key(make_layer: Callable[..., nn.Module]) ->
     assert key_of(make_layer()) == key_of(make_layer()) == key_of(copy.deepcopy(make_layer()))
 
 
+@pytest.mark.thorough(but=["FACTOR = 2.0-FACTOR = 3.0"])
 @pytest.mark.parametrize(
     ("old", "new"),
     [("self.linear(x))", "self.linear(x).tanh())"), ("FACTOR = 2.0", "FACTOR = 3.0"), ("(4, 4)", "(4, 4, bias=False)"),
@@ -111,6 +112,7 @@ def test_state_that_code_reads_is_in_the_key(make_layer: Callable[..., nn.Module
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.thorough(but=["train.py-None-True", "/work/main/.venv/bin/stagewright-None-False"])
 @pytest.mark.parametrize(
     ("file", "spec", "counts"),
     [("train.py", None, True), (None, None, True), ("train/__main__.py", "train.__main__", True),
@@ -147,6 +149,7 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.thorough
 def test_settings_of_the_process_are_in_the_key(make_layer: Callable[..., nn.Module]) -> None:
     model, keys = make_layer(), []
     settings: list[Callable[[], Any]] = [
@@ -197,6 +200,7 @@ def test_another_process_finds_what_the_first_kept(tmp_path: Path) -> None:
     assert "kept for the next run in" not in told[1], told
 
 
+@pytest.mark.thorough
 def test_another_process_with_other_hashes_finds_the_same(tmp_path: Path) -> None:
     code = "import kept_layer; from stagewright.partition.model.fingerprint import lasting_digest as d; "
     code += "print(hash('a'), d(kept_layer.Layer(), kept_layer.Layer, 3))"
@@ -241,6 +245,7 @@ def trained(folder: str) -> tuple[str, int, bool]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_second_run_takes_what_the_first_has_measured(gloo: Pool, tmp_path: Path) -> None:
     first = gloo.run(trained, ranks=2, args=(str(tmp_path),))
     assert [(times, equal) for _, times, equal in first] == [(1, True)] * 2
@@ -252,6 +257,7 @@ def test_a_second_run_takes_what_the_first_has_measured(gloo: Pool, tmp_path: Pa
     assert [times for _, times, _ in gloo.run(trained, ranks=2, args=("off",))] == [1, 1]
 
 
+@pytest.mark.thorough
 def test_a_foreign_file_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="stagewright"):
         assert trained(str(tmp_path))[1] == 1

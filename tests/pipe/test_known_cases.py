@@ -78,6 +78,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Callable[[], Any]]] 
 ORDERS = [("1f1b", 4), ("zb-h1", 4), ("interleaved", 2), ("interleaved-zb", 2), ("dualpipe-v", 2)]
 
 
+@pytest.mark.thorough(but=["one stage has all-zb-h1-4"])
 @pytest.mark.parametrize(("schedule", "num_ranks"), ORDERS[1:3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stages_without_layers(layout: str, schedule: str, num_ranks: int) -> None:
@@ -87,6 +88,7 @@ def test_stages_without_layers(layout: str, schedule: str, num_ranks: int) -> No
     assert_trains(stages, loss=make_loss(), stages=True, **options)
 
 
+@pytest.mark.thorough(but=["(3, 2, 2)"])
 @pytest.mark.parametrize("groups", [(3, 2, 2), (4, 3), (7,), (5, 2)], ids=str)
 def test_groups_of_microbatches_of_other_sizes_than_the_ranks(groups: tuple[int, ...]) -> None:
     schedule = interleaved(num_ranks=2, num_microbatches=7, groups=groups)

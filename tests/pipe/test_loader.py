@@ -53,6 +53,7 @@ Samples = list[torch.Tensor]
 RUN = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 30), st.integers(0, 4))  # B, D, saved after, lost
 
 
+@pytest.mark.thorough
 @given(num_samples=st.integers(24, 60), runs=st.lists(RUN, min_size=1, max_size=4), shuffle=st.booleans())
 @pytest.mark.parametrize("remainder", ["drop", "carry", "keep"])
 def test_after_any_crash_each_sample_is_used_once_an_epoch_whatever_the_sizes(

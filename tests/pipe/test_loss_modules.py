@@ -75,6 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["one rank"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_a_loss_learns_as_a_layer_in_front_of_it_would(options: dict[str, Any]) -> None:
     one, other = pair(options)
@@ -187,6 +188,7 @@ def _train() -> dict[str, Tensor]:
     return state
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_loss_learns_over_processes(gloo: Pool) -> None:
     one, other = gloo.run(_train, ranks=2)

@@ -205,6 +205,7 @@ def agree(found: dict[str, Any], plain: Plain, *, losses: bool = True) -> None:
     assert found["steps"] == {len(BAD) - sum(plain.skipped)}
 
 
+@pytest.mark.thorough(but=["1f1b-None-{'mesh': {'pipe': 4}, 'post_validation': True}"])
 @pytest.mark.parametrize(
     ("schedule", "clip", "options"),
     [
@@ -253,6 +254,7 @@ def test_a_checkpoint_without_a_scale_goes_on_with_the_scalers(tmp_path: Path) -
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(("schedule", "options"), [("1f1b", {}), ("interleaved", {"data_parallel": "fsdp"})], ids=str)
 def test_over_processes(gloo: Pool, schedule: str, options: dict[str, Any]) -> None:
@@ -376,6 +378,7 @@ class Inside(nn.Module):
             return self.linear(x).float()
 
 
+@pytest.mark.thorough(but=["2bw"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_float16_inside_a_module_wants_a_scale_too(schedule: str) -> None:
     x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)

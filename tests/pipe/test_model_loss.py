@@ -35,6 +35,7 @@ def assert_equal_gradients(model: nn.Module, twin: nn.Module) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.thorough(but=["False-tuple-6", "True-alone-6"])
 @pytest.mark.parametrize("num_microbatches", [4, 6])
 @pytest.mark.parametrize("returns", ["dict", "tuple", "alone"])
 @pytest.mark.parametrize("shifts", [False, True])
@@ -70,6 +71,7 @@ def test_labels_are_the_last_stages_alone() -> None:
     assert taken == [{1}, set(), {0}]  # labels, tokens
 
 
+@pytest.mark.thorough(but=["gpipe-none"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_a_function_counts(schedule: str, recompute: str) -> None:
@@ -153,6 +155,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.thorough(but=["a weight of another loss", "a wrong weight", "no scalar", "no labels to count"])
 @pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG.keys())
 def test_mistakes(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -168,6 +171,7 @@ def test_verify_weighs_alike() -> None:
 # --- transformers ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("own_loss", [True, False])
 def test_gpt2_as_it_comes(own_loss: bool) -> None:
     """The whole batch in one process; with the model's own loss as far as its float32 goes."""
@@ -200,6 +204,7 @@ def test_gpt2_as_it_comes(own_loss: bool) -> None:
 # --- the profiler, plans and data replicas ---
 
 
+@pytest.mark.thorough
 def test_auto_plans_for_keywords_and_for_a_models_own_loss() -> None:
     model, twin = models()
     loss_in(twin(WORDS, labels=LABELS)).backward()

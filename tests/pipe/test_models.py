@@ -67,6 +67,7 @@ def plain(case: Case) -> tuple[nn.Module, float]:
     return model, total
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers(name: str) -> None:
     """A batch with padding, whose microbatches have other numbers of labels: the mean over all labels."""
@@ -98,6 +99,7 @@ def checked(name: str) -> tuple[nn.Module, float]:
     return model, total
 
 
+@pytest.mark.thorough(but=["llava", "wav2vec2"])
 @pytest.mark.parametrize("name", CHECKING)
 def test_checks_and_collected_values(name: str) -> None:
     pytest.importorskip("transformers")
@@ -118,6 +120,7 @@ def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     return loss, state
 
 
+@pytest.mark.thorough(but=["mixtral"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name in ("mixtral", "t5") else nightly(name) for name in TRANSFORMERS])
 def test_transformers_over_processes(gloo: Pool, name: str) -> None:
@@ -141,6 +144,7 @@ def by_microbatch(model: nn.Module, batch: Batch) -> float:
     return total
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "ranks"), one_in(2, TORCHVISION.keys(), (2, 3)))
 def test_images(name: str, ranks: int) -> None:
     case = TORCHVISION[name]

@@ -51,6 +51,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(but=["mlp-schedule0-none", "unet-schedule2-full"])
 @pytest.mark.parametrize(("task", "schedule", "recompute"), CASES)
 def test_results_equal_the_reference(task: str, schedule: Schedule, recompute: str, tmp_path: Path) -> None:
     layout = layout_of(schedule, tmp_path, recompute)
@@ -58,6 +59,7 @@ def test_results_equal_the_reference(task: str, schedule: Schedule, recompute: s
     agree(run(case, layout), reference(case), case)
 
 
+@pytest.mark.thorough(but=["more1"])
 @pytest.mark.parametrize("more", [{"moves": ["offload"]}, {"recompute": 0.1}])
 def test_a_synthesised_schedule_that_moves_or_recomputes(more: dict[str, Any], tmp_path: Path) -> None:
     """Found where memory binds: 1F1B has four activations on rank 0, and three on rank 1."""
@@ -71,6 +73,7 @@ def test_a_synthesised_schedule_that_moves_or_recomputes(more: dict[str, Any], t
     agree(run(case, layout), reference(case), case)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(("task", "schedule", "recompute"), [CASES[1], CASES[2], CASES[0]])
 def test_over_processes(gloo: Pool, task: str, schedule: Schedule, recompute: str, tmp_path: Path) -> None:
@@ -125,6 +128,7 @@ def watched(schedule: Schedule, model: nn.Module, *, autocast: bool = False, **o
         return max(map(sum, held)), found, pipe.moved_bytes, [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["none", "layer", "full", "checkpoint"])
 def test_bytes_are_those_that_were_predicted_and_they_go(how: str) -> None:
     """GPipe of 8 microbatches: all but what runs and what moves waits elsewhere."""
@@ -148,6 +152,7 @@ def test_bytes_are_those_that_were_predicted_and_they_go(how: str) -> None:
     assert before - after >= 0.9 * gone - 20 * stages[0].output
 
 
+@pytest.mark.thorough
 def test_autocast() -> None:
     """Weights that were cast for a microbatch are activations of it."""
 

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["no parameters", "no optimizer"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_batch_that_trains_nothing_is_refused(case: str) -> None:
     options = CASES[case]
@@ -70,6 +71,7 @@ def frozen_over_processes() -> list[Told]:
     return [told(lambda: pipe.train_step(X, Y)), told(lambda: pipe.eval_step(X, Y))]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_over_processes_every_rank_refuses_it_and_evaluates(gloo: Pool) -> None:
     for refused, evaluated in gloo.run(frozen_over_processes, ranks=2):
@@ -78,6 +80,7 @@ def test_over_processes_every_rank_refuses_it_and_evaluates(gloo: Pool) -> None:
         assert evaluated.kind == "none"
 
 
+@pytest.mark.thorough(but=["{}"])
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"schedule": "2bw"}], ids=str)
 def test_a_count_that_wants_a_gradient_is_refused(options: dict[str, Any]) -> None:
     def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

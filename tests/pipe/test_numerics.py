@@ -35,6 +35,7 @@ def check(case: Case, layout: Layout) -> None:
 # --- the matrix ---
 
 
+@pytest.mark.thorough(but=["1f1b-P2-M2"])
 @pytest.mark.parametrize(
     ("layout", "num_microbatches"),
     [
@@ -47,6 +48,7 @@ def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None
     check(make_case("mlp", layout, num_microbatches), layout)
 
 
+@pytest.mark.thorough(but=["mlp-zb-h1-P3-M2"])
 @pytest.mark.parametrize(("case", "layout"), sample(ranks=RANKS, times=3))
 def test_every_model(case: Case, layout: Layout) -> None:
     check(case, layout)
@@ -61,6 +63,7 @@ def test_every_model_under_every_schedule(case: Case, layout: Layout) -> None:
 # --- what a case may ask for ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["gpt", "batchnorm"])
 @pytest.mark.parametrize("words", [("full", "none", "none", "full"), ("none", "full", "full", "none")])
 def test_recompute_named_stage_by_stage(task: str, words: tuple[str, ...]) -> None:
@@ -68,6 +71,7 @@ def test_recompute_named_stage_by_stage(task: str, words: tuple[str, ...]) -> No
     check(make_case(task, layout, 5), layout)
 
 
+@pytest.mark.thorough(but=["first-stage-none"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
     ("task", "split_points", "frozen"),
@@ -86,6 +90,7 @@ def test_frozen_parameters(task: str, split_points: tuple[str, ...], frozen: tup
     check(make_case(task, layout, 5, frozen=frozen), layout)
 
 
+@pytest.mark.thorough(but=["mlp-uneven"])
 @pytest.mark.parametrize(
     ("task", "split_points"),
     [
@@ -100,6 +105,7 @@ def test_split_points_of_the_user(task: str, split_points: tuple[str, ...]) -> N
     check(make_case(task, layout, 5), layout)
 
 
+@pytest.mark.thorough(but=["mlp"])
 @pytest.mark.parametrize("task", ["mlp", "gpt", "unet", "tied-gpt", "masked-stages"])
 def test_batches_of_other_sizes(task: str) -> None:
     """Larger and smaller than the example; 5 samples are microbatches of one."""
@@ -107,12 +113,14 @@ def test_batches_of_other_sizes(task: str) -> None:
     check(make_case(task, layout, 5, sizes=(11, 13, 5, 10, 7)), layout)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["batchnorm", "batchnorm-cnn"])
 def test_batchnorm_on_batches_of_other_sizes(task: str) -> None:
     layout = Layout(num_ranks=3, recompute="full")
     check(make_case(task, layout, 3, sizes=(9, 13, 6, 11, 7)), layout)
 
 
+@pytest.mark.thorough(but=["batchnorm"])
 @pytest.mark.parametrize("task", ["mlp", "batchnorm", "gpt-masked", "masked-stages", "tied-gpt"])
 def test_max_grad_norm(task: str) -> None:
     """Over all stages at once; a tied weight counts once. SGD does not amplify the rounding of the norm."""
@@ -129,12 +137,14 @@ def test_gradients_below_max_grad_norm_are_left_alone() -> None:
     assert all(difference(outcome.state[name], expected.state[name]) == 0.0 for name in expected.state)
 
 
+@pytest.mark.thorough(but=["adamw"])
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_learning_rate_scheduler(optimizer: str) -> None:
     layout = Layout(schedule="looped-bfs", num_ranks=2, num_chunks=3)
     check(make_case("mlp", layout, 4, decay=True, optimizer=optimizer), layout)
 
 
+@pytest.mark.thorough
 def test_another_seed_is_another_run() -> None:
     layout = Layout(num_ranks=2)
     for seed in (0, -1, 2**64 - 1):
@@ -167,6 +177,7 @@ def batch_of(case: Case, call: int) -> tuple[Any, ...]:
     return (*inputs, target)
 
 
+@pytest.mark.thorough(but=["mlp"])
 @pytest.mark.parametrize("task", ["mlp", "gpt-masked", "tied-gpt"])
 def test_several_forward_backward_calls_add_up(task: str) -> None:
     layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
@@ -182,6 +193,7 @@ def test_several_forward_backward_calls_add_up(task: str) -> None:
     assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
 
 
+@pytest.mark.thorough(but=["mlp"])
 @pytest.mark.parametrize("task", ["mlp", "tied-gpt"])
 def test_clip_grad_norm_over_all_stages(task: str) -> None:
     layout = Layout(num_ranks=3)
@@ -213,6 +225,7 @@ def test_gradients_land_where_the_users_own_optimizer_finds_them() -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.thorough(but=["mlp"])
 @pytest.mark.parametrize("task", ["mlp", "batchnorm", "tied-gpt", "sequential-stages"])
 def test_state_dict_goes_from_layout_to_layout(task: str) -> None:
     layouts = (Layout(num_ranks=4), Layout(schedule="interleaved", num_ranks=2, num_chunks=2))
@@ -238,6 +251,7 @@ def test_state_dict_goes_from_layout_to_layout(task: str) -> None:
     assert difference(again.output, evaluation.output) < 1e-12
 
 
+@pytest.mark.thorough
 def test_a_loaded_tied_weight_stays_tied() -> None:
     layout = Layout(num_ranks=3)
     case = make_case("tied-gpt", layout, 4)
@@ -252,6 +266,7 @@ def test_a_loaded_tied_weight_stays_tied() -> None:
     assert torch.equal(model.head.weight, state["head.weight"])
 
 
+@pytest.mark.thorough(but=["batchnorm"])
 @pytest.mark.parametrize("task", ["batchnorm", "two-inputs"])
 def test_eval_step_without_a_loss(task: str) -> None:
     inputs, _ = make_batch(task, index=0, size=11)

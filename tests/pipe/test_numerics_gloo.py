@@ -21,6 +21,7 @@ def check(gloo: Pool, case: Case, layout: Layout) -> None:
     agree(gloo.run(run, ranks=layout.num_ranks, args=(case, layout)), reference(case), case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("case", "layout"), sample(ranks=(2, 3, 4), times=1))
 def test_every_model(gloo: Pool, case: Case, layout: Layout) -> None:
     check(gloo, case, layout)
@@ -51,6 +52,7 @@ def test_a_stage_without_gradients(gloo: Pool) -> None:
 # --- what only several processes can show ---
 
 
+@pytest.mark.thorough
 def test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor(gloo: Pool) -> None:
     """An LSTM's output [B, T, D] lies in memory as [T, B, D], and dropout draws its mask in memory order.
 
@@ -60,6 +62,7 @@ def test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor(gloo:
     check(gloo, make_case("lstm", layout, 5), layout)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", ["unet", "sequential-stages"])
 def test_each_rank_holds_its_own_stages_only(gloo: Pool, task: str) -> None:
     layout = Layout(schedule="interleaved", num_ranks=3, num_chunks=2)

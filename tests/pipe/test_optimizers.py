@@ -38,6 +38,7 @@ def check(**options: Any) -> None:
 # --- groups by name, several optimizers ---
 
 
+@pytest.mark.thorough(but=["1f1b-('rates-by-name', 'conv-norm')"])
 @pytest.mark.parametrize(
     ("rule", "optimizer_and_task"), one_in(2, RULES, [("rates-by-name", "conv-norm"), ("muon", "mlp")])
 )
@@ -46,6 +47,7 @@ def test_groups_and_several_optimizers(rule: dict[str, Any], optimizer_and_task:
     check(task=task, optimizer=optimizer, decay=True, flushes=(2,), **rule)
 
 
+@pytest.mark.thorough(but=["no-parameters-1f1b"])
 @pytest.mark.parametrize(
     ("options", "schedule"),
     one_in(
@@ -63,6 +65,7 @@ def test_groups_with(schedule: str, options: dict[str, Any]) -> None:
     check(schedule=schedule, optimizer="rates-by-name", **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_groups_with_replicas_over_processes(gloo: Pool, schedule: str) -> None:
@@ -75,6 +78,7 @@ def test_groups_with_replicas_over_processes(gloo: Pool, schedule: str) -> None:
 # --- schedules ---
 
 
+@pytest.mark.thorough(but=["1f1b-('plateau', 'momentum')", "pipedream-('plateau', 'momentum')"])
 @pytest.mark.parametrize(
     ("rule", "decay_and_optimizer"),
     one_in(
@@ -175,6 +179,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.thorough(but=["a list with something else-make", "held by two optimizers-make"])
 @pytest.mark.parametrize("begin", [make, stream])
 @pytest.mark.parametrize(("optimizer", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_refused(begin: Any, optimizer: Any, message: str) -> None:
@@ -234,11 +239,13 @@ MESSAGE = (
 )
 
 
+@pytest.mark.thorough
 def test_rates_that_differ_between_copies_of_a_stream_are_refused() -> None:
     assert _change_a_rate([]) == _change_a_rate([0, 1]) == _change_a_rate([2]) == ""
     assert _change_a_rate([1]).startswith(MESSAGE)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_rates_that_differ_between_copies_of_a_stream_are_refused_over_processes(gloo: Pool) -> None:
     assert gloo.run(_change_a_rate, ranks=3, args=([0, 1],)) == [""] * 3

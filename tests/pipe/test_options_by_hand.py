@@ -89,12 +89,14 @@ def both(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return state_after(by_hand, set_by_hand), state_after(scheduled, nothing)
 
 
+@pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_options_set_by_hand_count_from_the_batch_they_are_set_in_front_of(name: str) -> None:
     found, expected = both(name)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_over_processes(gloo: Pool) -> None:
     for found, expected in gloo.run(both, ranks=2, args=("2bw",)):

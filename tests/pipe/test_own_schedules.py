@@ -91,6 +91,7 @@ def test_3f1b_is_simulated_with_what_its_stages_hold() -> None:
         schedule.to_csv()
 
 
+@pytest.mark.thorough(but=["none-passes-on-two-ranks"])
 @pytest.mark.parametrize(
     ("passes", "placement", "split"),
     [
@@ -105,6 +106,7 @@ def test_3f1b_trains_as_one_process_does(passes: int, placement: Any, split: boo
     agree(lambda: Recycled(passes), schedule=schedule, split_points=None, mesh=None, recompute=recompute)
 
 
+@pytest.mark.thorough
 def test_stages_without_backward_keep_nothing() -> None:
     """Inputs are gone with the forward: nothing waits for a backward."""
     seen: list[weakref.ref[Tensor]] = []

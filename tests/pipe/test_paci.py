@@ -165,6 +165,7 @@ def apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.thorough(but=["P2-K2"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -181,6 +182,7 @@ def test_a_chain_written_out(case: ByHand) -> None:
     assert apart(found, replace(case, backward="old").by_hand()) > 1e-5
 
 
+@pytest.mark.thorough
 def test_recomputation_runs_with_the_new_weights() -> None:
     """A unit from its input, or the whole stage; what "selective" keeps, the products, is as old as without it."""
     case = ByHand(num_ranks=3, num_microbatches=2, every=1)
@@ -195,6 +197,7 @@ def test_recomputation_runs_with_the_new_weights() -> None:
 # --- other models, optimizers, drains ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
@@ -208,6 +211,7 @@ def test_other_models_against_the_replay(case: AsyncCase) -> None:
     agree(run(case), case)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "case", [replace(PACI, optimizer="momentum", feedback=1.0), replace(PACI, replicas=(2, 1), evals=(2,))]
@@ -216,6 +220,7 @@ def test_over_processes(gloo: Pool, case: AsyncCase) -> None:
     agree(gloo.run(run, ranks=case.num_ranks, args=(case,)), case)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_goes_on_exactly(tmp_path: Path) -> None:
     """Saving drains: what follows is that of a run with a flush there."""
     case = replace(PACI, optimizer="adamw")

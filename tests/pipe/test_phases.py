@@ -88,6 +88,7 @@ def test_what_is_idle_is_said() -> None:
     assert any("a larger batch" in line for line in outline(plan, plan, num_samples=8))
 
 
+@pytest.mark.thorough(but=["mesh1-replicas1"])
 @pytest.mark.parametrize(("mesh", "replicas"), [({"pipe": 2}, (1, 1)), ({"pipe": 1, "data": 2}, (2,))])
 def test_the_axes_of_a_mesh_stay(mesh: dict[str, int], replicas: tuple[int, ...]) -> None:
     plan = planned(trials=0, mesh=mesh)

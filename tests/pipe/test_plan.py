@@ -151,6 +151,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough(but=["optimizer sharded"])
 @pytest.mark.parametrize("name", PLANS)
 def test_in_one_process(name: str) -> None:
     assert_same(run(name), run_alone(name))
@@ -160,6 +161,7 @@ def test_in_one_process(name: str) -> None:
 FEWER = ("2-1-1", "optimizer sharded", "backwards", "idle rank", "chunks", "recompute of a record")
 
 
+@pytest.mark.thorough(but=["optimizer sharded"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name in FEWER else nightly(name) for name in PLANS])
 def test_over_processes(gloo: Pool, name: str) -> None:

@@ -120,6 +120,7 @@ def prove(found: Plan) -> None:
     assert layout.place.mesh.num_processes == found.num_devices
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*devices stay idle")
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1 << 32))
@@ -129,6 +130,7 @@ def test_plans_are_carried_out(seed: int) -> None:
         prove(found)
 
 
+@pytest.mark.thorough(but=["0"])
 @pytest.mark.filterwarnings("ignore:.*devices stay idle")
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_train_as_one_process_does(seed: int) -> None:
@@ -199,6 +201,7 @@ def test_tensor_groups_that_leave_a_device_over() -> None:
     prove(plan(model(1, 2), Cluster.from_levels([(6, 1e9)]), global_batch=2, tensor_sizes=(2,), runnable=True))
 
 
+@pytest.mark.thorough
 def test_streams_leave_no_device_idle() -> None:
     """Four nodes on five devices: the runtime has no ranks without work where batches overlap."""
     five = Cluster.from_levels([(5, 1e9)])

@@ -103,6 +103,7 @@ def assert_same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h2"])
 def test_to_the_last_bit_whatever_is_clipped(schedule: str) -> None:
     plain, ahead = train(False, schedule, 4), train(True, schedule, 4)
@@ -121,6 +122,7 @@ def test_over_processes(gloo: Pool) -> None:
         assert_same(other, one)
 
 
+@pytest.mark.thorough
 def test_nothing_is_run_twice_where_nothing_is_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "take_back", lambda *_: pytest.fail("a batch began again"))
     plain, ahead = (train(ahead, "1f1b", 2, stop=4, limit=1e9) for ahead in (False, True))
@@ -156,6 +158,7 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
         pipe(optimizer=None, max_grad_norm=None)
 
 
+@pytest.mark.thorough
 def test_weights_changed_behind_an_update_that_is_not_confirmed() -> None:
     """Clamping between steps would be taken back with the update; behind flush() it is as without post-validation."""
 

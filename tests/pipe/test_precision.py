@@ -50,6 +50,7 @@ def equal(model: nn.Module, state: dict[str, Tensor]) -> bool:
 # --- autocast ---
 
 
+@pytest.mark.thorough(but=["full"])
 @pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
 def test_backwards_run_without_autocast(recompute: str) -> None:
     """A backward under it would cast the float32 products of an island."""
@@ -168,6 +169,7 @@ def test_norm_types(tied: bool) -> None:
     assert_norms(norms_of_a_pipeline({"pipe": 2, "data": 2}, tied), tied=tied)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_norm_types_over_processes(gloo: Pool) -> None:
     for found in gloo.run(norms_of_a_pipeline, ranks=4, args=({"pipe": 2, "data": 2}, True)):

@@ -62,6 +62,7 @@ def measured(tensor: int, *, sums: float = 2.0, num_bytes: float = 1e6, size: in
     return Profile(nodes=nodes, tensor=tensor, microbatch_size=size)
 
 
+@pytest.mark.thorough
 def test_a_plan_chooses_over_how_many_ranks() -> None:
     """One sample a batch: only tensor ranks can share it. Slow links, or no room but in parts, decide otherwise."""
     profiles = [measured(tensor) for tensor in (1, 2, 4)]

@@ -55,6 +55,7 @@ def plain(model: nn.Module, batch: Tensor) -> None:
         (F.mse_loss(model(x), y) / 4).backward()
 
 
+@pytest.mark.thorough(but=["none-batch norm", "full-reassigned"])
 @pytest.mark.parametrize("middle", [lambda: nn.BatchNorm1d(WIDTH), Reassigned], ids=["batch norm", "reassigned"])
 @pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
 def test_buffers_that_a_first_forward_leaves_as_they_are(middle: Callable[[], nn.Module], recompute: str) -> None:

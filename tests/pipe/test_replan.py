@@ -108,6 +108,7 @@ def test_each_batch_runs_in_an_order_of_its_own_with_the_numbers_of_one_process(
     pipe.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_ranks_run_the_same_orders(gloo: Pool) -> None:
     one, other = gloo.run(run, ranks=2, args=({"mesh": {"pipe": 2}},))
@@ -131,6 +132,7 @@ def test_ranks_that_pass_other_lengths_are_told(gloo: Pool) -> None:
         gloo.run(_other_lengths, ranks=2)
 
 
+@pytest.mark.thorough
 def test_updates_ahead_of_the_norm_are_taken_back_as_ever() -> None:
     """The programs of a batch's own order are cut behind its warm-up, too."""
     clipped = {"max_grad_norm": 0.05}
@@ -141,6 +143,7 @@ def test_updates_ahead_of_the_norm_are_taken_back_as_ever() -> None:
         assert torch.equal(value, ahead[1][name])
 
 
+@pytest.mark.thorough
 def test_a_microbatch_that_no_device_has_room_for_and_the_batch_behind_it() -> None:
     with measured(), mock.patch("stagewright.pipe.auto.layout.device_memory", return_value=80e3):
         pipe = make()

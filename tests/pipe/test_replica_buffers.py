@@ -90,6 +90,7 @@ def piped_here() -> tuple[dict[str, Tensor], ...]:
     return piped(averaging(), replica=torch.distributed.get_rank() % D, mesh={"pipe": 1, "data": D})
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_over_processes_each_replica_has_its_own(gloo: Pool) -> None:
     """Weights are one process's, since a microbatch is normalised by itself; statistics are of the own microbatches."""

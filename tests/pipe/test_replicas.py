@@ -27,6 +27,7 @@ def case(replicas: tuple[int, ...], **options: Any) -> AsyncCase:
     return AsyncCase(schedule="1f1b", num_ranks=sum(replicas), replicas=replicas, **(settings | options))
 
 
+@pytest.mark.thorough(but=["replicas6-2"])
 @pytest.mark.parametrize(
     ("replicas", "num_microbatches"), [(each, m) for i, each in enumerate(LAYOUTS) for m in ((1, 6), (2, 5))[i % 2]]
 )
@@ -37,6 +38,7 @@ def test_in_one_process(replicas: tuple[int, ...], num_microbatches: int) -> Non
     agree(run(one), one)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "options",
@@ -65,6 +67,7 @@ def _replicas_that_start_apart() -> list[float]:
     return [float(value.detach().double().sum()) for value in pipe.state_dict().values()]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_replicas_begin_with_the_weights_of_the_first_one_and_stay_equal(gloo: Pool) -> None:
     first, second, _ = gloo.run(_replicas_that_start_apart, ranks=3)

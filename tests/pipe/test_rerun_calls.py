@@ -52,6 +52,7 @@ class Around(Counted):
 KINDS = ("plain", "reentrant", "not reentrant", "around")
 
 
+@pytest.mark.thorough(but=["full", "{'*.inner': 'selective'}"])
 @pytest.mark.parametrize(
     "recompute",
     [*WORDS, {"*": "full"}, {"*": "full", "*.inner": "selective"}, {"*.inner": "full"}, {"*.inner": "selective"}],

@@ -63,6 +63,7 @@ class Aliased(nn.Module):
         return torch.tanh(h + y)
 
 
+@pytest.mark.thorough(but=["detach"])
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())
 def test_results_changed_in_place_are_not_kept(alias: Callable[[Tensor], Tensor]) -> None:
     equals_one_process(lambda: nn.Sequential(Aliased(alias), Aliased(alias)), "selective")
@@ -122,6 +123,7 @@ def linear_and_relu() -> nn.Module:
     return nn.Sequential(nn.Linear(D, D), nn.ReLU(inplace=True), nn.Linear(D, D), nn.ReLU(inplace=True))
 
 
+@pytest.mark.thorough(but=["behind", "later"])
 @pytest.mark.parametrize(
     ("make", "recompute", "schedule"),
     [
@@ -162,6 +164,7 @@ class OfStage(nn.Linear):
         return super().forward(x).sin()
 
 
+@pytest.mark.thorough(but=["unsafe_chunk"])
 @pytest.mark.parametrize("alias", ["unsafe_chunk", "data", "set_"])
 def test_a_stage_that_runs_again_and_changes_its_input(alias: str) -> None:
     equals_one_process(lambda: nn.Sequential(OfStage(ALIASES[alias]), OfStage(ALIASES[alias])), "full")
@@ -227,11 +230,13 @@ class Calls(nn.Module):
         )
 
 
+@pytest.mark.thorough(but=["view of what is not given-selective", "no gradient-full", "changed in an object-full"])
 @pytest.mark.parametrize(("call", "rule"), one_in(2, CALLS, ["full", "selective"]))
 def test_inputs_that_share_memory(call: Callable[[Any, Tensor], Tensor], rule: str) -> None:
     equals_one_process(lambda: nn.Sequential(Calls(call), Calls(call)), {"*.inner": rule})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     one_in(2, ("interleaved", "zb-h1"), ["layer", "selective", {"*.self_attn": "full"}, {"*.self_attn": "selective"}]),
@@ -246,6 +251,7 @@ def everything(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["selective", everything])
 def test_casts_that_autocast_keeps(recompute: Any) -> None:
     """Their gradients add up in bfloat16, as without recomputation: to the last bit."""

@@ -127,12 +127,14 @@ CHAINS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["tied-full"])
 @pytest.mark.parametrize(("make", "recompute"), one_in(2, CHAINS, WORDS))
 def test_equals_one_process(make: Callable[[], Any], recompute: str) -> None:
     # Each stage adds up its own share of a tied weight.
     equals_one_process(make, recompute, atol=1e-12 if make is tied else 0.0)
 
 
+@pytest.mark.thorough(but=["<lambda>-{'*.norm': 'full', '1': 'selective'}"])
 @pytest.mark.parametrize(
     ("make", "recompute"),
     [
@@ -174,6 +176,7 @@ def trained(recompute: Any, *, make: Callable[[], Any] = with_dropout, steps: in
     return [p.detach() for p in as_one(model).parameters()]
 
 
+@pytest.mark.thorough(but=["2bw-{'*.attend': 'full', '*.project_dropout': 'full'}"])
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     one_in(
@@ -219,6 +222,7 @@ with_draws = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough(but=["{'*.[12]': 'full'}"])
 @with_draws
 def test_random_numbers_of_python_and_numpy(recompute: Any) -> None:
     """In the midst of a unit."""
@@ -226,6 +230,7 @@ def test_random_numbers_of_python_and_numpy(recompute: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.thorough
 @again
 def test_replicas(recompute: str) -> None:
     one, other = (trained(each, steps=1, mesh={"pipe": 2, "data": 2}) for each in ("none", recompute))
@@ -264,6 +269,7 @@ def kept(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> float:
     return (forwards[3] - forwards[2]) / (X.element_size() * X[..., 0].numel() / M)
 
 
+@pytest.mark.thorough
 def test_memory_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a block: queries, keys and values 3 D, projection D, up 2 D, down D (its output: the next input)."""
     found = {word: kept([word, "none"], monkeypatch) for word in WORDS}
@@ -286,6 +292,7 @@ def keeps_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("policy", "word"), [(keeps_nothing, "layer"), (keeps_products, "selective")])
 def test_a_policy_of_the_users(policy: Any, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all units of a stage, for modules, and beside words."""
@@ -306,6 +313,7 @@ EVERYWHERE: tuple[Any, ...] = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("schedule", "recompute"), one_in(2, ("1f1b", "2bw"), EVERYWHERE))
 def test_a_recorded_gpt(schedule: str, recompute: Any) -> None:
     """Dropout, tied weights, a position buffer, and (2bw) weight versions."""
@@ -360,6 +368,7 @@ class Cached(nn.Module):
         return x
 
 
+@pytest.mark.thorough
 @again
 def test_an_object_that_modules_change(recompute: str) -> None:
     """As the caches of `transformers`, which a second run would fill once more."""

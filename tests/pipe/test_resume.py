@@ -78,6 +78,7 @@ def resume(folder: str, schedule: str = "1f1b") -> list[float]:
     return losses
 
 
+@pytest.mark.thorough(but=["interleaved"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "2bw"])
 def test_load_behind_the_constructor_goes_on_to_the_bit(tmp_path: Path, schedule: str) -> None:
     expected = save_and_go_on(str(tmp_path), schedule)
@@ -86,6 +87,7 @@ def test_load_behind_the_constructor_goes_on_to_the_bit(tmp_path: Path, schedule
         assert resume(str(tmp_path), "gpipe") == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_load_behind_the_constructor_over_processes(gloo: Pool, tmp_path: Path) -> None:
     expected = gloo.run(save_and_go_on, ranks=2, args=(str(tmp_path),))
@@ -110,6 +112,7 @@ def test_the_first_call_may_be_another_one(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in built.full_state_dict().items())
 
 
+@pytest.mark.thorough
 def test_under_a_plan_that_the_first_batch_decides_on(tmp_path: Path) -> None:
     pipe = make()
     loader = pipe.loader(DATA, batch_size=8)

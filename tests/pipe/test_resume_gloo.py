@@ -62,6 +62,7 @@ def die_in_a_save(folder: str, who: int, flushes: int) -> Told:
     return told(lambda: pipe.save(folder, loader=loader))
 
 
+@pytest.mark.thorough(but=["1-0"])
 @pytest.mark.gloo
 @pytest.mark.parametrize(("who", "flushes"), [(1, 0), (0, 4)])
 def test_a_process_that_is_killed_in_a_save_is_named_and_leaves_a_whole_checkpoint(

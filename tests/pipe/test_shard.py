@@ -31,6 +31,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
     return shape, steps
 
 
+@pytest.mark.thorough
 @given(cuts())
 def test_a_share_is_the_slice_and_all_shares_are_the_tensor(
     case: tuple[tuple[int, ...], list[tuple[int, int, int]]],

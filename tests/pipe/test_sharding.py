@@ -162,6 +162,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], *, toleranc
 EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("kind", "case"),
@@ -234,6 +235,7 @@ def untied() -> nn.Module:
     return model
 
 
+@pytest.mark.thorough(but=["2bw"])
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "options",
@@ -398,6 +400,7 @@ def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple
     return loss, state
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("before", "after"),

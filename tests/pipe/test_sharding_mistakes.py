@@ -33,6 +33,7 @@ class Together(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.thorough(but=["fsdp-2bw", "fsdp-alone"])
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -76,6 +76,7 @@ def trained(folder: str, mesh: dict[str, int], options: dict[str, Any]) -> tuple
     return losses, None if share is None else str(share.folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}], ids=["2 ranks", "4 ranks"])
 def test_each_sample_is_read_and_prepared_once_an_epoch_on_a_host(

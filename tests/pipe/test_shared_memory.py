@@ -46,6 +46,7 @@ IN_PLACE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.thorough(but=["relu at the start of a stage-full"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("make", "point"), IN_PLACE.values(), ids=IN_PLACE.keys())
 def test_in_place_changes(make: Callable[[], nn.Module], point: str, recompute: str) -> None:
@@ -76,6 +77,7 @@ class ChangedThroughAView(SeesThroughAView):
         return self.c(self.b(h))
 
 
+@pytest.mark.thorough(but=["ChangedThroughAView"])
 @pytest.mark.parametrize("model", [SeesThroughAView, ChangedThroughAView])
 def test_no_cut_parts_a_view_from_the_change_that_it_sees(model: type[nn.Module]) -> None:
     message = r"stages 0 and 1 part '(a|__getitem__)' and 'act' at .*: they share memory .* Expected both in one stage"
@@ -109,6 +111,7 @@ class ChangesOne(nn.Module):
         return self.act(whole) + F.pad(part, (0, WIDTH - 4))
 
 
+@pytest.mark.thorough(but=["the stage after next"])
 @pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=["next stage", "the stage after next"])
 def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Module]) -> None:
     """Each stage got copies of its own, and only one of them was changed."""
@@ -198,6 +201,7 @@ class Smoothed(Layers):
         return self.d(self.c(self.b(h)))
 
 
+@pytest.mark.thorough(but=["2"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_new_value_of_a_buffer_is_written_where_it_is_made(ranks: int) -> None:
     """The buffer stands there alone."""
@@ -235,6 +239,7 @@ class Scales(nn.Module):
         return pair[0] * pair[1]
 
 
+@pytest.mark.thorough(but=["<lambda>-2-1"])
 @pytest.mark.parametrize(
     ("make", "ranks", "point"),
     [(CountsOn, 2, "b"), (CountsOn, 2, "c"), (lambda: chain(GivesItsBuffer(), Scales(), linear()), 2, "1")],

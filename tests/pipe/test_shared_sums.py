@@ -99,6 +99,7 @@ def alone(steps: tuple[int, ...], *, masks: bool) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("masks", [False, True], ids=["mean", "sum-and-count"])
 def test_gradients_equal_one_process_on_all_samples(gloo: Pool, masks: bool) -> None:
@@ -138,6 +139,7 @@ def stamped() -> tuple[list[str], list[str]]:
     return [what for _, what in events], through
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_sum_is_begun_before_the_backwards_that_follow(gloo: Pool) -> None:
     """By the stamps of each rank's own clock: the order is that of the program, not behind it."""
@@ -174,6 +176,7 @@ def through_a_bad_batch() -> list[float | None]:
     return [*losses, *(float(value.sum()) for value in state.values())]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_batch_that_is_given_up_leaves_no_sum_behind(gloo: Pool) -> None:
     answers = gloo.run(through_a_bad_batch, ranks=4)

@@ -47,6 +47,7 @@ def agrees(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any, **option
         assert difference(found, expected) < 1e-12
 
 
+@pytest.mark.thorough
 def test_unequal_everything() -> None:
     """Lengths, microbatches and both kinds of losses: every token weighs the same."""
     for loss_fn in (mean_loss, counted_loss):
@@ -58,6 +59,7 @@ def test_a_model_that_is_no_chain() -> None:
     agrees(gpt(layers=1), counted_loss, *batch(), schedule="seq1f1b", num_slices=2)
 
 
+@pytest.mark.thorough(but=["seq-zb-h1-{'num_slices': 2, 'recompute': 'full'}"])
 @pytest.mark.parametrize(
     ("schedule", "sizes"),
     [
@@ -96,6 +98,7 @@ def test_verify_and_evaluation_take_whole_sequences() -> None:
         pipe.forward_backward(tokens, targets)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
 def test_over_processes(gloo: Pool, schedule: str) -> None:
@@ -126,6 +129,7 @@ def planned(**options: Any) -> Plan:
     return plan(profiled(), cluster, global_batch=4, schedules=("seq1f1b", "terapipe"), **options)
 
 
+@pytest.mark.thorough(but=["{'pipeline_sizes': (2,)}"])
 @pytest.mark.parametrize("options", [{"pipeline_sizes": (2,)}, {"pipeline_sizes": (2,), "data_sizes": (2,)}], ids=str)
 def test_a_plan_says_how_long_slices_are(options: dict[str, Any], tmp_path: Path) -> None:
     found = planned(**options)
@@ -157,6 +161,7 @@ class Peak(Storages):
         return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["seq1f1b", "terapipe"])
 def test_a_plan_over_slices_knows_what_they_keep(schedule: str) -> None:
     """Live bytes of one rank: little less than predicted, with keys and values, their gradients, and masks."""
@@ -179,6 +184,7 @@ def test_a_plan_over_slices_knows_what_they_keep(schedule: str) -> None:
     assert 0.85 * predicted < meter.peak < 1.02 * predicted
 
 
+@pytest.mark.thorough
 def test_dropout_does_not_depend_on_the_cut_or_on_recomputation() -> None:
     """Masks are drawn by slice: two stages, three, and a stage that runs again make the same to the last bit."""
     made = [
@@ -258,6 +264,7 @@ class Shared(nn.Module):
         return x
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
 def test_attention_that_is_called_twice(recompute: str) -> None:
     model = chain()
@@ -279,6 +286,7 @@ class OwnNames(nn.Module):
         return this.block(x + mixed)  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough(but=["seq-zb-h1-2-{'*': 'full'}"])
 @pytest.mark.parametrize("recompute", ["layer", "selective", {"*": "full"}, {"*.block": "selective"}], ids=str)
 @pytest.mark.parametrize(("schedule", "num_slices"), [("seq1f1b", 3), ("seq-zb-h1", 2)])
 def test_units_that_attend_run_again(schedule: str, num_slices: int, recompute: Any) -> None:
@@ -289,6 +297,7 @@ def test_units_that_attend_run_again(schedule: str, num_slices: int, recompute: 
     agrees(model, mean_loss, *batch(), schedule=schedule, num_slices=num_slices, recompute=recompute)
 
 
+@pytest.mark.thorough(but=["True"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpointed_block_and_frozen_attention(reentrant: bool) -> None:
     """Code that runs again in the backward sees the slices before it; keys without gradients leave none."""
@@ -298,6 +307,7 @@ def test_a_checkpointed_block_and_frozen_attention(reentrant: bool) -> None:
     agrees(model, mean_loss, *batch(), schedule="seq1f1b", num_slices=3)
 
 
+@pytest.mark.thorough
 def test_training_on_sequences_of_several_lengths() -> None:
     """As many steps of AdamW as one process makes; an error in between leaves nothing behind."""
     model, plain = chain(), chain()
@@ -375,6 +385,7 @@ def by_hand(x: Tensor) -> Tensor:
     return scores.softmax(-1) @ x
 
 
+@pytest.mark.thorough(but=["bidirectional", "reversed", "batchnorm", "windows"])
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -422,6 +433,7 @@ def last_token(logits: Tensor, targets: Tensor) -> Tensor:
     return mean_loss(logits[:, -1:], targets[:, -1:])
 
 
+@pytest.mark.thorough(but=["shifting_loss"])
 @pytest.mark.parametrize("loss_fn", [shifting_loss, mean_of_some, last_token])
 def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
     pipe = PipelineModule(

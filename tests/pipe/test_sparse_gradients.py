@@ -71,6 +71,7 @@ def plain(*, delay: int, max_norm: float | None, steps: int = 4) -> dict[str, Te
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.thorough(but=["1f1b-0-0.05", "2bw-1-None"])
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 @pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("interleaved", 0), ("2bw", 1)])
 def test_sparse_gradients_and_their_norm(schedule: str, delay: int, max_norm: float | None) -> None:
@@ -175,6 +176,7 @@ def _over_processes(replicas: tuple[int, ...]) -> Any:
     return state
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_over_processes(gloo: Pool) -> None:
     states = gloo.run(_over_processes, ranks=3, args=((1, 2),))

@@ -21,6 +21,7 @@ from stagewright.pipe import StepResult
 from stagewright.schedules import Action, Op, Schedule, build, simulate
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("task", "num_microbatches", "recompute"), [("gpt", 3, "layer"), ("tied-gpt", 4, "none"), ("unet", 4, "full")]
 )
@@ -92,6 +93,7 @@ def gradients(schedule: Any, make: Callable[[], nn.Module], **options: Any) -> t
     return [p.grad for p in model.parameters() if p.grad is not None], model
 
 
+@pytest.mark.thorough(but=["True-full"])
 @pytest.mark.parametrize("recompute", ["none", "full", "layer", "selective"])
 @pytest.mark.parametrize("checkpoint", [None, False, True])
 def test_a_block_runs_again_once_a_microbatch(recompute: str, checkpoint: bool | None) -> None:
@@ -126,6 +128,7 @@ def with_late_weights(schedule: Schedule) -> Schedule:
     return replace(schedule, programs=tuple(map(program, schedule.programs)), name="late")
 
 
+@pytest.mark.thorough(but=["2bw-none"])
 @pytest.mark.parametrize(("name", "recompute"), [("2bw", "none"), ("pipedream", "layer"), ("paci", "none")])
 def test_weight_versions(name: str, recompute: str) -> None:
     """W adds to the gradients of its update group, whichever version the weights have by then."""

@@ -74,6 +74,7 @@ def test_recomputed_stages_keep_less_and_make_it_anew() -> None:
         assert other.again > one.again + one.activations * 0.4  # F takes a part of it, too: its workspace
 
 
+@pytest.mark.thorough(but=["gpipe"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "2bw"])
 def test_curves_of_one_process_are_close_to_what_it_held(schedule: str) -> None:
     """Its ranks do not hold their most at one time, and messages between them are no copies: more than was held."""

@@ -59,6 +59,7 @@ def test_a_measured_timeline_spans_a_few_batches() -> None:
 # --- evaluation, checkpoints and changes with batches under way ---
 
 
+@pytest.mark.thorough(but=["2bw"])
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_going_on_from_a_checkpoint_is_exact(schedule: str, tmp_path: Path) -> None:
     pipe = stream(schedule)
@@ -224,6 +225,7 @@ def test_a_parameter_that_cannot_be_exchanged() -> None:
         stream(stages=[Cached(), nn.Linear(WIDTH, WIDTH)])
 
 
+@pytest.mark.thorough(but=["Embedding-2bw"])
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_that_writes_into_its_weight_is_refused(kind: type[nn.Embedding], schedule: str) -> None:
@@ -314,6 +316,7 @@ def _nan_in_one_batch() -> str:
     return "nothing"
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_every_rank_learns_why_a_stream_ended(gloo: Pool) -> None:
     for answer in gloo.run(_nan_in_one_batch, ranks=2):
@@ -333,6 +336,7 @@ def _different_number_of_steps(rank_steps: tuple[int, ...]) -> str:
     return "nothing"
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_ranks_that_make_different_calls_end_with_a_reason(gloo: Pool) -> None:
     answers = gloo.run(_different_number_of_steps, ranks=2, args=((3, 2),))

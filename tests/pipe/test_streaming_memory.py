@@ -24,6 +24,7 @@ class Bulge(nn.Module):
         return self.down(self.up(x).relu())
 
 
+@pytest.mark.thorough(but=["pipedream-1.0"])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])
 def test_what_a_rank_holds(schedule: str, max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,7 @@ def train(pipe: int, every: int, optimizer: str, tensor: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough(but=["1-3-sgd-1"])
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("pipe", "every", "optimizer", "tensor"), [(1, 3, "sgd", 1), (2, 2, "adamw", 1), (1, 3, "sgd", 2)]
@@ -227,6 +228,7 @@ def save_between(folder: str, every: int | str, at: int, skew: float) -> tuple[A
     return went_on, resumed, [*told, str(times), str(intervals)]
 
 
+@pytest.mark.thorough(but=["case0-[1, 6] [4, 4]"])
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("case", "known"),

@@ -70,6 +70,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(("schedule", "order"), [("1f1b", USUAL), ("2bw", ODD)], ids=["1f1b", "2bw-odd"])
 def test_groups_that_hold_the_same_count_once(gloo: Pool, schedule: str, order: tuple[str, ...]) -> None:

@@ -40,6 +40,7 @@ def say_no() -> list[str]:
     return told
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_what_is_refused(gloo: Pool) -> None:
     for told in gloo.run(say_no, ranks=2):
@@ -102,6 +103,7 @@ def lose_a_member() -> tuple[str, tuple[int, ...]]:
     return str(told.value), getattr(told.value, "peers", ())
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_lost_member_is_named(gloo: Pool) -> None:
     """By the other member, which waits for it in a module, and by those who wait for that one."""
@@ -122,6 +124,7 @@ def differ() -> str:
     return str(told.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_all_ranks_divide_alike(gloo: Pool) -> None:
     assert all("tensor=4 divided modules" in told for told in gloo.run(differ, ranks=4))

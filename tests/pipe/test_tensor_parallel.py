@@ -101,6 +101,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "case",
@@ -170,6 +171,7 @@ def drop_each(recomputes: Any) -> list[dict[str, Any]]:
     return [drop(recompute) for recompute in recomputes]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_masks_are_the_same_where_activations_are_and_others_where_they_are_divided(gloo: Pool) -> None:
     again = ("full", {"blocks.*.mlp": "full", "blocks.*.o": "full"})
@@ -208,6 +210,7 @@ def count_both() -> list[Any]:
     return [count_bytes("whole"), count_bytes("parts")]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_sends_in_parts_carry_half_of_what_both_members_hold(gloo: Pool) -> None:
     for (all_of_it, state), (half, same) in gloo.run(count_both, ranks=4):
@@ -235,6 +238,7 @@ def cut_in_between() -> tuple[list[float | None], dict[str, Tensor]]:
         return [pipe.train_step(x, y).loss for _ in range(3)], pipe.full_state_dict()
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_part_at_the_end_of_a_stage_travels_as_it_is(gloo: Pool) -> None:
     losses, state = cut_in_between()
@@ -300,6 +304,7 @@ def check_plan(answers: list[Any]) -> None:
         assert sum(sizes) < sum(p.numel() for p in make_model().parameters()) / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_plan_that_splits_tensors_runs(gloo: Pool) -> None:
     check_plan(gloo.run(train_a_plan, ranks=4, args=(plan_of((2, 3), (0, 1), num_devices=4),)))

@@ -40,6 +40,7 @@ def losses(model: nn.Module, seed: int) -> list[float]:
     return [pipe.train_step(X, Y).loss for _ in range(4)]
 
 
+@pytest.mark.thorough
 def test_pipelines_in_threads_train_as_one_after_the_other() -> None:
     torch.manual_seed(0)
     models = [[Noisy() for _ in range(4)] for _ in range(2)]
@@ -83,6 +84,7 @@ class Peeking(nn.Module):
 ENTERED: list[Any] = []  # functions of the code that stood in
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_thread_that_entered_a_custom_function_while_a_model_was_recorded_goes_on_behind_it(again: bool) -> None:
     ENTERED.clear()

@@ -64,6 +64,7 @@ def inputs() -> Tensor:
     return torch.arange(BATCH * 8).view(BATCH, 8) % 600
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
     shared = 600 * 128 * 4
@@ -88,6 +89,7 @@ def test_both_ends_on_one_rank_have_it_once_and_sum_nothing(gloo: Pool) -> None:
         assert sums == []
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_replicas_sum_it_over_all_ranks_and_the_rest_over_their_own(gloo: Pool) -> None:
     """In a ring of N, each rank sends 2 (N - 1) / N of the bytes."""

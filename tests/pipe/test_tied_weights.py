@@ -98,6 +98,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["1f1b-"])
 @pytest.mark.parametrize(
     ("name", "frozen"),
     [
@@ -112,6 +113,7 @@ def test_as_in_one_process(name: str, frozen: str) -> None:
     assert differences(LAYOUTS[name], frozen) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "frozen"),

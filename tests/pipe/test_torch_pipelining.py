@@ -97,6 +97,7 @@ def ours(kind: Any, num_stages: int) -> tuple[float | None, Grads]:
     return loss, grads([model])
 
 
+@pytest.mark.thorough(but=["ScheduleGPipe-2"])
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("kind", "num_stages"),

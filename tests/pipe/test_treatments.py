@@ -98,6 +98,7 @@ def agree(found: Plan, plain: Plan, gloo: Pool) -> list[tuple[int, int]]:
     return peaks[1:]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_the_first_stage_keeps_no_results_of_gelus(gloo: Pool) -> None:
     """Its two microbatches in flight are 256 KiB less a block; the last, with one, keeps all: equal to the bit."""
@@ -114,6 +115,7 @@ def test_the_first_stage_keeps_no_results_of_gelus(gloo: Pool) -> None:
         assert [each.memory_bytes[rank] for each in (found, plain)] == pytest.approx(peaks, rel=0.06)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
     """Two of eight microbatches are there at once; four are predicted, of which one is on its way and one may be. The
@@ -134,6 +136,7 @@ def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
     assert last == pytest.approx(all_of_last, rel=0.05) == found.memory_bytes[1]
 
 
+@pytest.mark.thorough
 def test_units_run_again_beside_others_that_keep_less() -> None:
     """Less and less is held, and gradients are the same to the bit."""
     held, states = [], []

@@ -83,6 +83,7 @@ def assert_equal(found: list[Any], wanted: list[Any]) -> None:
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
+@pytest.mark.thorough
 def test_nothing_is_left_of_a_trial() -> None:
     model, loss_fn, made = make_model(), make_loss(), []
     gradient = torch.ones(WIDTH, WIDTH, dtype=torch.float64)
@@ -321,6 +322,7 @@ def in_float16(trials: int) -> list[Any]:
     return [*state, losses, scaler.get_scale()]
 
 
+@pytest.mark.thorough
 def test_the_scale_of_losses_is_as_without() -> None:
     with_trial = in_float16(1)  # profiled under autocast, too
     with profiled():

@@ -38,6 +38,7 @@ def train(trials: int) -> Trained:
     return [loss for loss in losses if loss is not None], state, drawn, found.to_json()
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_training_is_the_same_to_the_last_bit(gloo: Pool) -> None:
     with_trial, without = zip(*gloo.run(train_with_and_without, ranks=2), strict=True)

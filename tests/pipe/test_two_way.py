@@ -88,6 +88,7 @@ def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 # --- in one process ---
 
 
+@pytest.mark.thorough(but=["chimera-4-1"])
 @pytest.mark.parametrize(
     ("schedule", "P", "M"), [("chimera", 4, 4), ("chimera", 2, 3), ("chimera", 4, 1), ("dualpipe", 4, 8)], ids=str
 )
@@ -147,6 +148,7 @@ def train(options: dict[str, Any], num_replicas: int, folder: Path) -> Rank:
     return Rank(trained, own, tuple(after), one_sample, timeline.schedule, sums)
 
 
+@pytest.mark.thorough(but=["chimera-3-fsdp-2-4"])
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "num_replicas", "ranks"),

@@ -106,6 +106,7 @@ def to_half(model: Any) -> None:
     model[3].p = 0.5
 
 
+@pytest.mark.thorough(but=["to_train-<lambda>"])
 @pytest.mark.filterwarnings("ignore:the model is in evaluation mode")
 @pytest.mark.parametrize("before", [nothing, to_eval, lambda m: setattr(m[3], "p", 0.0)])
 @pytest.mark.parametrize("after", [to_train, to_eval, to_half])
@@ -137,6 +138,7 @@ def test_unfreezing_is_refused_by_name() -> None:
             pipe.train_step(X, Y)
 
 
+@pytest.mark.thorough(but=["options0-2"])
 @pytest.mark.parametrize("first", [0, 2, 3])
 @pytest.mark.parametrize(
     "options", [{}, {"schedule": "2bw"}, {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2}, {"recompute": "full"}]
@@ -195,6 +197,7 @@ def _change_a_rate(who: list[int], data: int) -> str:
     return ""
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_learning_rates_that_differ_between_copies_are_refused(gloo: Pool) -> None:
     assert gloo.run(_change_a_rate, ranks=4, args=([0, 1, 2, 3], 2)) == [""] * 4

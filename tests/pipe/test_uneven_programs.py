@@ -64,6 +64,7 @@ def build_alike() -> tuple[str, list[float | None]]:
     return told, _train(Ranked("two one" if is_last else "one two"), **_options(2, 1))
 
 
+@pytest.mark.thorough
 def test_what_a_group_of_another_size_records_otherwise_is_told(gloo: Pool) -> None:
     """Where it is the order alone, all take the same one."""
     plain = _train(Ranked(), mesh={"pipe": 1})
@@ -90,6 +91,7 @@ def change_one(sizes: tuple[int, ...], rank: int) -> str:
     return "nothing"
 
 
+@pytest.mark.thorough(but=["member"])
 @pytest.mark.parametrize(("sizes", "rank", "told"), [((2, 1), 1, 0), ((2, 1, 1), 2, 2)], ids=["member", "same size"])
 def test_an_attribute_that_changes_in_one_process_is_told(
     gloo: Pool, sizes: tuple[int, ...], rank: int, told: int

@@ -91,6 +91,7 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
 DAILY = ("2-1", "1-2-1", "1-1-2", "2-1-1", "replicas")
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", [case if case in DAILY else nightly(case) for case in CASES])
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:
@@ -127,6 +128,7 @@ def drop_over_plans(folder: str) -> tuple[list[float | None], dict[str, Tensor]]
     return losses, state
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_masks_are_those_of_one_process_and_checkpoints_go_from_plan_to_plan(gloo: Pool, tmp_path: Path) -> None:
     alone = drop(mesh={"pipe": 1})

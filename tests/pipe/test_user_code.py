@@ -81,6 +81,7 @@ READ_VALUES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.thorough(but=["cumulative statistics-none"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("middle", READ_VALUES.values(), ids=READ_VALUES)
 def test_code_that_reads_values(middle: Callable[[], nn.Module], recompute: str) -> None:
@@ -180,6 +181,7 @@ ANY_CUT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["one rank"])
 @pytest.mark.parametrize("options", ANY_CUT.values(), ids=ANY_CUT)
 def test_random_numbers_of_any_kind_are_the_same_on_any_cut(options: dict[str, Any]) -> None:
     """And the user's own generators stand where they stood."""
@@ -280,6 +282,7 @@ DECISIONS: dict[str, Callable[[Any, Tensor], bool]] = {
 }
 
 
+@pytest.mark.thorough(but=["rarely, by chance-none"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("decide", DECISIONS.values(), ids=DECISIONS)
 def test_what_is_used_now_and_then_is_trained_then(decide: Callable[[Any, Tensor], bool], recompute: str) -> None:

@@ -115,6 +115,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["buffers-recompute"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # so it is, in a first run of two
 @pytest.mark.parametrize("options", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("middle", MODULES.values(), ids=MODULES)
@@ -145,6 +146,7 @@ def test_state_in_python_counts_each_run_of_a_microbatch_once(options: dict[str,
     assert type(ema.last) is Tensor
 
 
+@pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_verify_leaves_no_trace_in_python(schedule: str) -> None:
     calls: list[int] = []
@@ -245,6 +247,7 @@ def test_attributes_that_change_between_steps_take_effect_at_the_next(recompute:
 # --- compiled children ---
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_children_stay_compiled() -> None:
     """Their graphs run each microbatch; the fakes of shape inference compile nothing."""

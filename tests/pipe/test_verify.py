@@ -74,6 +74,7 @@ def test_a_batch_that_is_changed_in_place_is_trained_on_as_it_was() -> None:
 SELDOM = ("gpt", "batchnorm", "sequential-stages", "lstm")
 
 
+@pytest.mark.thorough(but=["mlp-1f1b"])
 @pytest.mark.parametrize(
     ("task", "schedule"),
     [
@@ -95,6 +96,7 @@ def test_the_first_batch_agrees_and_training_is_as_without(task: str, schedule: 
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_batch_amid_training_leaves_everything_as_it_was(schedule: str) -> None:
     pipe, other = (pipe_of("conv-norm", schedule, max_grad_norm=0.01) for _ in range(2))
@@ -113,6 +115,7 @@ def test_a_batch_amid_training_leaves_everything_as_it_was(schedule: str) -> Non
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
+@pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_every_second_batch_is_checked_and_training_is_as_without(
     schedule: str, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +164,7 @@ def _verified_after_a_change() -> tuple[str, float | None]:
     return "", loss
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_changes_count_over_processes_and_those_of_one_alone_end_the_run(gloo: Pool) -> None:
     """Each with its own hash seed."""
@@ -261,6 +265,7 @@ def sparse() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4))
 
 
+@pytest.mark.thorough(but=["noise between modules-1f1b", "sparse-1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 @pytest.mark.parametrize(
     "make",
@@ -315,6 +320,7 @@ def verified(task: str, schedule: str, mesh: dict[str, int]) -> tuple[int, float
     return found.num_gradients, loss or 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("task", "schedule", "mesh"),
@@ -340,6 +346,7 @@ def verified_replicas() -> int:
         return pipe.verify(x, y).num_gradients
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_replica_of_the_last_stage_evaluates_its_own_microbatches_alone(gloo: Pool) -> None:
     assert min(gloo.run(verified_replicas, ranks=2)) > 0

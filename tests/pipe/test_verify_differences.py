@@ -114,6 +114,7 @@ def refused_over_processes() -> str:
     return refused(with_backward_hook())
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_every_process_is_told(gloo: Pool) -> None:
     for told in gloo.run(refused_over_processes, ranks=2):
@@ -152,6 +153,7 @@ def buffers_over_processes() -> str:
     return refused(with_reassigned_buffer())
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_buffers_of_every_process_are_compared(gloo: Pool) -> None:
     for told in gloo.run(buffers_over_processes, ranks=2):

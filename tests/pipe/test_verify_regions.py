@@ -151,6 +151,7 @@ def verdict(name: str) -> str | None:
     return found
 
 
+@pytest.mark.thorough(but=["torch", "float32", "bias"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_innermost_region_is_named(gloo: Pool, name: str) -> None:
@@ -181,6 +182,7 @@ def trained(option: Any, dropout: float) -> tuple[str | None, float]:
             return str(error), 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_the_first_batch_of_a_pipeline(gloo: Pool) -> None:
     """Also with masks of divided activations, which the plain module does not draw."""

@@ -87,6 +87,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough(but=["whole"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:
@@ -115,6 +116,7 @@ def timed(tensor: int, size: int) -> Profile:
     return replace(found, nodes=tuple(nodes), step_seconds=None, slowdown=1.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_what_the_planner_chose_runs(gloo: Pool, tmp_path: Path) -> None:
     """Convolutions by samples and linear layers divided, from profile to plan to file to run."""
@@ -205,6 +207,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, int, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough(but=["batch norm", "no chain"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_anything_runs(gloo: Pool, case: str) -> None:

@@ -17,6 +17,7 @@ from stagewright import PipelineModule
 from stagewright.schedules import Costs, build
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("schedule", "task", "recompute"), [("zb-v", "tied-gpt", "none"), ("v-half", "gpt", "full")])
 def test_models_under_them(schedule: str, task: str, recompute: str) -> None:
     """Tied embeddings on one rank of a V; blocks that run again in front of their I."""

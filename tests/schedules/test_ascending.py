@@ -37,6 +37,7 @@ def out_of_order(programs: Iterable[Sequence[object]], num_slices: int = 1) -> l
     return found
 
 
+@pytest.mark.thorough(but=["1f1b-1"])
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("name", FLUSH)
 def test_under_every_flush_schedule(name: str, num_ranks: int) -> None:
@@ -51,6 +52,7 @@ def test_under_every_flush_schedule(name: str, num_ranks: int) -> None:
             assert not out_of_order(steps, schedule.num_slices), case
 
 
+@pytest.mark.thorough(but=["2bw-1"])
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("name", ASYNC)
 def test_under_every_asynchronous_schedule(name: str, num_ranks: int) -> None:

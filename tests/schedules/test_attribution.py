@@ -36,6 +36,7 @@ def check_sums(timeline: Timeline) -> None:
         assert all(seconds >= 0 for seconds in idle)
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs(), st.none() | quarters)
 def test_causes_add_up_in_every_simulation(case: tuple[Schedule, Costs], norm: float | None) -> None:
@@ -47,6 +48,7 @@ def test_causes_add_up_in_every_simulation(case: tuple[Schedule, Costs], norm: f
         assert all(idle.transfer == 0 for idle in attribute_idle(timeline))
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs(), st.data())
 def test_causes_add_up_in_every_measurement(case: tuple[Schedule, Costs], data: st.DataObject) -> None:

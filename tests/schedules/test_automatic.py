@@ -27,6 +27,7 @@ def part_kept(hidden: float, heads: float) -> float:
     return 32 * hidden / (34 * hidden + 5 * heads * 1024)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", rows("bubbles.csv"), ids=lambda row: f"P{row['ranks']:.0f}M{row['microbatches']:.0f}")
 def test_published_bubbles(row: dict[str, float]) -> None:
     """Fixed orders to the four digits of the paper; automatic ones at or below its own."""
@@ -49,6 +50,7 @@ def curve(*fast: float) -> list[object]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", curve(1.125, 1.25, 1.875))
 def test_published_bubbles_over_memory(row: dict[str, float]) -> None:
     """At or below the authors' search for each limit."""
@@ -70,6 +72,7 @@ def test_with_p_activations_it_is_zb_h1(P: int, M: int) -> None:
         assert found == known
 
 
+@pytest.mark.thorough
 def test_published_bubble_of_the_v() -> None:
     """The paper's own order has 0.0712 under these costs; with its W where they fit it has what was published."""
     costs = Costs(forward=14.407, input_grad=14.380, weight_grad=9.676, latency=1.610)
@@ -79,6 +82,7 @@ def test_published_bubble_of_the_v() -> None:
     assert round(simulate(build("zb-v", **sizes), costs).span_bubble, 4) == 0.0712
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", curve(1.25, 1.375, 1.5))  # where each of the rules for W decides
 def test_published_bubbles_of_the_v_over_memory(row: dict[str, float]) -> None:
     """At or below the authors' search for each limit, which counts halves of what a rank has of a microbatch."""
@@ -88,6 +92,7 @@ def test_published_bubbles_of_the_v_over_memory(row: dict[str, float]) -> None:
     assert round(simulate(schedule, costs).span_bubble, 4) <= row["v"]
 
 
+@pytest.mark.thorough
 @steady
 @given(st.data())
 def test_any_costs_and_limits(data: st.DataObject) -> None:
@@ -107,6 +112,7 @@ def test_any_costs_and_limits(data: st.DataObject) -> None:
     assert timeline.makespan >= lower_bound(schedule, costs) * (1 - 1e-12)
 
 
+@pytest.mark.thorough
 def test_more_memory_is_never_worse_here() -> None:
     costs = Costs(forward=10, input_grad=11, weight_grad=7)
     for name, limits in (("zb-1p", (1, 2, 4, 6, 8)), ("zb-v", (4, 8, 10, 12, 16))):

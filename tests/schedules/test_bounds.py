@@ -16,6 +16,7 @@ from stagewright.schedules import Action, Costs, Op, Schedule, ScheduleError, bu
 from .random_schedules import by_hand, quarters, schedules_with_costs, steady, with_updates
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs(), st.none() | quarters)
 def test_no_order_beats_it(case: tuple[Schedule, Costs], norm: float | None) -> None:
@@ -25,6 +26,7 @@ def test_no_order_beats_it(case: tuple[Schedule, Costs], norm: float | None) -> 
     assert lower_bound(schedule, costs) <= simulate(schedule, costs).makespan
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs(forward_only=False), st.integers(2, 3))
 def test_no_order_with_updates_beats_it(case: tuple[Schedule, Costs], batches: int) -> None:
@@ -59,6 +61,7 @@ def best_makespan(P: int, V: int, M: int, ops: str, costs: Costs) -> float:
     return best
 
 
+@pytest.mark.thorough(but=["3-1-1-FB"])
 @pytest.mark.parametrize(
     ("P", "V", "M", "ops"),
     [(2, 1, 2, "FB"), (2, 2, 1, "FB"), (3, 1, 1, "FB"), (1, 2, 2, "FB"), (2, 1, 2, "F"), (2, 1, 2, "FIW")],

@@ -21,6 +21,7 @@ def with_program(schedule: Schedule, rank: int, program: Sequence[Action]) -> Sc
     return replace(schedule, programs=tuple(programs))
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules())
 def test_valid_schedules_are_accepted(schedule: Schedule) -> None:
@@ -40,6 +41,7 @@ def most_alive(program: Sequence[Action]) -> int:
     return max((sum(first[p] <= at <= last[p] for p in first) for at in range(len(program))), default=0)
 
 
+@pytest.mark.thorough
 @steady
 @given(disordered())
 def test_any_order_is_judged_as_the_graph_judges_it(schedule: Schedule) -> None:
@@ -154,6 +156,7 @@ def test_an_evaluation_keeps_nothing() -> None:
     assert check(schedule.forward_only()).peak_activations == (1, 1, 1)
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules(), st.data())
 def test_one_action_less_is_missed(schedule: Schedule, data: st.DataObject) -> None:

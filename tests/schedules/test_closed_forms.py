@@ -20,6 +20,7 @@ COSTS = [(1.0, 1.0, 1.0, 0.0), (1.0, 0.5, 0.75, 0.0), (2.0, 2.5, 1.0, 0.5), (1.0
 WITH_A_FORM = [f for f in FAMILIES.values() if f.name in SECONDS | SPANS | PEAKS]
 
 
+@pytest.mark.thorough(but=["chimera"])
 @pytest.mark.parametrize("each", WITH_A_FORM, ids=lambda each: each.name)
 def test_what_a_family_says_of_itself(each: Family) -> None:
     """Seconds, spans and peaks by its own formulas, wherever these hold, and each of them somewhere."""
@@ -49,6 +50,7 @@ def test_what_a_family_says_of_itself(each: Family) -> None:
     assert held == {name for name, form in forms.items() if form is not None}
 
 
+@pytest.mark.thorough(but=["1-1"])
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize("V", [1, 2, 3])
 def test_interleaved_is_the_best_order_of_any_batch(P: int, V: int) -> None:

@@ -129,6 +129,7 @@ def shared(draw: DrawFn) -> tuple[Schedule, list[Collective]]:
     return schedule, [total(*each) for each in draw(st.lists(stages, max_size=5, unique=True))]
 
 
+@pytest.mark.thorough
 @steady
 @given(shared())
 def test_all_ranks_get_through(case: tuple[Schedule, list[Collective]]) -> None:
@@ -145,6 +146,7 @@ def test_all_ranks_get_through(case: tuple[Schedule, list[Collective]]) -> None:
     assert not any(queues)
 
 
+@pytest.mark.thorough
 @steady
 @given(shared())
 def test_none_stands_before_a_backward_that_it_needs(case: tuple[Schedule, list[Collective]]) -> None:
@@ -229,6 +231,7 @@ def test_a_sum_runs_beside_compute_and_the_update_waits() -> None:
     assert timeline.makespan == 9.0
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules(forward_only=False))
 def test_the_simulator_begins_sums_where_the_program_does(schedule: Schedule) -> None:

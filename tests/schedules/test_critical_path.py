@@ -78,6 +78,7 @@ class Longest:
         return self.longest({**self.length, node: self.length[node] - EPSILON})
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs())
 def test_every_step_is_what_the_next_one_waited_for(case: tuple[Schedule, Costs]) -> None:
@@ -93,6 +94,7 @@ def test_every_step_is_what_the_next_one_waited_for(case: tuple[Schedule, Costs]
     assert sum(slow.length[node] for node in actions) + sum(delays) + updates == path.seconds
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs())
 def test_shorter_actions_shorten_the_run_only_on_the_path(case: tuple[Schedule, Costs]) -> None:
@@ -166,6 +168,7 @@ def test_streams_wait_for_sums_and_gathers(gather: float) -> None:
     assert not path.by_kind.keys() & WAITS
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs(), st.data())
 def test_measured_timelines_are_tiled_too(case: tuple[Schedule, Costs], data: st.DataObject) -> None:

@@ -53,6 +53,7 @@ def noisy(clean: Timeline, *, spread: float, seed: int, slow: dict[int, float] |
     return replace(clean, ranks=tuple(ranks), measured=True)
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs(), schedules_with_costs())
 def test_changes_add_up_for_any_two(one: tuple[Schedule, Costs], other: tuple[Schedule, Costs]) -> None:
@@ -74,6 +75,7 @@ def test_changes_add_up_for_any_two(one: tuple[Schedule, Costs], other: tuple[Sc
         }
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs())
 def test_a_timeline_does_not_differ_from_itself(case: tuple[Schedule, Costs]) -> None:
@@ -117,6 +119,7 @@ def test_the_action_that_departs_most_comes_first() -> None:
     assert all(each.seconds == 0 for each in found.departures[1:])
 
 
+@pytest.mark.thorough(but=["gpipe", "2bw", "seq-zb-h1"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_schedules_are_compared_as_far_as_they_can_be(name: str) -> None:
     P, M = fitting(name, 3, 6)

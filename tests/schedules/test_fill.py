@@ -104,6 +104,7 @@ def test_the_longest_waits_are_taken_first() -> None:
         assert len(rank.moves) == 1
 
 
+@pytest.mark.thorough
 @given(
     name=st.sampled_from(sorted(name for name in FAMILIES if name != "custom")),
     shape=st.tuples(st.integers(2, 4), st.integers(1, 2)),

@@ -98,6 +98,7 @@ def drawn_flushes(name: str) -> str:
     return "\n".join(blocks)
 
 
+@pytest.mark.thorough(but=["dualpipe"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_golden(name: str, update_golden: bool) -> None:
     path = GOLDEN / f"{name}.txt"

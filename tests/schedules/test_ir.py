@@ -81,6 +81,7 @@ def test_edges_are_a_chain_unless_given() -> None:
     assert skipped.programs == made.programs
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules())
 def test_forward_only_keeps_the_order(made: Schedule) -> None:

@@ -67,6 +67,7 @@ def cases(draw: DrawFn) -> tuple[Schedule, Costs, Links]:
     return schedule, draw(costs_for(schedule.num_stages, schedule.num_microbatches)), draw(links_for(schedule))
 
 
+@pytest.mark.thorough
 @steady
 @given(cases())
 def test_it_equals_the_slow_simulator(case: tuple[Schedule, Costs, Links]) -> None:
@@ -95,6 +96,7 @@ def test_it_equals_the_slow_simulator(case: tuple[Schedule, Costs, Links]) -> No
     assert not summed
 
 
+@pytest.mark.thorough
 @steady
 @given(cases(), st.none() | quarters)
 def test_updates_wait_for_sums(case: tuple[Schedule, Costs, Links], norm: float | None) -> None:
@@ -117,6 +119,7 @@ def test_updates_wait_for_sums(case: tuple[Schedule, Costs, Links], norm: float 
         assert set(schedule.placement[rank]) & set(through) <= updated
 
 
+@pytest.mark.thorough
 @steady
 @given(cases())
 def test_links_without_limit_are_latencies(case: tuple[Schedule, Costs, Links]) -> None:
@@ -132,6 +135,7 @@ def test_links_without_limit_are_latencies(case: tuple[Schedule, Costs, Links]) 
     assert one == other
 
 
+@pytest.mark.thorough
 @steady
 @given(cases(), st.none() | quarters)
 def test_no_order_beats_the_bound(case: tuple[Schedule, Costs, Links], norm: float | None) -> None:

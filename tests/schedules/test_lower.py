@@ -99,6 +99,7 @@ def test_messages_say_what_they_are() -> None:
 # --- of any schedule ---
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules(), st.booleans())
 def test_what_crosses_ranks_is_sent_once(schedule: Schedule, share_loss: bool) -> None:
@@ -134,6 +135,7 @@ def posting_order(program: RankProgram) -> dict[int, list[Message]]:
     return order
 
 
+@pytest.mark.thorough
 @steady
 @given(lowered_alone)
 def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) -> None:
@@ -158,6 +160,7 @@ def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) 
         assert not any(outstanding.values())
 
 
+@pytest.mark.thorough(but=["gpipe-2-None"])
 @pytest.mark.parametrize(
     ("name", "P", "chunks"),
     [
@@ -186,6 +189,7 @@ def test_ranks_run_to_the_end(lowered: Lowered) -> None:
     delivered(lowered)
 
 
+@pytest.mark.thorough
 @steady
 @given(lowered_schedules)
 def test_proofs(lowered: Lowered) -> None:
@@ -292,6 +296,7 @@ def test_waiting_for_the_wrong_message_is_refused() -> None:
         check_lowered(replace(lowered, programs=(lowered.programs[0], wrong)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "num_ranks"), [("interleaved", 8), pytest.param("interleaved", 64, marks=pytest.mark.nightly)]
 )

@@ -68,6 +68,7 @@ def slow_gradients(timeline: Timeline, rank: int, time: float, stages: Sequence[
     return found
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs())
 def test_every_moment_is_as_counted_one_by_one(case: tuple[Schedule, Costs]) -> None:
@@ -124,6 +125,7 @@ def test_by_hand() -> None:
     assert first.peak == max(first.total)
 
 
+@pytest.mark.thorough(but=["gpipe"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_hold_versions_and_let_go(name: str) -> None:
     P, M = fitting(name, 3, 6)

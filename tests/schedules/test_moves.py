@@ -93,6 +93,7 @@ SIZES = {"num_ranks": 4, "num_microbatches": 8}
 PLAIN = [name for name in FLUSH if (built := build(name, **SIZES)).num_slices == 1 and not built.moves_activations]
 
 
+@pytest.mark.thorough(but=["eager-1f1b"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_random_moves_of_every_family_run_as_they_are_counted(name: str) -> None:
     """Whoever waits for them is late by no more than they take; where they take nothing nobody is."""

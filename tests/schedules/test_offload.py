@@ -21,6 +21,7 @@ from stagewright.schedules import (
 from .builders import FLUSH
 
 
+@pytest.mark.thorough
 def test_half_of_the_stages_on_the_host_leave_a_quarter() -> None:
     """And nobody waits, while a way takes no longer than a forward."""
     for ranks, chunks, halves in ((4, 2, (1.0, 1.0)), (4, 4, (1.2, 0.6)), (8, 2, (1.0, 0.7)), (8, 4, (1.0, 1.0))):
@@ -45,6 +46,7 @@ def test_half_of_the_stages_on_the_host_leave_a_quarter() -> None:
             assert longer.makespan > without.makespan * 1.02
 
 
+@pytest.mark.thorough(but=["terapipe"])
 @pytest.mark.parametrize("name", FLUSH)
 def test_any_flush_schedule_can_be_offloaded(name: str) -> None:
     plain = build(name, num_ranks=4, num_microbatches=8)

@@ -12,6 +12,7 @@ from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, ch
 from .random_schedules import by_hand
 
 
+@pytest.mark.thorough(but=["1-1"])
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("M", [1, 4, 6])
 def test_one_version_and_the_published_bound(P: int, M: int) -> None:

@@ -28,6 +28,7 @@ def microbatches_for(P: int) -> list[int]:
 # --- versions, staleness, memory ---
 
 
+@pytest.mark.thorough(but=["1"])
 @pytest.mark.parametrize("P", RANKS)
 def test_versions_staleness_and_activations(P: int) -> None:
     """Weight stashing keeps warm-up + 1 = P - r versions, vertical sync P, 2bw 2; as many updates late."""
@@ -70,6 +71,7 @@ def test_only_updates_of_2bw_can_wait(name: str) -> None:
         defer_updates(schedule)
 
 
+@pytest.mark.thorough(but=["1-2"])
 @pytest.mark.parametrize("P", [2, 3, 4])
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 6, 12])
 def test_update_every(P: int, every: int) -> None:
@@ -102,6 +104,7 @@ def replayed(program: Sequence[Action], every: int) -> tuple[int, int]:
 # --- speed ---
 
 
+@pytest.mark.thorough(but=["1-pipedream"])
 @pytest.mark.parametrize("name", ASYNC)
 @pytest.mark.parametrize("P", RANKS)
 def test_no_bubble_when_links_and_updates_are_free(name: str, P: int) -> None:
@@ -132,6 +135,7 @@ def warmups_of(schedule: Schedule) -> list[int]:
     return [[action.op for action in program].index(Op.B) - 1 for program in schedule.programs]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("F", "B"), FB)
 def test_eager_closes_latency_up_to_half_of_the_work(F: float, B: float) -> None:
     """And costs as many more activations; where M leaves it no room it is still the deepest that M allows."""
@@ -235,6 +239,7 @@ def mutated(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
     return replace(schedule, programs=tuple(programs))
 
 
+@pytest.mark.thorough(but=["1"])
 @pytest.mark.parametrize("P", [1, 2, 3])
 def test_each_update_has_its_window(P: int) -> None:
     """U(t) may stand anywhere from behind the last backward of batch t to before the first forward of batch t + 2, as

@@ -87,6 +87,7 @@ def receives_of_a_link(program: RankProgram) -> int:
     return most
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules(), st.booleans(), st.integers(1, 4))
 def test_any_order_ends(schedule: Schedule, share_loss: bool, ahead: int) -> None:
@@ -115,6 +116,7 @@ def prove(name: str, P: int, V: int, M: int) -> None:
     assert where_sends_wait([stream.whole(rank, 3) for rank in range(P)]) is None
 
 
+@pytest.mark.thorough(but=["chimera"])
 @pytest.mark.parametrize("name", [*FLUSH, *ASYNC])
 def test_all_families_end(name: str) -> None:
     for sizes in [(2, 2, 8), (5, 3, 10), (6, 3, 16)]:

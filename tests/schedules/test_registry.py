@@ -63,6 +63,7 @@ def test_a_family_says_what_its_builder_does(each: Family) -> None:
         assert {len(stages) for stages in built[0].placement} == {each.num_chunks * each.weight_copies}
 
 
+@pytest.mark.thorough
 def test_what_is_full_after_some_rounds_grows_no_more() -> None:
     for each, P in product(FAMILIES.values(), (2, 3, 4)):
         if each.full_after is not None:
@@ -72,6 +73,7 @@ def test_what_is_full_after_some_rounds_grows_no_more() -> None:
             assert len(peaks) == 1, each.name
 
 
+@pytest.mark.thorough(but=["1-1-eager-1f1b"])
 @pytest.mark.parametrize("name", FLUSH)
 @pytest.mark.parametrize(("P", "M"), [(1, 1), (3, 1), (1, 4), (3, 7)])
 def test_every_size_is_complete_and_free_of_deadlock(name: str, P: int, M: int) -> None:

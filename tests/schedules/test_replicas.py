@@ -18,6 +18,7 @@ from .reference import delivered
 REPLICAS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (1, 2, 1), (2, 2), (1, 1, 3)]
 
 
+@pytest.mark.thorough(but=["6-(2, 1)-paci"])
 @pytest.mark.parametrize("name", ASYNC)
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
 @pytest.mark.parametrize("M", [6, 12])
@@ -126,6 +127,7 @@ def test_the_rule_of_pipedream_is_too_shallow_in_front_of_a_slow_stage() -> None
     assert simulate(eager, in_proportion(replicas)).batch_seconds == 12 * 3
 
 
+@pytest.mark.thorough(but=["(2, 1)"])
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
 def test_replicas_under_2bw_with_any_number_of_microbatches(replicas: tuple[int, ...]) -> None:
     for M in range(4, 9):

@@ -91,6 +91,7 @@ def test_updates_share_the_processor_with_sums_and_gathers() -> None:
     assert found.makespan == 25.0
 
 
+@pytest.mark.thorough(but=["0", "117"])
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_actions_get_what_is_left_of_the_processor(number: int) -> None:
     """Each as many seconds as it costs; and it starts as early as it can, given how long all of them took."""

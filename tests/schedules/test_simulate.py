@@ -28,6 +28,7 @@ from .reference import data_edges, name_of_message, seconds, starts
 ACT, GRAD = MessageKind.ACT, MessageKind.GRAD
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs())
 def test_starts_equal_the_longest_paths(case: tuple[Schedule, Costs]) -> None:
@@ -45,6 +46,7 @@ def test_starts_equal_the_longest_paths(case: tuple[Schedule, Costs]) -> None:
     )
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs())
 def test_messages_go_from_the_end_of_their_maker_to_their_arrival(case: tuple[Schedule, Costs]) -> None:

@@ -116,6 +116,7 @@ def actions(program: RankProgram) -> list[Action]:
 # --- any length, from any batch ---
 
 
+@pytest.mark.thorough(but=["False-2bw-P1-M1"])
 @every_case
 @pytest.mark.parametrize("shares", [False, True])
 def test_calls_and_drain_make_the_program(case: Case, deferred: bool, shares: bool) -> None:
@@ -126,6 +127,7 @@ def test_calls_and_drain_make_the_program(case: Case, deferred: bool, shares: bo
     assert stream.unrolled(schedule.num_batches) == schedule
 
 
+@pytest.mark.thorough(but=["pipedream-P1-M1"])
 @every_case
 def test_any_number_of_batches(case: Case, deferred: bool) -> None:
     """Each is what the builder makes for so many batches, with versions as the stream says."""
@@ -138,6 +140,7 @@ def test_any_number_of_batches(case: Case, deferred: bool) -> None:
         assert used == {(stage, k): stream.version(stage, k, first_batch=0) for stage, k in used}
 
 
+@pytest.mark.thorough(but=["2bw-P1-M1"])
 @every_case
 def test_messages_of_any_number_of_batches(case: Case, deferred: bool) -> None:
     """Lowered call by call, no rank hangs, with all that can travel."""
@@ -149,6 +152,7 @@ def test_messages_of_any_number_of_batches(case: Case, deferred: bool) -> None:
         delivered(whole)
 
 
+@pytest.mark.thorough(but=["pipedream-P1-M1"])
 @every_case
 def test_what_an_arrival_proves_is_true(case: Case, deferred: bool) -> None:
     """The peer has consumed the message before it sent the answer; each message is proved at most once. Once
@@ -186,6 +190,7 @@ def sent_by(program: RankProgram, step: Step) -> tuple[Message, ...]:
     return (step.message,) if isinstance(step, Transfer) and step.is_send else ()
 
 
+@pytest.mark.thorough(but=["1-pipedream-P1-M1"])
 @every_case
 @pytest.mark.parametrize("first", [1, 3, 5])
 def test_a_stream_that_begins_later(case: Case, deferred: bool, first: int) -> None:
@@ -215,6 +220,7 @@ def test_a_stream_that_begins_later(case: Case, deferred: bool, first: int) -> N
                 assert version == stream.version(stage, k, first_batch=0) + first * groups
 
 
+@pytest.mark.thorough
 def test_rank_0_needs_no_look_into_the_next_batch() -> None:
     """A call holds forwards of its own batch alone, and each call of the steady state as much as a batch."""
     for case, deferred in deferrable(CASES):

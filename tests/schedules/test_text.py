@@ -41,6 +41,7 @@ def test_csv() -> None:
     assert again == schedule
 
 
+@pytest.mark.thorough(but=["1-1-zb-2p"])
 @pytest.mark.parametrize("name", [n for n in FLUSH if FAMILIES[n].weight_copies == 1 and not FAMILIES[n].takes_slices])
 @pytest.mark.parametrize(("P", "M"), [(1, 1), (2, 3), (4, 8)])
 def test_csv_round_trip_of_builders(name: str, P: int, M: int) -> None:
@@ -53,6 +54,7 @@ def test_csv_round_trip_of_builders(name: str, P: int, M: int) -> None:
     assert Schedule.from_csv(schedule.to_csv(), name=name) == schedule
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules(replicas=False))
 def test_csv_round_trip(schedule: Schedule) -> None:
@@ -178,6 +180,7 @@ def test_owners_that_no_order_makes_fit() -> None:
 # --- JSON ---
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules(), st.integers(1, 3), st.sampled_from(["flush", "2bw", "stashing"]), st.data())
 def test_json_round_trip(schedule: Schedule, batches: int, rule: str, data: st.DataObject) -> None:
@@ -280,6 +283,7 @@ def test_updates_take_no_cell() -> None:
     assert schedule.grid() == "rank 0 | F0 B0 F1 I1 W1"
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules())
 def test_a_grid_shows_each_action_once_in_order(schedule: Schedule) -> None:

@@ -90,6 +90,7 @@ def test_nothing_happened() -> None:
     assert (free.makespan, free.bubble) == (0, 0)
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs())
 def test_definitions(case: tuple[Schedule, Costs]) -> None:
@@ -109,6 +110,7 @@ def test_definitions(case: tuple[Schedule, Costs]) -> None:
 # --- JSON ---
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs(), st.booleans())
 def test_json_round_trip(case: tuple[Schedule, Costs], measured: bool) -> None:

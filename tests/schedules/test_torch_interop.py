@@ -97,6 +97,7 @@ def test_looped_bfs_differs_from_torchs_in_the_order_of_backwards(torch_schedule
 # --- their tables here ---
 
 
+@pytest.mark.thorough(but=["compute_comms-ScheduleInterleaved1F1B-sizes5"])
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
@@ -132,6 +133,7 @@ def test_torchs_grid_of_a_plain_schedule_is_read(torch_schedules: Any) -> None:
 # --- our tables there ---
 
 
+@pytest.mark.thorough(but=["none-gpipe-sizes0"])
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

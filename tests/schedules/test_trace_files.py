@@ -199,6 +199,7 @@ def test_a_window_of_a_stream_is_read_back(tmp_path: Path) -> None:
     assert same(timeline, window)
 
 
+@pytest.mark.thorough(but=["0"])
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_breaks_good_lines_stay(tmp_path: Path, seed: int) -> None:
     """Random cuts and changes: broken lines are told with file and number, and all the others are read as before."""

@@ -139,6 +139,7 @@ def test_each_stage_of_a_rank_has_its_own_versions() -> None:
     assert derive_versions(schedule).peak_live == (2,)
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules(forward_only=False), st.integers(2, 3))
 def test_batch_after_batch_is_a_flush(schedule: Schedule, batches: int) -> None:

@@ -24,6 +24,7 @@ def actions_of(schedule: Schedule) -> list[Action]:
     return sorted(action for program in schedule.programs for action in program)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_every_microbatch_runs_once_on_a_living_holder(data: st.DataObject) -> None:
@@ -67,6 +68,7 @@ def test_the_order_of_one_without_its_peer() -> None:
     )
 
 
+@pytest.mark.thorough(but=["1f1b-options0"])
 @pytest.mark.parametrize(("name", "options"), FAMILIES)
 def test_what_one_death_costs(name: str, options: dict[str, Any]) -> None:
     """The others of a stage have M + M / (D - 1) microbatches, rounded up, in the place of M: less slow than that."""

@@ -97,8 +97,10 @@ def serve(connection: Connection, log: str, store_port: int) -> None:
 
 
 def _run(order: Order, store: Any) -> Any:
+    import torch
     import torch.distributed as dist
 
+    torch.manual_seed(0)  # ranks begin alike, as in processes of their own, whatever they drew in cases before
     os.environ |= torchrun_environment(rank=order.rank, num_ranks=order.ranks, port=order.master_port)
     function = _find(order)
     args, kwargs = pickle.loads(order.payload)

@@ -99,7 +99,7 @@ def choose(cases: dict[str, Measured], *, catching: Iterable[Collection[str]], n
 
 
 def _cheap(cases: dict[str, Measured]) -> list[str]:
-    """What is cheap in one process: tests with all their cases, one case of the others; and the cheapest of each file."""
+    """In one process: cheap tests whole, and a cheap case of the others; the cheapest case of each file."""
     tests: dict[str, list[str]] = defaultdict(list)
     files: dict[str, list[str]] = defaultdict(list)
     for name in sorted(cases, key=lambda name: cases[name].seconds):

@@ -30,12 +30,12 @@ def branches(*lines: int) -> set[tuple[str, int, int]]:
 
 def test_the_cheapest_cases_that_cover_what_all_do_and_catch_each_fault() -> None:
     cases = {
-        "a.py::cheap": Measured(0.01, branches(1)),
-        "a.py::dear": Measured(9.0, branches(1, 2, 3)),
-        "a.py::good": Measured(1.0, branches(2, 3)),
-        "a.py::catches": Measured(2.0, branches(1)),
-        "a.py::catches too": Measured(3.0, branches(1)),
-        "b.py::only one of its file": Measured(5.0, branches(1)),
+        "a.py::cheap": Measured(0.01, branches=branches(1)),
+        "a.py::dear": Measured(9.0, branches=branches(1, 2, 3)),
+        "a.py::good": Measured(1.0, branches=branches(2, 3)),
+        "a.py::catches": Measured(2.0, branches=branches(1)),
+        "a.py::catches too": Measured(3.0, branches=branches(1)),
+        "b.py::only one of its file": Measured(5.0, branches=branches(1)),
     }
     chosen = choose(cases, catching=[["a.py::catches too", "a.py::catches"], ["a.py::cheap"]], num_branches=3)
     assert sorted(chosen) == ["a.py::catches", "a.py::cheap", "a.py::good", "b.py::only one of its file"]

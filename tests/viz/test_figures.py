@@ -52,6 +52,7 @@ def texts(monkeypatch):
     return found
 
 
+@pytest.mark.thorough(but=["1-1"])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (2, 4), (4, 8), (16, 8)])
 def test_grows_with_the_ranks(num_ranks, num_microbatches, tmp_path):
     path = tmp_path / "timeline.png"
@@ -61,6 +62,7 @@ def test_grows_with_the_ranks(num_ranks, num_microbatches, tmp_path):
     assert 150 < height < 200 + 60 * num_ranks
 
 
+@pytest.mark.thorough
 def test_comparison_holds_both_panels(tmp_path, texts):
     predicted, measured = example(), replace(example(latency=0.5), measured=True)
     render_comparison(predicted, measured, tmp_path / "both.png")
@@ -72,6 +74,7 @@ def test_comparison_holds_both_panels(tmp_path, texts):
     assert any(text.startswith("measured:  makespan 17 s (1.133 times predicted)") for text in texts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("missing", ["predicted", "measured"])
 def test_comparison_of_one(missing, tmp_path, texts):
     both = {"predicted": example(), "measured": replace(example(), measured=True)}
@@ -85,6 +88,7 @@ def test_comparison_of_nothing(tmp_path):
         render_comparison(None, None, tmp_path / "none.png")
 
 
+@pytest.mark.thorough
 def test_numbers_where_they_fit(tmp_path, texts):
     render_timeline(example(num_microbatches=4), tmp_path / "wide.png")
     assert all(texts.count(str(k)) == 2 * 2 for k in range(4))  # F and B on both ranks
@@ -93,12 +97,14 @@ def test_numbers_where_they_fit(tmp_path, texts):
     assert "3" not in texts
 
 
+@pytest.mark.thorough
 def test_the_origin_does_not_matter(tmp_path):
     render_timeline(example(), tmp_path / "a.png")
     render_timeline(example().shifted(64.0), tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
+@pytest.mark.thorough(but=["1e-12"])
 @pytest.mark.parametrize("unit", [1e-12, 1e-7, 1e-4, 3600.0])
 def test_any_duration(unit, tmp_path):
     render_timeline(example(unit=unit), tmp_path / "t.png")
@@ -112,6 +118,7 @@ def test_time_unit(seconds, unit):
     assert time_unit(seconds)[0] == unit
 
 
+@pytest.mark.thorough
 def test_the_critical_path_is_framed_and_its_shares_are_said(texts):
     timeline = example(latency=0.5)
     plain = timeline_figure(timeline)
@@ -126,6 +133,7 @@ def test_the_critical_path_is_framed_and_its_shares_are_said(texts):
     assert not any("message" in text.get_text() for line in plain.legends for text in line.get_texts())
 
 
+@pytest.mark.thorough
 def test_forwards_of_a_stream_wear_their_weight_version(texts):
     figure = timeline_figure(simulate(build("2bw", num_ranks=2, num_microbatches=2, num_batches=5), Costs()))
     found = [text.get_text().strip() for text in figure.axes[0].texts if text.get_text().startswith("v")]
@@ -148,6 +156,7 @@ def last_batches(timeline, first):
     return Timeline(schedule=timeline.schedule, ranks=tuple(ranks), measured=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["2bw", "pipedream"])
 def test_a_stream_is_titled_by_its_steady_state(name, tmp_path, texts):
     render_timeline(stream(name), tmp_path / "free.png")
@@ -177,6 +186,7 @@ def test_the_idle_time_of_a_window_is_each_ranks_own():
     )
 
 
+@pytest.mark.thorough
 def test_updates_are_numbered_where_batches_overlap(tmp_path, texts):
     render_timeline(stream(num_batches=3, update=4.0), tmp_path / "t.png")
     assert [texts.count(f"U{batch}") for batch in range(4)] == [4, 4, 4, 0]
@@ -185,6 +195,7 @@ def test_updates_are_numbered_where_batches_overlap(tmp_path, texts):
     assert texts.count("U") == 2
 
 
+@pytest.mark.thorough
 def test_batches_are_told_apart(tmp_path, monkeypatch):
     """Two shades of each op, alternating; an update without a length is a line."""
     colours, lines = [], []
@@ -210,6 +221,7 @@ def test_batches_are_told_apart(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.thorough
 def test_no_end_is_predicted_for_a_stream(tmp_path, texts, monkeypatch):
     labels = []
     monkeypatch.setattr(Figure, "legend", lambda figure, handles, words, **options: labels.extend(words))
@@ -220,6 +232,7 @@ def test_no_end_is_predicted_for_a_stream(tmp_path, texts, monkeypatch):
     assert "predicted end" in labels
 
 
+@pytest.mark.thorough
 def test_sums_of_gradients_are_drawn_where_there_are_some(tmp_path, monkeypatch):
     labels, bars = [], []
     save = Figure.savefig
@@ -239,6 +252,7 @@ def test_sums_of_gradients_are_drawn_where_there_are_some(tmp_path, monkeypatch)
     assert "all-reduces of shared gradients" not in labels
 
 
+@pytest.mark.thorough
 def test_nothing_ran(tmp_path, texts):
     """Neither a timeline without any action, nor one whose actions take no time, nor one idle rank."""
     schedule = build("gpipe", num_ranks=2, num_microbatches=1)
@@ -254,6 +268,7 @@ def test_nothing_ran(tmp_path, texts):
     assert Action(0, Op.F, 0) == half.ranks[0].compute[0].what
 
 
+@pytest.mark.thorough
 def test_no_pyplot(tmp_path):
     """Drawing leaves no state behind: pyplot is never loaded."""
     program = (
@@ -268,6 +283,7 @@ def test_no_pyplot(tmp_path):
     assert (done.stdout.strip(), done.stderr) == ("False", "")
 
 
+@pytest.mark.thorough
 def test_an_svg_keeps_its_text_and_has_no_date(tmp_path):
     """The same bytes each time; words can be searched for and set in the paper's own type."""
     timeline = example(latency=0.2)
@@ -280,6 +296,7 @@ def test_an_svg_keeps_its_text_and_has_no_date(tmp_path):
     assert "dc:date" not in text
 
 
+@pytest.mark.thorough
 def test_a_figure_for_a_paper(tmp_path, texts):
     style = FigureStyle(width=7, dpi=200, font=7, title=False)
     render_timeline(example(), tmp_path / "t.png", style=style)
@@ -291,6 +308,7 @@ def test_a_figure_for_a_paper(tmp_path, texts):
     assert all(sum(len(text.get_text()) for text in line.get_texts()) * 9 * 0.5 < width for line in legend)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("width", "font"), [(4.0, 7.0), (5.0, 9.5), (16.0, 9.5), (16.0, 20.0)])
 def test_no_words_are_cut_and_rows_keep_their_height(width, font):
     """On narrow pages headings, captions and the legend's words go on in a further line."""
@@ -317,6 +335,7 @@ def test_a_style_that_cannot_be_read(wrong):
         FigureStyle(**wrong)
 
 
+@pytest.mark.thorough
 def test_several_exhibits_stand_on_one_scale(texts):
     """A measured panel is compared with its own prediction, every other one with the first of all."""
     short, long = example(), example(latency=0.5)
@@ -356,6 +375,7 @@ def test_idle_stretches_add_up_to_the_causes(costs):
         assert late == pytest.approx(idle.late_peer + idle.imbalance, abs=1e-9)
 
 
+@pytest.mark.thorough
 def test_a_missing_rank_is_said_and_clocks_are(tmp_path, texts):
     predicted = example(latency=0.5)
     ranks = (predicted.ranks[0], RankTrace(compute=()))

@@ -35,6 +35,7 @@ def slowed(timeline: Timeline, factor: float) -> Timeline:
     return replace(timeline, ranks=ranks, measured=True)
 
 
+@pytest.mark.thorough(but=["zb-h1"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_figures_of_a_prediction(name: str) -> None:
     timeline = simulate(build(name, num_ranks=4, num_microbatches=8), COSTS)
@@ -77,6 +78,7 @@ def test_streams_are_counted_by_the_batch() -> None:
     assert least_seconds(schedule, costs) == 8 * 3 + 0.5
 
 
+@pytest.mark.thorough
 def test_a_prediction_with_a_spread_is_the_median_of_its_samples() -> None:
     """In headline and pictures alike, and a measured step is held against that."""
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)

@@ -69,6 +69,7 @@ def test_the_steps_are_where_they_happen() -> None:
     assert memory.get_xlim()[1] == pytest.approx(shifted.makespan)
 
 
+@pytest.mark.thorough
 def test_peaks_and_limit_are_lines() -> None:
     most = max(curve.peak for curve in exhibit().curves(exhibit().predicted) or ())  # type: ignore[arg-type]
     shown = exhibit(memory_limit=(1.5 * most,) * 2, predicted_peak=(most, most / 2), measured_peak=(most / 2,) * 2)
@@ -87,6 +88,7 @@ def test_peaks_and_limit_are_lines() -> None:
     assert {line.get_linestyle() for line in far.axes[2].lines} == {"--", ":"}
 
 
+@pytest.mark.thorough
 def test_it_is_drawn_where_asked_for_and_known() -> None:
     assert len(panels_of([exhibit()])) == 1
     assert [type(p).__name__ for p in panels_of([exhibit(memory=()), exhibit()], memory=True)] == [
@@ -116,6 +118,7 @@ def test_a_missing_rank_holds_nothing_that_is_known() -> None:
     assert MemoryPart.WEIGHTS in panel.curves[0].parts
 
 
+@pytest.mark.thorough
 def test_the_same_bytes_each_time() -> None:
     first, second = (comparison_figure(exhibit(), style=STYLE).as_bytes("svg") for _ in range(2))
     assert first == second

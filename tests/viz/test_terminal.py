@@ -48,6 +48,7 @@ def test_three_columns_a_second() -> None:
 SIZES = [(40, 64, False), (59, 3, True), (60, 1, False), (99, 3, False), (100, 1, True), (200, 64, True)]
 
 
+@pytest.mark.thorough(but=["60-1-False"])
 @pytest.mark.parametrize(("width", "ranks", "colour"), SIZES)
 def test_every_line_fits_and_every_rank_has_one(width: int, ranks: int, colour: bool) -> None:
     predicted = simulate(build("interleaved", num_ranks=ranks, num_microbatches=5), Costs(latency=0.1))

@@ -157,6 +157,7 @@ def test_what_cannot_be_varied_says_why(browser: Any) -> None:
     assert data == {"refused": "200,004 actions: costs can be varied up to 200,000."}
 
 
+@pytest.mark.thorough(but=["gpipe"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_found_again_from_its_schedule(name: str) -> None:
     options: list[dict[str, Any]] = [{}]

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 TWO = Nodes(num_nodes=2)
 
 
+@pytest.mark.thorough
 def test_ranks_find_their_words_place_and_variables_and_the_line_is_told_before_they_run(tmp_path: Path) -> None:
     said: list[str] = []
     nodes = Nodes(num_nodes=2, ranks_per_node=2)
@@ -51,6 +52,7 @@ def test_ranks_find_their_words_place_and_variables_and_the_line_is_told_before_
     ] * 2
 
 
+@pytest.mark.thorough
 def test_the_first_failure_is_named_and_the_other_node_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_GRACE", 0.3)
     outcome = LocalBackend(say=lambda _: None).run(work(tmp_path, FAIL), TWO)
@@ -62,6 +64,7 @@ def test_the_first_failure_is_named_and_the_other_node_ends(tmp_path: Path, monk
     assert gone(processes(tmp_path, 1))
 
 
+@pytest.mark.thorough
 def test_a_run_ends_when_its_time_is_over(tmp_path: Path) -> None:
     outcome = LocalBackend(say=lambda _: None).run(work(tmp_path, SLEEP, timeout=1.0), TWO)
     assert (outcome.status, outcome.timed_out) == (124, True)
@@ -80,6 +83,7 @@ LocalBackend().run(work(Path(sys.argv[1]), SLEEP), Nodes(num_nodes=2))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "number",
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL],
@@ -94,6 +98,7 @@ def test_nothing_is_left_of_a_command_that_is_interrupted_or_killed(tmp_path: Pa
         assert process.wait(timeout=WITHIN) != 0
 
 
+@pytest.mark.thorough(but=["starter-stand-in"])
 @pytest.mark.parametrize(
     "torch",
     [False, pytest.param(True, marks=[pytest.mark.gloo, pytest.mark.nightly])],
@@ -117,6 +122,7 @@ def start(command: tuple[str, ...], rank: int) -> NodeStart:
     return NodeStart(name=f"node {rank} (host {'ab'[rank]})", command=command, interface="lo")
 
 
+@pytest.mark.thorough
 def test_a_node_that_never_joins_is_named_by_those_that_wait(tmp_path: Path) -> None:
     """Its starter hangs, as behind a connection that says nothing."""
     starts = [start(STARTER, 0), start(("sh", "-c", "echo one moment >&2; sleep 400"), 1)]
@@ -133,6 +139,7 @@ def test_a_node_that_cannot_be_started_says_why(tmp_path: Path) -> None:
     assert outcome.report == "node 1 (host b): could not be started (exit status 255): no such host"
 
 
+@pytest.mark.thorough
 def test_a_folder_and_an_interface_that_are_not_there_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise.os, "getcwd", lambda: "/nowhere at all")
     wrong = NodeStart(name="node 0", command=STARTER, interface="wlan7")
@@ -161,6 +168,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_ranks_of_two_nodes_sum_under_the_real_torchrun(tmp_path: Path) -> None:
     outcome = LocalBackend().run(work(tmp_path, SUM, torch=True), TWO)

@@ -98,6 +98,7 @@ def test_the_kernel_carries_at_the_rate_of_the_cards(exact):
             check(measure(net.hosts[0], net.addresses[1], 2_000_000, 400 * MEGABIT), 0.0, exact=exact)
 
 
+@pytest.mark.thorough
 @exactly
 def test_the_wire_holds_packets_back_and_tells_sites_apart(exact):
     shape = Shape(
@@ -114,6 +115,7 @@ def test_the_wire_holds_packets_back_and_tells_sites_apart(exact):
     assert net.wire.record.dropped == 0
 
 
+@pytest.mark.thorough
 def test_a_node_has_a_name_interfaces_and_processes_of_its_own():
     look = "import os, socket; print(socket.gethostname(), socket.gethostbyname('node1'), os.listdir('/sys/class/net'))"
     with network(Nodes(num_nodes=2), has_netem=False) as net:

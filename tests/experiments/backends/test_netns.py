@@ -68,6 +68,7 @@ def are_gone(inodes: set[int]) -> bool:
     return not any(network_of(int(path.name)) in inodes for path in Path("/proc").glob("[0-9]*"))
 
 
+@pytest.mark.thorough
 @needs_root
 def test_every_node_runs_the_line_with_an_address_and_a_name_of_its_own(tmp_path: Path) -> None:
     nodes = Nodes(num_nodes=2, ranks_per_node=2, shape=Shape(latency=0.001))
@@ -91,6 +92,7 @@ def test_every_node_runs_the_line_with_an_address_and_a_name_of_its_own(tmp_path
     assert networks(os.getpid()) == set()
 
 
+@pytest.mark.thorough
 @needs_root
 def test_time_that_is_over_ends_whatever_runs_on_the_nodes(tmp_path: Path) -> None:
     stray = "import subprocess\nsubprocess.Popen(['sleep', '120'], start_new_session=True)\n"
@@ -100,6 +102,7 @@ def test_time_that_is_over_ends_whatever_runs_on_the_nodes(tmp_path: Path) -> No
     assert networks(os.getpid()) == set()
 
 
+@pytest.mark.thorough
 @needs_root
 def test_a_wire_that_breaks_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_GRACE", 0.3)
@@ -137,6 +140,7 @@ def owner(folder: Path, share: str = "") -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.thorough
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_an_interrupted_owner_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
@@ -148,6 +152,7 @@ def test_an_interrupted_owner_leaves_nothing(tmp_path: Path, number: signal.Sign
     wait_for(lambda: are_gone(there))
 
 
+@pytest.mark.thorough
 @needs_groups
 def test_a_killed_owner_leaves_groups_that_the_next_run_removes_and_no_others(tmp_path: Path) -> None:
     root = cpu_share.group_root()
@@ -241,6 +246,7 @@ os._exit(0)  # torch may abort while it is torn down, one time in some thirty (D
 """
 
 
+@pytest.mark.thorough
 @needs_root
 @pytest.mark.gloo
 def test_ranks_in_namespaces_train_over_gloo(tmp_path: Path) -> None:

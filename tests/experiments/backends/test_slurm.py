@@ -86,6 +86,7 @@ def submitit():
     return pytest.importorskip("submitit")
 
 
+@pytest.mark.thorough
 def test_tasks_of_the_local_executor_run_the_line(tmp_path: Path, submitit) -> None:
     said: list[str] = []
     given = work(tmp_path, TELL, *HOSTILE, environment={"SECRET": "hidden"})
@@ -100,6 +101,7 @@ def test_tasks_of_the_local_executor_run_the_line(tmp_path: Path, submitit) -> N
     assert sorted(holding) == ["rank0.json", "rank1.json"]  # where the program wrote it
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO")  # files that this executor leaves open
 def test_the_debug_executor_runs_one_node_in_this_process(tmp_path: Path, submitit) -> None:
     outcome = SlurmBackend(cluster="debug", say=lambda _: None).run(work(tmp_path, TELL), Nodes())
@@ -107,6 +109,7 @@ def test_the_debug_executor_runs_one_node_in_this_process(tmp_path: Path, submit
     assert json.loads((tmp_path / "rank0.json").read_text())["WORLD_SIZE"] == "1"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["interrupt", pytest.param("time", marks=pytest.mark.nightly)])
 def test_a_job_is_cancelled_when_this_side_ends_or_its_time_is_over(tmp_path: Path, submitit, how: str) -> None:
     def interrupt(_: str) -> None:

@@ -16,6 +16,7 @@ EACH = 40  # orders that a placement has
 seconds = st.sampled_from([1.0, 2.0, 3.0, 5.0])
 
 
+@pytest.mark.thorough
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_it_is_never_worse_than_the_best_placement_alone(data: st.DataObject) -> None:

@@ -51,6 +51,7 @@ def peaks(schedule: Schedule, problem: Problem) -> list[float]:
     return found
 
 
+@pytest.mark.thorough(but=["None-1"])
 @pytest.mark.parametrize(("limit", "num_chunks"), [(None, 1), (1.0, 1), (3.0, 1), (7.0, 2)])
 def test_each_batch_is_within_its_memory_and_no_slower_than_the_fixed_schedule(
     limit: float | None, num_chunks: int
@@ -95,6 +96,7 @@ def test_what_was_found_for_a_batch_helps_with_the_next() -> None:
     assert sum(gains) / len(gains) > 0.02
 
 
+@pytest.mark.thorough
 def test_the_same_batches_have_the_same_orders() -> None:
     def run(seed: int) -> list[FoundOrder]:
         orders = BatchOrders(build("zb-h1", num_ranks=P, num_microbatches=M), cold=80, warm=40, seed=seed)

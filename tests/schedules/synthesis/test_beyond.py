@@ -71,6 +71,7 @@ def assert_sound(found: Synthesis, limit: float, *, share: float = 1.0, links: L
     assert max(peaks(timeline, [share if word == "full" else 1.0 for word in found.recompute])) <= limit + 1e-9
 
 
+@pytest.mark.thorough
 def test_a_quarter_of_the_memory_without_a_longer_bubble() -> None:
     """A quarter of 1F1B's P V = 16 activations stays, and two that move. The optimum without any limit is reached, and
     beats `gis` with half of its stages offloaded; without moves no order within the limit comes near it."""
@@ -107,6 +108,7 @@ def test_a_limit_that_nothing_else_meets() -> None:
     assert found.recompute[:4] == ("full",) * 4
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_they_never_make_it_worse(data: st.DataObject) -> None:
@@ -162,6 +164,7 @@ def test_placements_share_the_orders_as_they_would_without_moves() -> None:
     assert found.lower_bound < alone.lower_bound
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("evaluations", [1, 60])
 def test_links_that_queue_leave_no_named_schedule_ahead(evaluations: int) -> None:
     """Messages of 0.9 forwards, and cards that two ranks share."""

@@ -17,6 +17,7 @@ from .make_optima import read
 from .published import published, request
 
 
+@pytest.mark.thorough
 def test_never_above_the_optimum_of_300_random_instances() -> None:
     """The optima are CP-SAT's; three in four are met."""
     optima = read()
@@ -64,6 +65,7 @@ def test_named_schedules_that_are_optimal(P: int) -> None:
     assert least_seconds(problem) == pytest.approx(simulate(schedule, costs).span)
 
 
+@pytest.mark.thorough(but=["3-8-4", "16-48-20"])
 @pytest.mark.parametrize(("P", "M", "limit"), [(3, 8, 4), (4, 6, 4), (4, 8, 6), (6, 14, 8), (16, 48, 20), (16, 48, 28)])
 def test_equal_steps_of_a_v_take_as_long_as_is_proven(P: int, M: int, limit: int) -> None:
     """Qi et al. (2024, controllable memory): a span of 6M + 6P - 3k - 1 with k activations; met where small."""

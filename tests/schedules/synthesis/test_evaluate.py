@@ -80,6 +80,7 @@ def posed(schedule: Schedule, costs: Costs, objective: Objective = "makespan", l
     )
 
 
+@pytest.mark.thorough
 @steady
 @given(instances())
 def test_equal_to_the_simulator_to_the_last_bit(instance: tuple[Schedule, Costs]) -> None:
@@ -96,6 +97,7 @@ def test_equal_to_the_simulator_to_the_last_bit(instance: tuple[Schedule, Costs]
         assert evaluator.schedule(orders, name="random") == schedule
 
 
+@pytest.mark.thorough
 @steady
 @given(disordered(replicas=False, forward_only=False))
 def test_a_deadlock_has_no_end(schedule: Schedule) -> None:

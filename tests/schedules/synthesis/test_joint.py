@@ -58,6 +58,7 @@ def schedule_of(
     return found, costs, held
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("seed", "num", "P", "M", "latency"), [(1, 8, 3, 2, 0.0), (2, 7, 3, 4, 0.2), (3, 8, 2, 3, 0.1)]
 )
@@ -85,6 +86,7 @@ def test_it_reaches_the_best_of_all_cuts_and_placements(seed: int, num: int, P: 
     assert got.separate.value <= best[got.separate.placement, got.separate.cut] * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_what_it_returns_is_a_schedule_of_its_cut_within_the_memory_and_the_same_again() -> None:
     layers = drawn(Random(5), 12)
     limit = 0.8 * sum(each.activation for each in layers)
@@ -106,6 +108,7 @@ def test_what_it_returns_is_a_schedule_of_its_cut_within_the_memory_and_the_same
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("objective", "share"), [("makespan", 0.5), ("span", 0.6)])
 def test_any_placement_within_the_memory(objective: str, share: float) -> None:
     """Stages on any ranks, their order carried from cut to cut."""
@@ -124,6 +127,7 @@ def test_any_placement_within_the_memory(objective: str, share: float) -> None:
     assert got.best.synthesis.problem.placement == got.best.placement
 
 
+@pytest.mark.thorough(but=["makespan"])
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_what_a_chain_says_is_what_the_simulator_says(objective: str) -> None:
     """From an order on another cut, through many cuts; the same again."""

@@ -67,6 +67,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["v", "links", "moves", "cuts"])
 @pytest.mark.parametrize("kind", [*SIZES, "cuts", "chains"])
 def test_seconds_are_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond them only what an order takes to be written down: its simulation, and what a search was about to end."""
@@ -95,6 +96,7 @@ def drawn(number: int) -> tuple[dict[str, Any], int]:
     return sizes | {"objective": random.choice(["makespan", "span"]), "seconds": 600.0}, V
 
 
+@pytest.mark.thorough(but=["2", "4", "5"])
 @pytest.mark.parametrize("number", range(6))
 def test_more_evaluations_begin_with_fewer(number: int) -> None:
     sizes, least = drawn(number)
@@ -108,6 +110,7 @@ def way(found: Synthesis) -> list[tuple[float, int]]:
     return [(point.value, point.evaluations) for point in found.history]
 
 
+@pytest.mark.thorough(but=["2"])
 @pytest.mark.parametrize("number", range(6))
 def test_more_room_is_no_worse(number: int) -> None:
     """By a higher limit, and by W that keep less."""
@@ -117,6 +120,7 @@ def test_more_room_is_no_worse(number: int) -> None:
     assert values == sorted(values, reverse=True)
 
 
+@pytest.mark.thorough(but=["2"])
 @pytest.mark.parametrize("number", range(3))
 def test_w_that_keep_less_get_what_is_found_where_all_is_kept(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the search for orders of their own finds nothing as good: here it has only its start."""
@@ -134,6 +138,7 @@ def test_w_that_keep_less_get_what_is_found_where_all_is_kept(number: int, monke
     assert synthesize(**sizes, memory_limit=least + 1, kept_share=0.9, evaluations=300).value == whole.value
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_ranks", "limit", "part"), [(8, 10, 0.99), (16, 24, 0.97)])
 def test_blocks_between_the_named_ones(num_ranks: int, limit: int, part: float) -> None:
     """Under limits between the memory of `v-min`, `v-half` and `zb-v` they leave these behind, at every P."""

@@ -35,6 +35,7 @@ def named(num_ranks: int, num_microbatches: int, num_chunks: int) -> list[Schedu
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 @pytest.mark.parametrize(("placement", "num_chunks"), [("plain", 1), ("cyclic", 2), ("v", 2)])
 def test_no_named_schedule_that_fits_the_memory_is_better(
@@ -76,6 +77,7 @@ TABLE = published("zb-")
 QUICK = [point for point in TABLE if point["ranks"] == "8" and point["memory"] == "1.0"]
 
 
+@pytest.mark.thorough(but=["zb-1p-1.5B-24"])
 @pytest.mark.parametrize("point", QUICK, ids=lambda p: f"{p['source']} {p['microbatches']}".replace(" ", "-"))
 def test_at_or_below_the_published_table(point: dict[str, str]) -> None:
     """At the memory of 1F1B; the others are tried nightly."""
@@ -127,6 +129,7 @@ def found_of(number: int, evaluations: int) -> float:
     return value
 
 
+@pytest.mark.thorough
 def test_equal_to_the_optimum_of_small_problems() -> None:
     """A sample; `test_equal_to_the_optimum_of_95_in_100` has all."""
     optima = read()
@@ -143,6 +146,7 @@ def test_equal_to_the_optimum_of_95_in_100() -> None:
     assert len(missed) <= 0.05 * len(optima), missed
 
 
+@pytest.mark.thorough(but=["plain"])
 @pytest.mark.parametrize("placement", ["plain", "v", "cyclic"])
 def test_orders_of_any_policy_are_complete_and_fit(placement: str) -> None:
     """Also with the least memory there can be, and stages and ranks of different size."""
@@ -212,6 +216,7 @@ def test_the_same_seed_and_evaluations_find_the_same() -> None:
     assert find(1) == find(1)
 
 
+@pytest.mark.thorough
 def test_a_bound_that_leaves_room_for_rounding_is_met() -> None:
     """Limits of memory leave 1e-9 of themselves for it, and a bound over several chunks is lower by as much."""
     thirds = Costs(forward=0.5, input_grad=0.5, weight_grad=0.5, latency=0.1)
