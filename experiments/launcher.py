@@ -165,11 +165,8 @@ class _Watchdog:
     """
 
     def __init__(self, ranks: list[RankProcess], patience: float | None) -> None:
-        self._ranks = ranks
-        self._patience = patience
-        self._looked = time.monotonic()
-        self._still = 0.0
-        self._seen: tuple[float, ...] = ()
+        self._ranks, self._patience = ranks, patience
+        self._looked, self._still, self._seen = time.monotonic(), 0.0, tuple[float, ...]()
 
     def barks(self) -> bool:
         if self._patience is None:

@@ -94,8 +94,7 @@ class RankProcess:
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return 0.0, False
-        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
-        return seconds, fields[0] in "RD"
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] in "RD"  # utime and stime
 
     def ask_where(self) -> bool:
         """Ask it to write down where it stands, if it has said that it will."""
