@@ -103,7 +103,7 @@ class Verifier:
         before = self._own_buffers()
         with self._left_as_it_was():
             with untouched(self._parts.root, device=self._options.device):
-                outputs = self._evaluation.flat_outputs(given.copied())
+                outputs = self._evaluation.columns(given.copied())
             with (
                 nullcontext() if self._regions is None else self._regions.seen(),
                 self._run.seeder.drawing_apart() as apart,
@@ -120,7 +120,7 @@ class Verifier:
             batches = self._gather_batches(given)
             verdict: str | None = None
             if self._plain is not None:
-                piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=_each(outputs))
+                piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=outputs)
                 verdict = self._judge_it(
                     self._plain, weights, moved=moved, batches=batches, piped=piped, step=step, drew_apart=drew_apart
                 )
@@ -186,8 +186,7 @@ class Verifier:
             watch = Watch(plain.root)
             entering = watch.entering(self._parts.entering)
             evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
-            columns = plain.evaluate(evaluated, self._run.seeder, entering=entering, step=step)
-            outputs = _each(self._evaluation.join(columns, like=evaluated[0][1].arguments))
+            outputs = plain.evaluate(evaluated, self._run.seeder, entering=entering, step=step)
             outcome = plain.run(
                 microbatches,
                 watch.loss_of(lambda output, target: read_loss(loss_fn(output, target), share)),
@@ -356,7 +355,3 @@ class Verifier:
                     update.loss_scale.load(scale)
                 update.restart()
                 put_results_back()
-
-
-def _each(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> list[torch.Tensor]:
-    return [x for one in outputs for x in (one if isinstance(one, list) else [one])]
