@@ -51,10 +51,11 @@ class Evaluation:
     """Runs batches forwards; one of fewer samples than M makes fewer microbatches. A model that returns its own loss is
     trained with labels and predicts without: the same stages, run in another way."""
 
-    def __init__(self, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
+    def __init__(self, ranks: Ranks, mode: Mode | None, *, like: Arguments, training: Training) -> None:
         self._run = run = ranks.update.run
         self._ranks = ranks
-        self._modes: dict[Form, tuple[Mode, Arguments]] = {like.form: (mode, like)}
+        self._like = like
+        self._modes: dict[Form, tuple[Mode, Arguments]] = {} if mode is None else {like.form: (mode, like)}
         self._forwards: dict[object, _Forwards] = {}
         self._adds_up = share_of_sum(run.options.loss_fn, 1) is not None
         self._training = training
@@ -72,6 +73,18 @@ class Evaluation:
     def predict(self, given: Given) -> object:
         with self._evaluated(given, "predict", has_loss=False) as begun:
             return self._result(begun, has_loss=False)[1]
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the stages are made for evaluations of the arguments that they were built for."""
+        return self._like.form in self._modes
+
+    def prepare(self) -> None:
+        """ValueError for stages that cannot be made for evaluation, which the first one would raise."""
+        self._mode_for(self._like, has_loss=self._run.has_loss)
+
+    def takes(self, given: Given) -> bool:
+        return given.parts[0].arguments.form == self._like.form
 
     def columns(self, given: Given) -> list[Tensors]:
         """By flat output, those of the microbatches that end in this process."""
@@ -116,12 +129,15 @@ class Evaluation:
         """The mode for arguments of such a form, and the first ones."""
         if like.form in self._modes:
             return self._modes[like.form]
-        built, example = next(iter(self._modes.values()))
-        evaluate_like = self._ranks.parts.evaluate_like
-        if evaluate_like is None:
-            check_like_example(like, example, has_target=has_loss)
-        assert evaluate_like is not None
-        mode = Mode(built.schedule.forward_only(), evaluate_like(like), Signature.of(like))
+        parts = self._ranks.parts
+        if like.form == self._like.form:
+            like, inference = self._like, parts.evaluation()
+        elif parts.evaluate_like is None:
+            check_like_example(like, self._like, has_target=has_loss)
+            raise AssertionError("arguments of another form")
+        else:
+            inference = parts.evaluate_like(like)
+        mode = Mode(self._run.layout.schedule.forward_only(), inference, Signature.of(like))
         if self._run.layout.place.world.distributed:
             new = sorted(links_of(batch_programs(mode.schedule, Sharing())) - self._ranks.links.between)
             if new:
@@ -203,7 +219,7 @@ class Evaluation:
     ) -> _Begun:
         """A batch, read and agreed on, and what runs it. Collective."""
         run = self._run
-        num_microbatches = self._microbatches_for(given)
+        num_microbatches = self.num_microbatches(given)
         microbatches = [
             each.arguments for each in given.on(run.options.device).cut(num_microbatches // run.num_replicas)
         ]
@@ -245,7 +261,7 @@ class Evaluation:
             values[slot] = torch.as_tensor(whole, dtype=kind.dtype, device=kind.device)
         return loss, form.assemble(values)
 
-    def _microbatches_for(self, given: Given) -> int:
+    def num_microbatches(self, given: Given) -> int:
         """M, or fewer for a batch of fewer samples; the same on every rank. Collective over data replicas."""
         num_replicas = self._run.num_replicas
         most = self._run.layout.schedule.num_microbatches // num_replicas
