@@ -110,8 +110,9 @@ def _connected(
 
     # 7. Programs, and the links that they need
     programs, make_update = _update(run, placed)
-    sharing = Sharing(loss=run.has_loss, receives_ahead=placed.evaluate.receives_ahead)
-    evaluation_programs = batch_programs(placed.evaluate.schedule, sharing)
+    forwards = placed.evaluate or placed.train.forwards(placed.train.schedule.num_microbatches)
+    sharing = Sharing(loss=run.has_loss, receives_ahead=forwards.receives_ahead)
+    evaluation_programs = batch_programs(forwards.schedule, sharing)
     links = RankLinks(run, links_of([*programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
 
     # 8. The update behind them
@@ -214,10 +215,11 @@ def _assembled(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """This process's stages; regions are for `Verifier`, where a tensor group divides modules."""
+    """This process's stages; regions are for `Verifier`, where a tensor group divides modules. `evaluate`: None until
+    the first evaluation."""
 
     train: Mode
-    evaluate: Mode
+    evaluate: Mode | None
     ownership: Ownership
     unchanged: Unchanged
     peers_in_parts: frozenset[int]
@@ -262,8 +264,8 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
         ownership = Ownership(run, parts, group=group, by_name=by_name)
         unchanged = Unchanged(run, parts)
         for stage in local:
-            parts.train.stages[stage].module.to(options.device)
-            parts.evaluate.stages[stage].module.to(options.device)
+            for mode in parts.prepared:
+                mode.stages[stage].module.to(options.device)
         if slices:
             check_stages(run, parts, whole, slices)
         ownership.spread_from_first_owners(run.collectives)
@@ -290,13 +292,13 @@ def _placed_again(run: Run, placed: _Placed, example: Arguments, *, goes_on: boo
     return replace(
         placed,
         train=Mode(schedule, placed.train.inference, microbatch),
-        evaluate=Mode(schedule.forward_only(), placed.evaluate.inference, microbatch),
+        evaluate=Mode(schedule.forward_only(), placed.ownership.model.evaluation(), microbatch),
     )
 
 
 def _divided_and_cut(
     run: Run, stack: ExitStack, cut: Callable[[], CutModel], undivided: Sequence[OutputSpecs | None], example: Arguments
-) -> tuple[MemberShards, Regions | None, CutModel, Mode, Mode, str]:
+) -> tuple[MemberShards, Regions | None, CutModel, Mode, Mode | None, str]:
     """The divided model, and how it trains and evaluates; in a line, who divides what, for `_agree`.
 
     Before it was divided, its outputs in both modes were `undivided`. An error within `stack` leaves it whole.
@@ -316,11 +318,13 @@ def _divided_and_cut(
     # 5. Cut, wired
     parts, schedule = cut(), layout.schedule
     train = Mode(schedule, parts.train, microbatch, undivided=undivided[0])
-    evaluate = Mode(schedule.forward_only(), parts.evaluate, microbatch, undivided=undivided[1])
+    evaluate = None
+    for inference in parts.prepared[1:]:
+        evaluate = Mode(schedule.forward_only(), inference, microbatch, undivided=undivided[1])
     how = str(tensor) if tensor.styles else "none"
     if layout.place.is_uneven():
         _refuse_divided_ties(run, parts, group)
-        modes = zip((train, evaluate), undivided, strict=True)
+        modes = zip(filter(None, (train, evaluate)), undivided, strict=True)
         between = "; ".join(_uneven_layouts(run, mode, microbatch, whole) for mode, whole in modes)
         how = f"groups of different sizes, and between them {zlib.crc32(between.encode()):08x}"
     sends = "" if how == "none" else f", sends {run.options.mesh.sends}"
@@ -377,7 +381,7 @@ def _whole_outputs(
         if run.guard.spares(error):  # or it is another one in another process
             raise
         return None, None
-    return parts.train.outputs(microbatch), parts.evaluate.outputs(microbatch)
+    return parts.train.outputs(microbatch), parts.evaluation().outputs(microbatch)
 
 
 def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> None:

@@ -29,6 +29,7 @@ from ..comm import (
 )
 from ..comm.membership import LIFE, Membership
 from ..partition.model.forms import Arguments
+from ..partition.model.modes import no_collection
 from ..schedules.transform import on_rows, schedule_without
 from .arguments import AUTO
 from .batch.agreement import unequal_weights
@@ -171,10 +172,15 @@ class Building:
             assert self.layout is not None
         return self.layout
 
-    def built_for(self, given: Given) -> Pipeline:
-        """The pipeline; the first batch builds the stages, unless there were example inputs."""
+    def built_for(self, given: Given, *, evaluates: bool = False) -> Pipeline:
+        """The pipeline; the first batch builds the stages, unless there were example inputs. `evaluates`: for
+        evaluation, too, where that may wait for the first one."""
         layout = self.decided_for(given)
-        return self._assemble(layout, given) if self.pipeline is None else self.pipeline
+        if self.pipeline is None:
+            return self._assemble(layout, given, evaluates=evaluates)
+        if evaluates:
+            self.pipeline.evaluation.prepare()
+        return self.pipeline
 
     def ready_for(self, given: Given) -> Pipeline:
         """The same, to run a batch: ValueError, on every rank, where their weights were never the same."""
@@ -351,7 +357,7 @@ class Building:
                     self.pipeline = before
                     raise
 
-    def _assemble(self, layout: Layout, given: Given) -> Pipeline:
+    def _assemble(self, layout: Layout, given: Given, *, evaluates: bool = False) -> Pipeline:
         run_on, own = self.options.device, layout.schedule.num_microbatches // layout.place.replica[1]
 
         def like(x: torch.Tensor) -> torch.Tensor:
@@ -365,9 +371,10 @@ class Building:
 
         joins = self._members is not None and self._members.life > 0
         slow = told_if_slow("building the pipeline", rank=self.world.rank)
-        with self.alone(), self.guard.together(), slow:
+        with self.alone(), self.guard.together(), slow, no_collection():  # nearly all that it makes stays
             verifies = self.options.verify_every is not None and not joins
-            run = Run(layout, self.options, self.guard, verifies=verifies)
+            evaluates = evaluates or self.world.distributed or self.options.mesh.sync != 1
+            run = Run(layout, self.options, self.guard, verifies=verifies, evaluates=evaluates)
             if self._loaded is None:
                 self.unequal = unequal_weights(run.root, layout.schedule, layout.place, run.collectives)
             pipeline = build(run, first)

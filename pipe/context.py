@@ -58,15 +58,19 @@ class Run:
     Attributes:
         root: above all modules of the model or of the stages.
         verifies: whether there is a copy of the plain model to verify with.
+        evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
         codecs: of its links, once the stages are cut; None: everything goes as it is.
     """
 
-    def __init__(self, layout: Layout, options: Options, guard: Guard, *, verifies: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, options: Options, guard: Guard, *, verifies: bool = False, evaluates: bool = True
+    ) -> None:
         self.layout = layout
         self.options = options
         self.guard = guard
         self.root = options.root
         self.verifies = verifies
+        self.evaluates = evaluates
         self.codecs: LinkCodecs | None = None
         device, timeout, place = options.device, options.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)

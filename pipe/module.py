@@ -28,6 +28,7 @@ from .context import choose_layout
 from .edits import Edits
 from .figures import RunFigures
 from .options import FIRST, read_options, warn_of_evaluation_mode
+from .run.evaluation import Evaluation
 from .run.fills import FillWork
 from .run.training import Training
 from .stage.recompute import RecomputeLike
@@ -193,7 +194,7 @@ class PipelineModule(RunFigures):
     def _verify_by_itself(self, given: Given) -> None:
         pipeline, is_first = self._building.built_for(given), self._until_verified == 0.0
         try:
-            self._verify(given)
+            self._verify(given, evaluates=pipeline.evaluation.is_prepared)
         except NotVerifiableError as error:
             if self._building.options.verify != FIRST:
                 raise
@@ -202,15 +203,22 @@ class PipelineModule(RunFigures):
         if is_first and pipeline.training.num_steps == 0:
             pipeline.measurement.forget()
 
+    def _evaluation_for(self, given: Given) -> Evaluation:
+        pipeline = self._building.ready_for(given)
+        if pipeline.verifier.owes_evaluation and pipeline.evaluation.takes(given):
+            pipeline.verifier.verify_evaluation(given.detached())
+        return pipeline.evaluation
+
     def build(self, *inputs_and_target: Any, **keywords: Any) -> None:
         """Cut the model and connect the ranks for batches like this one, without running it.
 
-        Under schedule="auto" that includes profiling and planning. The first `train_step` would do it otherwise.
-        Nothing where it is done. Collective over the processes.
+        Under schedule="auto" that includes profiling and planning. The first `train_step` would do it otherwise, and in
+        one process leave it to the first evaluation whether the model can be evaluated. Nothing where it is done.
+        Collective over the processes.
         """
         with self._building.alone():
             given = self._given(inputs_and_target, keywords)
-            self._building.built_for(given)
+            self._building.built_for(given, evaluates=True)
 
     def loader(
         self,
@@ -313,7 +321,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs_and_target, keywords)
-            return self._building.ready_for(given).evaluation.step(given)
+            return self._evaluation_for(given).step(given)
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
@@ -323,7 +331,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs, keywords, has_target=False)
-            return self._building.ready_for(given).evaluation.predict(given)
+            return self._evaluation_for(given).predict(given)
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
@@ -342,10 +350,10 @@ class PipelineModule(RunFigures):
             given = self._given(inputs_and_target, keywords)
             return self._verify(given)
 
-    def _verify(self, given: Given) -> Verification:
+    def _verify(self, given: Given, *, evaluates: bool = True) -> Verification:
         verifier = self._building.ready_for(given).verifier
         with told_if_slow("comparing a batch with the plain model", rank=self.world.rank):
-            found = verifier.verify(given.detached())
+            found = verifier.verify(given.detached(), evaluates=evaluates)
         self._until_verified = self._building.options.verify_every or math.inf
         return found
 
@@ -396,7 +404,7 @@ class PipelineModule(RunFigures):
         with self._building.alone():
             self._building.refuse_reroute("fill_eval(...)", instead="expected eval_step(...)")
             given = self._given(inputs_and_target, keywords)
-            return self._building.ready_for(given).evaluation.in_waits(given)
+            return self._evaluation_for(given).in_waits(given)
 
     def flush(self) -> list[StepResult]:
         """End what is under way: batches of a stream, an update that post_validation=True made ahead. Collective.

@@ -64,7 +64,7 @@ def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
         loss=0.0,
         gradients={name: None if grad is None else _whole(grad) for name, grad in gradients.items()},
         buffers={name: _whole(x) for name, x in model.named_buffers()},
-        outputs=[_whole(x) for x in outputs],
+        outputs=[[_whole(x)] for x in outputs],
     )
     return outcome, tolerance, [names for names in same.values() if len(names) > 1]
 
@@ -101,7 +101,7 @@ def first_difference(plain: Ran, edited: Ran) -> str | None:
     (theirs, tolerance, tied), (ours, own, still) = plain, edited
     if len(theirs.outputs or ()) != len(ours.outputs or ()):
         return f"the model returns {len(ours.outputs or ())} tensors, and {len(theirs.outputs or ())} untouched"
-    for number, (one, other) in enumerate(zip(theirs.outputs or (), ours.outputs or (), strict=True)):
+    for number, ((one,), (other,)) in enumerate(zip(theirs.outputs or (), ours.outputs or (), strict=True)):
         if one.dtype != other.dtype:
             return f"output {number} is of {other.dtype}, and of {one.dtype} untouched"
     found = first_apart(theirs, ours, max(tolerance, own), where="with this edit")

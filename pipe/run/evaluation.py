@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
-from ...partition.model.forms import Arguments, Form
+from ...partition.model.forms import Arguments, Form, Tensors
 from ...partition.model.modes import evaluating
 from ...schedules.messages import Sharing
 from ..batch.agreement import check_same_batch
@@ -50,10 +51,11 @@ class Evaluation:
     """Runs batches forwards; one of fewer samples than M makes fewer microbatches. A model that returns its own loss is
     trained with labels and predicts without: the same stages, run in another way."""
 
-    def __init__(self, ranks: Ranks, mode: Mode, *, like: Arguments, training: Training) -> None:
+    def __init__(self, ranks: Ranks, mode: Mode | None, *, like: Arguments, training: Training) -> None:
         self._run = run = ranks.update.run
         self._ranks = ranks
-        self._modes: dict[Form, tuple[Mode, Arguments]] = {like.form: (mode, like)}
+        self._like = like
+        self._modes: dict[Form, tuple[Mode, Arguments]] = {} if mode is None else {like.form: (mode, like)}
         self._forwards: dict[object, _Forwards] = {}
         self._adds_up = share_of_sum(run.options.loss_fn, 1) is not None
         self._training = training
@@ -63,19 +65,33 @@ class Evaluation:
 
     def step(self, given: Given, *, at_rest: bool = True) -> EvalResult:
         """The result of a batch; unless `at_rest`, with weights as they are in the midst of training."""
-        loss, output, _ = self._evaluated(given, "eval_step", has_loss=self._run.has_loss, at_rest=at_rest)
+        has_loss = self._run.has_loss
+        with self._evaluated(given, "eval_step", has_loss=has_loss, at_rest=at_rest) as begun:
+            loss, output = self._result(begun, has_loss=has_loss)
         return EvalResult(loss=loss, output=output)
 
     def predict(self, given: Given) -> object:
-        return self._evaluated(given, "predict", has_loss=False)[1]
+        with self._evaluated(given, "predict", has_loss=False) as begun:
+            return self._result(begun, has_loss=False)[1]
 
-    def flat_outputs(self, given: Given) -> list[torch.Tensor | list[torch.Tensor]]:
-        """The tensors of the output, joined; none on ranks that do not hold the last stage."""
-        return self._evaluated(given, "verify", has_loss=False)[2]
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the stages are made for evaluations of the arguments that they were built for."""
+        return self._like.form in self._modes
 
-    def join(
-        self, columns: Sequence[Sequence[torch.Tensor]], *, like: Arguments
-    ) -> list[torch.Tensor | list[torch.Tensor]]:
+    def prepare(self) -> None:
+        """ValueError for stages that cannot be made for evaluation, which the first one would raise."""
+        self._mode_for(self._like, has_loss=self._run.has_loss)
+
+    def takes(self, given: Given) -> bool:
+        return given.parts[0].arguments.form == self._like.form
+
+    def columns(self, given: Given) -> list[Tensors]:
+        """By flat output, those of the microbatches that end in this process."""
+        with self._evaluated(given, "verify", has_loss=False) as (_, engine, *_):
+            return _columns(engine)
+
+    def _join(self, columns: Sequence[Tensors], *, like: Arguments) -> list[torch.Tensor | list[torch.Tensor]]:
         """Flat outputs of a batch: by output, those of its microbatches in one."""
         if like.form not in self._dimensions:
             mode, _ = self._mode_for(like, has_loss=False)
@@ -113,12 +129,15 @@ class Evaluation:
         """The mode for arguments of such a form, and the first ones."""
         if like.form in self._modes:
             return self._modes[like.form]
-        built, example = next(iter(self._modes.values()))
-        evaluate_like = self._ranks.parts.evaluate_like
-        if evaluate_like is None:
-            check_like_example(like, example, has_target=has_loss)
-        assert evaluate_like is not None
-        mode = Mode(built.schedule.forward_only(), evaluate_like(like), Signature.of(like))
+        parts = self._ranks.parts
+        if like.form == self._like.form:
+            like, inference = self._like, parts.evaluation()
+        elif parts.evaluate_like is None:
+            check_like_example(like, self._like, has_target=has_loss)
+            raise AssertionError("arguments of another form")
+        else:
+            inference = parts.evaluate_like(like)
+        mode = Mode(self._run.layout.schedule.forward_only(), inference, Signature.of(like))
         if self._run.layout.place.world.distributed:
             new = sorted(links_of(batch_programs(mode.schedule, Sharing())) - self._ranks.links.between)
             if new:
@@ -156,7 +175,7 @@ class Evaluation:
             torch.clear_autocast_cache()  # casts without a graph, which the step around must not use
             if not is_last:
                 return
-            loss, output, _ = self._result(begun, has_loss=has_loss)
+            loss, output = self._result(begun, has_loss=has_loss)
             work.result = EvalResult(loss=loss, output=output)
             for local in engine.ranks:
                 local.worker.outputs.clear()
@@ -182,16 +201,16 @@ class Evaluation:
             if is_so:
                 raise ValueError(f"fill_eval(...) {what}: expected eval_step(...)")
 
-    def _evaluated(
-        self, given: Given, call: Call, *, has_loss: bool, at_rest: bool = True
-    ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
+    @contextmanager
+    def _evaluated(self, given: Given, call: Call, *, has_loss: bool, at_rest: bool = True) -> Iterator[_Begun]:
+        """Within, a batch has run forwards."""
         begun = self._begin(given, call, has_loss=has_loss, at_rest=at_rest)
         mode, engine, programs, *_ = begun
         torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
         try:
             with evaluating(*self._modules(mode)), self._run.guard.together(), self._run.seeder.call():
                 engine.run(programs)
-            return self._result(begun, has_loss=has_loss)
+            yield begun
         finally:
             engine.drop()
 
@@ -200,7 +219,7 @@ class Evaluation:
     ) -> _Begun:
         """A batch, read and agreed on, and what runs it. Collective."""
         run = self._run
-        num_microbatches = self._microbatches_for(given)
+        num_microbatches = self.num_microbatches(given)
         microbatches = [
             each.arguments for each in given.on(run.options.device).cut(num_microbatches // run.num_replicas)
         ]
@@ -218,22 +237,19 @@ class Evaluation:
             local.recorder.begin(counts=False)
         return mode, engine, programs, microbatches, batch
 
-    def _result(
-        self, begun: _Begun, *, has_loss: bool
-    ) -> tuple[float | None, object, list[torch.Tensor | list[torch.Tensor]]]:
-        """Loss, output, and the tensors of the output; of forwards that are through."""
+    def _result(self, begun: _Begun, *, has_loss: bool) -> tuple[float | None, object]:
+        """Loss and output of forwards that are through."""
         mode, engine, _, microbatches, _ = begun
         model_loss, num_replicas = self._run.options.model_loss, self._run.num_replicas
-        outputs = {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
+        outputs = _outputs(engine)
         loss = None
         if has_loss:
             found, _ = engine.ranks[0].worker.updates.total(0)
             loss = found.mean * found.counts if self._adds_up and found.counts is not None else found.mean
         if not outputs:
-            return loss, None, []
-        flat = self.join(list(zip(*(outputs[k] for k in sorted(outputs)), strict=True)), like=microbatches[0])
+            return loss, None
+        values = self._join(_columns(engine), like=microbatches[0])
         form = mode.inference.output_form
-        values = list(flat)
         slot = None if model_loss is None else model_loss.find_slot(form)
         kind = None if slot is None else outputs[min(outputs)][slot]
         if model_loss is not None and slot is not None and kind is not None and not kind.dim():
@@ -243,9 +259,9 @@ class Evaluation:
                 pairs = zip((form.assemble(outputs[k]) for k in sorted(outputs)), weights, strict=True)
                 whole = sum(model_loss(*pair)[0] for pair in pairs) / sum(weights)
             values[slot] = torch.as_tensor(whole, dtype=kind.dtype, device=kind.device)
-        return loss, form.assemble(values), flat
+        return loss, form.assemble(values)
 
-    def _microbatches_for(self, given: Given) -> int:
+    def num_microbatches(self, given: Given) -> int:
         """M, or fewer for a batch of fewer samples; the same on every rank. Collective over data replicas."""
         num_replicas = self._run.num_replicas
         most = self._run.layout.schedule.num_microbatches // num_replicas
@@ -257,3 +273,13 @@ class Evaluation:
                     self._run.collectives.gather(fitting, what="agreeing on the microbatches of an evaluation")
                 )
         return fitting * num_replicas
+
+
+def _outputs(engine: Engine) -> dict[int, Tensors]:
+    """Flat outputs of the microbatches that end in this process, by number."""
+    return {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
+
+
+def _columns(engine: Engine) -> list[Tensors]:
+    outputs = _outputs(engine)
+    return list(zip(*(outputs[k] for k in sorted(outputs)), strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -29,7 +29,9 @@ class CutModel:
     Arguments:
         root: of all names: the model (or a ModuleList of the user's stages), and beside it, under `loss_fn.`, a loss
             with tensors of its own.
-        train, evaluate: the stages in both modes.
+        train: the stages in training.
+        evaluation: makes them in evaluation, once.
+        prepared: those that are made already, in training first.
         entering: how a copy of the model tells of its units; see `Cut`.
         recomputed: the modules that run again in the backward.
         evaluate_like: the stages in evaluation for other arguments of the model, such as those of `predict`; None: a
@@ -38,7 +40,8 @@ class CutModel:
 
     root: nn.Module
     train: InferredStages
-    evaluate: InferredStages
+    evaluation: Callable[[], InferredStages]
+    prepared: Sequence[InferredStages]
     entering: Entering
     recomputed: RecomputedModules
     evaluate_like: Callable[[Arguments], InferredStages] | None
@@ -49,7 +52,7 @@ class CutModel:
         return tuple(stage.name for stage in self.train.stages)
 
     def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
-        return (self.train if training else self.evaluate).output_form.assemble(flat)
+        return (self.train if training else self.evaluation()).output_form.assemble(flat)
 
 
 def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
@@ -70,12 +73,17 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
         recomputed.refuse_parted(train.stages, cut.together)
 
         def evaluate_like(arguments: Arguments) -> InferredStages:
-            found = infer(cut.evaluation(arguments), Signature.of(arguments), training=False)
+            with untouched(loss_fn, device=options.device):
+                found = infer(cut.evaluation(arguments), Signature.of(arguments), training=False)
             _refuse_shared_writes(root, found)
             give_loss(loss_fn, found.stages[-1])
             return found
 
-        evaluate = evaluate_like(example)
+        evaluation = cache(lambda: evaluate_like(example))
+        held = {id(x) for stage in train.stages for x in (*stage.module.parameters(), *stage.module.buffers())}
+        prepared = [train]
+        if run.evaluates or not all(id(x) in held for x in (*root.parameters(), *root.buffers())):
+            prepared.append(evaluation())  # where training does not tell of all tensors on which stage they are
         _refuse_shared_writes(root, train)
         if layout.plan is not None:
             _check_parameters(layout.plan, [stage.module for stage in train.stages])
@@ -83,7 +91,8 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
     return CutModel(
         root=with_loss(root, loss_fn),
         train=train,
-        evaluate=evaluate,
+        evaluation=evaluation,
+        prepared=prepared,
         entering=cut.entering,
         recomputed=recomputed,
         evaluate_like=None if run.options.model is None or is_sequential(run.options.model) else evaluate_like,

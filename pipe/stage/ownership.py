@@ -38,7 +38,7 @@ class Ownership:
         self._owners = run.layout.schedule.owners  # of replicas, the first one speaks for all
         self._local = frozenset(run.local_stages)
         held: dict[int, set[int]] = {}
-        for mode in (cut.train, cut.evaluate):
+        for mode in cut.prepared:
             for stage, each in enumerate(mode.stages):
                 for tensor in [*each.module.parameters(), *each.module.buffers()]:
                     held.setdefault(id(tensor), set()).add(stage)
@@ -53,7 +53,7 @@ class Ownership:
         for name, tensor in everything:
             self._first_name[name] = by_id.setdefault(id(tensor), name)
         modules = [*cut.root.modules()]
-        for mode in (cut.train, cut.evaluate):
+        for mode in cut.prepared:
             for each in mode.stages:
                 modules += each.module.modules()
         self._modules = tuple(dict.fromkeys(modules))

@@ -25,13 +25,14 @@ class Outcome:
         loss: mean of the batch.
         gradients: by parameter name, summed over the update groups; None where there is none.
         buffers: by name, after the batch.
-        outputs: flat outputs of an evaluation before the batch; None where they are not at hand.
+        outputs: of an evaluation before the batch, by flat output those of its microbatches; None where they are not at
+            hand.
     """
 
     loss: float
     gradients: Mapping[str, torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
-    outputs: Sequence[torch.Tensor] | None
+    outputs: Sequence[Sequence[torch.Tensor]] | None
 
 
 def first_difference(
@@ -71,9 +72,10 @@ def first_apart(plain: Outcome, piped: Outcome, tolerance: float, *, where: str)
     allowed = max(tolerance, *map(_tolerance, types), 0.0 if types else 1e-3) * max(abs(plain.loss), _LEAST)
     if not abs(plain.loss - piped.loss) <= allowed and not (math.isnan(plain.loss) and math.isnan(piped.loss)):
         return "", f"the loss is {piped.loss:.6g}, and {plain.loss:.6g} in the plain module"
-    for number, (theirs, ours) in enumerate(zip(plain.outputs or (), piped.outputs or (), strict=False)):
-        what = differs(theirs, ours, tolerance=tolerance, floor=_LEAST)
-        if what:
+    for number, columns in enumerate(zip(plain.outputs or (), piped.outputs or (), strict=False)):
+        floor = max(_LEAST, *map(size, columns[0]))
+        told = (differs(*pair, tolerance=tolerance, floor=floor) for pair in zip(*columns, strict=True))
+        if what := next(filter(None, told), None):
             return "", f"output {number} of an evaluation {what}"
     sizes = [size(g) for g in plain.gradients.values() if g is not None]
     floor = _BELOW_THE_LARGEST * max(sizes, default=0.0)

@@ -75,12 +75,14 @@ class Verifier:
         self._parts = state.ownership.model
         self._collectives = run.collectives
         self._options = run.options
+        self._tolerance = 0.0
+        self.owes_evaluation = False
 
-    def verify(self, given: Given) -> Verification:
-        """See PipelineModule.verify. Collective over the processes."""
+    def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
+        """See PipelineModule.verify. Collective over the processes. Unless it `evaluates`, it owes that."""
         self._options.require_loss()
         if not self._run.layout.place.world.distributed:
-            self._plain = PlainModule(self._run.root, self._options.loss_fn, given=self._run.options.model is None)
+            self._plain = self._copy()
         elif not self._run.verifies:
             raise NotVerifiableError(
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
@@ -102,8 +104,7 @@ class Verifier:
         step = self._training.num_steps
         before = self._own_buffers()
         with self._left_as_it_was():
-            with untouched(self._parts.root, device=self._options.device):
-                outputs = self._evaluation.flat_outputs(given.copied())
+            outputs = self._evaluated(given) if evaluates else None
             with (
                 nullcontext() if self._regions is None else self._regions.seen(),
                 self._run.seeder.drawing_apart() as apart,
@@ -120,7 +121,7 @@ class Verifier:
             batches = self._gather_batches(given)
             verdict: str | None = None
             if self._plain is not None:
-                piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=_each(outputs))
+                piped = Outcome(loss=loss, gradients=gradients, buffers={}, outputs=outputs)
                 verdict = self._judge_it(
                     self._plain, weights, moved=moved, batches=batches, piped=piped, step=step, drew_apart=drew_apart
                 )
@@ -128,10 +129,57 @@ class Verifier:
         verdict = next((one for column in zip(*said, strict=True) for one in column if one is not None), None)
         if verdict is not None:
             raise VerificationError(verdict)
+        self.owes_evaluation = not evaluates
         return Verification(
             num_gradients=sum(gradient is not None for gradient in gradients.values()),
             seconds=time.perf_counter() - started,
             copy_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
+        )
+
+    def verify_evaluation(self, given: Given) -> None:
+        """The first evaluation, which no verified batch has had. In one process."""
+        self._training.drain()
+        plain, weights = self._copy(), self._ownership.full_state_dict(self._collectives)
+        parts = given.copied().on(self._options.device).cut(self._evaluation.num_microbatches(given))
+        piped = Outcome(loss=0.0, gradients={}, buffers={}, outputs=self._evaluated(given))
+        with self._loaded(plain, weights, {}) as (watch, _):
+            watch.tolerance = self._tolerance
+            entering, step = watch.entering(self._parts.entering), self._training.num_steps
+            outputs = plain.evaluate(list(enumerate(parts)), self._run.seeder, entering=entering, step=step)
+            verdict = self._difference(replace(piped, outputs=outputs), piped, watch)
+        if verdict is not None:
+            raise VerificationError(verdict)
+        self.owes_evaluation = False
+
+    def _copy(self) -> PlainModule:
+        return PlainModule(self._run.root, self._options.loss_fn, given=self._options.model is None)
+
+    def _evaluated(self, given: Given) -> list[Tensors]:
+        with untouched(self._parts.root, device=self._options.device):
+            return self._evaluation.columns(given.copied())
+
+    @contextmanager
+    def _loaded(
+        self, plain: PlainModule, weights: Mapping[str, torch.Tensor], moved: Mapping[str, _Moved]
+    ) -> Iterator[tuple[Watch, dict[str, torch.Tensor]]]:
+        """Within, the plain module has these weights and buffers, copies of which are given, and is looked at."""
+        plain.load(weights, self._options.device)
+        buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
+        plain.follow(is_divided=self._regions is not None)
+        with untouched(plain.root, device=self._options.device):  # hooks are those of the user's own modules
+            yield Watch(plain.root), buffers
+        plain.unload()
+
+    def _difference(self, plain: Outcome, piped: Outcome, watch: Watch) -> str | None:
+        names = self._parts.names
+        return first_difference(
+            plain,
+            piped,
+            tolerance=watch.tolerance,
+            stage_of={
+                name: f"stage {stages[0]}: {names[stages[0]]}" for name, stages in self._ownership.stages.items()
+            },
+            suspects=watch.suspects(),
         )
 
     def _refuse_dropout_of_slices(self) -> None:
@@ -172,22 +220,15 @@ class Verifier:
     ) -> str | None:
         loss_fn = plain.loss_fn
         assert callable(loss_fn)
-        plain.load(weights, self._options.device)
-        buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
-        for name, (_, after) in moved.items():
-            buffers[name] = after
-        piped = replace(piped, buffers={name: value for name, value in buffers.items() if self._is_compared(name)})
-        plain.follow(is_divided=self._regions is not None)
         microbatches = self._microbatches(batches)
         last, mine = self._schedule.owners[-1], set(self._run.layout.place.local_ranks)
         group_size = self._schedule.group_size // self._schedule.num_slices
         share = share_of_sum(loss_fn, group_size)
-        with untouched(plain.root, device=self._options.device):  # hooks are those of the user's own modules
-            watch = Watch(plain.root)
-            entering = watch.entering(self._parts.entering)
-            evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
-            columns = plain.evaluate(evaluated, self._run.seeder, entering=entering, step=step)
-            outputs = _each(self._evaluation.join(columns, like=evaluated[0][1].arguments))
+        with self._loaded(plain, weights, moved) as (watch, buffers):
+            entering, outputs = watch.entering(self._parts.entering), None
+            if piped.outputs is not None:
+                evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
+                outputs = plain.evaluate(evaluated, self._run.seeder, entering=entering, step=step)
             outcome = plain.run(
                 microbatches,
                 watch.loss_of(lambda output, target: read_loss(loss_fn(output, target), share)),
@@ -198,21 +239,13 @@ class Verifier:
                 loss_scale=self._loss_scale(),
             )
             outcome = replace(outcome, outputs=outputs)
+            buffers |= {name: after for name, (_, after) in moved.items()}
+            piped = replace(piped, buffers={name: x for name, x in buffers.items() if self._is_compared(name)})
             if drew_apart:  # masks of divided activations are others: each region was looked at without them
                 outcome = replace(outcome, loss=piped.loss, gradients={}, buffers={})
                 piped = replace(piped, gradients={}, buffers={})
-            names = self._parts.names
-            difference = first_difference(
-                outcome,
-                piped,
-                tolerance=watch.tolerance,
-                stage_of={
-                    name: f"stage {stages[0]}: {names[stages[0]]}" for name, stages in self._ownership.stages.items()
-                },
-                suspects=watch.suspects(),
-            )
-        plain.unload()
-        return difference
+            self._tolerance = watch.tolerance
+            return self._difference(outcome, piped, watch)
 
     def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
         """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""
@@ -356,7 +389,3 @@ class Verifier:
                     update.loss_scale.load(scale)
                 update.restart()
                 put_results_back()
-
-
-def _each(outputs: Sequence[torch.Tensor | list[torch.Tensor]]) -> list[torch.Tensor]:
-    return [x for one in outputs for x in (one if isinstance(one, list) else [one])]

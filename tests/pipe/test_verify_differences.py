@@ -198,8 +198,8 @@ def test_an_output_or_loss_that_is_rounding_alone_is_no_difference(
 
     def told(*, loss: float = 1.0, output: float = 0.0) -> str | None:
         zero = torch.zeros(2, dtype=dtype)
-        one = Outcome(loss=loss, gradients={"a": zero + 1}, buffers={}, outputs=[zero + 1, zero + output])
-        plain = Outcome(loss=round(loss), gradients={"a": zero + 1}, buffers={}, outputs=[zero + 1, -zero - output])
+        one = Outcome(loss=loss, gradients={"a": zero + 1}, buffers={}, outputs=[[zero + 1], [zero + output]])
+        plain = Outcome(loss=round(loss), gradients={"a": zero + 1}, buffers={}, outputs=[[zero + 1], [-zero - output]])
         return first_difference(plain, one, tolerance=0.0, stage_of={}, suspects={})
 
     assert told(output=rounding) is None

@@ -177,6 +177,7 @@ _NAMES = {
     "pipe.stage.moving": "Activations _apart",
     "pipe.guards.randomness": "Seeder",
     "pipe.stage.reruns": "CheckpointedModules",
+    "pipe.stage.shapes": "InferredStages",
     "pipe.stage.stage": "Stage",
     "pipe.stage.weights": "WeightVersions",
     "pipe.telling": "outline tell told_if_slow",
