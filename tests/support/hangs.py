@@ -53,7 +53,7 @@ class Watch:
 
     def _look(self) -> float:
         """[s] for which all have slept, but for short moments."""
-        now, processes = time.monotonic(), _below(self._pids)
+        now, processes = time.monotonic(), below(self._pids)
         spent = {pid: seconds for pid, (_, seconds) in processes.items()}
         enough = _SHARE * self._idle
         if spent.keys() != self._spent.keys() or any(spent[pid] - self._spent[pid] > enough for pid in spent):
@@ -79,14 +79,14 @@ def end_with_stacks(processes: Sequence[Any]) -> None:
         process.join(max(0.0, until - time.monotonic()))
 
 
-def _below(pids: Sequence[int]) -> dict[int, tuple[str, float]]:
-    """State and CPU seconds of these processes and of all below them."""
+def below(pids: Sequence[int]) -> dict[int, tuple[str, float]]:
+    """State and CPU seconds of these processes and of all below them, ended children of each included."""
     stats = dict(_stats())
     found = {pid for pid in pids if pid in stats}
     while more := {pid for pid, (_, parent, *_) in stats.items() if int(parent) in found} - found:
         found |= more
     tick = os.sysconf("SC_CLK_TCK")
-    return {pid: (stats[pid][0], (int(stats[pid][11]) + int(stats[pid][12])) / tick) for pid in found}
+    return {pid: (stats[pid][0], sum(map(int, stats[pid][11:15])) / tick) for pid in found}
 
 
 def _stats() -> Iterator[tuple[int, list[str]]]:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.hangs import below
 
 from .recorder import seconds
 
 MARKS = "not thorough and not nightly"  # what `make test` asks pytest for
 LIMIT = 600.0  # [s] of cores: five minutes of two
 REFERENCE = 0.29  # [s] of CPU that the work takes on the machine the limit is meant for
-_TICK = os.sysconf("SC_CLK_TCK")
 
 
 def work() -> float:
@@ -37,19 +36,9 @@ def work() -> float:
 
 
 def spent() -> float:
-    """[s] of CPU of this process and of all below it, those that run still included (on Linux)."""
-    total, parents, times = seconds(), {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        parents[int(path.parent.name)] = int(fields[1])
-        times[int(path.parent.name)] = sum(map(int, fields[11:15])) / _TICK
-    below = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= more
-    return total + sum(times.get(pid, 0.0) for pid in below - {os.getpid()})
+    """[s] of CPU of this process and of all below it, those that still run included (on Linux)."""
+    running = {pid: taken for pid, (_, taken) in below([os.getpid()]).items() if pid != os.getpid()}
+    return seconds() + sum(running.values())
 
 
 class Budget:
