@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`thorough(but=[...])`: these cases of the test are in the first tier."""
     collected: dict[str, set[str]] = defaultdict(set)
     named: dict[str, set[str]] = {}
@@ -50,8 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             named[test] = set(mark.kwargs["but"])
             if case.removesuffix("]") in named[test]:
                 item.own_markers = [other for other in item.own_markers if other.name != "thorough"]
+    names_cases = any("::" in argument for argument in config.args)
     for test, cases in named.items():
-        if len(collected[test]) > 1 and (gone := cases - collected[test]):
+        if not names_cases and (gone := cases - collected[test]):
             raise pytest.UsageError(f"{test} has no case {gone.pop()!r}: type the new name in thorough(but=...)")
 
 

@@ -11,6 +11,7 @@ from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from faults.seeded import LONG, ROOMS, Fault, copy, read, run_in, seeded
 
 from .choose import Measured
@@ -54,5 +55,6 @@ def _attempt(root: Path, fault: Fault, cases: Mapping[str, Measured]) -> list[st
     options = ["-q", "-rfE", "--tb=no", "-m", "not nightly", "-p", "no:cacheprovider", f"--timeout={LONG}"]
     with seeded(root, fault):
         ended = run_in(root, "-m", "pytest", *options, *tried)
+    assert ended.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), ended.stdout + ended.stderr
     failed = set(_FAILED.findall(ended.stdout))
     return [name for name in tried if name in failed]
