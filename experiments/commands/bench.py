@@ -47,6 +47,7 @@ CASES = {
     "overlap": "gradients summed over a slow wire: beside the backwards that follow, and behind them",
     "checkpoints": "a GPT with AdamW on two ranks: checkpoints beside training and saves it waits for; 3.5% by auto",
     "split-backward": "I and W over the whole backward: at most 1.05 on a GPT's stage and 1.25 on small linears",
+    "start": "CPU seconds of building and of the first step, in one process: a GPT, and transformers' GPT-2",
     "simulator": "the simulator's own speed and memory",
     "partitioner": "its speed: published profiles in 1/20 of PipeDream's time, 1,000 layers on 1,024 devices in 10 s",
     "planner": "its speed: a transformer of 100 layers on 1,024 GPUs in 60 s",
@@ -57,7 +58,14 @@ CASES = {
     "uneven-cut": "uneven models on two ranks: cut by profile, faster than equal layers or equal parameters",
 }
 _MEASURED_FOR = {"prediction": ("sleep-1f1b", "sleep-interleaved", "gpt")}  # its figures come with those of others
-_A_JOB_EACH = ("simulator", "partitioner", "planner", "memory-in-use", "memory-resident")  # repetition of these parts
+_A_JOB_EACH = (
+    "simulator",
+    "start",
+    "partitioner",
+    "planner",
+    "memory-in-use",
+    "memory-resident",
+)  # repetition of these parts
 _ONCE = ("planning-scale",)
 _WITH_PLANS = ("planned-run", "memory-in-use", "memory-resident")  # left in a folder by the first of them
 DECLARATION = Path(__file__).parents[1] / "bench.toml"

@@ -2,15 +2,18 @@
 
 halves         a backward in two halves, I and W, beside the whole one
 in_process     a step at no compute: the engine's Python, and autograd beneath it
+start          CPU seconds until the first step is made: recorded, cut, verified
 """
 
 from __future__ import annotations
 
 import cProfile
+import gc
+import importlib.util
 import io
 import pstats
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from statistics import median
 
 import torch
@@ -23,7 +26,7 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated
 from ..measure.models import StagesProblem, Workload, drop_gradients, make_problem
 from ..measure.timing import ratios, typical
-from ..training.gpt import Block, GPTConfig
+from ..training.gpt import GPT, Block, GPTConfig
 
 _RUNS, _WARM_UP = 7, 3  # of a repetition of the halves, and in front of all
 _STEPS = 20  # of one repetition
@@ -151,6 +154,56 @@ def in_process(case: Case, repetitions: int) -> Iterator[Figure]:
     shown = Case.of({"run": str(workload), "model": workload.model})
     for name, values in seconds.items():
         yield from repeated(values, case=shown, name=name, unit="s", how=How.MEASURED, note=note)
+
+
+def start(case: Case, repetitions: int) -> Iterator[Figure]:
+    """CPU seconds of `build()`, where the case says so, and of the first step, which else builds; a process each time.
+
+    A plain step of the model comes first: what torch loads for that is not counted. No figure without transformers,
+    where the model is one of theirs.
+    """
+    del repetitions
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if case.text("model") == "gpt2" and importlib.util.find_spec("transformers") is None:
+        return
+    model = _start_model(case.text("model"))
+    tokens = torch.randint(0, 128, (8, 32))
+
+    def loss_fn(output: object, target: Tensor) -> Tensor:
+        logits = output if isinstance(output, Tensor) else output.logits  # type: ignore[attr-defined]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01)
+
+    loss_fn(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+    optimizer(model.parameters()).step()
+    drop_gradients(model.parameters())
+    gc.collect()  # of what was imported: else it comes at some time in one of the two
+    pipe = PipelineModule(model, loss_fn=loss_fn, optimizer=optimizer, mesh={"pipe": 2}, num_microbatches=4)
+    is_built = bool(case.get("built"))
+    parts: dict[str, Callable[..., object]] = {"build()": pipe.build} if is_built else {}
+    parts["step"] = pipe.train_step
+    seconds = {}
+    for name, part in parts.items():
+        begin = time.process_time()
+        part(tokens, tokens)
+        seconds[name] = time.process_time() - begin
+    shown = Case.of({"case": case.text("case"), "run": f"{case.text('model')}, 12 layers, two ranks in one process"})
+    note = ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items()) if is_built else ""
+    name = "CPU, build() and first step" if is_built else "CPU, first step, which builds"
+    yield Figure(case=shown, name=name, value=sum(seconds.values()), unit="s", how=How.MEASURED, note=note)
+
+
+def _start_model(name: str) -> nn.Module:
+    if name == "gpt":
+        return GPT(GPTConfig(layers=12, width=64, length=32))
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 12, "n_embd": 64, "n_head": 2, "vocab_size": 128, "n_positions": 32}
+    model: nn.Module = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=None, eos_token_id=None))
+    return model
 
 
 def _bare_step(problem: StagesProblem, num_microbatches: int) -> None:

@@ -273,6 +273,13 @@ def test_the_halves_of_a_small_backward():
     assert [line.target is None for line in found] == [False, True, True]
 
 
+@pytest.mark.parametrize("case", PARTS["start"].cases[:2], ids=str)
+def test_the_first_step_of_a_gpt(case: Case):
+    (figure,) = bench_parts.start(case, 1)
+    assert figure.value > 0
+    assert figure.note.startswith("build() ") is bool(case.get("built"))
+
+
 @pytest.mark.thorough
 def test_the_simulators_speed_on_a_small_schedule():
     speed, seconds, peak = bench_planning.simulator(PARTS["simulator"].cases[0].also(p=4, v=2, m=8), 1)

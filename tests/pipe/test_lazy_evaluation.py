@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Callable
@@ -165,6 +166,30 @@ def test_it_is_compared_once() -> None:
     assert verifier.owes_evaluation
     pipe.predict(X)
     assert not verifier.owes_evaluation
+
+
+class Keeping(nn.Linear):
+    """Keeps what it has computed, with its graph, which no copy can be made of."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if self.training and torch.is_grad_enabled():
+            self.kept = out
+        return out
+
+
+def test_a_model_that_cannot_be_copied_since_it_was_trained_is_evaluated_without() -> None:
+    model = Model()
+    model.blocks[1] = Keeping(3, 3)
+    pipe = pipe_of(model)
+    pipe.train_step(X, Y)
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    found = pipe.eval_step(X, Y).output
+    with torch.no_grad():
+        assert torch.allclose(found, model.eval()(X))
 
 
 def test_a_tensor_that_evaluation_alone_uses_has_its_stage_at_once(walks: list[bool]) -> None:
