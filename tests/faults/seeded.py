@@ -18,7 +18,7 @@ ROOT = Path(stagewright.__file__).parent
 FAULTS = Path(__file__).parent
 ROOMS = ("schedules", "partition", "run", "stage", "update", "checkpoint", "comm")
 LONG = 240  # [s] of one test in a copy; one that a fault makes wait for ever has failed
-_NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "build", "docs", ".*_cache", ".hypothesis")
+_NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "build", ".*_cache", ".hypothesis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
