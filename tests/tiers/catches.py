@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import re
+import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
@@ -53,8 +54,12 @@ def _attempt(root: Path, fault: Fault, cases: Mapping[str, Measured]) -> list[st
     running = sorted((case.seconds, name) for name, case in cases.items() if touching & case.lines)
     tried = dict.fromkeys([*(name for _, name in running[:TRIED]), *named])
     options = ["-q", "-rfE", "--tb=no", "-m", "not nightly", "-p", "no:cacheprovider", f"--timeout={LONG}"]
-    with seeded(root, fault):
-        ended = run_in(root, "-m", "pytest", *options, *tried)
+    try:
+        with seeded(root, fault):
+            ended = run_in(root, "-m", "pytest", *options, *tried)
+    except subprocess.TimeoutExpired:
+        print(f"{fault.name}: not done in time: {' '.join(tried)}", flush=True)
+        return []
     assert ended.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), ended.stdout + ended.stderr
     failed = set(_FAILED.findall(ended.stdout))
     return [name for name in tried if name in failed]

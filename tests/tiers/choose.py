@@ -56,10 +56,12 @@ def read(folder: Path, *, lines: Collection[tuple[str, int]] = ()) -> tuple[dict
     """What each case of a run cost and covered, also of the given `lines`, and how many branches there are."""
     possible = possible_branches()
     cases: dict[str, Measured] = defaultdict(Measured)
+    shared: dict[str, set[str]] = defaultdict(set)
     for file in sorted(folder.glob("*.jsonl")):
         for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             case = cases[record["test"]]
+            shared[record["test"]].update(record["shared"])
             case.seconds += record["seconds"]
             by_file = json.loads(zlib.decompress(base64.b85decode(record["arcs"])))
             case.processes += bool(by_file)
@@ -69,7 +71,13 @@ def read(folder: Path, *, lines: Collection[tuple[str, int]] = ()) -> tuple[dict
                     taken = ways.intersection(parser.translate_arcs([(a, b) for a, b in arcs]))
                     case.branches.update((name, *arc) for arc in taken)
                     case.lines.update((name, line) for arc in arcs for line in arc if (name, line) in lines)
-    return dict(cases), sum(len(ways) for _, ways in possible.values())
+    for name, fixtures in shared.items():
+        for fixture in (cases[fixture] for fixture in fixtures if fixture in cases):
+            cases[name].seconds += fixture.seconds
+            cases[name].processes = max(cases[name].processes, fixture.processes)
+            cases[name].branches |= fixture.branches
+            cases[name].lines |= fixture.lines
+    return {name: case for name, case in cases.items() if "::" in name}, sum(len(ways) for _, ways in possible.values())
 
 
 def choose(cases: dict[str, Measured], *, catching: Iterable[Collection[str]], num_branches: int) -> list[str]:

@@ -12,15 +12,19 @@ import base64
 import contextlib
 import json
 import os
+import sys
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 FOLDER = os.environ.get("STAGEWRIGHT_TIERS", "")
+_SHARED = ("class", "module", "package")  # scopes; what a session has once costs little
 PACKAGES = ("schedules", "partition", "pipe", "comm")
+_OUTER: list[str] = []  # what is being recorded, from the outside in
+_ELSEWHERE = [0.0]  # [s] of recordings that have ended
 _WATCHED: list[Any] = []  # this process's coverage, once started, and the process it was started in
 
 
@@ -51,7 +55,7 @@ def seconds() -> float:
     return sum(os.times()[:4])
 
 
-def _write(test: str, spent: float, watched: Any) -> None:
+def _write(test: str, spent: float, watched: Any, shared: Sequence[str] = ()) -> None:
     root = Path(__file__).parents[2]
     data = watched.get_data()
     arcs = {
@@ -61,22 +65,30 @@ def _write(test: str, spent: float, watched: Any) -> None:
     data.erase()
     packed = base64.b85encode(zlib.compress(json.dumps(arcs, separators=(",", ":")).encode(), 1)).decode()
     with open(Path(FOLDER) / f"{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps({"test": test, "seconds": round(spent, 3), "arcs": packed}) + "\n")
+        record = {"test": test, "seconds": round(spent, 3), "arcs": packed, "shared": list(shared)}
+        file.write(json.dumps(record) + "\n")
 
 
 @contextlib.contextmanager
-def recording(test: str) -> Iterator[None]:
-    """What this process does within is a test's; nothing is recorded where no run of tiers is on."""
+def recording(test: str, shared: Sequence[str] = ()) -> Iterator[None]:
+    """What this process does within is a test's, which uses some `shared` fixtures; nothing is recorded where no run of
+    tiers is on. One within another is not counted in that one."""
     if not FOLDER:
         yield
         return
     watched = _coverage()
+    if _OUTER:
+        _write(_OUTER[-1], 0.0, watched)
     watched.get_data().erase()
-    before = seconds()
+    _OUTER.append(test)
+    before, elsewhere = seconds(), _ELSEWHERE[0]
     try:
         yield
     finally:
-        _write(test, seconds() - before, watched)
+        _OUTER.pop()
+        taken = seconds() - before
+        _write(test, taken - (_ELSEWHERE[0] - elsewhere), watched, shared)
+        _ELSEWHERE[0] = elsewhere + taken
 
 
 def current_test() -> str:
@@ -86,8 +98,28 @@ def current_test() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with recording(item.nodeid):
+    info = getattr(item, "_fixtureinfo", None)
+    used = [found[-1] for found in info.name2fixturedefs.values()] if info is not None else []
+    with recording(item.nodeid, [_name(fixture) for fixture in used if fixture.scope in _SHARED]):
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any) -> Generator[None, object, object]:
+    """What tests share is a cost of each that asks for it, not of the first alone."""
+    if not FOLDER or fixturedef.scope not in _SHARED:
+        return (yield)
+    before = os.environ["PYTEST_CURRENT_TEST"]
+    os.environ["PYTEST_CURRENT_TEST"] = f"{_name(fixturedef)} (setup)"
+    try:
+        with recording(_name(fixturedef)):
+            return (yield)
+    finally:
+        os.environ["PYTEST_CURRENT_TEST"] = before
+
+
+def _name(fixture: Any) -> str:
+    return f"{fixture.baseid} fixture {fixture.argname}"
 
 
 def watch_process() -> None:
@@ -95,7 +127,7 @@ def watch_process() -> None:
     import atexit
 
     test = current_test()
-    if not FOLDER or not test:
-        return
+    if not FOLDER or not test or any("multiprocessing" in word for word in sys.orig_argv):
+        return  # servers of the gloo pool count for every test, and what they fork for its own
     watched = _coverage()
     atexit.register(lambda: _write(test, seconds(), watched))
