@@ -10,7 +10,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -161,32 +160,6 @@ def test_a_rendezvous_that_fails_names_who_is_missing(request: pytest.FixtureReq
         assert message.endswith("the same MASTER_ADDR and MASTER_PORT, each with its own RANK")
     assert " within 1 s (missing: rank 1): expected all 2 ranks" in alone[0]
     assert "missing" not in alone[1]  # nobody listens: rank 1 cannot know
-
-
-def two_of_three(folder: str) -> str:
-    """Ranks 0 and 1 of 3 come, at the same time."""
-    os.environ["WORLD_SIZE"] = "3"
-    done, here = Path(folder, "done"), [Path(folder, rank) for rank in "01"]
-    here[int(os.environ["RANK"])].touch()
-    while not all(path.exists() for path in here):
-        time.sleep(0.02)
-    with pytest.raises(RuntimeError) as error:
-        join_world(device=CPU, timeout=3.0)
-    if os.environ["RANK"] == "1":
-        done.touch()
-    while not done.exists():  # rank 0 hosts the store, in which rank 1 still looks
-        time.sleep(0.02)
-    return str(error.value)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_both_that_came_know_the_third_is_missing(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    pool = Pool(filters=request.config.getini("filterwarnings"))
-    for rank, message in enumerate(pool.run(two_of_three, ranks=2, args=(str(tmp_path),), group=False)):
-        assert message.startswith(f"rank {rank} of 3 found no rendezvous at 127.0.0.1:")
-        assert " within 3 s (missing: rank 2): expected all 3 ranks" in message
-    pool.close()
 
 
 TYPES = (torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.uint32, torch.float8_e4m3fn, torch.complex64)

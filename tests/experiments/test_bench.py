@@ -225,22 +225,6 @@ def test_sums_behind_all_backwards_are_predicted_one_after_the_other():
     assert str(bench_beside.sums_last(programs[0].steps)[-1]) == "2REDUCE_GRAD0"
 
 
-def overlap_once() -> Any:
-    return list(bench_beside.overlap(PARTS["overlap"].cases[0], 1))
-
-
-@pytest.mark.gloo
-@pytest.mark.nightly
-def test_steps_with_sums_beside_and_behind_run(gloo: Pool):
-    for figures in gloo.run(overlap_once, ranks=4):
-        assert [figure.name for figure in figures] == [
-            "step, sums beside / behind",
-            "error of the step, sums beside",
-            "error of the step, sums behind",
-        ]
-        assert figures[0].target.limit < 1.02
-
-
 def checkpoints_once() -> Any:
     case = PARTS["checkpoints"].cases[0].also(length=8, layers=2, width=16, steps=4, auto_steps=12)
     return list(bench_beside.checkpoints(case, 1))
@@ -298,13 +282,6 @@ def test_a_race(gloo: Pool):
         ]
         assert lines[0].target == Target(limit=1.68, at_least=True)
         assert lines[2].origin == "simulated / emulated"
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_bytes_of_receives(gloo: Pool):
-    for figures in gloo.run(once, ranks=2, args=(bench_steps.receive_bytes, PARTS["receive-bytes"].cases[1])):
-        assert {line.case for line in lines_of(figures, ["receive-bytes"])} == {"receive-bytes"}
 
 
 @pytest.mark.thorough

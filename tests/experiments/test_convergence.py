@@ -25,7 +25,6 @@ from support.inside import (
     outcomes,
     reference,
     seconds_of,
-    tokens_per_second,
 )
 from support.inside import JobsFigureFigure as Figure
 from support.inside import convergence_findings as findings
@@ -147,10 +146,6 @@ def test_schedules_that_update_behind_each_microbatch_see_the_same_batches() -> 
     assert derive_versions(stream.make_schedule()).staleness == (3, 2, 1, 0)
 
 
-def _speed(setting: Setting) -> float:
-    return tokens_per_second(setting, updates=4, warm=1)
-
-
 def _raced(values: dict[str, object]) -> list[tuple[str, bool]]:
     return [(found.name, found.value > 0) for found in loss(Case.of(values), 1)]
 
@@ -161,15 +156,6 @@ def test_runs_on_processes_tell_their_seconds(gloo: Pool) -> None:
     values = {**TINY, "schedule": "2bw", "optimizer": "nadam", "evaluate_every": 1000}
     told = [("validation loss", True), ("final loss", True), ("training time", True)]
     assert gloo.run(_raced, ranks=2, args=(values,)) == [told, told]
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_throughput_on_two_processes(gloo: Pool) -> None:
-    for schedule in ("1f1b", "pipedream"):
-        sizes = {**TINY, "total_updates": 10, "evaluate_every": 10}
-        setting = Setting(schedule=schedule, optimizer="muon", **sizes)  # type: ignore[arg-type]
-        assert gloo.run(_speed, ranks=2, args=(setting,))[0] > 0
 
 
 @pytest.mark.parametrize(

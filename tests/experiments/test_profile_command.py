@@ -153,34 +153,6 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
     assert profile.action_seconds > 0
 
 
-def test_levels_become_a_cluster() -> None:
-    from support.inside import MeasuredLevel, MeasuredLinks, cluster_of
-
-    def level(name: str, size: int, bandwidth: float) -> MeasuredLevel:
-        return MeasuredLevel(
-            name=name,
-            size=size,
-            bandwidth=bandwidth,
-            latency=1e-6,
-            residual=0,
-            reduce_bandwidth=bandwidth / 2,
-            reduce_latency=2e-6,
-            pairs=(),
-            fits=(),
-            seconds=(),
-            message_seconds=3e-5,
-        )
-
-    measured = MeasuredLinks(levels=(level("host", 4, 1e10), level("network", 2, 1e9)))
-    cluster = cluster_of(measured)
-    assert (cluster.rings, cluster_of(replace(measured, rings="flat")).rings) == ("levels", "flat")
-    assert cluster.num_devices == 8
-    assert cluster.path_bandwidths == (1e10, 1e9)
-    assert cluster.ring_bandwidths == (5e9, 5e8)
-    assert cluster.ring_latencies == (2e-6, 2e-6)
-    assert [level.message_seconds for level in cluster.levels] == [3e-5, 3e-5]
-
-
 # --- mistakes ---
 
 
@@ -249,10 +221,3 @@ def test_more_ranks_than_the_job_has(capsys: pytest.CaptureFixture[str], monkeyp
     for words in (["--links"], []):
         assert main(["profile", "--ranks", "3", *words]) == 2
         assert "--ranks 3 in one of 2 processes: leave --ranks away under torchrun" in capsys.readouterr().err
-
-
-def test_a_profile_that_is_no_text_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(b"\xff\xfe")
-    assert main(["profile", "--from-json", str(path)]) == 2
-    assert f"{path}: no UTF-8 text at byte 0: expected a JSON file" in capsys.readouterr().err

@@ -91,18 +91,6 @@ def test_measured_and_planned_on_the_spot(command: Callable[..., Done], tmp_path
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
-def test_a_plan_for_another_model_ends_all_ranks_with_the_reason(
-    command: Callable[..., Done], tmp_path: Path, text: str
-) -> None:
-    path = write_plan(tmp_path, ("embedding", "blocks.0", "blocks.1", "blocks.2", "head"))
-    done = command("train", *TINY, "--plan", str(path), "--text", text, "--name", "one")
-    assert done.status == 2
-    assert "the plan is for another model" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.thorough
 def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_plan(tmp_path, nodes_of_the_model())
     assert main(["train", *TINY, "--plan", str(path), "--dry-run"]) == 0

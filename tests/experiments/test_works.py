@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import comb
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 from support.inside import Case, How, bubbles, interleaving, peak_bytes, predictions, ptd_p, ranges
@@ -134,25 +131,6 @@ def test_steps_are_counted_within_a_range_that_earlier_ones_told() -> None:
     short = Case.of({"schedule": "1f1b", "ranks": 2, "steps": 9})
     with pytest.raises(ValueError, match="steps: expected at least 10"):
         list(ranges.figures_of(short, pipe, lambda: pipe.train_step(X, Y), How.MEASURED, repetitions=1))
-
-
-@pytest.mark.nightly
-@pytest.mark.gloo
-def test_90_percent_ranges_hold_90_percent_of_measured_steps(tmp_path: Path) -> None:
-    """A GPT on two processes: of 6 x 30 steps as many as chance leaves of 90% lie in the range that they told; of
-    those behind them 80% in the range for steps that follow, since they share a pace: in or out together."""
-    sizes = {"microbatches": 8, "layers": 2, "width": 128, "length": 64, "batch": 16, "steps": 30}
-    case = {"schedule": "1f1b", "ranks": 2, **sizes}
-    figures = figures_on_ranks(tmp_path, "ranges:measured", case, ranks=2, repetitions=6)
-    told, behind = ([f.value for f in figures if f.name == name] for name in (ranges.BEFORE, ranges.WITHIN))
-    assert _holds(told)
-    assert fmean(behind) > 0.8
-
-
-def _holds(shares: Sequence[float]) -> bool:
-    """Whether 90% of steps may lie within: of 30 a share, fewer lie there once in a thousand times."""
-    within, of = round(30 * sum(shares)), 30 * len(shares)
-    return sum(comb(of, k) * 0.9**k * 0.1 ** (of - k) for k in range(within + 1)) > 0.001
 
 
 def test_bytes_at_the_peak_are_those_beyond_what_lies_between_two_steps() -> None:

@@ -156,22 +156,6 @@ SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=3)
 COSTS = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], latency=0.05)
 
 
-def _share_within(machine: Machine, *, num_steps: int, fresh: int, seed: int) -> float:
-    spread = estimate_spread(machine.ranks(num_steps), machine.table)
-    assert spread is not None
-    low, high = simulate_spread(machine.schedule, machine.costs, spread, seed=seed).range()
-    return fmean(low <= machine.draw()[1] <= high for _ in range(fresh))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("step", "rank", "action"), [(0.0, 0.0, 0.1), (0.1, 0.15, 0.1)])
-def test_90_percent_ranges_hold_90_percent_of_fresh_steps(step: float, rank: float, action: float) -> None:
-    """Ten trainings, each with a spread of 50 steps and 60 fresh ones: what chance leaves of 90% of 600."""
-    machine = Machine(SCHEDULE, COSTS, seed=5, step=step, rank=rank, action=action)
-    shares = [_share_within(machine, num_steps=50, fresh=60, seed=seed) for seed in range(10)]
-    assert LEAST_OF_600 <= round(600 * fmean(shares)) <= MOST_OF_600
-
-
 class Network:
     """Steps of two stages, by a plain recursion: messages, sums of two replicas and the norm vary, actions do not; but
     behind one in four of them, `pause`, the runtime takes its time before it sends."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ from support.inside import (
     why_no_wire,
 )
 
-from .nodes import SLEEP, WITHIN, wait_for, work
+from .nodes import SLEEP, wait_for, work
 
 WHY_NOT = what_is_missing() or why_no_wire()
 needs_root = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -94,16 +93,6 @@ def test_every_node_runs_the_line_with_an_address_and_a_name_of_its_own(tmp_path
 
 @pytest.mark.thorough
 @needs_root
-def test_time_that_is_over_ends_whatever_runs_on_the_nodes(tmp_path: Path) -> None:
-    stray = "import subprocess\nsubprocess.Popen(['sleep', '120'], start_new_session=True)\n"
-    outcome = backend().run(work(tmp_path, stray + SLEEP, timeout=1.0), TWO)
-    assert (outcome.timed_out, outcome.status) == (True, 124)
-    assert "not done after 1 s" in outcome.report
-    assert networks(os.getpid()) == set()
-
-
-@pytest.mark.thorough
-@needs_root
 def test_a_wire_that_breaks_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_GRACE", 0.3)
 
@@ -138,18 +127,6 @@ def owner(folder: Path, share: str = "") -> subprocess.Popen[bytes]:
     )
     wait_for(lambda: len(list(folder.glob("pid*"))) == 2)
     return process
-
-
-@pytest.mark.thorough
-@needs_root
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
-def test_an_interrupted_owner_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    process = owner(tmp_path)
-    there = networks(process.pid)
-    assert len(there) == 2
-    process.send_signal(number)
-    assert process.wait(WITHIN) != 0
-    wait_for(lambda: are_gone(there))
 
 
 @pytest.mark.thorough
