@@ -37,17 +37,6 @@ def test_a_slow_network_card() -> None:
     assert topology.ring((0, 1, 2, 3)).seconds_a_byte == 2 * 1 / 2 / 8 + 2 * 1 / 2 / 2 * 1.0
 
 
-def test_sums_of_tied_weights_are_as_slow_as_the_slowest_card() -> None:
-    """Over all ranks that hold the weights, whatever stage they have them for: the slowest card is one of theirs."""
-    kinds = (DeviceKind(name="fast"), DeviceKind(name="slow", link_speed=0.25))
-    levels = (Level(name="in", size=2, bandwidth=8.0), Level(name="out", size=3, bandwidth=4.0))
-    topology = Topology(Cluster(levels=levels, kinds=kinds, nodes=("fast", "fast", "slow")))
-    assert topology.ring((4, 5)).seconds_a_byte == 1 / 8  # within the node no card is used
-    assert topology.ring((0, 2)).seconds_a_byte == 1 / 4
-    assert topology.ring((0, 4)).seconds_a_byte == 1.0
-    assert topology.ring((0, 2, 4)).seconds_a_byte == pytest.approx(4 / 3)
-
-
 def test_a_sum_keeps_its_ranks_from_computing_as_its_outermost_level_does() -> None:
     levels = (Level(name="in", size=2, bandwidth=8.0, sum_busy=0.9), Level(name="out", size=2, bandwidth=4.0))
     topology = Topology(Cluster(levels=(levels[0], replace(levels[1], sum_busy=0.2))))

@@ -116,18 +116,6 @@ def test_few_steps_widen_what_differs_between_steps() -> None:
     assert width(1) > 1.3 * width(1000)
 
 
-@pytest.mark.thorough(but=["1"])
-@pytest.mark.parametrize("number", [1, 4, 5, 10])
-def test_steps_that_are_allowed_give_sensible_ranges(number: int) -> None:
-    """Steps that are 2% apart: a step is not predicted to take half or twice as long."""
-    schedule = build("1f1b", num_ranks=2, num_microbatches=8)
-    steps = [_paced(0.98 + 0.04 * n / max(1, number - 1), num_stages=2) for n in range(number)]
-    taken = simulate_spread(schedule, Costs(), Spread(actions={}, steps=steps), samples=200)
-    low, high = (each / taken.median for each in taken.range())
-    assert 0.9 < low <= 1 <= high < 1.1
-    assert (low == high) == (number == 1)
-
-
 def test_quantiles() -> None:
     taken = StepSamples(seconds=tuple(float(n) for n in range(1, 100)), bubbles=(0.1,) * 99)
     assert taken.median == taken.mean == taken.quantile(0.5) == 50.0

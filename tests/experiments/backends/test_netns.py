@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 from support.inside import (
-    How,
     NetnsBackend,
     Nodes,
     Shape,
     cpu_share,
     descendants,
     needs,
-    read_figures,
     supervise,
     what_is_missing,
     why_no_wire,
@@ -186,64 +184,6 @@ def test_a_share_of_the_processor_is_what_it_says() -> None:
     taken, seconds = map(float, spun.stdout.split())
     assert 0 < taken < 0.2 * seconds + 0.04  # a fifth, less what others took; and a slice that it had saved
     assert cpu_share.leftovers() == []
-
-
-TRAIN = r"""
-import os
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from stagewright import PipelineModule
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.works import links
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-total = torch.full((1000,), rank + 1.0)
-dist.all_reduce(total)
-assert torch.equal(total, torch.full((1000,), 3.0))
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-inputs, targets = torch.randn(8, 8).double(), torch.randn(8, 4).double()
-expected = nn.functional.mse_loss(model(inputs), targets).item()
-pipe = PipelineModule(model, schedule="1f1b", num_microbatches=4, loss_fn=nn.functional.mse_loss)
-result = pipe.forward_backward(inputs, targets)
-assert abs(result.loss - expected) < 1e-12, (result.loss, expected)
-pipe.close()
-print("loss is right on rank", rank, flush=True)
-for sender in (0, 1):  # whatever else runs here, a message takes as long as its bytes at this rate, less a burst
-    took = links.exchange(torch.zeros(10_000_000, dtype=torch.uint8), sender, 1 - sender)
-    assert rank != sender or took > 0.9 * 10e6 / 125e6, took
-case = Case.of({"nodes": 2, "ranks": 2, "bandwidth": "1gbit", "latency": "1ms"})
-with open(f"{sys.argv[1]}/figures{rank}", "w") as file:
-    file.writelines(f"{figure.to_json()}\n" for figure in links.measured(case, 1))
-dist.barrier()
-os._exit(0)  # torch may abort while it is torn down, one time in some thirty (DESIGN, section 7), after all is said
-"""
-
-
-@pytest.mark.thorough
-@needs_root
-@pytest.mark.gloo
-def test_ranks_in_namespaces_train_over_gloo(tmp_path: Path) -> None:
-    nodes = Nodes(num_nodes=2, shape=Shape(bandwidth=125e6, latency=0.001))
-    outcome = backend().run(work(tmp_path, TRAIN, torch=True), nodes)
-    assert outcome.status == 0, outcome.report
-    for rank in (0, 1):
-        assert f"loss is right on rank {rank}" in (tmp_path / f"node{rank}.log").read_text()
-    figures = read_figures(tmp_path / "figures0")
-    assert figures == read_figures(tmp_path / "figures1")
-    assert {figure.how for figure in figures} == {How.EMULATED}
-    found = {(figure.name, figure.case.get("sender")): figure.value for figure in figures}
-    for sender in (0, 1):
-        # How near they come, on a machine that does nothing else, is the experiment `links`' to say.
-        assert found["latency of a link", sender] >= 0.001
-        assert found["bandwidth of a link", sender] > 0
-        bandwidth = found["bandwidth of a link, found / asked for", sender]
-        assert bandwidth == pytest.approx(found["bandwidth of a link", sender])
-        latency = found["latency of a link, found / asked for", sender]
-        assert latency == pytest.approx(1000 * found["latency of a link", sender])
 
 
 # What is refused
