@@ -64,12 +64,7 @@ def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, s
             r'the mesh asks for 2 ranks and the process group has 4: expected mesh=\{"pipe": 4\}, or start 2 processes '
             r"\(torchrun --nproc-per-node 2\)",
         ),
-        (
-            None,
-            FOUR,
-            3,
-            r"the schedule asks for 3 ranks and the process group has 4: expected a schedule of as many, or start 3",
-        ),
+        (None, FOUR, 3, r"the schedule asks for 3 ranks and the process group has 4: expected a schedule of as many,"),
         ({"pipe": 4}, FOUR, 2, r'mesh=\{"pipe": 4\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}'),
         (
             {"pipe": 2, "tensor": 2},

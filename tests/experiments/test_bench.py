@@ -27,7 +27,6 @@ from support.inside import (
     bench_beside,
     bench_command,
     bench_parts,
-    bench_planning,
     bench_steps,
     jobs_of,
     lines_of,
@@ -44,9 +43,6 @@ from torch import nn
 from stagewright.schedules import Collective, Costs, Op, build, lower, simulate
 
 PARTS = {part.name: part for part in Declaration.load(DECLARATION).parts}
-STEPS = PARTS["steps"].cases
-
-
 def ratio(case: str, *values: float, target: Target | None = None, run: str = "1f1b P=2", **keys: str) -> list[Figure]:
     shown = Case.of({"case": case, "run": run, **keys})
     made = repeated(values, case=shown, name="step", unit="ratio", how=How.MEASURED, note="from", target=target)
@@ -239,14 +235,6 @@ def test_steps_with_checkpoints_beside_and_between_run(gloo: Pool):
         assert share.value >= 0
 
 
-@pytest.mark.thorough
-def test_the_breakdown_in_one_process():
-    case = STEPS[1].also(microbatches=4, profile=True)
-    found = list(bench_parts.in_process(case, 2))
-    assert [figure.name for figure in found] == ["in process"] * 2 + ["autograd"] * 2
-    assert "run_backward" in found[0].note
-
-
 def test_the_halves_of_a_small_backward():
     small = {"small": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), (2, 4))}
     case = Case.of({"case": "split-backward", "stage": "small", "limit": 1.25, "runs": 1})
@@ -255,14 +243,6 @@ def test_the_halves_of_a_small_backward():
     assert [line.what for line in found] == ["(I + W) / B, ours", "(I + W) / B, torch", "F / F, ours"]
     assert all(line.value.low > 0 for line in found)
     assert [line.target is None for line in found] == [False, True, True]
-
-
-@pytest.mark.thorough
-def test_the_simulators_speed_on_a_small_schedule():
-    speed, seconds, peak = bench_planning.simulator(PARTS["simulator"].cases[0].also(p=4, v=2, m=8), 1)
-    assert seconds.case.text("run") == "interleaved P=4 V=2 M=8, 128 actions"
-    assert speed.value > 0
-    assert peak.value > 1e-3
 
 
 def once(work: Callable[[Any, int], Any], case: Any) -> Sequence[Figure]:

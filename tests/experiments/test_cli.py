@@ -282,10 +282,7 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
             ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "--png", "nowhere/a.png"),
             "--png nowhere/a.png: cannot write: expected a file in a folder that exists",
         ),
-        (
-            ("timeline", "nowhere"),
-            "nowhere: no such file, run folder or schedule: expected a run (folder or name), a plan",
-        ),
+        (("timeline", "nowhere"), "nowhere: no such file, run folder or schedule: expected a run (folder or name), a"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(

@@ -157,10 +157,7 @@ def test_runs_on_processes_tell_their_seconds(gloo: Pool) -> None:
     [
         ({"schedule": "3bw"}, "schedule='3bw': expected 1f1b, 2bw"),
         ({"schedule": "2bw", "optimizer": "lion"}, "optimizer='lion': expected adamw, nadam, muon"),
-        (
-            {"schedule": "pipedream", "total_updates": 25},
-            "total_updates=25, evaluate_every=50: expected multiples of 10",
-        ),
+        ({"schedule": "pipedream", "total_updates": 25}, "total_updates=25, evaluate_every=50: expected multiples of"),
         ({"schedule": "2bw", "lr": 1.0}, "lr: expected some of schedule"),
         ({"schedule": "pipedream", "flush_first": 25}, "flush_first=25: expected a multiple of 10, the updates of one"),
         ({"schedule": "2bw", "flush_first": 501}, "flush_first=501: expected a multiple of 1, .* total_updates=500"),

@@ -77,13 +77,6 @@ def test_one_of_several_tensor_ranks_and_a_plan_over_them(capsys: pytest.Capture
     assert "--tensor-parallel no.json: No such file" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
-def test_json_is_the_whole_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", *SMALL, "--json", "--no-update", "--dtype", "autocast", "--microbatch", "3"]) == 0
-    profile = Profile.from_json(capsys.readouterr().out)
-    assert (profile.dtype, profile.microbatch_size, profile.optimizer_ratio) == ("autocast bfloat16", 3, None)
-
-
 def test_pipedreams_text_is_converted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "graph.txt"
     figures = "forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=8.0"

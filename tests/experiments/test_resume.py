@@ -328,16 +328,8 @@ def test_the_place_in_other_data_is_refused() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        (
-            (),
-            ("--width", "24"),
-            "begun with --width 16, and is to go on with --width 24: .*; type --width 16, or begin",
-        ),
-        (
-            ("--lr", "0.1"),
-            (),
-            "begun with --lr 0.1, and is to go on with no --lr: expected the same options; type --lr 0.1",
-        ),
+        ((), ("--width", "24"), "begun with --width 16, and is to go on with --width 24: .*; type --width 16, or begi"),
+        (("--lr", "0.1"), (), "begun with --lr 0.1, and is to go on with no --lr: expected the same options; type --l"),
         ((), ("--lr", "0.1"), "is to go on with --lr 0.1: expected the same options; type the command without --lr"),
         ((), ("--steps", "30"), "begun with --steps 24, and is to go on with --steps 30"),
     ],

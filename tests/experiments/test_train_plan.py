@@ -109,10 +109,7 @@ def test_a_plan_is_shown_without_training(tmp_path: Path, capsys: pytest.Capture
         (("--plan", "auto", "--schedule", "1f1b"), "--schedule 1f1b beside --plan auto: leave it away"),
         (("--schedule", "auto"), "--schedule auto: expected --plan auto"),
         (("--plan", "auto", "--dry-run"), "--dry-run measures nothing"),
-        (
-            ("--plan", "auto", "--trials", "-1"),
-            "--trials -1: expected a number of plans, 0 or more, beside --plan auto",
-        ),
+        (("--plan", "auto", "--trials", "-1"), "--trials -1: expected a number of plans, 0 or more, beside --plan aut"),
         (("--trials", "2"), "--trials 2: expected a number of plans, 0 or more, beside --plan auto"),
         (("--plan", "PLAN", "--microbatches", "4"), "--microbatches 4 beside --plan"),
         (("--plan", "PLAN", "--ranks", "3"), "is for 2 ranks: expected --ranks 2, not 3"),

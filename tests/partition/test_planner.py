@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.inside import Configuration
 
-from stagewright.partition import Cluster, Node, Profile, partition, plan
+from stagewright.partition import Cluster, partition, plan
 from stagewright.schedules import Costs, Op, build, simulate
 
 from .small import chain
@@ -58,10 +58,7 @@ def test_larger_microbatches_where_they_are_worth_it() -> None:
     [
         ({"global_batch": 0}, "global_batch: 0: expected a whole number"),
         ({"schedules": ("1f2b",)}, "unknown schedule '1f2b'"),
-        (
-            {"schedules": "dualpipe"},
-            r"'dualpipe': plans are for stages that stand on one rank each, .* some of gpipe, 1f1b",
-        ),
+        ({"schedules": "dualpipe"}, r"'dualpipe': plans are for stages that stand on one rank each, .* some of gpipe,"),
         ({"schedules": ("1f1b", "chimera")}, r"'chimera': plans are for"),
         ({"schedules": ("seq1f1b",)}, "with a profile that does not say what a slice costs: expected sequence_tokens"),
         ({"schedules": ("seq-zb-h1",)}, r"'seq-zb-h1': plans are for .* and for whole sequences or slices with"),
@@ -154,26 +151,6 @@ def test_a_split_backward_takes_what_its_halves_do(longer: float, name: str) -> 
         simulate(build("zb-h1", num_ranks=4, num_microbatches=8), costs).makespan
     )
     assert plan(profile, FOUR, global_batch=8, schedules=("1f1b", "zb-h1"), **sizes).schedule == name
-
-
-@pytest.mark.parametrize("schedule", ["zb-v", "v-half", "v-min", "hanayo", "dualpipe-v"])
-def test_memory_of_a_v(schedule: str) -> None:
-    """Rank 0 has the first stage and the last: the embedding, the head, and what both hold at its worst moment."""
-    nodes = [
-        Node(name=f"n{i}", forward_seconds=1, backward_seconds=2, parameter_bytes=w, stash_bytes=10.0 + i)
-        for i, w in enumerate((5, 1, 1, 1, 1, 7))
-    ]
-    options = {"pipeline_sizes": (3,), "data_sizes": (1,), "optimizer_bytes": 2.0, "chunk_sizes": (2,)}
-    found = plan(Profile(nodes=nodes), Cluster.parse("3:l=1GB/s"), global_batch=6, schedules=schedule, **options)
-    assert [stage.ranks for stage in found.stages] == [(0,), (1,), (2,), (2,), (1,), (0,)]
-    assert [found.memory[rank].parameters for rank in range(3)] == [12, 2, 2]
-    assert [found.memory[rank].optimizer for rank in range(3)] == [24, 4, 4]
-    for rank, program in enumerate(build(schedule, num_ranks=3, num_microbatches=6).programs):
-        now = most = 0.0
-        for stage, op, _ in program:  # whole backwards end in B, others in W
-            now += {Op.F: 1, Op.B: -1, Op.W: -1}.get(op, 0) * nodes[stage].stash_bytes
-            most = max(most, now)
-        assert found.memory[rank].activations == most
 
 
 def test_idle_devices_are_told() -> None:

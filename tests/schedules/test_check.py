@@ -92,11 +92,7 @@ GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
 @pytest.mark.parametrize(
     ("rank", "program", "message"),
     [
-        (
-            0,
-            "0F0 0F1 0B0 0B1 0B2",
-            r"missing: 0F2\. Each of the 2 stages needs F and B \(or I and W\) of each of the 3",
-        ),
+        (0, "0F0 0F1 0B0 0B1 0B2", r"missing: 0F2\. Each of the 2 stages needs F and B \(or I and W\) of each of the"),
         (1, "1F0 1B0 1F1 1B1 1F2", "missing: 1B2"),
         (1, "", "missing: 1F0, 1B0, 1F1, 1B1, 1F2, 1B2"),
         (1, "1F0 1I0 1F1 1B1 1F2 1B2", "missing: 1W0"),

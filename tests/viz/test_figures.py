@@ -170,17 +170,6 @@ def test_updates_are_numbered_where_batches_overlap(tmp_path, texts):
 
 
 @pytest.mark.thorough
-def test_no_end_is_predicted_for_a_stream(tmp_path, texts, monkeypatch):
-    labels = []
-    monkeypatch.setattr(Figure, "legend", lambda figure, handles, words, **options: labels.extend(words))
-    render_comparison(stream(), last_batches(stream(), 4), tmp_path / "t.png")
-    assert "F forward (even, odd batches)" in labels
-    assert "predicted end" not in labels
-    render_comparison(example(), example(), tmp_path / "flush.png")
-    assert "predicted end" in labels
-
-
-@pytest.mark.thorough
 def test_sums_of_gradients_are_drawn_where_there_are_some(tmp_path, monkeypatch):
     labels, bars = [], []
     save = Figure.savefig
