@@ -43,6 +43,8 @@ from torch import nn
 from stagewright.schedules import Collective, Costs, Op, build, lower, simulate
 
 PARTS = {part.name: part for part in Declaration.load(DECLARATION).parts}
+
+
 def ratio(case: str, *values: float, target: Target | None = None, run: str = "1f1b P=2", **keys: str) -> list[Figure]:
     shown = Case.of({"case": case, "run": run, **keys})
     made = repeated(values, case=shown, name="step", unit="ratio", how=How.MEASURED, note="from", target=target)

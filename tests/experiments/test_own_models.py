@@ -299,7 +299,7 @@ OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
 
 @pytest.mark.thorough(
     but=[
-        "words0---model own_mine: expected package.module:function or file",
+        "words0---model own_mine: expected package.module:function or fi",
         "words3-'own-mine' is no module's name",
         "words6-answer is an int: expected a function",
         "words13---loss own_mine:model: takes 0 arguments: expected a function of 2",

@@ -62,16 +62,8 @@ def test_the_norm_is_that_of_the_profile_or_of_the_option(
 ) -> None:
     path, out = Path(written(tmp_path / "a.json", 1)), tmp_path / "plan.json"
     path.write_text(replace(Profile.load(path), max_grad_norm=known).to_json())
-    words = [
-        "--cluster",
-        "2:net=1GB/s@2500ms",
-        "--batch",
-        "4",
-        "--out",
-        str(out),
-        *(["--clip", typed] if typed else []),
-    ]
-    assert main(["plan", "--profile", str(path), *words]) == 0
+    words = ["--cluster", "2:net=1GB/s@2500ms", "--batch", "4", *(["--clip", typed] if typed else [])]
+    assert main(["plan", "--profile", str(path), *words, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert said in " ".join(printed.split())
     waits = float(typed) if typed else known

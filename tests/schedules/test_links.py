@@ -121,22 +121,6 @@ def test_updates_wait_for_sums(case: tuple[Schedule, Costs, Links], norm: float 
 
 @pytest.mark.thorough
 @steady
-@given(cases())
-def test_links_without_limit_are_latencies(case: tuple[Schedule, Costs, Links]) -> None:
-    schedule, costs, links = case
-    free = replace(links, network=Link(sending=0, receiving=0), sums=())
-    timeline = simulate(schedule, costs, free)
-    plain = simulate(schedule, costs)
-    assert [t.compute for t in timeline.ranks] == [t.compute for t in plain.ranks]
-    if any(costs.latency):  # type: ignore[arg-type]
-        assert timeline == plain
-    one = simulate(schedule, replace(costs, latency=2.5))
-    other = simulate(schedule, replace(costs, latency=0.0), replace(free, network=Link(latency=2.5)))
-    assert one == other
-
-
-@pytest.mark.thorough
-@steady
 @given(cases(), st.none() | quarters)
 def test_no_order_beats_the_bound(case: tuple[Schedule, Costs, Links], norm: float | None) -> None:
     schedule, costs, links = case

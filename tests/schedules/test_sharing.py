@@ -56,15 +56,6 @@ def test_a_sum_of_two_replicas_slows_both_down() -> None:
     assert simulate(schedule, replace(costs, sum_busy=[1.0, 0.5])) == half
 
 
-def test_an_action_that_runs_when_the_last_rank_begins_a_sum_is_put_off() -> None:
-    """Rank 0 is through early and runs its B0 from 4 on; rank 1 begins the sum at 6, in the middle of that."""
-    schedule = replicate(build("interleaved", num_ranks=1, num_microbatches=1, num_chunks=2), 2)
-    uneven = Costs(forward=1.0, backward=[4.0, [2.0, 4.0]], reduce_grad=[0.0, 4.0], sum_busy=0.5)
-    early, late = simulate(schedule, uneven).ranks
-    assert [(s.start, s.end) for s in early.compute[2:4]] == [(2.0, 4.0), (4.0, 10.0)]
-    assert [(s.start, s.end) for s in late.compute[2:4]] == [(2.0, 6.0), (6.0, 12.0)]
-
-
 def test_updates_share_the_processor_with_sums_and_gathers() -> None:
     """Two chunks, each updated in parts: U0 at 8, beside it the all-reduce of stage 1 (from 4 to 12), then gathers.
 
