@@ -10,7 +10,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -62,37 +61,24 @@ def test_ranks_along_the_pipeline(mesh: Any, world: World, wanted: int | None, s
             {"pipe": 2},
             FOUR,
             None,
-            r'the mesh asks for 2 ranks and the process group has 4: expected mesh=\{"pipe": 4\}, or start 2 processes '
-            r"\(torchrun --nproc-per-node 2\)",
+            r'asks for 2 ranks and .* has 4: expected mesh=\{"pipe": 4\}, or start 2 processes \(torch',
         ),
-        (
-            None,
-            FOUR,
-            3,
-            r"the schedule asks for 3 ranks and the process group has 4: expected a schedule of as many, or start 3",
-        ),
+        (None, FOUR, 3, r"the schedule asks for 3 ranks and the process group has 4: expected a schedule of as many,"),
         ({"pipe": 4}, FOUR, 2, r'mesh=\{"pipe": 4\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}'),
         (
             {"pipe": 2, "tensor": 2},
             ALONE,
             None,
-            r'mesh=\{"pipe": 2, "tensor": 2\} in one process: .* processes. Expected "tensor": 1, or 4 processes '
-            r"\(torchrun --nproc-per-node 4\)",
+            r'in one process: .* processes. Expected "tensor": 1, or 4 processes \(t',
         ),
         ({"tensor": 3}, FOUR, None, r'mesh=\{"tensor": 3\} on 4 processes: expected a size that divides 4'),
-        (
-            {"data": 2, "tensor": 4},
-            FOUR,
-            None,
-            r'mesh=\{"data": 2, "tensor": 4\} on 4 processes: expected sizes whose product divides 4',
-        ),
+        ({"data": 2, "tensor": 4}, FOUR, None, r'"tensor": 4\} on 4 processes: expected sizes whose product divides 4'),
         (
             {"pipe": 4, "tensor": 2},
             FOUR,
             None,
-            r'asks for 8 processes .* has 4: expected mesh=\{"pipe": 2, "tensor": 2\}, or start 8 processes',
+            r'asks for 8 processes .* has 4: expected mesh=\{"pipe": 2, "tensor": 2',
         ),
-        ({"data": 3}, FOUR, None, r'mesh=\{"data": 3\} on 4 processes: expected a size that divides 4'),
         ({"pipe": 4, "data": 2}, FOUR, None, r'asks for 8 ranks .* has 4: expected mesh=\{"pipe": 2, "data": 2\}'),
         ({"pipe": True}, ALONE, None, r"mesh axis 'pipe' has size True: expected a whole number, at least 1"),
         ({"pip": 2}, ALONE, None, r"mesh axis 'pip': expected one of pipe, data, tensor"),
@@ -161,32 +147,6 @@ def test_a_rendezvous_that_fails_names_who_is_missing(request: pytest.FixtureReq
         assert message.endswith("the same MASTER_ADDR and MASTER_PORT, each with its own RANK")
     assert " within 1 s (missing: rank 1): expected all 2 ranks" in alone[0]
     assert "missing" not in alone[1]  # nobody listens: rank 1 cannot know
-
-
-def two_of_three(folder: str) -> str:
-    """Ranks 0 and 1 of 3 come, at the same time."""
-    os.environ["WORLD_SIZE"] = "3"
-    done, here = Path(folder, "done"), [Path(folder, rank) for rank in "01"]
-    here[int(os.environ["RANK"])].touch()
-    while not all(path.exists() for path in here):
-        time.sleep(0.02)
-    with pytest.raises(RuntimeError) as error:
-        join_world(device=CPU, timeout=3.0)
-    if os.environ["RANK"] == "1":
-        done.touch()
-    while not done.exists():  # rank 0 hosts the store, in which rank 1 still looks
-        time.sleep(0.02)
-    return str(error.value)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_both_that_came_know_the_third_is_missing(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    pool = Pool(filters=request.config.getini("filterwarnings"))
-    for rank, message in enumerate(pool.run(two_of_three, ranks=2, args=(str(tmp_path),), group=False)):
-        assert message.startswith(f"rank {rank} of 3 found no rendezvous at 127.0.0.1:")
-        assert " within 3 s (missing: rank 2): expected all 3 ranks" in message
-    pool.close()
 
 
 TYPES = (torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.uint32, torch.float8_e4m3fn, torch.complex64)

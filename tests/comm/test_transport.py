@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.inside import free_ports, process_group
-from support.pool import Pool, ports_of_this_worker
+from support.inside import process_group
+from support.pool import Pool
 from torch import Tensor
 
 from stagewright.comm import (
@@ -294,48 +290,6 @@ def leave() -> tuple[int, int]:
 @pytest.mark.gloo
 def test_a_process_that_ends_waits_for_what_it_has_sent(gloo: Pool) -> None:
     assert gloo.run(leave, ranks=2)[0] == (3, 0)
-
-
-ENDS = """
-import os, time, torch, stagewright
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-if os.environ["RANK"] == "0":
-    model[0].weight.register_hook(lambda *_: time.sleep(0.1))
-pipe = stagewright.PipelineModule(
-    model,
-    schedule="gpipe",
-    num_microbatches=12,
-    loss_fn=torch.nn.functional.mse_loss,
-    optimizer=torch.optim.AdamW,
-    mesh={"pipe": 2},
-    timeout=120.0,
-)
-pipe.train_step(torch.ones(12, 8), torch.zeros(12, 8))
-print("trained")
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.gloo
-def test_the_last_rank_may_end_behind_its_step_without_close(tmp_path: Path) -> None:
-    """More gradients than are received ahead are on their way by then, and rank 0 is slow."""
-    (port,) = free_ports(1, among=ports_of_this_worker())
-    places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDS],
-            cwd=tmp_path,
-            env={**os.environ, **places, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [process.communicate(timeout=200) for process in started]
-    for out, err in told:
-        assert out == "trained\n", err
 
 
 def caught(call: Callable[[], Any]) -> tuple[str, str, tuple[int, ...]]:

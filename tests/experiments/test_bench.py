@@ -27,7 +27,6 @@ from support.inside import (
     bench_beside,
     bench_command,
     bench_parts,
-    bench_planning,
     bench_steps,
     jobs_of,
     lines_of,
@@ -44,7 +43,6 @@ from torch import nn
 from stagewright.schedules import Collective, Costs, Op, build, lower, simulate
 
 PARTS = {part.name: part for part in Declaration.load(DECLARATION).parts}
-STEPS = PARTS["steps"].cases
 
 
 def ratio(case: str, *values: float, target: Target | None = None, run: str = "1f1b P=2", **keys: str) -> list[Figure]:
@@ -225,22 +223,6 @@ def test_sums_behind_all_backwards_are_predicted_one_after_the_other():
     assert str(bench_beside.sums_last(programs[0].steps)[-1]) == "2REDUCE_GRAD0"
 
 
-def overlap_once() -> Any:
-    return list(bench_beside.overlap(PARTS["overlap"].cases[0], 1))
-
-
-@pytest.mark.gloo
-@pytest.mark.nightly
-def test_steps_with_sums_beside_and_behind_run(gloo: Pool):
-    for figures in gloo.run(overlap_once, ranks=4):
-        assert [figure.name for figure in figures] == [
-            "step, sums beside / behind",
-            "error of the step, sums beside",
-            "error of the step, sums behind",
-        ]
-        assert figures[0].target.limit < 1.02
-
-
 def checkpoints_once() -> Any:
     case = PARTS["checkpoints"].cases[0].also(length=8, layers=2, width=16, steps=4, auto_steps=12)
     return list(bench_beside.checkpoints(case, 1))
@@ -253,14 +235,6 @@ def test_steps_with_checkpoints_beside_and_between_run(gloo: Pool):
         assert beside.name == "4 steps, checkpoint beside / blocking"
         assert beside.case.text("run").startswith("GPT, AdamW, ")
         assert share.value >= 0
-
-
-@pytest.mark.thorough
-def test_the_breakdown_in_one_process():
-    case = STEPS[1].also(microbatches=4, profile=True)
-    found = list(bench_parts.in_process(case, 2))
-    assert [figure.name for figure in found] == ["in process"] * 2 + ["autograd"] * 2
-    assert "run_backward" in found[0].note
 
 
 def test_the_halves_of_a_small_backward():
@@ -280,14 +254,6 @@ def test_the_first_step_of_a_gpt(case: Case):
     assert figure.note.startswith("build() ") is bool(case.get("built"))
 
 
-@pytest.mark.thorough
-def test_the_simulators_speed_on_a_small_schedule():
-    speed, seconds, peak = bench_planning.simulator(PARTS["simulator"].cases[0].also(p=4, v=2, m=8), 1)
-    assert seconds.case.text("run") == "interleaved P=4 V=2 M=8, 128 actions"
-    assert speed.value > 0
-    assert peak.value > 1e-3
-
-
 def once(work: Callable[[Any, int], Any], case: Any) -> Sequence[Figure]:
     return list(work(case, 1))
 
@@ -305,13 +271,6 @@ def test_a_race(gloo: Pool):
         ]
         assert lines[0].target == Target(limit=1.68, at_least=True)
         assert lines[2].origin == "simulated / emulated"
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_bytes_of_receives(gloo: Pool):
-    for figures in gloo.run(once, ranks=2, args=(bench_steps.receive_bytes, PARTS["receive-bytes"].cases[1])):
-        assert {line.case for line in lines_of(figures, ["receive-bytes"])} == {"receive-bytes"}
 
 
 @pytest.mark.thorough

@@ -162,10 +162,7 @@ def test_the_table_is_80_columns_wide() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ("--data", "slow_data:stream"),
-            "returned generator, which has no samples to be counted and fetched by number",
-        ),
+        (("--data", "slow_data:stream"), "returned generator, which has no samples to be counted and fetched by numbe"),
         (("--data", "slow_data:endless"), "returned a DataLoader of Endless, which has no samples to be counted"),
         (("--data", "slow_data:slow_collate", "--workers", "2"), "num_workers=2 for a DataLoader of your own"),
         (("--data", "slow_data:slow_fetch", "--workers", "-1"), "--workers -1: expected a number from 0 on"),

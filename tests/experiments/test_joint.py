@@ -5,8 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from support.inside import Case, How
-from support.inside import JobsFigureFigure as Figure
+from support.inside import Case
 from support.inside import works_joint as joint
 
 
@@ -35,18 +34,3 @@ def test_kinds_differ_where_they_say() -> None:
     assert head[-1].forward > 1.2 * max(each.forward for each in head[:-1])
     with pytest.raises(ValueError, match="kind='other'"):
         joint.profile("other", Random(1))
-
-
-def test_findings_are_median_and_quartiles() -> None:
-    def gain(number: int, value: float, note: str) -> Figure:
-        case = Case.of({"kind": "all", "number": number})
-        return Figure(case=case, name="gain", value=value, unit="fraction", how=How.SIMULATED, note=note)
-
-    figures = [gain(n, value, "v to v" if n else "plain to v") for n, value in enumerate((0.0, 0.01, 0.02, 0.03, 0.1))]
-    spread = "2.0% (median; quartiles 1.0% and 3.0%, 0.0% to 10.0%)"
-    assert joint.findings(figures) == [
-        f"Of 5 profiles the joint choice is faster in 4, by {spread}; "
-        "it takes another placement than partition first in 1.",
-        f"all: {spread}.",
-    ]
-    assert joint.findings([]) == []

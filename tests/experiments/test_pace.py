@@ -151,26 +151,6 @@ def test_any_of_the_steps_that_follow_is_meant_under_any_pace(monkeypatch: pytes
     assert len(steady) == pytest.approx(1000 * shares[0], abs=60)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("step", "kept", "without"), [(0.03, 0.0, 0.95), (0.03, 1.0, 0.7)])
-def test_ranges_of_a_pipeline_hold_the_steps_that_follow(step: float, kept: float, without: float) -> None:
-    """From the seconds of actions on two ranks, which vary by themselves, too, to the seconds of steps."""
-    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    costs = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], latency=0.05)
-    shares, alike = [], []
-    for seed in range(14):
-        machine = Machine(schedule, costs, seed, step=step, rank=0.01, action=0.05, kept=kept)
-        spread = estimate_spread(machine.ranks(50), machine.table)
-        assert spread is not None
-        assert Spread.from_json(spread.to_json()) == spread
-        found = [machine.draw()[1] for _ in range(50)]
-        ahead = steps_that_follow(spread, schedule, 50, seed=seed)
-        shares.append(simulate_spread(schedule, costs, ahead, samples=150, seed=seed).holds(found))
-        alike.append(simulate_spread(schedule, costs, spread, samples=150, seed=seed).holds(found))
-    assert 0.84 < fmean(shares) < 0.96
-    assert fmean(alike) < without
-
-
 def test_a_number_of_steps_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match=r"following=-1: expected a number of steps, or 0"):
         steps_that_follow(_paced([1.0] * 12), ONE, -1)

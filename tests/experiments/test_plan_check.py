@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Done
 from support.inside import Cause, RunFile, TraceHeader, _fits, check_run, header_line, main, step_line, trace_path
 from support.inside import simulated_simulated as simulated
 from support.inside import trace_file_digest as digest
@@ -284,30 +283,3 @@ def test_what_cannot_be_compared_says_what_to_type(capsys: pytest.CaptureFixture
     assert main(["plan", "--check", "one", "other.json"]) == 2
     assert "expected the plan that the run carried out" in capsys.readouterr().err
     assert answer(capsys, "one", "again.json")["measure_again"] == []
-
-
-@pytest.mark.gloo
-@pytest.mark.nightly
-def test_profile_links_plan_train_check(command: Callable[..., Done], tmp_path: Path) -> None:
-    """The whole way on two processes, each file taken by the next command."""
-    (tmp_path / "text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
-    gpt = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16")
-    batch = ("--batch", "16", "--pipeline", "2", "--runnable")
-    for words in (
-        ("profile", *gpt, "--microbatch", "2", "--seconds", "0.2", "--out", "profile.json"),
-        ("profile", "--links", "--ranks", "2", "--out", "cluster.json"),
-        ("plan", "--profile", "profile.json", "--cluster", "cluster.json", *batch, "--out", "plan.json"),
-        ("train", *gpt, "--plan", "plan.json", "--steps", "6", "--text", "text.txt", "--name", "one", "--json"),
-    ):
-        done = command(*words)
-        assert done.status == 0, done.stderr
-    summary = json.loads(done.stdout)
-    done = command("plan", "--check", "one", "--json")
-    assert done.status == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["predicted"] == pytest.approx(Plan.load("plan.json").simulated_step_time)
-    assert found["step_seconds"] == summary["step_seconds"]
-    assert sum(each["change"] for each in found["causes"]) == pytest.approx(found["step_seconds"] - found["predicted"])
-    assert {each["kind"] for each in found["inputs"]} >= {"F", "B", "overhead", "update"}
-    assert all(each["measured"] > 0 for each in found["inputs"] if each["kind"] in "FB")
-    assert len(found["tensor_bytes"]) == 2

@@ -77,13 +77,6 @@ def test_one_of_several_tensor_ranks_and_a_plan_over_them(capsys: pytest.Capture
     assert "--tensor-parallel no.json: No such file" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
-def test_json_is_the_whole_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", *SMALL, "--json", "--no-update", "--dtype", "autocast", "--microbatch", "3"]) == 0
-    profile = Profile.from_json(capsys.readouterr().out)
-    assert (profile.dtype, profile.microbatch_size, profile.optimizer_ratio) == ("autocast bfloat16", 3, None)
-
-
 def test_pipedreams_text_is_converted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "graph.txt"
     figures = "forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=8.0"
@@ -151,34 +144,6 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
     profile = Profile.load(path)
     assert (profile.slowdown, profile.max_grad_norm) == (1.0, 0.25)
     assert profile.action_seconds > 0
-
-
-def test_levels_become_a_cluster() -> None:
-    from support.inside import MeasuredLevel, MeasuredLinks, cluster_of
-
-    def level(name: str, size: int, bandwidth: float) -> MeasuredLevel:
-        return MeasuredLevel(
-            name=name,
-            size=size,
-            bandwidth=bandwidth,
-            latency=1e-6,
-            residual=0,
-            reduce_bandwidth=bandwidth / 2,
-            reduce_latency=2e-6,
-            pairs=(),
-            fits=(),
-            seconds=(),
-            message_seconds=3e-5,
-        )
-
-    measured = MeasuredLinks(levels=(level("host", 4, 1e10), level("network", 2, 1e9)))
-    cluster = cluster_of(measured)
-    assert (cluster.rings, cluster_of(replace(measured, rings="flat")).rings) == ("levels", "flat")
-    assert cluster.num_devices == 8
-    assert cluster.path_bandwidths == (1e10, 1e9)
-    assert cluster.ring_bandwidths == (5e9, 5e8)
-    assert cluster.ring_latencies == (2e-6, 2e-6)
-    assert [level.message_seconds for level in cluster.levels] == [3e-5, 3e-5]
 
 
 # --- mistakes ---
@@ -249,10 +214,3 @@ def test_more_ranks_than_the_job_has(capsys: pytest.CaptureFixture[str], monkeyp
     for words in (["--links"], []):
         assert main(["profile", "--ranks", "3", *words]) == 2
         assert "--ranks 3 in one of 2 processes: leave --ranks away under torchrun" in capsys.readouterr().err
-
-
-def test_a_profile_that_is_no_text_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(b"\xff\xfe")
-    assert main(["profile", "--from-json", str(path)]) == 2
-    assert f"{path}: no UTF-8 text at byte 0: expected a JSON file" in capsys.readouterr().err

@@ -17,18 +17,14 @@ import torch
 import tyro
 from support.commands import answer, end_forked, run_forked, start_forked
 from support.inside import (
-    Charges,
     FolderLock,
     Manifest,
     Metrics,
     OwnBatches,
     OwnOptions,
-    PricedPlan,
-    PriceTrace,
     RunFolder,
     RunLayout,
     TrainOptions,
-    cheapest,
     lock,
     main,
     make_schedule,
@@ -332,16 +328,8 @@ def test_the_place_in_other_data_is_refused() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "message"),
     [
-        (
-            (),
-            ("--width", "24"),
-            "begun with --width 16, and is to go on with --width 24: .*; type --width 16, or begin",
-        ),
-        (
-            ("--lr", "0.1"),
-            (),
-            "begun with --lr 0.1, and is to go on with no --lr: expected the same options; type --lr 0.1",
-        ),
+        ((), ("--width", "24"), "begun with --width 16, and is to go on with --width 24: .*; type --width 16, or begi"),
+        (("--lr", "0.1"), (), "begun with --lr 0.1, and is to go on with no --lr: expected the same options; type --l"),
         ((), ("--lr", "0.1"), "is to go on with --lr 0.1: expected the same options; type the command without --lr"),
         ((), ("--steps", "30"), "begun with --steps 24, and is to go on with --steps 30"),
     ],
@@ -404,25 +392,3 @@ def test_two_processes_that_write_one_folder_are_told(tmp_path: Path) -> None:
         other.kill()
         other.communicate()
     FolderLock(Path("shared"), patience=60.0).release()
-
-
-@pytest.mark.gloo
-@pytest.mark.nightly
-def test_a_job_follows_a_table_of_prices() -> None:
-    """Two cheap devices are taken away in the middle: killed there, it goes on on the dear one that is left."""
-    plans = [PricedPlan(name=name, kind=name, devices=n, rate=2.0) for n, name in ((2, "two"), (1, "one"))]
-    trace = PriceTrace.parse("seconds,kind,price\n0,two,1\n0,one,9\n10,two,\n99,end,\n")
-    charges = Charges(restart_seconds=1.0, checkpoint_every=2.0)
-    found = cheapest(plans, trace, 4.0 * STEPS, charges, deadline=60.0)
-    assert (found.used, found.restarts) == (("two", "one"), 2)
-    options = ("--checkpoint-every", "5")
-    whole(words("whole", "dataset", *options))
-    at = []
-    for name in found.used:
-        command = words("run", "dataset", *options, "--resume")
-        num_ranks = next(each.devices for each in plans if each.name == name)
-        if name != found.used[-1]:
-            at.append(killed(command, victim=1, when=lambda: saved("run") >= 5, num_ranks=num_ranks, hold=60))
-        else:
-            whole(command, num_ranks=num_ranks)
-    _check_equal("run", "whole", resumed_at=at)

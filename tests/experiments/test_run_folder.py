@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 
 import pytest
-from support.inside import Manifest, MemoryMeter, Metrics, RunFolder, Summary, find_run
+from support.inside import Manifest, MemoryMeter, Metrics, RunFolder, find_run
 
 METRICS = Metrics(
     step=0,
@@ -29,46 +27,6 @@ METRICS = Metrics(
 
 def manifest(name: str) -> Manifest:
     return Manifest.of(name=name, config={"steps": 3}, corpus_source="a text", corpus_sha256="ab")
-
-
-def test_a_run_leaves_manifest_metrics_and_summary(tmp_path: Path) -> None:
-    folder = RunFolder.create(manifest("one"), root=tmp_path)
-    for step in range(2):
-        folder.log(replace(METRICS, step=step))
-    folder.write_summary(
-        Summary(
-            schedule="1f1b",
-            num_ranks=2,
-            num_stages=2,
-            num_microbatches=4,
-            parameters=10,
-            steps=2,
-            samples=4,
-            tokens=16,
-            seconds=1.0,
-            samples_per_s=4.0,
-            tokens_per_s=16.0,
-            train_loss=2.0,
-            val_loss=2.1,
-            train_bits_per_byte=2.9,
-            val_bits_per_byte=3.0,
-            step_seconds=0.5,
-            predicted_step_seconds=0.49,
-            bubble=0.1,
-            predicted_bubble=0.09,
-            peak_memory_bytes=(5, 6),
-        )
-    )
-    written = json.loads((tmp_path / "one" / "manifest.json").read_text())
-    assert written["config"] == {"steps": 3}
-    assert written["corpus_sha256"] == "ab"
-    assert {"python", "torch", "numpy", "stagewright"} <= set(written["versions"])
-    assert {"name", "processor", "cores", "system"} <= set(written["host"])
-    lines = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1]
-    summary = json.loads((tmp_path / "one" / "summary.json").read_text())
-    assert summary["val_bits_per_byte"] == 3.0
-    assert summary["peak_memory_bytes"] == [5, 6]
 
 
 def test_a_run_that_exists_is_never_touched_and_the_error_says_what_to_type(tmp_path: Path) -> None:

@@ -79,19 +79,6 @@ def test_what_else_may_be_done_where_memory_binds(capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["search"]["recompute"][0] == "full"
 
 
-@pytest.mark.thorough
-def test_the_same_seed_and_costs_by_microbatch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unequal microbatches and a limit a rank; two runs give one answer."""
-    argv = [*SMALL, "--index-factors", *"12111311", "--memory", "4", "3", "3", "2", "--json", "--seconds", "0.3"]
-    answers = []
-    for _ in range(2):
-        assert main(argv) == 0
-        answers.append(json.loads(capsys.readouterr().out))
-    assert [each["search"]["lower_bound"] for each in answers] == [answers[0]["search"]["lower_bound"]] * 2
-    assert answers[0]["search"]["memory_limit"] == [4, 3, 3, 2]
-    assert all(a <= b for a, b in zip(answers[0]["figures"]["peak_activations"], [4, 3, 3, 2], strict=True))
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -6,17 +6,7 @@ import pytest
 import torch
 from support.inside import slow_network
 
-from stagewright.partition import Cluster, Plan
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("nodes", [2, 4])
-def test_the_planner_is_never_behind_the_ways_it_may_choose_among(nodes):
-    for rate in ("125MB/s", "1.2GB/s"):
-        ways = slow_network.ways_of(Cluster.parse(f"{nodes}:eth={rate}@0.1ms"))
-        seconds = {way: found.simulated_step_time for way, found in ways.items()}
-        assert seconds["planner"] <= min(seconds["data parallel"], seconds["pipeline"]) + 1e-12
-        assert all(Plan.from_json(found.to_json()) == found for found in ways.values())  # as ranks get them
+from stagewright.partition import Cluster
 
 
 @pytest.mark.thorough

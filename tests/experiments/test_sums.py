@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.inside import Case, How, sums
+from support.inside import Case, sums
 from support.inside import JobsFigureFigure as Figure
 from support.pool import Pool
 
@@ -28,15 +28,3 @@ def test_each_sum_has_its_prediction(gloo: Pool) -> None:
         assert predicted > 0
         assert found["sum, predicted / found"] == [predicted / took for took in found["sum"]]
         assert len(found["sum"]) == 2
-
-
-def test_findings_name_the_farthest_case() -> None:
-    def ratio(num_bytes: int, value: float) -> Figure:
-        case = Case.of({"bytes": num_bytes, "sums": 1})
-        return Figure(case=case, name="sum, predicted / found", value=value, unit="ratio", how=How.EMULATED)
-
-    few = [ratio(1, 1.02), ratio(1, 1.04), ratio(1, 0.5), ratio(2, 0.8), ratio(3, 1.1)]
-    (said,) = sums.findings(few)
-    assert said.startswith("Predicted sums are 10% off in the median of 3 cases, -20% at worst (")
-    assert "bytes=2" in said
-    assert sums.findings([]) == []

@@ -155,12 +155,6 @@ def test_our_own_perfetto_trace_comes_back_unrounded(files: Path) -> None:
     assert [each.timeline for each in exhibit.measured] == [step(measured=True)]
 
 
-def test_slices_without_actions_are_refused(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(path) for path in sorted(KINETO.glob("1f1b.rank*"))]
-    assert main(["timeline", *words, "-o", "a.png"]) == 2
-    assert "1f1b: no slice has the name of a pipeline's action" in capsys.readouterr().err
-
-
 def test_shapes_that_differ_are_said() -> None:
     plan_of_4 = Exhibit(name="x", predicted=step(num_ranks=4), measured=(MeasuredStep(3, step(measured=True)),))
     assert shape_notes([plan_of_4]) == [

@@ -244,15 +244,6 @@ def test_activations_are_counted_and_recomputation_keeps_the_stage_inputs_only()
     assert stage_input_bytes(options, build("gpipe", num_ranks=2, num_microbatches=1)) == 2 * one_vector
 
 
-@pytest.mark.thorough
-def test_the_dry_run_shows_the_cut_and_says_what_its_costs_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--dry-run", *TINY, "--microbatches", "4"]) == 0
-    text = capsys.readouterr().out
-    for words in ("embedding", "blocks.1", "head", "rank 0 | ", "predicted bubble", "predicted memory"):
-        assert words in text
-    assert "costs proportional to parameters" in text
-
-
 @pytest.mark.thorough(but=["chimera-2-2"])
 @pytest.mark.parametrize(("schedule", "stages", "copies"), [("interleaved", 4, 1), ("chimera", 2, 2)])
 def test_the_dry_run_adds_up(schedule: str, stages: int, copies: int) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from support.inside import BACKWARD, FORWARD, Case, run_of, two_sites
-
-from .on_ranks import figures_on_ranks
 
 T = FORWARD + BACKWARD
 
@@ -46,15 +42,3 @@ def test_a_case_that_cannot_be_is_named(values: dict[str, str | int], said: str)
     case = Case.of({"way": "gpipe", "ranks": 4, "site_latency": "50ms", "microbatches": 8, **values})
     with pytest.raises(ValueError, match=said):
         list(two_sites.simulated(case, 1))
-
-
-@pytest.mark.nightly
-@pytest.mark.gloo
-def test_emulated_ways_come_one_after_the_other_over_the_same_groups(tmp_path: Path) -> None:
-    case = {"ranks": 4, "site_latency": "0ms"}
-    figures = figures_on_ranks(tmp_path, "two_sites:emulated", case, ranks=4, repetitions=1)
-    slower = [figure for figure in figures if figure.name == "batch, emulated / simulated"]
-    assert [figure.case.text("way") for figure in slower] == [
-        way for ways in two_sites.EMULATED.values() for way in ways
-    ]
-    assert all(figure.value > 0.97 for figure in slower)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import comb
 from pathlib import Path
-from statistics import fmean
 
 import pytest
-from support.inside import Case, How, bubbles, interleaving, peak_bytes, predictions, ptd_p, ranges
+from support.inside import Case, How, bubbles, interleaving, peak_bytes, ptd_p, ranges
 from support.inside import JobsFigureFigure as Figure
 from support.inside import works_two_bw as two_bw
 from support.small import X, Y, make
@@ -32,13 +29,6 @@ def test_bubbles_are_those_of_the_closed_forms(schedule: str, bubble: float) -> 
     assert value(figures, "bubble") == pytest.approx(bubble)
     assert value(figures, "bubble", How.CLOSED_FORM) == pytest.approx(bubble)
     assert {figure.case.count("microbatches") for figure in figures} == {4}
-    said = bubbles.findings([*figures, *(_emulated(figure, 0.01) for figure in figures[:1])])
-    assert said[0] == "Closed form and simulation agree in all 1 cases that have both, to rounding."
-    assert "Emulated bubbles lie 1.0 points from simulated ones" in said[1]
-
-
-def _emulated(figure: Figure, off: float) -> Figure:
-    return Figure(case=figure.case, name="bubble", value=figure.value + off, unit="fraction", how=How.EMULATED)
 
 
 @pytest.mark.thorough
@@ -67,30 +57,8 @@ def test_trainings_of_table_1_are_predicted_by_others() -> None:
     ]
     ratios = [figure.value for figure in figures if figure.name == "predicted / published"]
     assert max(abs(ratio - 1) for ratio in ratios) < 0.05
-    assert "over 2 trainings (simulated" in ptd_p.findings(figures)[0]
     with pytest.raises(ValueError, match=r"expected billion_parameters of 1.7, 3.6"):
         list(ptd_p.simulate_run(Case.of({"billion_parameters": 2}), 1))
-
-
-def test_how_far_plans_are_off() -> None:
-    """Each kind of run by itself: the median and the worst of its runs."""
-
-    def run(number: int, ratio: float, replicas: str | int) -> list[Figure]:
-        case = Case.of({"model": "gpt", "ranks": 2, "replicas": replicas, "run": number})
-        step = Figure(case=case, name=predictions.STEP, value=ratio, unit="ratio", how=How.MEASURED, note="P=2")
-        untried = Figure(case=case, name=predictions.UNTRIED, value=ratio - 0.1, unit="ratio", how=How.MEASURED)
-        tried = Figure(case=case, name=predictions.TRIED, value=ratio - 0.05, unit="ratio", how=How.MEASURED)
-        other = Figure(case=case, name="step", value=9.0, unit="s", how=How.MEASURED)
-        return [step, *([tried] if replicas == "any" else []), untried, other]
-
-    runs = [run(1, 0.99, "any"), run(2, 1.02, "any"), run(3, 0.90, "any"), run(1, 1.25, 2)]
-    assert predictions.findings([figure for each in runs for figure in each]) == [
-        "model=gpt ranks=2 replicas=any: planned steps are 2.0% off (median of 3 runs), -10.0% at worst; steps "
-        "of their trials 6.0% off (median of 3 runs), -15.0% at worst; by the profile alone 11.0% off (median of 3 "
-        "runs), -20.0% at worst. Plans: P=2.",
-        "model=gpt ranks=2 replicas=2: planned steps are 25.0% off (median of 1 runs), +25.0% at worst; by the profile "
-        "alone 15.0% off (median of 1 runs), +15.0% at worst. Plans: P=2.",
-    ]
 
 
 @pytest.mark.thorough
@@ -128,31 +96,9 @@ def test_steps_are_counted_within_a_range_that_earlier_ones_told() -> None:
     shares = [figure.value for figure in figures if figure.name == ranges.WITHIN]
     assert len(shares) == 2
     assert all(0 <= share <= 1 for share in shares)
-    (said,) = ranges.findings(figures)
-    assert said.startswith("Measured: ")
-    assert "over 2 pairs" in said
     short = Case.of({"schedule": "1f1b", "ranks": 2, "steps": 9})
     with pytest.raises(ValueError, match="steps: expected at least 10"):
         list(ranges.figures_of(short, pipe, lambda: pipe.train_step(X, Y), How.MEASURED, repetitions=1))
-
-
-@pytest.mark.nightly
-@pytest.mark.gloo
-def test_90_percent_ranges_hold_90_percent_of_measured_steps(tmp_path: Path) -> None:
-    """A GPT on two processes: of 6 x 30 steps as many as chance leaves of 90% lie in the range that they told; of
-    those behind them 80% in the range for steps that follow, since they share a pace: in or out together."""
-    sizes = {"microbatches": 8, "layers": 2, "width": 128, "length": 64, "batch": 16, "steps": 30}
-    case = {"schedule": "1f1b", "ranks": 2, **sizes}
-    figures = figures_on_ranks(tmp_path, "ranges:measured", case, ranks=2, repetitions=6)
-    told, behind = ([f.value for f in figures if f.name == name] for name in (ranges.BEFORE, ranges.WITHIN))
-    assert _holds(told)
-    assert fmean(behind) > 0.8
-
-
-def _holds(shares: Sequence[float]) -> bool:
-    """Whether 90% of steps may lie within: of 30 a share, fewer lie there once in a thousand times."""
-    within, of = round(30 * sum(shares)), 30 * len(shares)
-    return sum(comb(of, k) * 0.9**k * 0.1 ** (of - k) for k in range(within + 1)) > 0.001
 
 
 def test_bytes_at_the_peak_are_those_beyond_what_lies_between_two_steps() -> None:
@@ -163,21 +109,3 @@ def test_bytes_at_the_peak_are_those_beyond_what_lies_between_two_steps() -> Non
     ]
     # Gradients are there behind the first backward, which has let go of one microbatch.
     assert held == [1000 + 3 * 100, 1000 + 2 * 100]
-    figures = [
-        Figure(
-            case=Case.of({"schedule": name, "microbatches": 4}),
-            name="bytes at peak",
-            value=value,
-            unit="bytes",
-            how=how,
-        )
-        for name, value, how in (
-            ("auto", 90.0, How.MEASURED),
-            ("auto", 100.0, How.SIMULATED),
-            ("zb-v", 60.0, How.MEASURED),
-            ("torch zb-v", 120.0, How.MEASURED),
-            ("torch 1f1b", 100.0, How.MEASURED),
-        )
-    ]
-    (said,) = peak_bytes.findings(figures)
-    assert said.startswith("At M=4 `auto` holds 0.900 of the bytes of torch 1f1b, the least of torch's, and zb-v 0.500")

@@ -311,17 +311,6 @@ def test_compiled_units_compute_the_same(backend: str) -> None:
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-4)
 
 
-def test_overhead_beside_plain_training() -> None:
-    model, (x, y) = mlp(), batch()
-    twin = copy.deepcopy(model)
-    optimizer = adamw(list(twin.parameters()))
-    with pipeline(model) as pipe:
-        ours = seconds(lambda: pipe.train_step(x, y))
-        theirs = seconds(lambda: plain_step(twin, optimizer, F.mse_loss, (x, y)))
-    note("engine beside plain training", step_s=ours, plain_s=theirs, ratio=ours / theirs)
-    assert ours > 0
-
-
 @pytest.mark.thorough
 def test_a_gpt_is_profiled_planned_and_run() -> None:
     """300M parameters on CUDA (24 layers of 1,024), a small one on the CPU."""

@@ -20,61 +20,9 @@ from support.inside import (
     steady_in_flight,
 )
 
-from stagewright.partition import Cluster, Profile, partition, plan
-
 from .small import CLUSTERS, configuration, profiles
 
 PROFILES = profiles(chain=True, max_nodes=6)
-
-
-@pytest.mark.thorough
-@settings(max_examples=150, deadline=None)
-@given(
-    profile=PROFILES,
-    bandwidth=st.sampled_from([0.5, 3.0, 50.0]),
-    size=st.integers(1, 4),
-    schedule=st.sampled_from(["1f1b", "2bw"]),
-    M=st.integers(4, 9),
-)
-def test_the_same_pipeline(profile: Profile, bandwidth: float, size: int, schedule: str, M: int) -> None:
-    assume(profile.parts_seconds > 0)
-    cluster = Cluster.from_levels([(size, bandwidth)])
-    ours = partition(profile, cluster, schedule=schedule, num_microbatches=M, straight=True)
-    theirs = plan(
-        profile,
-        cluster,
-        global_batch=M,
-        schedules=schedule,
-        pipeline_sizes=(len(ours.stages),),
-        data_sizes=(1,),
-        recompute=("none",),
-        optimizer_sharding=("none",),
-    )
-    assert theirs.simulated_step_time is not None
-    assert ours.simulated_step_time is not None
-    assert theirs.simulated_step_time <= ours.simulated_step_time * (1 + 1e-9)
-    cut, other = ([stage.nodes for stage in found.stages] for found in (ours, theirs))
-    assume(cut == other and [s.ranks for s in ours.stages] == [s.ranks for s in theirs.stages])
-    assert ours.stages == theirs.stages
-    assert (ours.predicted_step_time, ours.simulated_step_time) == (
-        theirs.predicted_step_time,
-        theirs.simulated_step_time,
-    )
-
-
-@pytest.mark.thorough
-@settings(max_examples=60, deadline=None)
-@given(profile=profiles(max_nodes=9), cluster=CLUSTERS, M=st.integers(2, 12), limit=st.sampled_from([None, 30.0, 60.0]))
-def test_plans_are_never_worse(profile: Profile, cluster: Cluster, M: int, limit: float | None) -> None:
-    try:
-        ours = partition(profile, cluster, num_microbatches=M, memory_limit=limit)
-    except ValueError:
-        return  # nothing fits
-    assume(ours.simulated_step_time is not None and max(ours.replicas) <= M and profile.parts_seconds > 0)
-    assert ours.simulated_step_time is not None
-    theirs = plan(profile, cluster, global_batch=M, schedules="1f1b", memory_limit=limit)
-    assert theirs.simulated_step_time is not None
-    assert theirs.simulated_step_time <= ours.simulated_step_time * (1 + 1e-9)
 
 
 class Case:

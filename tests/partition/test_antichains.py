@@ -57,21 +57,6 @@ def test_of_many_cuts_those_with_the_least_bytes_stay() -> None:
     assert thinned(cuts, 9) == list(range(9))
 
 
-def test_order_of_cuts_does_not_depend_on_the_order_of_edges() -> None:
-    nodes = tuple(node(name) for name in "abcd")
-    edges = (("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"))
-    one, other = (all_cuts(Profile(nodes=nodes, edges=each)) for each in (edges, edges[::-1]))
-    assert (one.members == other.members).all()
-    assert ["".join(sorted(s)) for s in sets_of(one, Profile(nodes=nodes, edges=edges))] == [
-        "",
-        "a",
-        "ab",
-        "ac",
-        "abc",
-        "abcd",
-    ]
-
-
 def branches(width: int, depth: int, blocks: int) -> Profile:
     """Blocks of parallel branches, as in Inception."""
     nodes, edges, joint = [node("in")], [], "in"

@@ -107,21 +107,6 @@ def test_level_ranks_are_never_less_level(work: list[int]) -> None:
     assert squares(level_ranks(cuts, ends, (0, 1, 0, 1))) <= squares(ends)
 
 
-def test_a_graph_is_cut_between_its_antichains() -> None:
-    """a -> (b | c) -> d, V=2 on two ranks: every stage a node."""
-    nodes = [Node(name=n, forward_seconds=1, backward_seconds=2) for n in "abcd"]
-    profile = Profile(nodes=tuple(nodes), edges=(("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")))
-    found = partition(
-        profile,
-        Cluster.from_levels([(2, 1e9)]),
-        schedule="interleaved",
-        num_chunks=2,
-        num_microbatches=4,
-        straight=True,
-    )
-    assert [stage.nodes for stage in found.stages] == [("a",), ("b",), ("c",), ("d",)]
-
-
 def test_bad_chunks() -> None:
     cluster = Cluster.from_levels([(2, 1e9)])
     with pytest.raises(ValueError, match="expected a number of microbatches"):

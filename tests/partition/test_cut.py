@@ -57,25 +57,6 @@ def test_then_the_fewest_bytes_cross(weights: list[float], data: st.DataObject) 
 
 
 @pytest.mark.parametrize(
-    ("middle", "cut"),
-    [
-        (2.5, (0, 3)),  # 22.5 instead of 20.5: within a tenth
-        (3.0, (0, 2)),  # 23 instead of 20.5: too much
-    ],
-)
-def test_fewer_bytes_are_worth_a_tenth(middle: float, cut: tuple[int, ...]) -> None:
-    weights = [10.0, 10.0, middle, 10.0, 10.5 - middle]
-    assert cut_evenly(weights, num_stages=2) == (0, 2)
-    assert cut_evenly(weights, num_stages=2, crossing_bytes=[0.0, 50.0, 50.0, 1.0, 50.0]) == cut
-
-
-# Bug: a place where no cut may be made was cut when all others were more than SLACK off the best balance.
-def test_a_forbidden_cut_is_never_made() -> None:
-    assert cut_evenly([1, 1, 1, 1], num_stages=2, crossing_bytes=[0, 0, math.inf, 0]) == (0, 1)
-    assert cut_evenly([1, 1, 1, 9], num_stages=2, crossing_bytes=[0, 0, math.inf, math.inf]) == (0, 1)
-
-
-@pytest.mark.parametrize(
     ("n", "num_stages", "crossing", "most"),
     [(3, 4, None, 3), (3, 0, None, 3), (0, 1, None, 0), (4, 3, [0, math.inf, math.inf, 0], 2)],
 )

@@ -65,14 +65,6 @@ def test_never_worse_than_trying_everything(profile: Profile, cluster: Cluster, 
     assert len({s.replicas for s in found}) == len(found)
 
 
-@pytest.mark.thorough
-@steady
-@given(profiles(max_nodes=6), CLUSTERS, OPTIONS)
-def test_straight(profile: Profile, cluster: Cluster, options: dict) -> None:
-    for solution in solve(costs_of(profile, cluster, options), straight=True):
-        assert set(solution.replicas) == {1}
-
-
 def chain(seconds: list[float], parameters: list[float], activations: list[float]) -> Profile:
     rows = enumerate(zip(seconds, parameters, activations, strict=True))
     return Profile(

@@ -312,17 +312,6 @@ def test_a_heavy_stage_has_two_ranks() -> None:
     assert Plan.from_json(found.to_json()) == found
 
 
-def test_what_is_known_of_tensor_sizes_before_they_are_cut() -> None:
-    """Four devices share 8 s a microbatch evenly in 2-1-1: of 32, no cuts take less than is said, nor much more."""
-    nodes = tuple(Node(name=f"n{i}", forward_seconds=f, backward_seconds=f) for i, f in enumerate((2.0, 1.0, 1.0)))
-    source, cluster = OverTwo(Profile(nodes=nodes, microbatch_size=1), 1.0), Cluster.from_levels([(4, 100.0)])
-    options = {"global_batch": 32, "data_sizes": (1,), "schedules": "1f1b", "pipeline_sizes": (3,)}
-    found = plan(source, cluster, microbatch_sizes=(1,), tensor_sizes=(1, 2), **options)  # type: ignore[arg-type]
-    assert found.searched is not None
-    assert found.simulated_step_time == 68.0
-    assert 0.95 * 68 < found.searched.least <= 68
-
-
 @pytest.mark.thorough
 def test_too_little_memory_names_the_least_that_fits() -> None:
     layer = {"forward_seconds": 1.0, "backward_seconds": 2.0, "activation_bytes": 10.0, "stash_bytes": 100.0}

@@ -108,11 +108,7 @@ def test_ranks_of_another_order_take_other_links() -> None:
         ([("ab", [0, 1], 1, "none", 3), ("cd", [2])], {}, "optimizer_shards=3: expected 1, or its 2 replicas"),
         ([("ab", [0]), ("cd", [1])], {"schedule": "chimera"}, "schedule='chimera'"),
         ([("ab", [0]), ("cd", [1])], {"num_microbatches": 0}, "num_microbatches"),
-        (
-            [("ab", [0]), ("cd", [1])],
-            {"microbatch_size": 2},
-            "microbatch_size=2: expected one of the profiles' sizes, 1",
-        ),
+        ([("ab", [0]), ("cd", [1])], {"microbatch_size": 2}, "microbatch_size=2: expected one of the profiles' sizes,"),
         ([], {}, "ranks of the stages"),
         ([("ab", [0]), ("cd", [1])], {"schedule": "seq1f1b"}, r"slice_lengths=\(\) under 'seq1f1b'"),
         ([("ab", [0]), ("cd", [1])], {"slice_lengths": (4, 4)}, r"slice_lengths=\(4, 4\) under '1f1b'"),
@@ -175,10 +171,7 @@ def test_each_kind_of_device_has_a_profile() -> None:
     [
         ({"A": PROFILE}, "profiles of the kinds A: expected one of 'B', too"),
         ({"A": PROFILE, "B": Profile(nodes=NODES[:3])}, "profile of 'B': node 'd' is only in the first"),
-        (
-            {"A": PROFILE, "B": replace(PROFILE, microbatch_size=2)},
-            r"kinds' profiles: \[1, 2\]: expected one of the same",
-        ),
+        ({"A": PROFILE, "B": replace(PROFILE, microbatch_size=2)}, r"kinds' profiles: \[1, 2\]: expected one of the s"),
         ({"A": PROFILE, "B": PROFILE, "C": PROFILE}, "a profile of 'C': expected those of the cluster's kinds, A, B"),
         (
             {"A": PROFILE, "B": replace(PROFILE, nodes=[replace(x, parameter_bytes=8) for x in NODES])},

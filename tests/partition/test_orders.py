@@ -11,7 +11,6 @@ from support.inside import Topology, node_orders
 from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, plan
-from stagewright.schedules import Op
 
 from .small import least_bottleneck, profiles
 
@@ -41,15 +40,6 @@ def test_best_of_all_orders(profile: Profile, speeds: list[float], limited: bool
     # With M the simulated step decides; the bottleneck is then no smaller than the least.
     plan = partition(profile, cluster_of(tuple(speeds)), **options)
     assert plan.predicted_step_time >= best * (1 - 1e-9)
-
-
-def test_a_slow_node_gets_less() -> None:
-    nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(9))
-    plan = partition(Profile(nodes=nodes), cluster_of((1.0, 2.0), bandwidth=1e9), straight=True)
-    work = {stage.ranks: len(stage.nodes) for stage in plan.stages}
-    assert work == {(0,): 3, (1,): 6}
-    assert (plan.predicted_step_time, plan.gap) == (9.0, 0.0)
-    assert plan.seconds(Op.F) == [3.0, 3.0]
 
 
 @pytest.mark.thorough(but=["1"])

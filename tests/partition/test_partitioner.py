@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
 from support.inside import dynamic as dynamic_module
 
-from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, read_pipedream_profile
+from stagewright.partition import Cluster, Node, Plan, Profile, partition, read_pipedream_profile
 from stagewright.schedules import Costs, Op, build, simulate
 
 DATA = Path(__file__).parents[1] / "data" / "pipedream"
@@ -87,36 +84,6 @@ def test_a_model_too_large_for_all_devices() -> None:
         partition(chain(1, 1, 1, parameter_bytes=100), Cluster.from_levels([(2, 1e9)]), memory_limit=500)
 
 
-@pytest.mark.thorough(but=["equal"])
-@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)], ids=["equal", "unequal"])
-def test_what_a_device_keeps_beside_tensors_is_in_the_search_as_in_the_plan(speeds: tuple[float, float]) -> None:
-    """On an A100 with 300 MB more than another device the same plans are found, and the same do not fit."""
-
-    def cut(device: str, memory: float, num_microbatches: int | None) -> tuple[object, ...] | str:
-        kinds = tuple(DeviceKind(name=str(n), speed=s, memory_bytes=memory) for n, s in enumerate(speeds))
-        levels = (Level(name="device", size=1, bandwidth=1e9), Level(name="link", size=2, bandwidth=1e9))
-        cluster = Cluster(levels=levels, kinds=kinds, nodes=("0", "1"))
-        nodes = [
-            Node(name=name, forward_seconds=1, backward_seconds=2, parameter_bytes=1e6, stash_bytes=size)
-            for name, size in (("a", 1e6), ("b", 2e6), ("c", 3e6), ("d", 8e6))
-        ]
-        profile = Profile(nodes=nodes, device=device)
-        try:
-            found = partition(profile, cluster, num_microbatches=num_microbatches, num_candidates=1)
-        except ValueError as error:
-            return str(error)
-        return tuple((stage.nodes, stage.ranks, stage.memory) for stage in found.stages)
-
-    for memory, count in product((12e6, 16e6, 18e6, 20e6, 24e6, 40e6), (None, 2)):
-        plain, on_a100 = cut("device", memory, count), cut("A100", memory + 300e6, count)
-        if isinstance(plain, tuple):
-            assert on_a100 == plain
-        else:
-            assert "(300,000,000 of them beside tensors, for the device's context)" in on_a100
-    assert isinstance(cut("device", 20e6, 2), tuple)  # some fit where little is left, some do not
-    assert isinstance(cut("device", 12e6, 2), str)
-
-
 def test_a_graph_with_too_many_cuts_says_so_and_bounds_the_loss() -> None:
     names = [f"n{i}" for i in range(8)]
     nodes = tuple(Node(name=name, forward_seconds=1, backward_seconds=2) for name in ["in", *names, "out"])
@@ -161,10 +128,3 @@ def test_whatever_is_too_large_has_a_plan(monkeypatch: pytest.MonkeyPatch, strai
 def test_bad_options(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition(chain(1, 1), Cluster.from_levels([(2, 1e9)]), **options)
-
-
-@pytest.mark.thorough
-def test_planning_needs_no_torch() -> None:
-    program = "import sys, stagewright.partition; print('torch' in sys.modules, 'networkx' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.stdout.split(), done.stderr) == (["False", "False"], "")

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from support.inside import Configuration
 
-from stagewright.partition import Cluster, Node, Plan, Profile, partition, plan
-from stagewright.schedules import Costs, Op, build, check, simulate
+from stagewright.partition import Cluster, partition, plan
+from stagewright.schedules import Costs, Op, build, simulate
 
 from .small import chain
 
@@ -20,50 +20,6 @@ def test_free_links_and_memory_leave_replicas_alone() -> None:
     found = plan(chain(4), FOUR, global_batch=8)
     assert (found.replicas, found.schedule, found.microbatch_size) == ((4,), "1f1b", 1)
     assert found.simulated_step_time == pytest.approx(2 * 12.0)
-
-
-@pytest.mark.thorough
-def test_sums_of_replicas_go_on_beside_backwards_where_ranks_have_chunks() -> None:
-    """As DistributedDataParallel's buckets do: the sum of the first part alone, of one node, is behind the work."""
-    profile = chain(8, parameter_bytes=1e8, activation_bytes=1e9)
-    found = plan(profile, Cluster.from_levels([(2, 1e8)]), global_batch=4, chunk_sizes=(2, 4))
-    assert (found.replicas, found.schedule, found.num_chunks) == ((2,) * 4, "interleaved", 4)
-    assert found.simulated_step_time == pytest.approx(2 * 24 + 1)
-    plain = plan(profile, Cluster.from_levels([(2, 1e8)]), global_batch=4, schedules="1f1b")
-    assert plain.simulated_step_time == pytest.approx(2 * 24 + 8)
-
-
-@pytest.mark.thorough
-def test_heavy_gradients_on_slow_links_make_a_pipeline_with_chunks() -> None:
-    found = plan(chain(8, parameter_bytes=4e9, activation_bytes=1.0), FOUR, global_batch=8, chunk_sizes=(2,))
-    assert (found.schedule, found.num_chunks, found.replicas) == ("interleaved", 2, (1,) * 8)
-    schedule = found.build_schedule()
-    check(schedule)
-    assert schedule == build("interleaved", num_ranks=4, num_microbatches=8, num_chunks=2)
-    assert found.simulated_step_time == pytest.approx(simulate(schedule, Costs(forward=1, backward=2)).makespan)
-    others = {each.label for each in found.runners_up}
-    assert "pipe 4, 1f1b, microbatch 1" in others
-    losses = [each.simulated_step_time or 0 for each in found.runners_up]
-    assert losses == pytest.approx(sorted(losses), rel=1e-9)
-    assert losses[0] > found.simulated_step_time
-
-
-@pytest.mark.thorough
-def test_one_ring_over_two_hosts_changes_the_plan() -> None:
-    """A sum over three ranks takes four steps over the network instead of two: unequal replicas no longer pay."""
-    nodes = (
-        Node(name="a", forward_seconds=3, backward_seconds=6, activation_bytes=1, parameter_bytes=3e6),
-        Node(name="b", forward_seconds=1, backward_seconds=2, parameter_bytes=1e9),
-    )
-
-    def found(cluster: str) -> Plan:
-        options = {"global_batch": 24, "schedules": "1f1b", "runnable": True, "optimizer_sharding": "none"}
-        return plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse(cluster), **options)
-
-    near, far = "2x2:in=100MB/s,out=10MB/s@1s", "2x2:in=100MB/s,out=10MB/s@8s"
-    sums = [found(cluster).links.sums[0].seconds for cluster in (near, f"{near}:flat")]  # type: ignore[union-attr]
-    assert sums == pytest.approx([2 * 1 / 2 * 0.03 + 2 * 1 / 2 * 0.3 + 2 * 1, 4 * 1 + 0.3])
-    assert [found(cluster).replicas for cluster in (far, f"{far}:flat")] == [(3, 1), (2,)]
 
 
 def test_the_optimizer_is_sharded_where_that_makes_it_fit() -> None:
@@ -97,20 +53,12 @@ def test_larger_microbatches_where_they_are_worth_it() -> None:
     assert found.num_microbatches == 4
 
 
-def test_what_nobody_can_hold_names_the_nearest_miss() -> None:
-    with pytest.raises(ValueError, match=r"nearest is .*, which on rank \d needs 40 bytes of 30, 10 too many \("):
-        plan(chain(4, parameter_bytes=10.0), FOUR, global_batch=4, memory_limit=30.0)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"global_batch": 0}, "global_batch: 0: expected a whole number"),
         ({"schedules": ("1f2b",)}, "unknown schedule '1f2b'"),
-        (
-            {"schedules": "dualpipe"},
-            r"'dualpipe': plans are for stages that stand on one rank each, .* some of gpipe, 1f1b",
-        ),
+        ({"schedules": "dualpipe"}, r"'dualpipe': plans are for stages that stand on one rank each, .* some of gpipe,"),
         ({"schedules": ("1f1b", "chimera")}, r"'chimera': plans are for"),
         ({"schedules": ("seq1f1b",)}, "with a profile that does not say what a slice costs: expected sequence_tokens"),
         ({"schedules": ("seq-zb-h1",)}, r"'seq-zb-h1': plans are for .* and for whole sequences or slices with"),
@@ -203,40 +151,6 @@ def test_a_split_backward_takes_what_its_halves_do(longer: float, name: str) -> 
         simulate(build("zb-h1", num_ranks=4, num_microbatches=8), costs).makespan
     )
     assert plan(profile, FOUR, global_batch=8, schedules=("1f1b", "zb-h1"), **sizes).schedule == name
-
-
-def test_a_bound_does_not_hide_a_split_backward() -> None:
-    """Nothing but the best is asked for: 1F1B's warm-up is no bound of ZB-H2's."""
-    figures = [(1, 3, 0), (2, 1, 1), (0.5, 1, 0), (2, 3, 0), (1, 3, 0), (1, 3, 0), (2, 1, 1)]
-    nodes = [
-        Node(name=f"n{i}", forward_seconds=f, backward_seconds=b, parameter_bytes=w)
-        for i, (f, b, w) in enumerate(figures)
-    ]
-    schedules = ("1f1b", "interleaved", "zb-h2")
-    found = plan(
-        Profile(nodes=nodes), Cluster.parse("4:net=10B/s"), global_batch=6, schedules=schedules, num_runners_up=0
-    )
-    assert (found.schedule, found.simulated_step_time) == ("zb-h2", pytest.approx(40.6))
-
-
-@pytest.mark.parametrize("schedule", ["zb-v", "v-half", "v-min", "hanayo", "dualpipe-v"])
-def test_memory_of_a_v(schedule: str) -> None:
-    """Rank 0 has the first stage and the last: the embedding, the head, and what both hold at its worst moment."""
-    nodes = [
-        Node(name=f"n{i}", forward_seconds=1, backward_seconds=2, parameter_bytes=w, stash_bytes=10.0 + i)
-        for i, w in enumerate((5, 1, 1, 1, 1, 7))
-    ]
-    options = {"pipeline_sizes": (3,), "data_sizes": (1,), "optimizer_bytes": 2.0, "chunk_sizes": (2,)}
-    found = plan(Profile(nodes=nodes), Cluster.parse("3:l=1GB/s"), global_batch=6, schedules=schedule, **options)
-    assert [stage.ranks for stage in found.stages] == [(0,), (1,), (2,), (2,), (1,), (0,)]
-    assert [found.memory[rank].parameters for rank in range(3)] == [12, 2, 2]
-    assert [found.memory[rank].optimizer for rank in range(3)] == [24, 4, 4]
-    for rank, program in enumerate(build(schedule, num_ranks=3, num_microbatches=6).programs):
-        now = most = 0.0
-        for stage, op, _ in program:  # whole backwards end in B, others in W
-            now += {Op.F: 1, Op.B: -1, Op.W: -1}.get(op, 0) * nodes[stage].stash_bytes
-            most = max(most, now)
-        assert found.memory[rank].activations == most
 
 
 def test_idle_devices_are_told() -> None:

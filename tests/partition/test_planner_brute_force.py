@@ -84,7 +84,7 @@ def test_never_worse_than_any_configuration(
     found = plan(profile, cluster, **options)
     short = plan(profile, cluster, max_simulated=1, num_runners_up=0, **options)
     hurried = plan(profile, cluster, seconds=0.0, **options)
-    assert found.simulated_step_time is not None
+    assert found.simulated_step_time == pytest.approx(simulate_plan(profile, cluster, found), rel=1e-9)
     assert found.searched is not None
     assert found.searched.faster_left(found.simulated_step_time) == 0
     for each in configurations(profile, cluster, batch, 3):
@@ -109,7 +109,7 @@ def promised(found: Plan) -> float:
     profile=chains(),
     cluster=CLUSTERS,
     batch=st.integers(1, 8),
-    schedule=st.sampled_from(["hanayo", "zb-v", "v-half", "v-min", "dualpipe-v", "interleaved-zb"]),
+    schedule=st.sampled_from(["hanayo", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "interleaved-zb"]),
 )
 def test_never_worse_where_stages_go_back_and_forth_or_backwards_are_split(
     profile: Profile, cluster: Cluster, batch: int, schedule: str
@@ -134,28 +134,6 @@ def bound(profile: Profile, cluster: Cluster, each: dict[str, Any]) -> float:
         **{name: value for name, value in each.items() if name != "ends"},
     )
     return LeastSeconds(Topology(cluster)).of(c, Model(profile, MemoryRules(optimizer_ratio=2.0)))
-
-
-@pytest.mark.thorough
-@settings(max_examples=50, deadline=None)
-@given(profile=chains(), cluster=CLUSTERS, batch=st.integers(1, 8), share=st.floats(0.1, 1.0))
-def test_never_worse_within_the_memory(profile: Profile, cluster: Cluster, batch: int, share: float) -> None:
-    limit = share * sum(4 * node.parameter_bytes + 2 * node.stash_bytes for node in profile.nodes) + 0.5
-    fitting = [
-        (each, recompute)
-        for each in configurations(profile, cluster, batch, 1)
-        for recompute in fitting_recompute(profile, each, limit)
-    ]
-    try:
-        found = plan(profile, cluster, global_batch=batch, memory_limit=limit, optimizer_sharding=("none",))
-    except ValueError as error:
-        assert "nothing fits the memory" in str(error)  # noqa: PT017
-        assert not fitting
-        return
-    assert found.simulated_step_time is not None
-    for each, recompute in fitting:
-        least = step(profile, cluster, shards=1, recompute=recompute, **each)
-        assert found.simulated_step_time <= least * (1 + 1e-8), (each, recompute)
 
 
 @dataclass(frozen=True)
@@ -185,7 +163,7 @@ class Halves:
 
 
 @pytest.mark.thorough
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     profile=chains(),
     cluster=st.sampled_from([Cluster.from_levels([(2, 40.0), (2, 5.0)]), Cluster.from_levels([(4, 9.0)])]),
@@ -221,27 +199,6 @@ def test_what_is_left_out_takes_as_long_as_is_promised_with_tensor_ranks_and_lit
             assert found.simulated_step_time is not None
             assert found.simulated_step_time <= least
             assert found.searched.faster_left(found.simulated_step_time) == 0
-
-
-@pytest.mark.thorough
-@settings(max_examples=40, deadline=None)
-@given(profile=chains(), cluster=CLUSTERS, batch=st.integers(1, 8), share=st.floats(0.3, 1.0), runnable=st.booleans())
-def test_the_plan_is_its_own_simulation(
-    profile: Profile, cluster: Cluster, batch: int, share: float, runnable: bool
-) -> None:
-    """Its own schedule, on all ranks, with its own seconds, takes what it says; memory within the limit."""
-    whole = sum(4 * node.parameter_bytes + node.stash_bytes + 20 * node.activation_bytes for node in profile.nodes)
-    try:
-        found = plan(
-            profile, cluster, global_batch=batch, memory_limit=whole * share + 1e-3, chunk_sizes=(2,), runnable=runnable
-        )
-    except ValueError as error:
-        assert "nothing fits the memory" in str(error)  # noqa: PT017
-        return
-    assert max(found.memory_bytes.values()) <= (whole * share + 1e-3) * (1 + 1e-9)
-    resimulated = simulate_plan(profile, cluster, found)
-    assert found.simulated_step_time == pytest.approx(resimulated, rel=1e-9)
-    assert Plan.from_json(found.to_json()) == found
 
 
 @settings(max_examples=30, deadline=None)

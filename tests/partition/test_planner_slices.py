@@ -219,14 +219,3 @@ def test_what_slices_do_not_go_with_is_refused_by_name() -> None:
     for field, number in (("pair_share", 1.5), ("sequence_tokens", 0)):
         with pytest.raises(ValueError, match=field):
             replace(EQUAL, **{field: number})  # type: ignore[arg-type]
-
-
-def test_replicas_run_the_slices_of_their_own_microbatches() -> None:
-    options: dict[str, Any] = {"global_batch": 4, "schedules": "seq1f1b", "chunk_sizes": (4,)}
-    found = plan(EQUAL, FREE, data_sizes=(2,), pipeline_sizes=(2,), **options)
-    assert found.replicas == (2, 2)
-    assert simulated(found).timeline.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-9)
-    one = plan(
-        EQUAL, Cluster.from_levels([(2, 1e12)]), data_sizes=(1,), pipeline_sizes=(2,), **{**options, "global_batch": 2}
-    )
-    assert found.simulated_step_time == pytest.approx(one.simulated_step_time, rel=1e-9)

@@ -67,10 +67,7 @@ def bad_node(**fields: object) -> str:
         (bad_node(update_seconds=math.nan), r"p\.json: nodes\[0\]: update_seconds: nan: expected a finite number"),
         (bad_node(runs_again="no"), r"p\.json: nodes\[0\]: runs_again: 'no': expected true or false"),
         (bad_node(selective_bytes=-1), r"p\.json: nodes\[0\]: selective_bytes: -1: expected a finite number"),
-        (
-            bad_node(selective_bytes=1),
-            r"p\.json: nodes\[0\]: node a: selective_seconds: None: expected a number beside selective_b",
-        ),
+        (bad_node(selective_bytes=1), r"p\.json: nodes\[0\]: node a: selective_seconds: None: expected a number besid"),
         (bad_node(workspace_bytes=None), r"p\.json: nodes\[0\]: workspace_bytes: None: expected a finite number"),
         (change(microbatch_size=0), r"p\.json: microbatch_size: 0: expected a whole number of at least 1"),
         (change(microbatch_size=2.5), r"p\.json: microbatch_size: 2\.5: expected a whole number"),

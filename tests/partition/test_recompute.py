@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -45,17 +44,6 @@ def rows(profile: Profile, first: int, last: int) -> dict[str, tuple[float, floa
     sums = Model(profile, MemoryRules(optimizer_ratio=2.0)).cuts.stages(first, last)
     found = {name: sums.under(name) for name in RECOMPUTE}
     return {name: (float(row.kept), float(row.again), float(row.seconds)) for name, row in found.items()}
-
-
-def test_a_stage_in_the_middle() -> None:
-    """Nodes b and c, which take the outputs of a (10 bytes) and of b (20)."""
-    assert rows(CHAIN, 1, 3) == {
-        "none": (500, 0, 0),
-        "full": (10, 500, 6),
-        "layer": (10 + 20, 300, 6),
-        "selective": (50 + 70, 300 - 50, 1.5),
-        "keep_less": (250 + 200, 50, 0.5),
-    }
 
 
 def test_the_first_ones_of_a_stage() -> None:
@@ -204,10 +192,6 @@ def fitted(case: tuple[StageSums, Moments, float], recompute: tuple[str, ...]) -
     return MemoryRules(optimizer_ratio=2.0, recompute=recompute).front(sums, flight, place)[0]
 
 
-def seconds(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]) -> float:
-    return float(case[0].seconds_again(choice).sum())
-
-
 def total_by_hand(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]) -> float:
     sums, flight, _ = case
     kept, again = (
@@ -221,22 +205,6 @@ def total_by_hand(case: tuple[StageSums, Moments, float], choice: tuple[str, ...
     return most + received + float(sums.before.max())  # the gradient of an input
 
 
-@pytest.mark.thorough
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.data())
-def test_the_least_seconds_that_fit(data: st.DataObject) -> None:
-    """All choices of one or two stages are tried."""
-    case = data.draw(ranks(data.draw(st.integers(1, 2))))
-    found, num_chunks = fitted(case, RECOMPUTE), len(case[0].stash)
-    choices = list(product(RECOMPUTE, repeat=num_chunks))
-    fitting = [seconds(case, choice) for choice in choices if fitted_alone(case, choice).too_many == 0]
-    assert (found.too_many == 0) == bool(fitting)
-    if fitting:
-        assert seconds(case, found.recompute) == min(fitting)
-    else:
-        assert found.too_many == min(fitted_alone(case, choice).too_many for choice in choices)
-
-
 def fitted_alone(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]) -> RankMemory:
     """The same rank with one choice: as if each stage had "none" alone, with the figures of that choice."""
     sums, flight, limit = case
@@ -246,38 +214,6 @@ def fitted_alone(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]
     return fitted((alone, flight, limit), ("layer",))
 
 
-@pytest.mark.thorough
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.data())
-def test_many_stages_fit_where_they_do_alike(data: st.DataObject) -> None:
-    """Three and four stages: never more seconds than the same for all, and no stage has more than it needs."""
-    case = data.draw(ranks(data.draw(st.integers(3, 4))))
-    found, num_chunks = fitted(case, RECOMPUTE), len(case[0].stash)
-    alike = [(name,) * num_chunks for name in RECOMPUTE]
-    fitting = [seconds(case, choice) for choice in alike if fitted_alone(case, choice).too_many == 0]
-    assert not fitting or found.too_many == 0
-    if found.too_many:
-        return
-    mine = found.recompute
-    for v, name in product(range(num_chunks), RECOMPUTE):
-        other = (*mine[:v], name, *mine[v + 1 :])
-        assert seconds(case, other) >= seconds(case, mine) or fitted_alone(case, other).too_many > 0
-
-
-def test_what_no_single_stage_frees_all_of_them_may() -> None:
-    """The 10 bytes that one stage frees are less than the 25 it makes again, and all do it in turn."""
-    nothing, many = np.zeros(5), np.full(5, 10.0)
-    others = ("backward", "update", "weights", "buffers", "before", "behind", "workspace", "largest", "small")
-    known = Recomputed(kept=nothing, again=np.full(5, 25.0), seconds=np.ones(5))
-    sums = StageSums(forward=many, stash=many, **dict.fromkeys(others, nothing), by_node=lambda _: known)
-    running = np.concatenate([np.zeros((1, 5)), np.eye(5)])  # nobody's backward, and each one's
-    counts = np.concatenate([np.ones((6, 5)), np.zeros((6, 10)), running], axis=1)
-    flight = Moments(counts=counts, num_forwards=1, versions=1)
-    for limit, again in ((50, 0), (49, 3), (35, 4), (34, 5), (25, 5)):
-        assert fitted((sums, flight, limit), ("none", "layer")).recompute.count("layer") == again
-    assert fitted((sums, flight, 24), ("none", "layer")).too_many == 1
-
-
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.data())
 def test_bytes_at_the_peak(data: st.DataObject) -> None:
@@ -285,34 +221,6 @@ def test_bytes_at_the_peak(data: st.DataObject) -> None:
     choice = tuple(data.draw(st.sampled_from(RECOMPUTE)) for _ in case[0].stash)
     forced = fitted_alone((case[0], case[1], 0.0), choice)
     assert forced.total == pytest.approx(total_by_hand(case, choice))
-
-
-@pytest.mark.parametrize(
-    ("allowed", "replicas", "limit", "shards"),
-    [
-        (("none",), 4, 1e9, [1]),
-        (("full",), 4, 1e9, [4]),
-        (("full",), 1, 1e9, [1]),
-        (("none", "full"), 4, 1e9, [1, 4]),  # a simulation says which
-        (("none", "full"), 4, 300.0, [4]),  # the 200 bytes of the optimizer's state do not fit
-        (("none",), 4, 300.0, [1]),
-        (("none", "full"), 1, 300.0, [1]),
-    ],
-)
-def test_where_the_optimizer_is_divided(
-    allowed: tuple[str, ...], replicas: int, limit: float, shards: list[int]
-) -> None:
-    """100 bytes of weights, as many of gradients."""
-    none, one = np.zeros(1), np.ones(1)
-    weights = {"weights": 100 * one, "small": 100 * one}
-    others = ("forward", "backward", "update", "buffers", "stash", "before", "behind", "workspace", "largest")
-    known = Recomputed(kept=none, again=none, seconds=none)
-    sums = StageSums(**weights, **dict.fromkeys(others, none), by_node=lambda _: known)
-    counts = np.array([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
-    flight = Moments(counts=counts, num_forwards=1, versions=1)
-    place = RankPlace(stages=(0,), replicas=replicas, tensor=1, limit=limit)
-    found = MemoryRules(optimizer_ratio=2.0, sharding=allowed).front(sums, flight, place)
-    assert [memory.shards for memory in found] == [(number,) for number in shards]
 
 
 def test_stages_of_one_rank_send_each_other_nothing() -> None:

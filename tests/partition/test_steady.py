@@ -118,19 +118,6 @@ def test_it_is_found_and_short(P: int, V: int, M: int, latency: float) -> None:
         assert max(sizes) < 14 * P
 
 
-def test_rounds_of_several_microbatches() -> None:
-    """With latencies, ranks wait for as many microbatches as go around between them; not all numbers are divided."""
-    costs = Costs(forward=1, backward=2, latency=0.5)
-    for P, M in product((2, 3, 4), (100, 101, 102, 103)):
-        whole = simulate(build("1f1b", num_ranks=P, num_microbatches=M), costs).makespan
-        assert folded(configuration("1f1b", P, 1, M), M, costs)[0] == whole
-    # Three go around between the last three ranks, and four divide what is left out.
-    costs = Costs(forward=[0.125, 1, 1, 1], backward=[0.125, 2, 2, 2], latency=1)
-    found, sizes = folded(configuration("1f1b", 4, 1, 100), 100, costs)
-    assert found == simulate(build("1f1b", num_ranks=4, num_microbatches=100), costs).makespan
-    assert len(sizes) > 1
-
-
 def test_what_slowly_gets_out_of_step_is_not_steady() -> None:
     """The first rank is a thousandth slower than the last, which runs at its own pace while there is work in stock."""
     costs = Costs(forward=[1 + 2.0**-10, 0.5, 0.5, 1], backward=[2, 1, 1, 2])
@@ -155,15 +142,6 @@ def test_what_is_in_flight_is_that_of_the_whole_batch(schedule: str, P: int, V: 
                     for each in (a, b)
                 )
                 assert np.array_equal(ours, theirs), (M, is_backward)
-
-
-@pytest.mark.parametrize(("schedule", "V"), [("zb-h1", 1), ("zb-2p", 1), ("interleaved-zb", 2)])
-def test_the_bound_of_a_split_backward_is_below_what_is_simulated(schedule: str, V: int) -> None:
-    """The last rank's end is not followed by whole backwards: 27 s, where those of 1F1B take 33."""
-    nodes = tuple(Node(name=f"n{i}", forward_seconds=1, backward_seconds=2) for i in range(4 * V))
-    evaluator = evaluator_of(Profile(nodes=nodes), 2.0**30, 4)
-    found = evaluator.evaluate(configuration(schedule, 4, V, 8), tuple(range(4 * V + 1)), exact=True)
-    assert 8 * V * 3 <= found.bound <= evaluator.simulate(found).simulated_seconds
 
 
 def test_what_no_short_batch_stands_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +13,6 @@ from support.inside import Topology
 from stagewright.partition import Cluster, DeviceKind, Level
 
 from .small import ring
-
-NODES = Cluster.parse("4x8:nvlink=300GB/s,net=25GB/s")
 
 
 def test_messages_between_ranks() -> None:
@@ -40,39 +37,10 @@ def test_a_slow_network_card() -> None:
     assert topology.ring((0, 1, 2, 3)).seconds_a_byte == 2 * 1 / 2 / 8 + 2 * 1 / 2 / 2 * 1.0
 
 
-def test_sums_of_tied_weights_are_as_slow_as_the_slowest_card() -> None:
-    """Over all ranks that hold the weights, whatever stage they have them for: the slowest card is one of theirs."""
-    kinds = (DeviceKind(name="fast"), DeviceKind(name="slow", link_speed=0.25))
-    levels = (Level(name="in", size=2, bandwidth=8.0), Level(name="out", size=3, bandwidth=4.0))
-    topology = Topology(Cluster(levels=levels, kinds=kinds, nodes=("fast", "fast", "slow")))
-    assert topology.ring((4, 5)).seconds_a_byte == 1 / 8  # within the node no card is used
-    assert topology.ring((0, 2)).seconds_a_byte == 1 / 4
-    assert topology.ring((0, 4)).seconds_a_byte == 1.0
-    assert topology.ring((0, 2, 4)).seconds_a_byte == pytest.approx(4 / 3)
-
-
 def test_a_sum_keeps_its_ranks_from_computing_as_its_outermost_level_does() -> None:
     levels = (Level(name="in", size=2, bandwidth=8.0, sum_busy=0.9), Level(name="out", size=2, bandwidth=4.0))
     topology = Topology(Cluster(levels=(levels[0], replace(levels[1], sum_busy=0.2))))
     assert [topology.ring(ranks).busy_share for ranks in ((0,), (0, 1), (0, 2), range(4))] == [0.0, 0.9, 0.2, 0.2]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "seconds_a_byte"),
-    [
-        (range(8), 2 * 7 / 8 / 300e9),
-        (range(0, 32, 8), 2 * 3 / 4 / 25e9),
-        (range(0, 32, 4), 2 * 1 / 2 / 300e9 + 2 * 3 / 4 / 2 / 25e9),
-        (range(12), 2 * 7 / 8 / 300e9 + 2 * 1 / 2 / 4 / 25e9),  # 8 + 4: as many rings as the smaller part has members
-        (range(9), 2 * 7 / 8 / 300e9 + 2 * 1 / 2 / 25e9),  # 8 + 1
-        ((0, 3, 6, 9), 2 * 2 / 3 / 300e9 + 2 * 1 / 2 / 25e9),  # 3 + 1
-        ((9, 6, 3, 0), 2 * 2 / 3 / 300e9 + 2 * 1 / 2 / 25e9),
-    ],
-    ids=str,
-)
-def test_which_levels_a_sum_uses(ranks: Sequence[int], seconds_a_byte: float) -> None:
-    found = Topology(NODES).ring(ranks)
-    assert found.seconds_a_byte == pytest.approx(seconds_a_byte, rel=1e-12)
 
 
 def test_a_flat_ring_goes_at_the_pace_of_its_slowest_hop() -> None:

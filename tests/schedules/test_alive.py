@@ -63,10 +63,6 @@ def test_by_hand(text: str, alive: list[dict[int, int]]) -> None:
     assert peak_activations([Action.parse(word) for word in text.split()]) == max(sum(at.values()) for at in alive)
 
 
-def test_a_rank_with_nothing_to_do() -> None:
-    assert peak_activations(()) == 0
-
-
 @steady
 @given(schedules())
 def test_checker_timeline_and_planner_agree(schedule: Schedule) -> None:

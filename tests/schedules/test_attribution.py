@@ -86,15 +86,6 @@ def test_waiting_for_a_rank_with_more_work_is_imbalance() -> None:
     )
 
 
-def test_latency_is_transfer() -> None:
-    schedule = build("gpipe", num_ranks=2, num_microbatches=1)
-    costs = Costs(forward=1.0, backward=2.0, latency=[0.5, 0.25])
-    assert attribute_idle(simulate(schedule, costs)) == (
-        NONE._replace(late_peer=3.5, transfer=0.25),  # rank 1 made the gradient at 4.5: 0.5 until its F, 3 of work
-        NONE._replace(warm_up=1.5, drain=2.25),
-    )
-
-
 def test_the_part_of_a_gap_behind_the_arrival_is_unexplained() -> None:
     """
     rank 0 | F0 .. .. .. .. .. .. B0        gradient made at 4, here at 5, used at 7
@@ -189,13 +180,3 @@ def test_neither_maker_nor_message_is_unexplained() -> None:
     other = (Span(Action.parse("1F5"), 1.0, 2.0), Span(Action.parse("1B5"), 2.0, 4.0))
     window = Timeline(schedule=schedule, ranks=(RankTrace(compute=compute), RankTrace(compute=other)), measured=True)
     assert attribute_idle(window)[0] == NONE._replace(unexplained=2.0)
-
-
-def test_gaps_stand_before_their_actions() -> None:
-    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(forward=1.0, backward=1.0))
-    gaps = find_gaps(timeline)
-    assert [{str(action): gap.cause for action, gap in rank.items()} for rank in gaps] == [
-        {"0B0": "late_peer", "0B1": "late_peer"},
-        {"1F0": "warm_up"},
-    ]
-    assert [sum(gap.seconds for gap in rank.values()) for rank in gaps] == pytest.approx([2.0, 1.0])

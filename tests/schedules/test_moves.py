@@ -187,13 +187,3 @@ def test_what_cannot_move() -> None:
         check(replace(two_ranks(), num_slices=3, num_microbatches=1))
     forward_only = two_ranks().forward_only()
     assert not forward_only.moves_activations
-
-
-@pytest.mark.parametrize("op", ["LEND", "HOLD", "RETURN"])
-def test_what_waited_on_another_rank_is_no_action(op: str) -> None:
-    text = two_ranks().to_json().replace("0OFFLOAD1", f"0{op}1")
-    message = (
-        f"program of rank 0: cannot read the action '0{op}1': expected .* with an op of F B I W U, or OFFLOAD RELOAD"
-    )
-    with pytest.raises(ScheduleError, match=message):
-        Schedule.from_json(text)

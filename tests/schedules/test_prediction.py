@@ -279,23 +279,19 @@ def test_what_queued_does_not_queue_again() -> None:
     assert abs(found.cause(Cause.UNEXPLAINED).seconds) < 0.05 * found.predicted
 
 
-def test_sums_of_tied_weights_that_no_plan_knows() -> None:
+@pytest.mark.parametrize("planned", [0.0, 1.0])
+def test_sums_of_tied_weights_of_which_a_plan_knows_too_little_or_nothing(planned: float) -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    costs = Costs(update=0.5)
-    truth = simulate(schedule, replace(costs, tied=[((0, 1), 2.0)]))
-    found = check_prediction(simulate(schedule, costs), [recorded(truth)], costs=costs)
-    assert [str(each.what) for each in found.wrong] == ["all-reduce of stages 0, 1"]
-    assert found.cause(Cause.UNEXPLAINED).seconds == pytest.approx(0.0)
-
-
-def test_sums_of_tied_weights_stand_beside_what_a_plan_says_of_them() -> None:
-    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    costs = Costs(update=0.5, tied=[((0, 1), 1.0)])
+    costs = Costs(update=0.5, tied=[((0, 1), planned)] if planned else ())
     truth = simulate(schedule, replace(costs, tied=[((0, 1), 2.0)]))
     found = check_prediction(simulate(schedule, costs), [recorded(truth)], costs=costs)
     (own,) = [each for each in found.inputs if str(each.what) == "all-reduce of stages 0, 1"]
-    assert (own.predicted, own.measured, own.ratio) == (1.0, pytest.approx(2.0), pytest.approx(2.0))
-    assert found.cause(Cause.SUMS).seconds == pytest.approx(1.0)
+    assert own.measured == pytest.approx(2.0)
+    if planned:
+        assert (own.predicted, own.ratio) == (1.0, pytest.approx(2.0))
+        assert found.cause(Cause.SUMS).seconds == pytest.approx(1.0)
+    assert "all-reduce of stages 0, 1" in map(str, (each.what for each in found.wrong))
+    assert found.cause(Cause.UNEXPLAINED).seconds == pytest.approx(0.0)
 
 
 def test_steps_of_another_schedule_are_refused() -> None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from random import Random
 
-import networkx as nx
 import pytest
-from support.inside import MOVE_OPS, Processor, ScheduleWiring, Taken, own_durations, place_collectives, replicate
+from support.inside import MOVE_OPS, Processor, ScheduleWiring, Taken, own_durations, replicate
 from support.replay_cases import cases
 
-from stagewright.schedules import Action, AllReduce, Collective, Costs, Link, Links, Op, build, lower_bound, simulate
-
-from . import reference
+from stagewright.schedules import AllReduce, Costs, Link, Links, Op, build, lower_bound, simulate
 
 CASES = [each for each in cases(150, seed=1) if each.costs.sum_busy != 0.0]
 
@@ -58,15 +54,6 @@ def test_a_sum_of_two_replicas_slows_both_down() -> None:
     assert [spans[each] for each in sorted(spans) if each.op is Op.B] == [(4.0, 10.0), (2.0, 4.0)]
     # Stage 0's sum keeps its ranks as busy, and nothing is left to slow down.
     assert simulate(schedule, replace(costs, sum_busy=[1.0, 0.5])) == half
-
-
-def test_an_action_that_runs_when_the_last_rank_begins_a_sum_is_put_off() -> None:
-    """Rank 0 is through early and runs its B0 from 4 on; rank 1 begins the sum at 6, in the middle of that."""
-    schedule = replicate(build("interleaved", num_ranks=1, num_microbatches=1, num_chunks=2), 2)
-    uneven = Costs(forward=1.0, backward=[4.0, [2.0, 4.0]], reduce_grad=[0.0, 4.0], sum_busy=0.5)
-    early, late = simulate(schedule, uneven).ranks
-    assert [(s.start, s.end) for s in early.compute[2:4]] == [(2.0, 4.0), (4.0, 10.0)]
-    assert [(s.start, s.end) for s in late.compute[2:4]] == [(2.0, 6.0), (6.0, 12.0)]
 
 
 def test_updates_share_the_processor_with_sums_and_gathers() -> None:
@@ -125,39 +112,3 @@ def rate_of(taken: list[tuple[float, float, float]], start: float, end: float) -
     for a, b in pairwise(moments):
         left += (b - a) * (1 - max((share for x, y, share in taken if x < (a + b) / 2 < y), default=0.0))
     return left
-
-
-@pytest.mark.parametrize("name", ["interleaved", "looped-bfs", "zb-v", "hanayo"])
-@pytest.mark.parametrize("M", [1, 2, 4])
-def test_a_sum_that_leaves_nothing_is_an_action_of_its_ranks(name: str, M: int) -> None:
-    """By longest paths: two replicas that do the same have it in their programs behind its stage's last gradient."""
-    random = Random(M)
-    seconds = [random.uniform(0.1, 4.0) for _ in range(8)]
-    own = build(name, num_ranks=2, num_microbatches=2 * M, num_chunks=2)
-    costs = Costs(
-        forward=seconds[:4],
-        backward=seconds[4:],
-        input_grad=seconds[4:],
-        weight_grad=[0.5] * 4,
-        latency=[0.0] * 4,
-        update=[0.0] * 4,
-        reduce_grad=seconds[2:6],
-        sum_busy=1.0,
-    )
-    timeline = simulate(replicate(own, 2), costs)
-    dag = reference.graph(own)
-    for rank, placed in enumerate(place_collectives(own, [Collective((s,), Op.REDUCE_GRAD, 0) for s in range(4)])):
-        program = own.programs[rank]
-        for at in {at for at, _ in placed}:
-            row = [program[at - 1], *(each for n, each in placed if n == at), *program[at : at + 1]]
-            dag.add_edges_from(pairwise((rank, each) for each in row))
-    ends: dict[reference.Node, float] = {}
-    for node in nx.topological_sort(dag):
-        rank, what = node
-        took = seconds[2:6][what.stages[0]] if isinstance(what, Collective) else reference.seconds(costs, what)
-        ends[node] = max((ends[each] for each in dag.predecessors(node)), default=0.0) + took
-    for number, trace in enumerate(timeline.ranks):
-        rank, copy = divmod(number, 2)
-        for (stage, op, index), _, end in trace.compute:
-            if op is not Op.U:
-                assert end == pytest.approx(ends[rank, Action(stage, op, (index - copy) // 2)])

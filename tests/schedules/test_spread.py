@@ -116,18 +116,6 @@ def test_few_steps_widen_what_differs_between_steps() -> None:
     assert width(1) > 1.3 * width(1000)
 
 
-@pytest.mark.thorough(but=["1"])
-@pytest.mark.parametrize("number", [1, 4, 5, 10])
-def test_steps_that_are_allowed_give_sensible_ranges(number: int) -> None:
-    """Steps that are 2% apart: a step is not predicted to take half or twice as long."""
-    schedule = build("1f1b", num_ranks=2, num_microbatches=8)
-    steps = [_paced(0.98 + 0.04 * n / max(1, number - 1), num_stages=2) for n in range(number)]
-    taken = simulate_spread(schedule, Costs(), Spread(actions={}, steps=steps), samples=200)
-    low, high = (each / taken.median for each in taken.range())
-    assert 0.9 < low <= 1 <= high < 1.1
-    assert (low == high) == (number == 1)
-
-
 def test_quantiles() -> None:
     taken = StepSamples(seconds=tuple(float(n) for n in range(1, 100)), bubbles=(0.1,) * 99)
     assert taken.median == taken.mean == taken.quantile(0.5) == 50.0
@@ -154,22 +142,6 @@ def test_the_same_seed_gives_the_same_samples() -> None:
 
 SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=3)
 COSTS = Costs(forward=[1.0, 1.5], backward=[2.0, 3.0], latency=0.05)
-
-
-def _share_within(machine: Machine, *, num_steps: int, fresh: int, seed: int) -> float:
-    spread = estimate_spread(machine.ranks(num_steps), machine.table)
-    assert spread is not None
-    low, high = simulate_spread(machine.schedule, machine.costs, spread, seed=seed).range()
-    return fmean(low <= machine.draw()[1] <= high for _ in range(fresh))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("step", "rank", "action"), [(0.0, 0.0, 0.1), (0.1, 0.15, 0.1)])
-def test_90_percent_ranges_hold_90_percent_of_fresh_steps(step: float, rank: float, action: float) -> None:
-    """Ten trainings, each with a spread of 50 steps and 60 fresh ones: what chance leaves of 90% of 600."""
-    machine = Machine(SCHEDULE, COSTS, seed=5, step=step, rank=rank, action=action)
-    shares = [_share_within(machine, num_steps=50, fresh=60, seed=seed) for seed in range(10)]
-    assert LEAST_OF_600 <= round(600 * fmean(shares)) <= MOST_OF_600
 
 
 class Network:

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagewright.schedules import (
-    Action,
     Costs,
     Message,
     MessageKind,
-    Op,
     RankTrace,
     Schedule,
     Span,
@@ -27,60 +25,6 @@ from stagewright.schedules import (
 from .builders import ASYNC
 from .random_schedules import by_hand, schedules_with_costs, steady, window_of
 from .reference import seconds
-
-
-def traced(*ranks: str) -> Timeline:
-    """`0F0@0-1 0B0@2-4` a rank: action, start, end."""
-    spans = []
-    for rank in ranks:
-        row = []
-        for word in rank.split():
-            action, times = word.split("@")
-            start, end = map(float, times.split("-"))
-            row.append(Span(Action.parse(action), start, end))
-        spans.append(tuple(row))
-    programs = [" ".join(str(s.what) for s in row if Action.parse(str(s.what)).op is not Op.U) for row in spans]
-    return Timeline(
-        schedule=by_hand(*programs, microbatches=2), ranks=tuple(RankTrace(compute=row) for row in spans), measured=True
-    )
-
-
-def test_two_bubbles() -> None:
-    """
-    rank 0 | F0 F1 .  .  .  B0 B0 B1 B1         makespan 9, rank 0 spans 9 and works 6
-    rank 1 | .  F0 F1 B0 B0 B1 B1 .  .          rank 1 spans 6
-    """
-    timeline = traced("0F0@0-1 0F1@1-2 0B0@5-7 0B1@7-9", "1F0@1-2 1F1@2-3 1B0@3-5 1B1@5-7")
-    assert (timeline.start, timeline.end, timeline.makespan, timeline.span) == (0, 9, 9, 9)
-    assert [rank.busy for rank in timeline.ranks] == [6, 6]
-    assert timeline.makespan_bubble == timeline.span_bubble == timeline.bubble == 1 - 12 / 18
-
-
-def test_the_span_bubble_takes_the_longest_rank() -> None:
-    """
-    rank 0 | F0 F1 B0 B1 .  .  .         no rank is there for the whole 7 seconds
-    rank 1 | .  .  .  F0 F1 B0 B1
-    """
-    timeline = traced("0F0@0-1 0F1@1-2 0B0@2-3 0B1@3-4", "1F0@3-4 1F1@4-5 1B0@5-6 1B1@6-7")
-    assert (timeline.makespan, timeline.span) == (7, 4)
-    assert timeline.makespan_bubble == timeline.bubble == pytest.approx(1 - 8 / 14)
-    assert timeline.span_bubble == 0.0
-
-
-def test_times_may_begin_anywhere() -> None:
-    timeline = traced("0F0@0-1 0F1@1-2 0B0@5-7 0B1@7-9", "1F0@1-2 1F1@2-3 1B0@3-5 1B1@5-7")
-    later = timeline.shifted(100.5)
-    assert (later.start, later.end) == (100.5, 109.5)
-    for name in ("makespan", "span", "makespan_bubble", "span_bubble", "peak_activations", "measured", "schedule"):
-        assert getattr(later, name) == getattr(timeline, name)
-    moved = simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(latency=1.0)).shifted(1.0)
-    assert moved.ranks[1].comm[0] == Span(Message(MessageKind.ACT, 0, 1, 0), 2.0, 3.0)
-
-
-def test_an_update_lengthens_the_makespan_and_is_no_work() -> None:
-    timeline = traced("0F0@0-1 0F1@1-2 0B0@2-4 0B1@4-6 0U0@6-8")
-    assert (timeline.makespan, timeline.ranks[0].busy) == (8, 6)
-    assert timeline.makespan_bubble == timeline.span_bubble == 0.25
 
 
 def test_nothing_happened() -> None:
@@ -105,6 +49,15 @@ def test_definitions(case: tuple[Schedule, Costs]) -> None:
         assert bubble == pytest.approx(1 - work / (schedule.num_ranks * length) if length else 0.0)
     assert timeline.bubble == timeline.makespan_bubble
     assert timeline.peak_activations == check(schedule).peak_activations
+
+
+def test_times_may_begin_anywhere() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs(latency=1.0, update=0.5))
+    later = timeline.shifted(100.5)
+    assert (later.start, later.end) == (timeline.start + 100.5, timeline.end + 100.5)
+    for name in ("makespan", "span", "makespan_bubble", "span_bubble", "peak_activations", "measured", "schedule"):
+        assert getattr(later, name) == getattr(timeline, name)
+    assert later.ranks[1].comm[0] == Span(Message(MessageKind.ACT, 0, 1, 0), 101.5, 102.5)
 
 
 # --- JSON ---

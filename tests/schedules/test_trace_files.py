@@ -9,24 +9,20 @@ from pathlib import Path
 
 import pytest
 from support.inside import (
-    NOTHING_SHARED,
     ClockReading,
-    RankRecord,
     TraceHeader,
     Traces,
     clock_line,
     find_gaps,
     find_traces,
     header_line,
-    make_stream,
     read_traces,
-    starts_of,
     step_line,
     trace_file,
 )
 from support.inside import trace_file_digest as digest
 
-from stagewright.schedules import Costs, Op, Schedule, Span, Timeline, attribute_idle, build, simulate
+from stagewright.schedules import Costs, Schedule, Timeline, attribute_idle, build, simulate
 
 from .test_records import records_of
 
@@ -145,16 +141,6 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
     assert traces.notes == (f"nothing of rank 1 in step 63: {tmp_path}/trace.rank1.jsonl ends with step 23",)
 
 
-def test_folders_of_hosts_are_one_run(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    write(tmp_path / "a", {0: (3,)}, machines="xyy")
-    write(tmp_path / "b", dict.fromkeys((1, 2), (3,)), machines="xyy")
-    traces = read(tmp_path / "b", tmp_path / "a")
-    assert (traces.notes, traces.steps[0].timeline.missing) == ((), ())
-    assert starts_of(find_traces([tmp_path / "a"])) == starts_of(find_traces([tmp_path / "b"])) == {"a"}
-
-
 def test_other_versions_and_lost_schedules_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {0: (3,)})
     monkeypatch.setattr(trace_file, "VERSION", 2)
@@ -180,23 +166,6 @@ def test_a_clock_that_nobody_read_is_left_out(tmp_path: Path) -> None:
     traces = read(tmp_path)
     assert traces.steps[0].timeline.missing == (2,)
     assert traces.notes == (f"rank 2 left out: {path} has no reading of its clock, which is another host's",)
-
-
-def test_a_window_of_a_stream_is_read_back(tmp_path: Path) -> None:
-    schedule = build("2bw", num_ranks=2, num_microbatches=2)
-    window = simulate(make_stream(schedule, sharing=NOTHING_SHARED).unrolled(3), Costs(latency=0.25, update=0.5))
-    for process, record in enumerate(records_of(window)):
-        moved = tuple(
-            Span(what._replace(index=what.index + 5 * (1 if what.op is Op.U else 2)), start, end)
-            for what, start, end in record.compute
-        )
-        arrivals = tuple((m._replace(index=m.index + 10), began, there) for m, began, there in record.arrivals)
-        write(tmp_path, {process: ()}, schedule=schedule, machines="xx", ahead=(0, 0))
-        with trace_file.trace_path(tmp_path, process).open("ab") as file:
-            file.write(step_line("a", 7, {process: RankRecord(compute=moved, arrivals=arrivals)}))
-    ((number, timeline),) = read(tmp_path).steps
-    assert (number, timeline.schedule) == (7, window.schedule)
-    assert same(timeline, window)
 
 
 @pytest.mark.thorough(but=["0"])

@@ -38,40 +38,28 @@ def test_2bw() -> None:
     ("old", "new", "message"),
     [
         pytest.param(
-            "1F2 1B2 1F3 1B3 1U0",
-            "1U0 1F2 1B2 1F3 1B3",
-            None,  # version 0 is still kept for 1F2 and 1F3: two in all
-            id="update-as-soon-as-its-gradients-are-there",
-        ),
-        pytest.param(
             "1U0 1F4 1B4",
             "1F4 1B4 1U0",
             "1F4 stands behind 0 updates of stage 1, so its newest weight version is 0, but the rule '2bw' asks for "
             r"version 1: move an update \(U\) of stage 1 on rank 1",
             id="update-too-late",
         ),
-        pytest.param("0B4 0B5 0U1 0U2", "0B4 0U1 0B5 0U2", None, id="earlier-but-right"),
         pytest.param(
             "0F4 0B3 0F5 0B4 0B5 0U1 0U2",
             "0F4 0F5 0U1 0B3 0B4 0B5 0U2",
             "0B3 on rank 0, position 11, adds to the gradient that 0U1, which stands before it, has used",
             id="update-before-its-gradients",
         ),
-        pytest.param("1U1 1U2", "1U2 1U1", r"1U2 on rank 1, position 13, is update 1 of the stage", id="out-of-order"),
         pytest.param("0U1 0U2", "0U1 0U2 0U3", r"0U3 .* is update 3 .* each of the 3 batches", id="surplus"),
-        pytest.param("0U1 0U2", "0U1 0U1 0U2", r"0U1 .* is update 2 .* in order, 0U0 first", id="twice"),
         pytest.param("1U1 1U2", "1U1", "missing: 1U2 on rank 1; expected an update for each batch", id="missing"),
         pytest.param("0U0", "", "0U1 on rank 0, position 12, is update 0 of the stage", id="first-missing"),
     ],
 )
-def test_2bw_gone_wrong(old: str, new: str, message: str | None) -> None:
+def test_2bw_gone_wrong(old: str, new: str, message: str) -> None:
+    """What is right and what is wrong, wherever updates stand: test_pipedream.py. Here is what is said."""
     assert (old in RANK_0) != (old in RANK_1)
-    schedule = two_bw(RANK_0.replace(old, new), RANK_1.replace(old, new))
-    if message is None:
-        check(schedule)
-        return
     with pytest.raises(ScheduleError, match=message):
-        check(schedule)
+        check(two_bw(RANK_0.replace(old, new), RANK_1.replace(old, new)))
 
 
 def test_a_claim_is_no_proof() -> None:

@@ -7,7 +7,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from support.inside import FAMILY_PLACEMENTS, Rules, list_order
 
 from stagewright.schedules import FAMILIES, Costs, build, simulate
 
@@ -67,32 +66,6 @@ def test_the_page_builds_schedules_as_python_does(browser: Any) -> None:
             assert makespan == pytest.approx(timeline.makespan, rel=1e-9), (name, P, V, M)
             assert bubble == pytest.approx(timeline.bubble, abs=1e-9)
             assert tuple(peaks) == timeline.peak_activations
-
-
-def test_the_page_lists_orders_as_python_does(browser: Any) -> None:
-    """One list alone, without a choice of the best that would hide how ties are broken."""
-    costs = Costs(forward=1.0, input_grad=1.0, weight_grad=1.5)  # W that are longer than gaps
-    cases = [
-        (P, M, caps, limit, fills)
-        for P, M in ((2, 3), (4, 8), (5, 7))
-        for caps in (2, P)
-        for limit in (2.0, 4.0)
-        for fills in (False, True)
-    ]
-    looked = browser.show(example())
-    found = looked.evaluate(
-        """(cases) => cases.map(([P, M, cap, limit, fillsSmallGaps]) => {
-            const ranks = Array.from({ length: P }, (_, rank) => [rank]), costs = { F: 1, I: 1, W: 1.5, latency: 0 };
-            const rules = { caps: Array(P).fill(cap), limit, split: true, fillsSmallGaps };
-            const { programs } = stagewright.greedy.listOrder(ranks, M, costs, rules);
-            return programs.map((each) => each.map((action) => action.join("")).join(" "));
-        })""",
-        cases,
-    )
-    for (P, M, cap, limit, fills), programs in zip(cases, found, strict=True):
-        rules = Rules(caps=(cap,) * P, memory_limit=limit, fills_small_gaps=fills)
-        listed = list_order(FAMILY_PLACEMENTS["cyclic"](num_ranks=P, num_chunks=1), M, costs.table(num_stages=P), rules)
-        assert programs == [" ".join(map(str, program)) for program in listed.programs], (P, M, cap, limit, fills)
 
 
 def fill(looked: Any, label: str, value: object) -> None:

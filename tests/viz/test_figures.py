@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from support.inside import batch_of, idle_shares, idle_stretches, shows_batches, time_unit
+from support.inside import idle_shares, idle_stretches, time_unit
 
 from stagewright.schedules import Action, Costs, Op, RankTrace, Timeline, attribute_idle, build, critical_path, simulate
 from stagewright.viz import (
@@ -52,16 +52,6 @@ def texts(monkeypatch):
     return found
 
 
-@pytest.mark.thorough(but=["1-1"])
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (2, 4), (4, 8), (16, 8)])
-def test_grows_with_the_ranks(num_ranks, num_microbatches, tmp_path):
-    path = tmp_path / "timeline.png"
-    render_timeline(example(num_ranks=num_ranks, num_microbatches=num_microbatches, latency=0.1), path)
-    width, height = size_of(path)
-    assert width == 1600
-    assert 150 < height < 200 + 60 * num_ranks
-
-
 @pytest.mark.thorough
 def test_comparison_holds_both_panels(tmp_path, texts):
     predicted, measured = example(), replace(example(latency=0.5), measured=True)
@@ -72,15 +62,6 @@ def test_comparison_holds_both_panels(tmp_path, texts):
     assert any(text.startswith("predicted:  makespan 15 s,  makespan bubble 20.0%,") for text in texts)
     assert (predicted.makespan, measured.makespan) == (15.0, 17.0)
     assert any(text.startswith("measured:  makespan 17 s (1.133 times predicted)") for text in texts)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("missing", ["predicted", "measured"])
-def test_comparison_of_one(missing, tmp_path, texts):
-    both = {"predicted": example(), "measured": replace(example(), measured=True)}
-    render_comparison(**{**both, missing: None}, path=tmp_path / "one.png")
-    captions = [text.split(":")[0] for text in texts if "makespan" in text]
-    assert captions == list(both.keys() - {missing})
 
 
 def test_comparison_of_nothing(tmp_path):
@@ -102,13 +83,6 @@ def test_the_origin_does_not_matter(tmp_path):
     render_timeline(example(), tmp_path / "a.png")
     render_timeline(example().shifted(64.0), tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
-@pytest.mark.thorough(but=["1e-12"])
-@pytest.mark.parametrize("unit", [1e-12, 1e-7, 1e-4, 3600.0])
-def test_any_duration(unit, tmp_path):
-    render_timeline(example(unit=unit), tmp_path / "t.png")
-    assert size_of(tmp_path / "t.png")[0] == 1600
 
 
 @pytest.mark.parametrize(
@@ -193,43 +167,6 @@ def test_updates_are_numbered_where_batches_overlap(tmp_path, texts):
     texts.clear()
     render_timeline(example(update=2.0), tmp_path / "flush.png")
     assert texts.count("U") == 2
-
-
-@pytest.mark.thorough
-def test_batches_are_told_apart(tmp_path, monkeypatch):
-    """Two shades of each op, alternating; an update without a length is a line."""
-    colours, lines = [], []
-    save = Figure.savefig
-
-    def savefig(figure, *args, **options):
-        for collection in figure.axes[0].collections:
-            colours.append({tuple(map(float, rgba[:3])) for rgba in collection.get_facecolors()})
-            lines.append(type(collection).__name__)
-        return save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    render_timeline(stream(num_batches=3), tmp_path / "t.png")
-    assert max(map(len, colours)) == 4  # F and B, even and odd
-    assert "LineCollection" in lines
-    timeline = stream("pipedream", num_batches=3)
-    assert shows_batches(timeline)
-    assert not shows_batches(example())
-    actions = timeline.ranks[0].actions
-    assert {batch_of(timeline, a) for a in actions if a.op is Op.U} == {0, 1, 2}
-    assert [batch_of(timeline, a) for a in actions if a.op is Op.U] == [
-        batch_of(timeline, a) for a in actions if a.op is Op.B
-    ]
-
-
-@pytest.mark.thorough
-def test_no_end_is_predicted_for_a_stream(tmp_path, texts, monkeypatch):
-    labels = []
-    monkeypatch.setattr(Figure, "legend", lambda figure, handles, words, **options: labels.extend(words))
-    render_comparison(stream(), last_batches(stream(), 4), tmp_path / "t.png")
-    assert "F forward (even, odd batches)" in labels
-    assert "predicted end" not in labels
-    render_comparison(example(), example(), tmp_path / "flush.png")
-    assert "predicted end" in labels
 
 
 @pytest.mark.thorough

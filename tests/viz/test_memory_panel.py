@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 from support.inside import MEMORY_HUES, MemoryPanel, ceiling_of, panels_of
@@ -116,10 +115,3 @@ def test_a_missing_rank_holds_nothing_that_is_known() -> None:
     assert list(panel.curves) == [0]
     comparison_figure(shown, style=STYLE)
     assert MemoryPart.WEIGHTS in panel.curves[0].parts
-
-
-@pytest.mark.thorough
-def test_the_same_bytes_each_time() -> None:
-    first, second = (comparison_figure(exhibit(), style=STYLE).as_bytes("svg") for _ in range(2))
-    assert first == second
-    assert np.frombuffer(first, np.uint8).size > 1000

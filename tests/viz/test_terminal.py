@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.inside import OP_HUES, render_terminal
 
-from stagewright.schedules import Costs, RankTrace, Schedule, Span, Timeline, attribute_idle, build, simulate
+from stagewright.schedules import Costs, RankTrace, Schedule, Span, Timeline, build, simulate
 from stagewright.viz import Exhibit, MeasuredStep
 
 
@@ -89,17 +89,6 @@ def test_it_asks_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert max(map(len, ANSI.sub("", text).splitlines())) <= 77
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in render_terminal([exhibit])
-
-
-def test_idle_time_stands_at_the_side() -> None:
-    exhibit = shown(build("gpipe", num_ranks=4, num_microbatches=4), Costs(forward=[1.0, 1.0, 2.0, 1.0]))
-    assert exhibit.predicted is not None
-    lines = [line for line in render_terminal([exhibit], width=120, colour=False).splitlines() if "|" in line]
-    for line, idle in zip(lines, attribute_idle(exhibit.predicted), strict=True):
-        side = line.rsplit("|", 1)[1]
-        assert int(side.split("%")[0]) == round(100 * sum(idle) / exhibit.predicted.makespan)
-        largest = max(idle._asdict().items(), key=lambda item: item[1])
-        assert f"{largest[0].replace('_', ' ')} {100 * largest[1] / exhibit.predicted.makespan:.0f}" in side
 
 
 def test_many_small_actions_in_a_column_show_as_what_takes_most_of_it() -> None:

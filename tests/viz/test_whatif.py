@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.inside import builder_of, defer_updates, on_ranks, replicate, whatif_data
 
-from stagewright.schedules import FAMILIES, AllReduce, Costs, Edge, Link, Links, Schedule, StepSamples, build, simulate
+from stagewright.schedules import FAMILIES, Costs, Edge, Link, Links, Schedule, StepSamples, build, simulate
 from stagewright.viz import Exhibit
 
 LINKS = Links(network=Link(latency=0.25, seconds_per_byte=1e-7), activation_bytes=3e6)
@@ -187,30 +187,3 @@ def test_a_family_is_found_again_from_its_schedule(name: str) -> None:
         assert late(16) == defer_updates(build(name, num_ranks=4, num_microbatches=16))
     swapped = replace(plain, programs=(*plain.programs[:-1], plain.programs[-1][::-1]))
     assert builder_of(swapped) is None
-
-
-@pytest.mark.nightly
-def test_a_hundred_thousand_actions_take_ten_times_as_long_as_ten_thousand(browser: Any) -> None:
-    """The best of five times each: three times as long would still not be quadratic. On a quiet machine 0.1 s."""
-    found = []
-    for num_microbatches in (312, 3125):
-        schedule = build("1f1b", num_ranks=16, num_microbatches=num_microbatches)
-        shown = exhibit(
-            schedule, Costs(forward=1.0, latency=0.1), replace(LINKS, sums=(AllReduce(stage=0, seconds=1.0),))
-        )
-        seconds, makespan = browser.show(shown).evaluate(
-            """() => {
-                const wiring = new stagewright.replay.Wiring(stagewright.page.exhibits[0].extras.whatif.wirings[0]);
-                let least = Infinity, run;
-                for (let i = 0; i < 5; i++) {
-                    const begin = performance.now();
-                    run = new stagewright.replay.Replay(wiring, { F: 1.5 });
-                    least = Math.min(least, performance.now() - begin);
-                }
-                return [least / 1000, run.makespan];
-            }"""
-        )
-        assert makespan == simulate(schedule, Costs(forward=1.5, backward=2.0, latency=0.1), shown.links).makespan
-        found.append(seconds)
-    print(f"{found[1]:.3f} s")
-    assert found[1] < 30 * found[0]

@@ -28,13 +28,6 @@ def test_a_packet_takes_its_own_length_and_the_latency():
     assert wire.next_time() is None
 
 
-def test_packets_queue_at_the_card_of_the_sender():
-    wire = crossing(near=Link(latency=0.5, seconds_per_byte=0.01))
-    for name, target in (("a", 1), ("b", 2), ("c", 1)):
-        wire.enter(name, size=100, source=0, target=target, now=0.0)
-    assert arrivals(wire) == [("a", 1.5), ("b", 2.5), ("c", 3.5)]
-
-
 def test_two_senders_share_the_card_of_the_receiver():
     wire = crossing(near=Link(seconds_per_byte=0.01))
     for name, source in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):

@@ -115,20 +115,6 @@ def test_the_wire_holds_packets_back_and_tells_sites_apart(exact):
     assert net.wire.record.dropped == 0
 
 
-@pytest.mark.thorough
-def test_a_node_has_a_name_interfaces_and_processes_of_its_own():
-    look = "import os, socket; print(socket.gethostname(), socket.gethostbyname('node1'), os.listdir('/sys/class/net'))"
-    with network(Nodes(num_nodes=2), has_netem=False) as net:
-        process = net.hosts[1].start(
-            ("sh", "-c", f'{sys.executable} -c "{look}"; pwd; ls /proc'), output=subprocess.PIPE
-        )
-        said = process.communicate(timeout=WITHIN)[0].decode().splitlines()
-    assert said[0].startswith("node1 10.66.1.2 ")
-    assert "eth0" in said[0]
-    assert said[1] == os.getcwd()
-    assert str(os.getpid()) not in said[2:]
-
-
 def test_a_node_that_crashes_takes_all_its_processes_along():
     with Host("node0") as host:
         # One that has left its session and its parent.

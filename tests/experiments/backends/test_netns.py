@@ -5,27 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.inside import (
-    How,
     NetnsBackend,
     Nodes,
     Shape,
     cpu_share,
     descendants,
     needs,
-    read_figures,
     supervise,
     what_is_missing,
     why_no_wire,
 )
 
-from .nodes import SLEEP, WITHIN, wait_for, work
+from .nodes import SLEEP, wait_for, work
 
 WHY_NOT = what_is_missing() or why_no_wire()
 needs_root = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -94,16 +91,6 @@ def test_every_node_runs_the_line_with_an_address_and_a_name_of_its_own(tmp_path
 
 @pytest.mark.thorough
 @needs_root
-def test_time_that_is_over_ends_whatever_runs_on_the_nodes(tmp_path: Path) -> None:
-    stray = "import subprocess\nsubprocess.Popen(['sleep', '120'], start_new_session=True)\n"
-    outcome = backend().run(work(tmp_path, stray + SLEEP, timeout=1.0), TWO)
-    assert (outcome.timed_out, outcome.status) == (True, 124)
-    assert "not done after 1 s" in outcome.report
-    assert networks(os.getpid()) == set()
-
-
-@pytest.mark.thorough
-@needs_root
 def test_a_wire_that_breaks_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_GRACE", 0.3)
 
@@ -138,18 +125,6 @@ def owner(folder: Path, share: str = "") -> subprocess.Popen[bytes]:
     )
     wait_for(lambda: len(list(folder.glob("pid*"))) == 2)
     return process
-
-
-@pytest.mark.thorough
-@needs_root
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
-def test_an_interrupted_owner_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    process = owner(tmp_path)
-    there = networks(process.pid)
-    assert len(there) == 2
-    process.send_signal(number)
-    assert process.wait(WITHIN) != 0
-    wait_for(lambda: are_gone(there))
 
 
 @pytest.mark.thorough
@@ -209,64 +184,6 @@ def test_a_share_of_the_processor_is_what_it_says() -> None:
     taken, seconds = map(float, spun.stdout.split())
     assert 0 < taken < 0.2 * seconds + 0.04  # a fifth, less what others took; and a slice that it had saved
     assert cpu_share.leftovers() == []
-
-
-TRAIN = r"""
-import os
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from stagewright import PipelineModule
-from stagewright.experiments.jobs.case import Case
-from stagewright.experiments.works import links
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-total = torch.full((1000,), rank + 1.0)
-dist.all_reduce(total)
-assert torch.equal(total, torch.full((1000,), 3.0))
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
-inputs, targets = torch.randn(8, 8).double(), torch.randn(8, 4).double()
-expected = nn.functional.mse_loss(model(inputs), targets).item()
-pipe = PipelineModule(model, schedule="1f1b", num_microbatches=4, loss_fn=nn.functional.mse_loss)
-result = pipe.forward_backward(inputs, targets)
-assert abs(result.loss - expected) < 1e-12, (result.loss, expected)
-pipe.close()
-print("loss is right on rank", rank, flush=True)
-for sender in (0, 1):  # whatever else runs here, a message takes as long as its bytes at this rate, less a burst
-    took = links.exchange(torch.zeros(10_000_000, dtype=torch.uint8), sender, 1 - sender)
-    assert rank != sender or took > 0.9 * 10e6 / 125e6, took
-case = Case.of({"nodes": 2, "ranks": 2, "bandwidth": "1gbit", "latency": "1ms"})
-with open(f"{sys.argv[1]}/figures{rank}", "w") as file:
-    file.writelines(f"{figure.to_json()}\n" for figure in links.measured(case, 1))
-dist.barrier()
-os._exit(0)  # torch may abort while it is torn down, one time in some thirty (DESIGN, section 7), after all is said
-"""
-
-
-@pytest.mark.thorough
-@needs_root
-@pytest.mark.gloo
-def test_ranks_in_namespaces_train_over_gloo(tmp_path: Path) -> None:
-    nodes = Nodes(num_nodes=2, shape=Shape(bandwidth=125e6, latency=0.001))
-    outcome = backend().run(work(tmp_path, TRAIN, torch=True), nodes)
-    assert outcome.status == 0, outcome.report
-    for rank in (0, 1):
-        assert f"loss is right on rank {rank}" in (tmp_path / f"node{rank}.log").read_text()
-    figures = read_figures(tmp_path / "figures0")
-    assert figures == read_figures(tmp_path / "figures1")
-    assert {figure.how for figure in figures} == {How.EMULATED}
-    found = {(figure.name, figure.case.get("sender")): figure.value for figure in figures}
-    for sender in (0, 1):
-        # How near they come, on a machine that does nothing else, is the experiment `links`' to say.
-        assert found["latency of a link", sender] >= 0.001
-        assert found["bandwidth of a link", sender] > 0
-        bandwidth = found["bandwidth of a link, found / asked for", sender]
-        assert bandwidth == pytest.approx(found["bandwidth of a link", sender])
-        latency = found["latency of a link, found / asked for", sender]
-        assert latency == pytest.approx(1000 * found["latency of a link", sender])
 
 
 # What is refused

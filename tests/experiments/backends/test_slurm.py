@@ -6,12 +6,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import support
 from support.inside import Nodes, Shape, SlurmBackend, address_of, port_of, slurm
 from support.slurm_on_one_host import missing, one_host_cluster
 
@@ -102,14 +100,6 @@ def test_tasks_of_the_local_executor_run_the_line(tmp_path: Path, submitit) -> N
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO")  # files that this executor leaves open
-def test_the_debug_executor_runs_one_node_in_this_process(tmp_path: Path, submitit) -> None:
-    outcome = SlurmBackend(cluster="debug", say=lambda _: None).run(work(tmp_path, TELL), Nodes())
-    assert (outcome.status, outcome.report) == (0, "")
-    assert json.loads((tmp_path / "rank0.json").read_text())["WORLD_SIZE"] == "1"
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["interrupt", pytest.param("time", marks=pytest.mark.nightly)])
 def test_a_job_is_cancelled_when_this_side_ends_or_its_time_is_over(tmp_path: Path, submitit, how: str) -> None:
     def interrupt(_: str) -> None:
@@ -177,27 +167,6 @@ def test_a_real_slurm_runs_and_cancels_and_tells_why_a_job_waits(
 def fresh(folder: Path, name: str) -> Path:
     (folder / name).mkdir()
     return folder / name
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")
-def test_the_throw_away_cluster_as_a_command() -> None:
-    words = [
-        "-P",
-        "-m",
-        "support.slurm_on_one_host",
-        "--nodes",
-        "3",
-        "--",
-        "srun",
-        "-N3",
-        "-l",
-        "printenv",
-        "SLURM_NODEID",
-    ]
-    there = {**os.environ, "PYTHONPATH": str(Path(support.__file__).parents[1])}
-    done = subprocess.run([sys.executable, *words], env=there, capture_output=True, text=True, check=False, timeout=90)
-    assert sorted(done.stdout.split("\n")) == ["", "0: 0", "1: 1", "2: 2"], done.stderr
 
 
 @pytest.mark.parametrize("where", ["folder", "option"])

@@ -132,23 +132,6 @@ def test_contradictions_name_the_rules_and_the_actions() -> None:
         ).solve()
 
 
-def test_what_a_block_waits_for_comes_before_it() -> None:
-    """B0 right after F3 needs F0 in front of F3: proven, not found out by trying."""
-    rules = {"B0 follows F3": F(0, 3).right_before(B(0, 0)), "F0 late": F(0, 3).before(F(0, 0))}
-    with pytest.raises(ContradictionError) as raised:
-        Constraints(num_ranks=2, num_microbatches=4, rules=rules).solve()
-    facts = str(raised.value).split("they clash at\n")[1].split("\n")
-    free = Constraints(
-        num_ranks=2, num_microbatches=4, rules=[rules["B0 follows F3"]], prefer=lambda a: -a.index
-    ).solve()
-    assert free.programs[0][:5] == (F(0, 2), F(0, 1), F(0, 0), F(0, 3), B(0, 0))
-    assert sorted(facts) == [
-        "  0F0 before 0B0 (the data)",
-        "  0F3 before 0F0 ('F0 late')",
-        "  0F3 right before 0B0 ('B0 follows F3')",
-    ]
-
-
 def test_rules_across_ranks_must_follow_from_messages() -> None:
     rules = {"stage 1 waits": F(0, 2).before(F(1, 0))}
     with pytest.raises(

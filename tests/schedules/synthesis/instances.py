@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 from support.inside import Objective, Problem
 from support.posed import pose
@@ -61,18 +60,3 @@ def random_problem(number: int) -> Problem:
 
 
 # Optima that CP-SAT has proven, by number (`cp_sat.solve(pose(**tight(number)), seconds=90)`) [s].
-TIGHT = {1: 445.0, 2: 389.0, 4: 452.0, 12: 374.0, 13: 530.0, 14: 266.0, 15: 348.0}
-
-
-def tight(number: int) -> dict[str, Any]:
-    """A request for two uneven chunks a rank under a limit that binds: P of 3 or 4, M of 5 to 8."""
-    random = Random(f"tight {number}")
-    P, V = random.choice([3, 3, 4]), 2
-    M, placement = random.randint(5, 8 if P == 3 else 6), random.choice(["v", "cyclic"])
-
-    def seconds() -> list[float]:
-        return [float(random.randint(3, 15)) for _ in range(P * V)]
-
-    costs = Costs(forward=seconds(), input_grad=seconds(), weight_grad=seconds())
-    sizes = {"num_ranks": P, "num_microbatches": M, "costs": costs}
-    return {**sizes, "memory_limit": random.randint(V + 1, V + 3), "placement": placement}

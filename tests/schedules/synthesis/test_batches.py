@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from support.inside import BatchOrders, FoundOrder, Problem
+from support.inside import BatchOrders, Problem
 from support.posed import pose
 
 from stagewright.schedules import Costs, MemoryLimitError, Op, Schedule, build, check, simulate, synthesize
@@ -94,16 +94,6 @@ def test_what_was_found_for_a_batch_helps_with_the_next() -> None:
         if number:
             gains.append(BatchOrders(fixed, cold=12).find(problem).value / found.value - 1)
     assert sum(gains) / len(gains) > 0.02
-
-
-@pytest.mark.thorough
-def test_the_same_batches_have_the_same_orders() -> None:
-    def run(seed: int) -> list[FoundOrder]:
-        orders = BatchOrders(build("zb-h1", num_ranks=P, num_microbatches=M), cold=80, warm=40, seed=seed)
-        return [orders.find(problem) for problem in problems(3, limit=2.5)]
-
-    assert run(0) == run(0)
-    assert run(0) != run(1)
 
 
 def test_a_limit_that_one_microbatch_exceeds_is_refused_and_the_next_batch_is_found() -> None:

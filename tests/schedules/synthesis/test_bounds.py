@@ -10,7 +10,7 @@ from support.inside import SPLIT_OPS, Objective
 from support.inside import bounds_least_seconds as least_seconds
 from support.posed import pose
 
-from stagewright.schedules import Costs, MemoryLimitError, build, simulate, synthesize
+from stagewright.schedules import Costs, MemoryLimitError, synthesize
 
 from .instances import COUNT, random_problem
 from .make_optima import read
@@ -54,15 +54,6 @@ def test_published_bubbles_over_memory(placement: str, met: int) -> None:
     assert all(bound <= bubble + 5e-5 for bound, bubble in zip(bounds, bubbles, strict=True))
     assert all(more >= less - 1e-12 for more, less in pairwise(bounds))
     assert sum(abs(bound - bubble) < 5e-5 for bound, bubble in zip(bounds, bubbles, strict=True)) == met
-
-
-@pytest.mark.parametrize("P", [2, 4, 8])
-def test_named_schedules_that_are_optimal(P: int) -> None:
-    """ZB-H1 at memory P, as a span."""
-    costs = Costs(forward=10, input_grad=11, weight_grad=7, latency=1)
-    schedule = build("zb-h1", num_ranks=P, num_microbatches=3 * P)
-    problem = pose(num_ranks=P, num_microbatches=3 * P, costs=costs, memory_limit=P, objective="span")
-    assert least_seconds(problem) == pytest.approx(simulate(schedule, costs).span)
 
 
 @pytest.mark.thorough(but=["3-8-4", "16-48-20"])

@@ -6,15 +6,13 @@ from itertools import accumulate, combinations, pairwise
 from random import Random
 
 import pytest
-from support.inside import Budget, ChainSearch, Request
-from support.inside import synthesis_joint as joint
+from support.inside import ChainSearch, Request
 
 from stagewright.schedules import (
     Costs,
     Layer,
     MemoryLimitError,
     Op,
-    Synthesis,
     check,
     simulate,
     synthesize,
@@ -152,25 +150,6 @@ def test_what_a_chain_says_is_what_the_simulator_says(objective: str) -> None:
             changes = [held[a.stage] * {Op.F: 1, Op.W: -1}.get(a.op, 0) for a in rank]
             assert max(accumulate(changes)) <= limit * (1 + 1e-9)
     assert ends() == ends()
-
-
-def test_the_best_cuts_have_as_many_orders_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are tried with an eighth of them."""
-    given: list[tuple[int, int]] = []
-
-    def counted(request: Request, budget: Budget) -> Synthesis:
-        given.append((hash(request.costs), budget.evaluations or 0))
-        return solve(request, budget)
-
-    solve = joint.solve
-    monkeypatch.setattr(joint, "solve", counted)
-    many = {"num_ranks": 3, "num_microbatches": 4, "placements": ["plain"], "evaluations": 40, "cuts": 8}
-    synthesize_jointly(drawn(Random(5), 10), **many)  # type: ignore[arg-type]
-    assert [evaluations for _, evaluations in given[:2]] == [40, 5]
-    probed = [costs for costs, evaluations in given if evaluations == 5]
-    finals = [costs for costs, evaluations in given[1:] if evaluations == 40]
-    assert finals
-    assert set(finals) <= set(probed)
 
 
 def test_partition_first_is_the_least_largest_stage_even_where_another_cut_is_more_even() -> None:

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.inside import Portfolio, fitting_blocks
+from support.inside import fitting_blocks
 
 from stagewright.schedules import (
     Costs,
@@ -118,24 +118,6 @@ def test_more_room_is_no_worse(number: int) -> None:
     rooms = [(least, 1.0), (least + 1, 1.0), (least + 1, 0.9), (least + 2, 0.9), (4 * least, 0.9)]
     values = [synthesize(**sizes, memory_limit=m, kept_share=k, evaluations=1500).value for m, k in rooms]
     assert values == sorted(values, reverse=True)
-
-
-@pytest.mark.thorough(but=["2"])
-@pytest.mark.parametrize("number", range(3))
-def test_w_that_keep_less_get_what_is_found_where_all_is_kept(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the search for orders of their own finds nothing as good: here it has only its start."""
-    sizes, least = drawn(number)
-    whole = synthesize(**sizes, memory_limit=least + 1, evaluations=300)
-    plain = Portfolio._plain
-
-    def hardly(self: Portfolio, *args: Any, problem: Any = None, **options: Any) -> float | None:
-        if problem is None:
-            self.incumbent.evaluations += 300
-            return None
-        return plain(self, *args, problem=problem, **options)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(Portfolio, "_plain", hardly)
-    assert synthesize(**sizes, memory_limit=least + 1, kept_share=0.9, evaluations=300).value == whole.value
 
 
 @pytest.mark.thorough

@@ -10,9 +10,9 @@ from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
 from support.posed import pose
 
-from stagewright.schedules import FAMILIES, Costs, MemoryLimitError, Op, Schedule, build, check, simulate, synthesize
+from stagewright.schedules import FAMILIES, Costs, Op, Schedule, build, check, simulate, synthesize
 
-from .instances import TIGHT, random_problem, tight
+from .instances import random_problem
 from .make_optima import read
 from .published import published, request
 
@@ -102,24 +102,6 @@ def test_32_ranks_and_256_microbatches(costs: Costs, objective: Objective) -> No
     assert found.gap < 0.01
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("limit", [8, 12, 16])
-def test_8_ranks_in_a_second_and_each_batch_in_a_tenth(limit: int) -> None:
-    """Lengths of batches are lognormal; each search begins with the schedule of the batch before."""
-    plain = {"forward": 1.0, "input_grad": 1.1, "weight_grad": 0.6, "latency": 0.1}
-    sizes = {"num_ranks": 8, "num_microbatches": 32, "memory_limit": limit}
-    found = synthesize(**sizes, costs=Costs(**plain), seconds=1)  # type: ignore[arg-type]
-    assert found.gap < 0.03
-    assert found.seconds < 1.2
-    random = Random(0)
-    for _ in range(5):
-        costs = Costs(**plain, index_factors=[random.lognormvariate(0, 0.5) for _ in range(32)])  # type: ignore[arg-type]
-        before = simulate(found.schedule, costs).makespan
-        found = synthesize(**sizes, costs=costs, start=found.schedule, seconds=0.1)  # type: ignore[arg-type]
-        assert found.value <= before
-        assert found.seconds < 0.15
-
-
 def found_of(number: int, evaluations: int) -> float:
     problem = random_problem(number)
     bound = least_seconds(problem)
@@ -185,14 +167,6 @@ def test_orders_of_any_policy_are_complete_and_fit(placement: str) -> None:
                 check(evaluator.schedule(found[1]))
                 assert evaluator.value(found[1]) == found[0]
                 assert evaluator.fits(found[1])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", TIGHT)
-def test_chunks_under_a_limit_that_binds(number: int) -> None:
-    """Within 1% of the optimum after 100,000 orders, where slides alone were up to 4% off."""
-    found = synthesize(**tight(number), seconds=600, evaluations=100_000)
-    assert TIGHT[number] <= found.value <= 1.01 * TIGHT[number]
 
 
 def test_a_given_start_is_never_lost() -> None:
@@ -273,8 +247,3 @@ def test_a_whole_backward_where_it_takes_no_longer() -> None:
 def test_mistakes(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         synthesize(**{"num_ranks": 2, "num_microbatches": 3, "costs": Costs(), **options})  # type: ignore[arg-type]
-
-
-def test_too_little_memory() -> None:
-    with pytest.raises(MemoryLimitError, match="expected at least 2"):
-        synthesize(num_ranks=2, num_microbatches=3, costs=Costs(), memory_limit=1.5, placement="v")
