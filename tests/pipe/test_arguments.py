@@ -255,7 +255,6 @@ def on_meshes() -> list[Any]:
     return found
 
 
-@pytest.mark.gloo
 def test_a_mesh_of_torch_is_taken_as_it_is(gloo: Pool) -> None:
     for process, (plain_dict, record, device_mesh, other_order, unknown, odd) in enumerate(
         gloo.run(on_meshes, ranks=4)

@@ -99,7 +99,6 @@ def _ask_for_state(kind: str) -> list[str]:
 
 
 @pytest.mark.thorough(but=["traced"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("kind", ["chain", "traced"])
 def test_state_that_is_elsewhere_is_not_given_as_meta_tensors(gloo: Pool, kind: str) -> None:
     for errors in gloo.run(_ask_for_state, ranks=2, args=(kind,)):

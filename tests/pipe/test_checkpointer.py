@@ -323,7 +323,6 @@ def save_beside_training(folder: str) -> tuple[list[tuple[int, bool, str]], int,
         pipe.close()
 
 
-@pytest.mark.gloo
 def test_processes_agree_beside_training(gloo: Pool, tmp_path: Path) -> None:
     """No step waits for rank 1's disk; where one fails nobody has a checkpoint, and the next one is whole."""
     folder = tmp_path / "c"
@@ -342,49 +341,3 @@ def test_processes_agree_beside_training(gloo: Pool, tmp_path: Path) -> None:
     again.load(before, loader=place)
     assert [again.train_step(*batch).loss for batch in place] == one[2][3:6]
     assert len(list(folder.glob("step-*"))) == 2
-
-
-def save_divided(folder: str, data_parallel: str, schedule: str, mesh: dict[str, int]) -> bool:
-    """Over processes: whether a run that goes on from a checkpoint made beside a step ends with the same weights."""
-    finish = HostCopy.finish
-
-    def late(copies: HostCopy) -> None:
-        time.sleep(0.05)
-        finish(copies)
-
-    HostCopy.finish = late  # type: ignore[method-assign]
-    try:
-        pipe = make(schedule, mesh=mesh, data_parallel=data_parallel)
-        batches = [tuple(part[16 * step :][:16] for part in data().tensors) for step in range(6)]
-        with pipe.checkpointer(folder, every=2) as saver:
-            for batch in batches:
-                pipe.train_step(*batch)
-                saver.step()
-        expected = pipe.full_state_dict()
-        pipe.close()
-        again = make(schedule, mesh=mesh, data_parallel=data_parallel)
-        assert saver.records[1].path is not None
-        again.load(saver.records[1].path)
-        for batch in batches[4:]:
-            again.train_step(*batch)
-        found = again.full_state_dict()
-        again.close()
-        return all(torch.equal(value, found[name]) for name, value in expected.items())
-    finally:
-        HostCopy.finish = finish  # type: ignore[method-assign]
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("data_parallel", "schedule", "mesh"),
-    [
-        ("fsdp", "1f1b", {"pipe": 1, "data": 2}),
-        ("zero1", "2bw", {"pipe": 2, "data": 2}),
-    ],
-)
-def test_what_replicas_divide_is_saved_beside_training(
-    data_parallel: str, schedule: str, mesh: dict[str, int], gloo: Pool, tmp_path: Path
-) -> None:
-    ranks = mesh["pipe"] * mesh["data"]
-    assert gloo.run(save_divided, ranks=ranks, args=(str(tmp_path), data_parallel, schedule, mesh)) == [True] * ranks

@@ -108,7 +108,6 @@ def run_own(options: dict[str, Any], sizes: list[int]) -> tuple[list[Any], dict[
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
@@ -143,7 +142,6 @@ def test_over_processes_each_replica_has_its_batch(gloo: Pool, options: dict[str
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_batches_of_different_sizes_count_by_their_samples(gloo: Pool) -> None:
     """After a first batch of equal sizes; the first one tells all ranks the shapes."""
     answers = gloo.run(run_uneven, ranks=4)

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
-from stagewright.comm import InProcessTransport, ProcessGroupTransport
+from stagewright.comm import InProcessTransport
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import MessageKind
 
@@ -182,28 +181,6 @@ def test_freed_behind_the_last_consumer(monkeypatch: pytest.MonkeyPatch) -> None
     pipe.train_step(tokens, targets)
     assert counting.microbatches_alive() == 0
     assert counting.most_alive <= 4  # of eight
-
-
-def _counted() -> tuple[list[str], dict[str, int]]:
-    with pytest.MonkeyPatch.context() as patch:
-        counting = Counting(patch, ProcessGroupTransport)
-        found = differences(LAYOUTS["interleaved"])
-    sent = Counter[str]()
-    for (kind, *_), count in counting.tensors.items():
-        sent[kind] += count
-    return found, dict(sent)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_over_processes(gloo: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = Counting(monkeypatch, InProcessTransport)
-    assert differences(LAYOUTS["interleaved"]) == []
-    results = gloo.run(_counted, ranks=2)
-    assert [found for found, _ in results] == [[], []]
-    for kind in ("act", "grad"):
-        wanted = sum(count for (each, *_), count in counting.tensors.items() if each == kind)
-        assert sum(sent[kind] for _, sent in results) == wanted
 
 
 class CountedBlock(Block):

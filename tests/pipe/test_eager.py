@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from support import eager_models as models
 from support import eager_objects as objects
 from support.inside import Arguments, RecordedUnits
-from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
@@ -184,29 +182,8 @@ class Scaled(models.Stack):
         return self.head(x) if self.training else x
 
 
-def halve(model: Any, step: int) -> None:
-    model.alpha = 1.0 / (step + 1)
-
-
-def skip_more(model: Any, step: int) -> None:
-    model.skips = [0, step + 1]
-
-
 def append(model: Any, step: int) -> None:
     model.skips.append(step + 1)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("change", [halve, skip_more, append])
-def test_what_changes_between_steps_counts(change: Callable[[Any, int], None]) -> None:
-    model, twin = made(Scaled), made(Scaled)
-    pipe = pipeline(model, mesh={"pipe": 3}, split_points=["blocks.1", "blocks.3"])
-    losses = []
-    for step in range(STEPS):
-        change(model, step)
-        losses.append(pipe.train_step(X, Y).loss)
-    assert losses == pytest.approx(plain_steps(twin, change=change), abs=1e-12)
-    equal(model, twin)
 
 
 def test_a_change_after_which_other_modules_run_is_refused_by_name() -> None:
@@ -248,18 +225,6 @@ def test_sequences_of_other_lengths_and_batches_of_other_sizes(length: int) -> N
         if not name.startswith("stem"):  # it does not run
             assert mine.grad is not None
             assert torch.allclose(mine.grad, other.grad, rtol=0, atol=1e-12)
-
-
-@pytest.mark.thorough
-def test_hooks_of_parameters_count_under_every_schedule() -> None:
-    for schedule in ("1f1b", "2bw"):
-        seen: list[int] = []
-        model = made(models.Stack)
-        model.blocks[1].up.weight.register_hook(lambda grad, seen=seen: seen.append(1))  # type: ignore[index, union-attr]
-        pipe = pipeline(model, schedule=schedule)
-        pipe.train_step(X, Y)
-        pipe.flush()
-        assert len(seen) == 4
 
 
 @pytest.mark.thorough
@@ -317,26 +282,6 @@ def test_checkpointing_keeps_as_little_as_in_one_process(name: str) -> None:
 
 
 # --- over processes ---
-
-
-def _train_over_processes(name: str) -> list[float | None]:
-    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-    model = made(MODELS[name])
-    pipe = pipeline(model, timeout=120.0)
-    losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
-    losses.append(pipe.train_step(X[:6], Y[:6]).loss)  # recorded again, with stand-ins for the other's weights
-    pipe.close()
-    return losses
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", ["reentrant checkpoint in units", "experts in units"])
-def test_two_processes(gloo: Pool, name: str) -> None:
-    expected = plain_steps(made(MODELS[name]))
-    one, other = gloo.run(_train_over_processes, ranks=2, args=(name,))
-    assert one == other
-    assert one[:STEPS] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("make", [objects.CountsBetween, objects.SetsBetween])

@@ -72,20 +72,6 @@ def test_a_run_goes_on_from_either_part_and_from_between(schedule: str, task: st
         same(f"from {saved}", _trained(pipe, case, range(saved + 1, 5), tmp_path / f"again-{saved}"), whole, 0.0)
 
 
-@pytest.mark.thorough
-def test_it_is_a_checkpoint_of_1f1b_carried_on(tmp_path: Path) -> None:
-    """So were the figures of docs/results.md found."""
-    case = replace(CASE, flushes=())
-    flush = replace(case, schedule="1f1b", flush_first=0, feedback=1.0, feedback_delay=1.0)
-    pipe = make_pipeline(flush, make_model(flush))
-    _trained(pipe, flush, range(3))
-    pipe.save(tmp_path)
-    later = make_pipeline(replace(case, flush_first=0), make_model(case))
-    later.load(tmp_path)
-    one = make_pipeline(case, make_model(case))
-    same("state", _trained(one, case, range(6)), _trained(later, case, range(3, 6)), 0.0)
-
-
 def _pipe(**options: Any) -> PipelineModule:
     torch.manual_seed(0)
     settings: dict[str, Any] = {
@@ -206,7 +192,6 @@ def _over_processes(case: AsyncCase, folder: str) -> tuple[AsyncOutcome, dict[st
     return outcome, state, told
 
 
-@pytest.mark.gloo
 def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool, tmp_path: Path) -> None:
     case = AsyncCase(
         task="small-tied",
@@ -291,15 +276,6 @@ def test_a_bad_batch_among_the_first_leaves_a_run_that_goes_on(name: str, tmp_pa
     said, _ = _behind_a_bad_batch(name, {"pipe": 2}, tmp_path)
     for text in said:
         assert re.search(FAILING[name], text), text
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", ["2bw", "pipedream"])
-def test_a_bad_batch_among_the_first_over_processes(name: str, gloo: Pool, tmp_path: Path) -> None:
-    (said, losses), other = gloo.run(_behind_a_bad_batch, ranks=2, args=(name, None, tmp_path))
-    assert other == (said, losses)
-    assert re.search(FAILING[name], said[0])
 
 
 @pytest.mark.parametrize(("flush_first", "goes_on"), [(3, True), (0, False)])

@@ -255,7 +255,6 @@ def test_a_checkpoint_without_a_scale_goes_on_with_the_scalers(tmp_path: Path) -
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(("schedule", "options"), [("1f1b", {}), ("interleaved", {"data_parallel": "fsdp"})], ids=str)
 def test_over_processes(gloo: Pool, schedule: str, options: dict[str, Any]) -> None:
     plain = plain_run(clip=0.1, dtype=torch.float64)

@@ -65,7 +65,6 @@ def inputs() -> Tensor:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
     shared = 600 * 128 * 4
     found = planned(2, pipeline_sizes=(2,), data_sizes=(1,), schedules="1f1b")
@@ -78,7 +77,6 @@ def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
             assert held[number] == stage.held.weights == stage.parameter_bytes
 
 
-@pytest.mark.gloo
 def test_both_ends_on_one_rank_have_it_once_and_sum_nothing(gloo: Pool) -> None:
     found = planned(2, pipeline_sizes=(2,), data_sizes=(1,), schedules="zb-v", chunk_sizes=(2,))
     assert found.schedule == "zb-v"
@@ -90,7 +88,6 @@ def test_both_ends_on_one_rank_have_it_once_and_sum_nothing(gloo: Pool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_replicas_sum_it_over_all_ranks_and_the_rest_over_their_own(gloo: Pool) -> None:
     """In a ring of N, each rank sends 2 (N - 1) / N of the bytes."""
     shared = 600 * 128 * 4

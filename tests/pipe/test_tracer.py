@@ -218,7 +218,6 @@ def traced_over_hosts(root: str) -> None:
                 tracer.step()
 
 
-@pytest.mark.gloo
 def test_hosts_with_folders_of_their_own(gloo: Pool, tmp_path: Path) -> None:
     gloo.run(traced_over_hosts, ranks=3, args=(str(tmp_path),))
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["trace.rank1.jsonl", "trace.rank2.jsonl"]
@@ -241,7 +240,6 @@ def spread_of_a_stream() -> tuple[int, int]:
         return len(spread.steps), len(spread.messages)
 
 
-@pytest.mark.gloo
 def test_messages_of_streams_vary(gloo: Pool) -> None:
     """Eleven windows of four batches, in which each batch has its messages once."""
     steps, messages = gloo.run(spread_of_a_stream, ranks=2)[0]
