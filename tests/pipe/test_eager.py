@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -200,67 +199,6 @@ def test_a_change_after_which_other_modules_run_is_refused_by_name() -> None:
     with torch.no_grad():
         expected = torch.cat([model.eval()(x) for x in X.split(2)])
     assert torch.allclose(pipe.predict(X), expected, rtol=0, atol=1e-12)  # type: ignore[arg-type]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("length", [5, 9])
-def test_sequences_of_other_lengths_and_batches_of_other_sizes(length: int) -> None:
-    class Sequences(models.Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            positions = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None] / x.shape[1]
-            for block in self.blocks:
-                x = block(x + positions)
-            return self.head(x)
-
-    model, twin = made(Sequences), made(Sequences)
-    pipe = pipeline(model, example_inputs=(torch.zeros(8, 3, WIDTH, dtype=torch.float64),), recompute="full")
-    for size in (8, 6):
-        x, y = torch.randn(2, size, length, WIDTH, dtype=torch.float64)
-        loss = pipe.forward_backward(x, y).loss
-        parts = zip(x.tensor_split(4), y.tensor_split(4), strict=True)
-        total = sum(F.mse_loss(twin(a), b) * (len(a) / size) for a, b in parts)
-        total.backward()  # type: ignore[union-attr]
-        assert loss == pytest.approx(float(total.detach()), abs=1e-12)  # type: ignore[union-attr]
-    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        if not name.startswith("stem"):  # it does not run
-            assert mine.grad is not None
-            assert torch.allclose(mine.grad, other.grad, rtol=0, atol=1e-12)
-
-
-@pytest.mark.thorough
-def test_layers_are_dropped_by_pythons_random_numbers_alike_on_any_cut() -> None:
-    """They are seeded at each unit: the same layers are left out on one stage and on three, and some are."""
-    results = []
-    for stages in (1, 3):
-        model = made(lambda: models.Stack(models.DroppingBlock))
-        random.seed(7)
-        pipe = pipeline(model, mesh={"pipe": stages})
-        results.append([pipe.train_step(X, Y).loss for _ in range(STEPS)])
-    assert results[0] == results[1]
-    assert results[0] != [pipeline(made(models.Stack)).train_step(X, Y).loss for _ in range(STEPS)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name", ["functions between units", "twice between units", "encoder and decoder between units"]
-)
-def test_dropout_does_not_depend_on_the_cut(name: str) -> None:
-    class WithDropout(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.rate = MODELS[name](), 0.3
-            for module in [*self.inner.modules()]:
-                if isinstance(module, models.Block):
-                    module.register_forward_hook(lambda module, given, output: F.dropout(output, 0.2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(self.inner(F.dropout(x, self.rate)), self.rate)
-
-    results = []
-    for options in ({"mesh": {"pipe": 1}}, {"mesh": {"pipe": 3}}, {"recompute": "full"}, {"verify": True}):
-        pipe = pipeline(made(WithDropout), **options)
-        results.append([pipe.train_step(X, Y).loss for _ in range(2)])
-    assert all(each == pytest.approx(results[0], abs=1e-12) for each in results)
 
 
 @pytest.mark.thorough(but=["checkpoint in units", "reentrant checkpoint in units"])

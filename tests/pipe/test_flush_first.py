@@ -20,7 +20,7 @@ from support.small import X, Y, layers, sgd, stream
 from torch import Tensor, nn
 
 from stagewright.pipe import NonFiniteLossError, PipelineModule
-from stagewright.schedules import Costs, Op, build, check, simulate, simulate_spread
+from stagewright.schedules import Costs, build, check, simulate, simulate_spread
 
 CASE = AsyncCase(
     task="mlp", num_ranks=3, sizes=UNEVEN, flush_first=3, feedback=2.0, flushes=(1, 4), decay=True, optimizer="momentum"
@@ -119,24 +119,6 @@ def test_what_is_predicted_is_what_ran(flush_first: int, name: str, tmp_path: Pa
     assert file.predicted.schedule.name == exhibit.measured[-1].timeline.schedule.name == name
     assert file.sampled is not None
     assert file.sampled.median == simulate_spread(file.predicted.schedule, file.costs, file.spread).median
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("flush_first", "name"), [(0, "2bw"), (9, "2bw with a flush")])
-def test_timelines_begin_anew_behind_what_is_no_training(flush_first: int, name: str, tmp_path: Path) -> None:
-    """An evaluation, a verification and another state: what ran there has numbers of batches that are shown, too."""
-    pipe, x, y = _pipe(flush_first=flush_first, verify=True), torch.ones(8, 4), torch.zeros(8, 4)
-    pipe.save(tmp_path)
-    between: list[Any] = [None, lambda: pipe.eval_step(x, y), lambda: pipe.verify(x, y), lambda: pipe.load(tmp_path)]
-    for act in between:
-        if act is not None:
-            act()
-        for number in (1, 2):
-            timeline = pipe.train_step(x, y).timeline()
-            assert (timeline.schedule.name, timeline.schedule.num_batches) == (name, number)
-            ran = [span.what for trace in timeline.ranks for span in trace.compute]
-            assert len(set(ran)) == len(ran)
-            assert {action.index // 4 for action in ran if action.op is Op.F} == set(range(number))
 
 
 def test_verify_and_changes_by_hand_between_the_first_batches() -> None:

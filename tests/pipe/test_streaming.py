@@ -103,6 +103,8 @@ def test_changed_parameters_reach_the_replicas_of_this_process() -> None:
     pipe.flush()
     with torch.no_grad():
         pipe.parameters()[0].fill_(0.25)
+    for optimizer in pipe.optimizers:
+        optimizer.param_groups[0]["lr"] = 0.02
     pipe.train_step(X, Y)
     pipe.flush()
     assert pipe._building.pipeline is not None
