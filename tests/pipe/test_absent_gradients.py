@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
@@ -133,13 +132,6 @@ def differences(loss_fn: Loss, options: dict[str, Any]) -> list[str]:
 def test_as_in_one_process(options: dict[str, Any], loss_fn: Loss) -> None:
     """Weight decay moves what has a gradient, zero or not: no parameter may have one that has none alone."""
     assert differences(loss_fn, options) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_over_processes(gloo: Pool) -> None:
-    one = {"schedule": "1f1b", "mesh": {"pipe": 2}}
-    assert gloo.run(differences, ranks=2, args=(sometimes, one)) == [[], []]
 
 
 @pytest.mark.thorough

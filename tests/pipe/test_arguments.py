@@ -205,12 +205,6 @@ def test_a_large_model_is_not_verified_by_default(monkeypatch: pytest.MonkeyPatc
     ("name", "instead"),
     [
         ("to", r"device="),
-        ("half", r"precision="),
-        ("train", r"train\(\) of the model before"),
-        ("named_modules", r"the model that you passed"),
-        ("step", r"train_step"),
-        ("eval", r"eval_step"),
-        ("zero_grad", r"train_step, which does it"),
         ("forward", r"predict"),
         ("resume", r"load\(folder\)"),
     ],
@@ -255,7 +249,6 @@ def on_meshes() -> list[Any]:
     return found
 
 
-@pytest.mark.gloo
 def test_a_mesh_of_torch_is_taken_as_it_is(gloo: Pool) -> None:
     for process, (plain_dict, record, device_mesh, other_order, unknown, odd) in enumerate(
         gloo.run(on_meshes, ranks=4)

@@ -69,11 +69,6 @@ def test_replicas_change_no_number(replicas: tuple[int, ...], optimizer: str) ->
     check(case)
 
 
-@pytest.mark.thorough
-def test_replicas_of_a_stage_with_dropout() -> None:
-    check(AsyncCase(task="small-gpt", num_ranks=4, replicas=(2, 1, 1), num_microbatches=5, flushes=(3,)))
-
-
 @pytest.mark.thorough(but=["2-1"])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 1), (2, 2), (3, 2), (4, 3), (3, 8), (2, 7)])
 def test_2bw_from_the_fewest_microbatches_on(num_ranks: int, num_microbatches: int) -> None:

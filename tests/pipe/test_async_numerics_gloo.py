@@ -7,8 +7,6 @@ from support.async_pipeline import make_pipeline, run
 from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
 from support.pool import Pool
 
-pytestmark = pytest.mark.gloo
-
 CASES = {
     "momentum": AsyncCase(task="conv-norm", num_ranks=3, optimizer="momentum", sizes=UNEVEN),
     "pipedream": AsyncCase(task="conv-norm", schedule="pipedream", num_ranks=4, optimizer="adamw", sizes=UNEVEN),

@@ -80,15 +80,6 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.thorough
-def test_in_one_process_for_two_ranks() -> None:
-    text, state = run_auto({"mesh": {"pipe": 2}, "num_microbatches": 4})
-    plan = Plan.from_json(text)
-    assert (plan.num_devices, plan.num_microbatches, plan.microbatch_size) == (2, 4, 2)
-    assert_same(state, trained_alone(2))
-
-
-@pytest.mark.gloo
 def test_every_rank_has_the_same_plan(gloo: Pool) -> None:
     answers = gloo.run(run_auto, ranks=2, args=({"max_grad_norm": 1e9},))
     assert answers[0][0] == answers[1][0]
@@ -159,7 +150,6 @@ def _differ() -> list[str]:
     return told
 
 
-@pytest.mark.gloo
 def test_ranks_that_differ_are_told_before_anything_is_measured(gloo: Pool) -> None:
     for rank, (microbatches, trials, batches) in enumerate(gloo.run(_differ, ranks=2)):
         assert f"rank {rank} has schedule 'auto' for 2 ranks, M={2 + rank}, a batch of ((8, 6) torch" in microbatches
@@ -186,7 +176,6 @@ def _fails_on_one_rank() -> list[tuple[str, str]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
     first, second = gloo.run(_fails_on_one_rank, ranks=2)
     assert (

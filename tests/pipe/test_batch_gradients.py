@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from support.failing import Told, told
 from support.pool import Pool
@@ -116,7 +115,6 @@ def test_gradients_are_those_of_one_process(case: str, frozen: bool) -> None:
 
 
 @pytest.mark.thorough(but=["False"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("frozen", [False, True])
 def test_over_processes_every_rank_has_them(gloo: Pool, frozen: bool) -> None:
     for found in gloo.run(pipelined, ranks=2, args=({"mesh": None, "loss_fn": mean}, frozen)):
@@ -171,24 +169,6 @@ def test_what_cannot_be_handed_back_is_refused() -> None:
         pipe.train_step(*arguments)
 
 
-def differing() -> list[Told]:
-    x, y = batch(0)
-    pipe = make(
-        model=nn.Sequential(*[nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(4)]), mesh=None, example_inputs=(x,)
-    )
-    pipe.train_step(x, y)
-    x.requires_grad_(dist.get_rank() == 0)
-    return [told(lambda: pipe.train_step(x, y)) for _ in range(2)]  # the last rank learns of it from the next call
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_ranks_that_differ_in_what_they_want_are_told(gloo: Pool) -> None:
-    (found, _), (_, after) = gloo.run(differing, ranks=2)
-    assert after.kind == "PeerLost"
-    assert "rank 0 passed other inputs to step 1 than rank 1" in found.text
-
-
 def over_data_replicas() -> list[Told]:
     x, y = batch(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(4)])
@@ -196,7 +176,6 @@ def over_data_replicas() -> list[Told]:
     return [told(lambda: pipe.train_step(x.requires_grad_(), y))]
 
 
-@pytest.mark.gloo
 def test_over_data_replicas_it_is_refused(gloo: Pool) -> None:
     for (found,) in gloo.run(over_data_replicas, ranks=2):
         assert found.kind == "ValueError"

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pool import Pool
 from support.small import WIDTH, make
 from torch import Tensor, nn
 
@@ -65,10 +64,3 @@ def both(options: dict[str, Any]) -> list[dict[str, Tensor]]:
 def test_the_numbers_are_those_of_batches_that_stay(options: dict[str, Any]) -> None:
     found, expected = both(options)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_over_processes(gloo: Pool) -> None:
-    for found, expected in gloo.run(both, ranks=2, args=({"schedule": "2bw", "mesh": None},)):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -15,8 +15,6 @@ from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
 
-from stagewright.schedules import build
-
 # --- a norm that is no number ---
 
 
@@ -99,7 +97,6 @@ def _ask_for_state(kind: str) -> list[str]:
 
 
 @pytest.mark.thorough(but=["traced"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("kind", ["chain", "traced"])
 def test_state_that_is_elsewhere_is_not_given_as_meta_tensors(gloo: Pool, kind: str) -> None:
     for errors in gloo.run(_ask_for_state, ranks=2, args=(kind,)):
@@ -278,25 +275,6 @@ def test_weights_that_are_no_numbers_do_not_look_changed() -> None:
 
 
 # --- checkpoints, replicas and autocast of asynchronous schedules ---
-
-
-def test_learning_rates_reach_every_replica_of_2bw() -> None:
-    pipe = stream(build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
-    pipe.train_step(X, Y)
-    pipe.flush()
-    for optimizer in pipe.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-    before = pipe.full_state_dict()
-    assert pipe._building.pipeline is not None
-    for _ in range(3):
-        pipe.train_step(X, Y)
-    for name, value in pipe.full_state_dict().items():
-        assert torch.equal(value, before[name])
-    one, other, _ = (state.versions for state in pipe._building.pipeline.state.update.stages)
-    assert one is not None
-    assert other is not None
-    assert all(torch.equal(a, b) for a, b in zip(one.own, other.own, strict=True))
 
 
 @pytest.mark.thorough

@@ -78,7 +78,6 @@ def retry_alone(wrong: int) -> tuple[str, float, float]:
 
 
 @pytest.mark.thorough(but=["1"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_batch_that_one_rank_alone_was_refused_and_passed_again_counts_once(gloo: Pool, wrong: int) -> None:
     results = gloo.run(retry_alone, ranks=2, args=(wrong,))
@@ -88,7 +87,6 @@ def test_a_batch_that_one_rank_alone_was_refused_and_passed_again_counts_once(gl
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_ranks_that_make_different_calls_end_by_name(gloo: Pool, tmp_path: Path) -> None:
     by_rank = gloo.run(differ, ranks=2, args=(str(tmp_path), AT_ONCE, LONG))
     for number, (pair, *ranks) in enumerate(zip(AT_ONCE, *by_rank, strict=True)):

@@ -145,12 +145,6 @@ def test_values_of_any_kind_cross_the_cuts(model: type[nn.Module], ranks: int) -
     agree_with_one_process(model, ranks=ranks)
 
 
-@pytest.mark.thorough(but=["b"])
-@pytest.mark.parametrize("point", ["b", "c", "d"])
-def test_a_cut_between_a_chunk_and_its_uses(point: str) -> None:
-    agree_with_one_process(Forked, split_points=[point])
-
-
 @pytest.mark.thorough(but=["none"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_parts_of_a_tuple_that_is_no_tensor(recompute: str) -> None:
@@ -263,13 +257,6 @@ class DividesByTheBatch(Layers):
         return self.b(self.a(x)) / int(x.shape[0])
 
 
-class SmallAndLarge(Layers):
-    """Takes another path for large batches; the record knows the small one's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x)) if x.shape[0] < 4 else self.b(self.c(x))
-
-
 @pytest.mark.parametrize("size", [12, 9, 8])
 def test_a_recorded_model_is_recorded_again_for_another_batch_size(size: int) -> None:
     torch.manual_seed(0)
@@ -280,29 +267,6 @@ def test_a_recorded_model_is_recorded_again_for_another_batch_size(size: int) ->
     with torch.no_grad():
         expected = sum(loss_of(model(a), b).item() * len(a) for a, b in parts) / size
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_batch_size_for_which_other_modules_run_is_refused_by_name() -> None:
-    pipe = PipelineModule(
-        SmallAndLarge().double(), num_microbatches=4, mesh={"pipe": 2}, loss_fn=loss_of, example_inputs=(X,)
-    )
-    batch = torch.zeros(16, WIDTH, dtype=torch.float64)
-    with pytest.raises(
-        ValueError, match=r"module 'a' does not run now and did when the stages were built: .* Expected the same"
-    ):
-        pipe.forward_backward(batch, batch)
-    pipe.forward_backward(X, Y)
-
-
-@pytest.mark.parametrize("model", [DividesByTheBatch, SmallAndLarge])
-def test_a_model_is_recorded_for_microbatches(model: type[nn.Module]) -> None:
-    """It was recorded for whole batches once, and divided by their size."""
-    torch.manual_seed(0)
-    one = model().double()
-    pipe = PipelineModule(one, num_microbatches=4, mesh={"pipe": 2}, loss_fn=loss_of, example_inputs=(X,))
-    with torch.no_grad():
-        expected = sum(loss_of(one(x), y).item() for x, y in zip(X.split(2), Y.split(2), strict=True)) / 4
-    assert pipe.forward_backward(X, Y).loss == pytest.approx(expected, abs=1e-12)
 
 
 class Fork(Layers):

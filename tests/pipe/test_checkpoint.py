@@ -18,7 +18,6 @@ import pytest
 import torch
 from support.inside import ReplicaLoader
 from support.inside import files as checkpoint_files
-from support.pool import Pool
 from support.records import records
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -101,27 +100,6 @@ def test_the_place_in_the_data_goes_along(tmp_path: Path) -> None:
     pipe.save(tmp_path / "without")
     with pytest.raises(ValueError, match=r"no place in the data: expected one from pipe.save\(..., loader=\)"):
         other.load(tmp_path / "without", loader=again)
-
-
-def save_and_go_on(folder: str) -> list[float]:
-    """Over processes: save after 2 steps, go on; on rank 0 the losses that follow."""
-    import torch.distributed as dist
-
-    pipe = make("1f1b", dist.get_world_size())
-    train(pipe, range(2))
-    pipe.save(folder)
-    losses = train(pipe, range(2, 4))
-    pipe.close()
-    return losses
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_saved_by_processes_loaded_by_one(gloo: Pool, tmp_path: Path) -> None:
-    losses = gloo.run(save_and_go_on, ranks=3, args=(str(tmp_path / "c"),))
-    pipe = make("interleaved", 2, 2)
-    pipe.load(tmp_path / "c")
-    assert train(pipe, range(2, 4)) == losses[0] == losses[2]
 
 
 # --- what is refused ---

@@ -104,7 +104,6 @@ def plain_loads(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer]:
     return plain, optimizer
 
 
-@pytest.mark.gloo
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_pipeline_goes_on_from_what_fsdp_saved(gloo: Pool, tmp_path: Path) -> None:
     behind = gloo.run(fsdp_saves, ranks=2, args=(tmp_path,))[0]
@@ -132,7 +131,6 @@ def test_a_pipeline_goes_on_from_what_fsdp_saved(gloo: Pool, tmp_path: Path) -> 
     assert all(torch.equal(found[key], x) for key, x in before.items())
 
 
-@pytest.mark.gloo
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_fsdp_and_a_plain_process_go_on_from_what_a_pipeline_saved(gloo: Pool, tmp_path: Path) -> None:
     pipe = make()

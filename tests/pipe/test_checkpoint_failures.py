@@ -134,7 +134,6 @@ def _each_in_turn(folder: str) -> list[tuple[str, bool, int]]:
     return found
 
 
-@pytest.mark.gloo
 @pytest.mark.filterwarnings("ignore:no checkpoint was saved")
 def test_ranks_agree_on_what_became_of_a_save(gloo: Pool, tmp_path: Path) -> None:
     gloo_filters, gloo.filters = gloo.filters, (*gloo.filters, "ignore:no checkpoint was saved")

@@ -107,7 +107,6 @@ def _load(folders: list[str]) -> tuple[str, int, list[float]]:
     return said, steps, sums
 
 
-@pytest.mark.gloo
 def test_ranks_load_the_same_checkpoint_or_none(gloo: Pool, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     trained(2).save(one)

@@ -154,7 +154,6 @@ def plain(steps: int) -> tuple[Model, torch.optim.Optimizer, list[float]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_from_mesh_to_mesh(gloo: Pool, tmp_path: Path) -> None:
     results = gloo.run(chain, ranks=4, args=(str(tmp_path),))
     model, _, losses = plain(STEPS * (len(MESHES) + 1))

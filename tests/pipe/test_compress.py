@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support import sliced
 from support.inside import choose, pack, unpack
 from support.pool import Pool
 from torch import Tensor, nn
@@ -233,7 +232,6 @@ def over_processes(compress: object, options: dict[str, Any], replicas: int) -> 
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("compress", "options", "replicas"),
     [({"topk": 0.2}, {}, 2), ({"lowrank": 1}, {"schedule": "2bw"}, 1), ("int8", {"schedule": "zb-h1"}, 1)],
@@ -302,7 +300,6 @@ def decided_by_measuring() -> tuple[dict[Any, Any], float]:
     return dict(codecs), losses[-1]
 
 
-@pytest.mark.gloo
 def test_auto_measures_links_and_decides_alike_on_all_ranks(gloo: Pool) -> None:
     (mine, loss), (other, its) = gloo.run(decided_by_measuring, ranks=2)
     assert mine == other
@@ -342,25 +339,3 @@ def test_what_did_not_help_is_taken_back() -> None:
         return 1.0 if (1, 2) in codecs else 2.0, {(0, 1): 5.0, (1, 2): 1.0}
 
     assert choose(STAGES, step) == {(1, 2): LIGHT}
-
-
-@pytest.mark.thorough
-def test_slices_have_messages_of_their_own() -> None:
-    """Near what they are exactly; packed and counted slice by slice."""
-    found = {}
-    for compress in (None, "int8", {"topk": 0.5}):
-        pipe = PipelineModule(
-            sliced.chain(),
-            schedule=sw.Slices("seq1f1b", num_slices=2),
-            num_microbatches=2,
-            loss_fn=sliced.mean_loss,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR),
-            mesh=sw.Mesh(pipe=2, compress=compress),
-        )
-        losses = [pipe.train_step(*sliced.batch()).loss for _ in range(2)]
-        found[str(compress)] = losses, pipe.sent_bytes
-    (exact, _), (near, sent), _ = found.values()
-    assert near == pytest.approx(exact, rel=1e-2)
-    assert near != exact
-    assert sent.keys() == {(0, 1), (1, 0)}
-    assert all(0 < packed < 0.4 * whole for packed, whole in sent.values())

@@ -83,7 +83,6 @@ def both_sides() -> tuple[Any, Any, Any]:
     return by_torch(replica), mine, codecs.sent["data"]
 
 
-@pytest.mark.gloo
 def test_low_rank_is_powersgd(gloo: Pool) -> None:
     """Over steps with error feedback and a warm start; bytes as a ring sends them."""
     for theirs, mine, sent in gloo.run(both_sides, ranks=2):
@@ -177,7 +176,6 @@ def told() -> list[str]:
     return said
 
 
-@pytest.mark.gloo
 def test_replicas_sum_what_is_packed(gloo: Pool) -> None:
     """Beside one process that packs what each of them would; the first batch is verified, exactly."""
     bytes_of = {"int8": 16 * 12 + 8 * 16 + 16 + 8 + 12 * 16 + 8 * 12 + 12 + 8, "lowrank": 8 * (28 + 16 + 28 + 12)}

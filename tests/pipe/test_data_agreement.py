@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import one_in
 from support.pool import Pool
 from support.records import records
 from torch import nn
@@ -51,7 +50,6 @@ def train_unseeded(schedule: str, rank_seed: int) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_a_loader_that_shuffles_by_itself_is_told_on_every_rank(gloo: Pool, schedule: str) -> None:
     for told in gloo.run(train_unseeded, ranks=3, args=(schedule, 1)):
@@ -61,7 +59,6 @@ def test_a_loader_that_shuffles_by_itself_is_told_on_every_rank(gloo: Pool, sche
         assert "pipe.loader(dataset, batch_size=...)" in told
 
 
-@pytest.mark.gloo
 def test_loaders_with_equal_seeds_are_told_nothing(gloo: Pool) -> None:
     assert gloo.run(train_unseeded, ranks=2, args=("2bw", 0)) == ["nothing"] * 2
 
@@ -80,44 +77,12 @@ def pass_another_target(step: int) -> tuple[str, list[bool]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_another_target_is_told_with_its_step(gloo: Pool) -> None:
     (first, of_first), (last, of_last) = gloo.run(pass_another_target, ranks=2, args=(2,))
     assert "rank 0 passed other targets to step 2 than rank 1" in first
     assert "passed other targets to step 2" in last
     assert of_first == [True, True]
     assert of_last == [True, False, False]  # its loss of step 2 may be of a target that rank 0 did not pass
-
-
-def train_with_loader(mesh: dict[str, int], epochs: int, same_shapes: bool) -> tuple[list[float], list[bool]]:
-    pipe = make_pipe(mesh=mesh, num_microbatches=2)
-    loader = pipe.loader(
-        TensorDataset(SAMPLES, SAMPLES[:, :4]), batch_size=8 // mesh.get("data", 1), same_shapes=same_shapes
-    )
-    losses, metas = [], []
-    for _ in range(epochs):
-        for x, y in loader:
-            loss = pipe.train_step(x, y).loss
-            assert loss is not None
-            losses.append(loss)
-            metas.append(x.is_meta)
-    pipe.close()
-    return losses, metas
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize(("mesh", "same_shapes"), one_in(2, [{"pipe": 2, "data": 2}, {"pipe": 3}], (False, True)))
-def test_the_pipelines_own_loader_trains_as_one_process(gloo: Pool, mesh: dict[str, int], same_shapes: bool) -> None:
-    """Two epochs; with equal shapes promised, a rank in the middle loads its first batch alone."""
-    alone = make_pipe(mesh={"pipe": 1}, num_microbatches=2)
-    loader = alone.loader(TensorDataset(SAMPLES, SAMPLES), batch_size=8)
-    expected = [alone.train_step(x, y).loss for _ in range(2) for x, y in loader]
-    ranks = 3 if mesh == {"pipe": 3} else 4
-    for rank, (losses, metas) in enumerate(gloo.run(train_with_loader, ranks=ranks, args=(mesh, 2, same_shapes))):
-        assert losses == pytest.approx(expected, rel=1e-5)
-        is_middle = mesh == {"pipe": 3} and rank == 1
-        assert metas == [False, *[same_shapes and is_middle] * (len(metas) - 1)]
 
 
 def test_shapes_alone_are_refused_where_values_are_read() -> None:
@@ -162,7 +127,6 @@ def train_from_own_weights(how: str, folder: str) -> str:
 
 
 @pytest.mark.thorough(but=["nothing", "load_state_dict"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("how", ["nothing", "load", "load_state_dict"])
 def test_weights_that_processes_made_each_for_itself_are_told(gloo: Pool, how: str, tmp_path: Path) -> None:
     told = gloo.run(train_from_own_weights, ranks=2, args=(how, str(tmp_path)))

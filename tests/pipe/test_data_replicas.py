@@ -108,16 +108,14 @@ def run_own(options: dict[str, Any], sizes: list[int]) -> tuple[list[Any], dict[
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
         ({"schedule": "1f1b"}, [6, 6]),
         ({"schedule": "1f1b", "mesh": {"pipe": 1, "data": 3}}, [6, 6, 6]),
         ({"schedule": "gpipe", "loss_fn": masked}, [6, 6]),
-        ({"schedule": "interleaved", "num_microbatches": 4, "max_grad_norm": 0.2}, [6, 6]),
     ],
-    ids=["1f1b", "three-replicas", "sum-and-count", "interleaved"],
+    ids=["1f1b", "three-replicas", "sum-and-count"],
 )
 def test_over_processes_each_replica_has_its_batch(gloo: Pool, options: dict[str, Any], sizes: list[int]) -> None:
     answers = gloo.run(run_own, ranks=options.get("mesh", {"pipe": 2})["pipe"] * len(sizes), args=(options, sizes))
@@ -126,12 +124,10 @@ def test_over_processes_each_replica_has_its_batch(gloo: Pool, options: dict[str
         for step in range(3)
     ]
     loss_fn = options.get("loss_fn", F.mse_loss)
-    clipped = "max_grad_norm" in options
-    state, wanted = trained_alone(whole, loss_fn) if not clipped else ({}, [])
+    state, wanted = trained_alone(whole, loss_fn)
     for rank, (losses, found, eval_loss, output) in enumerate(answers):
-        if not clipped:
-            assert losses == pytest.approx(wanted, abs=1e-12)
-            assert_equal_states(found, state)
+        assert losses == pytest.approx(wanted, abs=1e-12)
+        assert_equal_states(found, state)
         assert losses == answers[0][0]
         model = make_model()
         model.load_state_dict(found)
@@ -143,7 +139,6 @@ def test_over_processes_each_replica_has_its_batch(gloo: Pool, options: dict[str
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_batches_of_different_sizes_count_by_their_samples(gloo: Pool) -> None:
     """After a first batch of equal sizes; the first one tells all ranks the shapes."""
     answers = gloo.run(run_uneven, ranks=4)

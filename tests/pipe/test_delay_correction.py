@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 from support.async_pipeline import make_pipeline, run
-from support.async_reference import UNEVEN, AsyncCase, AsyncOutcome, agree, make_batch, make_model, replay
+from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
 from support.cases import same
 from support.inside import LAST_UPDATE, Feedback, Sharing, StageOptimizers, make_stream
-from support.pool import Pool
 from support.reference import copied
 from torch import Tensor, nn
 
@@ -136,58 +135,6 @@ def _averaged(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0, momentum=0.9, dampening=0.9)
 
 
-def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """With gradients of 0.05 h w: Muon's momentum, where the buffer takes 0.05 of a gradient and 0.95 of itself."""
-    return torch.optim.SGD(parameters, lr=1.0, momentum=0.95, nesterov=True)
-
-
-def _radius(kind: Any, late: int, strength: float, curvature: float) -> float:
-    """Largest root of (z - 1) (z - b) z^(late + 1) + h (1 - b) N(z) ((1 + lambda) z - lambda) = 0.
-
-    Of W(t+1) - W(t) = -A(t) and the gradient h W(t - late); N of the momentum b: z where it is averaged alone, and
-    (1 + b) z - b for Nesterov's.
-    """
-    b, z = (0.9 if kind is _averaged else 0.95), np.poly1d([1.0, 0.0])
-    of_momentum = z if kind is _averaged else (1 + b) * z - b
-    polynomial = (z - 1) * (z - b) * z ** (late + 1) + curvature * (1 - b) * of_momentum * (
-        (1 + strength) * z - strength
-    )
-    return float(max(abs(polynomial.roots)))
-
-
-# Largest stable rate x curvature, as docs/guides/asynchronous.md has it.
-LIMITS = [
-    (_averaged, 0, 0, 38.0),
-    (_averaged, 1, 0, 1.0),
-    (_averaged, 1, 1, 2.70),
-    (_averaged, 1, 2, 2.87),
-    (_nesterov, 0, 0, 26.9),
-    (_nesterov, 1, 0, 3.75),
-    (_nesterov, 1, 1, 6.78),
-    (_nesterov, 1, 2, 4.64),
-]
-
-
-@pytest.mark.thorough(but=["_averaged-0-0-38.0"])
-@pytest.mark.parametrize(("kind", "late", "strength", "limit"), LIMITS)
-def test_the_largest_stable_rate_on_a_quadratic(kind: Any, late: int, strength: float, limit: float) -> None:
-    """Roots of the rule's polynomial, and a run: one weight for each curvature."""
-    curvatures = torch.tensor([0.97 * limit, 1.03 * limit], dtype=torch.float64)
-    low, high = (_radius(kind, late, strength, curvature) for curvature in curvatures.tolist())
-    assert low < 1 < high
-    weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    held = _held(kind, [weight], {"0": float(strength)})
-    seen = [weight.detach().clone()] * (late + 1)
-    scale = 1.0 if kind is _averaged else 0.05
-    sizes = []
-    for _ in range(300):
-        _step([weight], held, [scale * curvatures * seen[-1 - late]], 1.0)
-        seen = [*seen[-late:], weight.detach().clone()] if late else [weight.detach().clone()]
-        sizes.append(weight.detach().abs().clone())
-    settled, grown = (torch.stack(sizes[-40:]).amax(0) / torch.stack(sizes[120:160]).amax(0)).tolist()
-    assert settled < 1 < grown
-
-
 def _last(held: StageOptimizers, parameter: nn.Parameter) -> Tensor:
     return held.optimizers[0].state[parameter][LAST_UPDATE]
 
@@ -256,30 +203,6 @@ def test_an_update_that_is_taken_back_takes_back_its_buffer() -> None:
         (last,) = [one.state[parameter][LAST_UPDATE] for one in pipe.optimizers if parameter in one.state]
         expected = replay(case).optimizer_state[f"{name}: {LAST_UPDATE}"]
         torch.testing.assert_close(last, expected, rtol=0, atol=1e-11)
-
-
-def _over_processes(case: AsyncCase) -> tuple[AsyncOutcome, dict[str, Tensor]]:
-    outcome = run(case)
-    pipe = make_pipeline(case, make_model(case), data_parallel="zero1")
-    for t, size in enumerate(case.sizes):
-        inputs, target = make_batch(case, t, size)
-        pipe.train_step(*inputs, target)
-    state = copied(pipe.full_state_dict())
-    pipe.close()
-    return outcome, state
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool) -> None:
-    """Copies stay alike, and an optimizer of parts of the weights has parts of the buffer."""
-    case = AsyncCase(
-        task="small-tied", num_ranks=3, replicas=(2, 1), optimizer="momentum", sizes=UNEVEN[:4], feedback=1.0
-    )
-    found = gloo.run(_over_processes, ranks=3, args=(case,))
-    agree([outcome for outcome, _ in found], case)
-    for _, state in found:
-        same("state", state, replay(case).state, 1e-12)
 
 
 def test_a_hook_behind_the_step_has_the_last_word() -> None:

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
-from stagewright.comm import InProcessTransport, ProcessGroupTransport
+from stagewright.comm import InProcessTransport
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import MessageKind
 
@@ -182,66 +181,3 @@ def test_freed_behind_the_last_consumer(monkeypatch: pytest.MonkeyPatch) -> None
     pipe.train_step(tokens, targets)
     assert counting.microbatches_alive() == 0
     assert counting.most_alive <= 4  # of eight
-
-
-def _counted() -> tuple[list[str], dict[str, int]]:
-    with pytest.MonkeyPatch.context() as patch:
-        counting = Counting(patch, ProcessGroupTransport)
-        found = differences(LAYOUTS["interleaved"])
-    sent = Counter[str]()
-    for (kind, *_), count in counting.tensors.items():
-        sent[kind] += count
-    return found, dict(sent)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_over_processes(gloo: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    counting = Counting(monkeypatch, InProcessTransport)
-    assert differences(LAYOUTS["interleaved"]) == []
-    results = gloo.run(_counted, ranks=2)
-    assert [found for found, _ in results] == [[], []]
-    for kind in ("act", "grad"):
-        wanted = sum(count for (each, *_), count in counting.tensors.items() if each == kind)
-        assert sum(sent[kind] for _, sent in results) == wanted
-
-
-class CountedBlock(Block):
-    """Counts its runs."""
-
-    runs = 0
-
-    def forward(self, before: list[Tensor]) -> Tensor:
-        self.runs += 1
-        return super().forward(before)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("schedule", "recompute"),
-    [
-        ("interleaved", ["full", "none", "layer", "selective", "none", "full"]),
-        ("2bw", "full"),
-        ("2bw", ["layer", "selective", "none"]),
-    ],
-    ids=str,
-)
-def test_a_block_runs_again_at_most_once(schedule: str, recompute: str | list[str]) -> None:
-    """Whatever it reads, and whichever of the stages that read its output is first."""
-    stages = 3 if schedule == "2bw" else 6
-    model = make_model()
-    for block in model.blocks:
-        block.__class__ = CountedBlock
-    shape = {"mesh": {"pipe": 3}} if schedule == "2bw" else {"num_chunks": 3}
-    starts = [f"blocks.{i * BLOCKS // stages}" for i in range(1, stages)]
-    pipe = make_pipe(model, schedule=schedule, recompute=recompute, split_points=starts, **shape)
-    for block in model.blocks:
-        block.runs = 0
-    for step in range(STEPS):
-        pipe.train_step(*batch(step))
-    pipe.flush()
-    words = recompute if isinstance(recompute, list) else [recompute] * stages
-    wanted = [1 if words[i * stages // BLOCKS] == "none" else 2 for i in range(BLOCKS)]
-    assert [block.runs / (STEPS * MICROBATCHES) for block in model.blocks] == wanted
-    delayed = by_hand(delay=int(schedule == "2bw"))
-    assert all(torch.allclose(value, delayed[name], rtol=0, atol=1e-12) for name, value in model.state_dict().items())

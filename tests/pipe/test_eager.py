@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from support import eager_models as models
 from support import eager_objects as objects
 from support.inside import Arguments, RecordedUnits
-from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
@@ -184,29 +181,8 @@ class Scaled(models.Stack):
         return self.head(x) if self.training else x
 
 
-def halve(model: Any, step: int) -> None:
-    model.alpha = 1.0 / (step + 1)
-
-
-def skip_more(model: Any, step: int) -> None:
-    model.skips = [0, step + 1]
-
-
 def append(model: Any, step: int) -> None:
     model.skips.append(step + 1)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("change", [halve, skip_more, append])
-def test_what_changes_between_steps_counts(change: Callable[[Any, int], None]) -> None:
-    model, twin = made(Scaled), made(Scaled)
-    pipe = pipeline(model, mesh={"pipe": 3}, split_points=["blocks.1", "blocks.3"])
-    losses = []
-    for step in range(STEPS):
-        change(model, step)
-        losses.append(pipe.train_step(X, Y).loss)
-    assert losses == pytest.approx(plain_steps(twin, change=change), abs=1e-12)
-    equal(model, twin)
 
 
 def test_a_change_after_which_other_modules_run_is_refused_by_name() -> None:
@@ -223,79 +199,6 @@ def test_a_change_after_which_other_modules_run_is_refused_by_name() -> None:
     with torch.no_grad():
         expected = torch.cat([model.eval()(x) for x in X.split(2)])
     assert torch.allclose(pipe.predict(X), expected, rtol=0, atol=1e-12)  # type: ignore[arg-type]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("length", [5, 9])
-def test_sequences_of_other_lengths_and_batches_of_other_sizes(length: int) -> None:
-    class Sequences(models.Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            positions = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None] / x.shape[1]
-            for block in self.blocks:
-                x = block(x + positions)
-            return self.head(x)
-
-    model, twin = made(Sequences), made(Sequences)
-    pipe = pipeline(model, example_inputs=(torch.zeros(8, 3, WIDTH, dtype=torch.float64),), recompute="full")
-    for size in (8, 6):
-        x, y = torch.randn(2, size, length, WIDTH, dtype=torch.float64)
-        loss = pipe.forward_backward(x, y).loss
-        parts = zip(x.tensor_split(4), y.tensor_split(4), strict=True)
-        total = sum(F.mse_loss(twin(a), b) * (len(a) / size) for a, b in parts)
-        total.backward()  # type: ignore[union-attr]
-        assert loss == pytest.approx(float(total.detach()), abs=1e-12)  # type: ignore[union-attr]
-    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        if not name.startswith("stem"):  # it does not run
-            assert mine.grad is not None
-            assert torch.allclose(mine.grad, other.grad, rtol=0, atol=1e-12)
-
-
-@pytest.mark.thorough
-def test_hooks_of_parameters_count_under_every_schedule() -> None:
-    for schedule in ("1f1b", "2bw"):
-        seen: list[int] = []
-        model = made(models.Stack)
-        model.blocks[1].up.weight.register_hook(lambda grad, seen=seen: seen.append(1))  # type: ignore[index, union-attr]
-        pipe = pipeline(model, schedule=schedule)
-        pipe.train_step(X, Y)
-        pipe.flush()
-        assert len(seen) == 4
-
-
-@pytest.mark.thorough
-def test_layers_are_dropped_by_pythons_random_numbers_alike_on_any_cut() -> None:
-    """They are seeded at each unit: the same layers are left out on one stage and on three, and some are."""
-    results = []
-    for stages in (1, 3):
-        model = made(lambda: models.Stack(models.DroppingBlock))
-        random.seed(7)
-        pipe = pipeline(model, mesh={"pipe": stages})
-        results.append([pipe.train_step(X, Y).loss for _ in range(STEPS)])
-    assert results[0] == results[1]
-    assert results[0] != [pipeline(made(models.Stack)).train_step(X, Y).loss for _ in range(STEPS)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name", ["functions between units", "twice between units", "encoder and decoder between units"]
-)
-def test_dropout_does_not_depend_on_the_cut(name: str) -> None:
-    class WithDropout(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.rate = MODELS[name](), 0.3
-            for module in [*self.inner.modules()]:
-                if isinstance(module, models.Block):
-                    module.register_forward_hook(lambda module, given, output: F.dropout(output, 0.2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(self.inner(F.dropout(x, self.rate)), self.rate)
-
-    results = []
-    for options in ({"mesh": {"pipe": 1}}, {"mesh": {"pipe": 3}}, {"recompute": "full"}, {"verify": True}):
-        pipe = pipeline(made(WithDropout), **options)
-        results.append([pipe.train_step(X, Y).loss for _ in range(2)])
-    assert all(each == pytest.approx(results[0], abs=1e-12) for each in results)
 
 
 @pytest.mark.thorough(but=["checkpoint in units", "reentrant checkpoint in units"])
@@ -317,26 +220,6 @@ def test_checkpointing_keeps_as_little_as_in_one_process(name: str) -> None:
 
 
 # --- over processes ---
-
-
-def _train_over_processes(name: str) -> list[float | None]:
-    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-    model = made(MODELS[name])
-    pipe = pipeline(model, timeout=120.0)
-    losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
-    losses.append(pipe.train_step(X[:6], Y[:6]).loss)  # recorded again, with stand-ins for the other's weights
-    pipe.close()
-    return losses
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", ["reentrant checkpoint in units", "experts in units"])
-def test_two_processes(gloo: Pool, name: str) -> None:
-    expected = plain_steps(made(MODELS[name]))
-    one, other = gloo.run(_train_over_processes, ranks=2, args=(name,))
-    assert one == other
-    assert one[:STEPS] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("make", [objects.CountsBetween, objects.SetsBetween])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import tensor_models
 from support.edited import Wrapped
 from support.inside import beside
 from support.models import make_batch, make_model, task_of
@@ -310,39 +309,8 @@ def divide(column: bool) -> str:
         return str(error)
 
 
-@pytest.mark.gloo
 def test_a_divided_linear_without_its_sum_is_found(gloo: Pool) -> None:
     assert gloo.run(divide, ranks=2, args=(True,)) == ["[]", "[]"]
     for said in gloo.run(divide, ranks=2, args=(False,)):
         assert said.startswith("1: shard("), said
     print(said)
-
-
-def train_divided() -> dict[str, torch.Tensor]:
-    """Weights behind two steps of a pipeline of tensor groups, all of whose edits are its options or made before."""
-    edits = edit(tensor_models.make_model())
-    edits["blocks.*"].shard({"q": "column", "k": "column", "v": "column", "o": "row"})
-    edits["blocks.*.mlp"].shard({"up": "column", "down": "row"}).keep_less("gelu")
-    edits["blocks.0"].replace(Wrapped)
-    with tensor_models.make_pipe(edits, mesh={"pipe": 1, "tensor": 2}) as pipe:
-        with pytest.raises(ValueError, match="cutting the model failed"):
-            pipe.build(
-                torch.ones(4, 3, 3), torch.ones(4, 3)
-            )  # it leaves the model as it was, and the next one edits it
-        assert not any(isinstance(each, Wrapped) or "forward" in vars(each) for each in edits.model.modules())
-        for seed in range(2):
-            pipe.train_step(*tensor_models.make_batch(seed))
-        return {name.replace(".inner", ""): value for name, value in pipe.full_state_dict().items()}
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_a_divided_pipeline_takes_its_edits(gloo: Pool) -> None:
-    with tensor_models.make_pipe(tensor_models.make_model(), mesh={"pipe": 1}) as pipe:
-        for seed in range(2):
-            pipe.train_step(*tensor_models.make_batch(seed))
-        expected = pipe.full_state_dict()
-    for found in gloo.run(train_divided, ranks=2):
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            assert torch.allclose(value, expected[name], rtol=0, atol=1e-12), name

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing import Told, told
-from support.pool import Pool
-from support.small import X, Y, make, sgd
+from support.small import X, Y, make
 
 from stagewright.pipe import PipelineModule
 
@@ -129,24 +127,3 @@ def test_gradients_of_an_interrupted_batch_are_dropped() -> None:
     assert pipe.train_step(X, Y).loss == other.train_step(X, Y).loss
     found, expected = pipe.full_state_dict(), other.full_state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def on_one_rank() -> list[Told]:
-    def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        made = sgd(parameters)
-        if torch.distributed.get_rank() == 0:
-            made.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("the disk of the log is full")))
-        return made
-
-    pipe = make(mesh=None, optimizer=optimizer)
-    return [told(lambda: steps(pipe)), told(lambda: pipe.train_step(X, Y))]
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_over_processes_all_ranks_are_told(gloo: Pool) -> None:
-    (own, again), (others, after) = gloo.run(on_one_rank, ranks=2)
-    assert own.kind == "RuntimeError"
-    assert others.kind == "PeerLost"
-    assert all("disk of the log is full" in one.text for one in (own, others))
-    assert all("this pipeline has ended" in one.text for one in (again, after))

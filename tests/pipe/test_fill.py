@@ -314,7 +314,6 @@ def filled_run(filled: bool, marked: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_processes_fill_where_they_wait_and_where_their_schedule_says(gloo: Pool) -> None:
     plain, filled, marked = (gloo.run(filled_run, ranks=2, args=each) for each in ((0, 0), (1, 0), (1, 1)))
     for runs in (filled, marked):
@@ -367,7 +366,6 @@ def evaluated_run(in_waits: bool, steps: int, mesh: dict[str, int]) -> tuple[Any
 
 
 @pytest.mark.thorough(but=["mesh0"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}])
 def test_evaluations_in_the_waits_are_those_in_front_of_the_step(gloo: Pool, mesh: dict[str, int]) -> None:
     """Losses, outputs, weights, running statistics and generators, to the last bit; and waits had pieces in them."""
@@ -441,7 +439,6 @@ def refused_run() -> list[str]:
     return told_by
 
 
-@pytest.mark.gloo
 def test_no_forward_with_collectives_is_in_the_waits(gloo: Pool) -> None:
     for tensor, fsdp in gloo.run(refused_run, ranks=2):
         assert tensor.startswith("fill_eval(...) beside a tensor group")
@@ -488,7 +485,6 @@ def updated_early(options: dict[str, Any]) -> list[float | None]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9, "post_validation": True}])
 def test_a_stage_is_updated_in_its_cooldown_bubble(gloo: Pool, options: dict[str, Any]) -> None:
     """Its optimizer has stepped when the other's last backward goes on, which waits for that; with a norm, ahead."""

@@ -151,7 +151,6 @@ def refused_at_first(data: int, recorded: bool) -> tuple[list[Told], list[float]
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(("data", "recorded"), [(1, True), (2, False)])
 def test_over_processes_the_run_goes_on(gloo: Pool, data: int, recorded: bool) -> None:
     results = gloo.run(refused_at_first, ranks=2 * data, args=(data, recorded))

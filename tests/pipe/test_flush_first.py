@@ -20,7 +20,7 @@ from support.small import X, Y, layers, sgd, stream
 from torch import Tensor, nn
 
 from stagewright.pipe import NonFiniteLossError, PipelineModule
-from stagewright.schedules import Costs, Op, build, check, simulate, simulate_spread
+from stagewright.schedules import Costs, build, check, simulate, simulate_spread
 
 CASE = AsyncCase(
     task="mlp", num_ranks=3, sizes=UNEVEN, flush_first=3, feedback=2.0, flushes=(1, 4), decay=True, optimizer="momentum"
@@ -72,20 +72,6 @@ def test_a_run_goes_on_from_either_part_and_from_between(schedule: str, task: st
         same(f"from {saved}", _trained(pipe, case, range(saved + 1, 5), tmp_path / f"again-{saved}"), whole, 0.0)
 
 
-@pytest.mark.thorough
-def test_it_is_a_checkpoint_of_1f1b_carried_on(tmp_path: Path) -> None:
-    """So were the figures of docs/results.md found."""
-    case = replace(CASE, flushes=())
-    flush = replace(case, schedule="1f1b", flush_first=0, feedback=1.0, feedback_delay=1.0)
-    pipe = make_pipeline(flush, make_model(flush))
-    _trained(pipe, flush, range(3))
-    pipe.save(tmp_path)
-    later = make_pipeline(replace(case, flush_first=0), make_model(case))
-    later.load(tmp_path)
-    one = make_pipeline(case, make_model(case))
-    same("state", _trained(one, case, range(6)), _trained(later, case, range(3, 6)), 0.0)
-
-
 def _pipe(**options: Any) -> PipelineModule:
     torch.manual_seed(0)
     settings: dict[str, Any] = {
@@ -133,24 +119,6 @@ def test_what_is_predicted_is_what_ran(flush_first: int, name: str, tmp_path: Pa
     assert file.predicted.schedule.name == exhibit.measured[-1].timeline.schedule.name == name
     assert file.sampled is not None
     assert file.sampled.median == simulate_spread(file.predicted.schedule, file.costs, file.spread).median
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("flush_first", "name"), [(0, "2bw"), (9, "2bw with a flush")])
-def test_timelines_begin_anew_behind_what_is_no_training(flush_first: int, name: str, tmp_path: Path) -> None:
-    """An evaluation, a verification and another state: what ran there has numbers of batches that are shown, too."""
-    pipe, x, y = _pipe(flush_first=flush_first, verify=True), torch.ones(8, 4), torch.zeros(8, 4)
-    pipe.save(tmp_path)
-    between: list[Any] = [None, lambda: pipe.eval_step(x, y), lambda: pipe.verify(x, y), lambda: pipe.load(tmp_path)]
-    for act in between:
-        if act is not None:
-            act()
-        for number in (1, 2):
-            timeline = pipe.train_step(x, y).timeline()
-            assert (timeline.schedule.name, timeline.schedule.num_batches) == (name, number)
-            ran = [span.what for trace in timeline.ranks for span in trace.compute]
-            assert len(set(ran)) == len(ran)
-            assert {action.index // 4 for action in ran if action.op is Op.F} == set(range(number))
 
 
 def test_verify_and_changes_by_hand_between_the_first_batches() -> None:
@@ -206,7 +174,6 @@ def _over_processes(case: AsyncCase, folder: str) -> tuple[AsyncOutcome, dict[st
     return outcome, state, told
 
 
-@pytest.mark.gloo
 def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool, tmp_path: Path) -> None:
     case = AsyncCase(
         task="small-tied",
@@ -291,15 +258,6 @@ def test_a_bad_batch_among_the_first_leaves_a_run_that_goes_on(name: str, tmp_pa
     said, _ = _behind_a_bad_batch(name, {"pipe": 2}, tmp_path)
     for text in said:
         assert re.search(FAILING[name], text), text
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize("name", ["2bw", "pipedream"])
-def test_a_bad_batch_among_the_first_over_processes(name: str, gloo: Pool, tmp_path: Path) -> None:
-    (said, losses), other = gloo.run(_behind_a_bad_batch, ranks=2, args=(name, None, tmp_path))
-    assert other == (said, losses)
-    assert re.search(FAILING[name], said[0])
 
 
 @pytest.mark.parametrize(("flush_first", "goes_on"), [(3, True), (0, False)])

@@ -5,18 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.keyword_models import LABELS, MASK, POSITIONS, TARGET, TOKENS, WORDS, Language, Tagger, loss_in, loss_of
 from support.pool import Pool
 from support.records import records
-from torch import Tensor
 
 from stagewright.comm import PipelineError
 from stagewright.pipe import PipelineModule
-
-pytestmark = pytest.mark.gloo
 
 
 def build(make_model: Any, **options: Any) -> tuple[PipelineModule, Any]:
@@ -70,24 +66,6 @@ def train_own_loss() -> tuple[float, float, float]:
 def test_a_model_that_returns_its_own_loss(gloo: Pool) -> None:
     for errors in gloo.run(train_own_loss, ranks=4):
         assert max(errors) < 1e-12
-
-
-def pass_other_labels() -> str:
-    """The error of a rank where the last one passes labels of its own."""
-    pipe, _ = build(Language, loss_fn="model", loss_weight="labels")
-    labels: Tensor = LABELS.flip(0) if dist.get_rank() else LABELS
-    try:
-        pipe.forward_backward(tokens=WORDS, labels=labels)
-        pipe.close()
-    except (ValueError, PipelineError) as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.thorough
-def test_the_checksum_covers_keywords(gloo: Pool) -> None:
-    for told in gloo.run(pass_other_labels, ranks=2):
-        assert "passed other inputs to step 0" in told
 
 
 def ask_for_a_weight() -> str:

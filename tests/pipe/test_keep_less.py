@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from stagewright.pipe import PipelineModule, edit
-from stagewright.schedules import MemoryPart, StageBytes, memory_curves
+from stagewright.pipe import edit
 
 B, S, H = 2, 6, 16
 T4 = 4  # bytes of a float32; a norm also keeps its mean
@@ -485,39 +484,6 @@ def test_models_of_transformers_take_the_same_list(name: str, again: str, mlps: 
     edits[norms].keep_less("layernorm")
     edits[again].checkpoint()
     assert edits.verify(case.batch()) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_peak_of_a_stage_falls_by_what_all_microbatches_in_flight_kept(num_ranks: int) -> None:
-    """1F1B: the first stage holds as many microbatches as there are stages. A backward makes more anew."""
-    x = torch.randn(4 * B, S, H)
-
-    def activations(kept_less: bool) -> tuple[list[float], tuple[StageBytes, ...]]:
-        torch.manual_seed(0)
-        edits = edit(nn.Sequential(*(Block() for _ in range(2 * num_ranks))))
-        if kept_less:
-            edits["*.mlp"].keep_less("gelu")
-        with PipelineModule(
-            edits,
-            mesh={"pipe": num_ranks},
-            num_microbatches=4,
-            loss_fn=nn.functional.mse_loss,
-            optimizer=torch.optim.SGD,
-        ) as pipe:
-            pipe.train_step(x, x)
-            with pipe.watch_memory() as memory:
-                result = pipe.train_step(x, x)
-            stages = pipe.stage_bytes(memory)
-            curves = memory_curves(result.timeline(), stages)
-        return [max(curve.parts[MemoryPart.ACTIVATIONS]) for curve in curves], stages
-
-    (before, plain), (after, less) = activations(False), activations(True)
-    saved = 2 * 16 * B * S * H  # in two blocks
-    assert [one.activations - other.activations for one, other in zip(plain, less, strict=True)] == [saved] * num_ranks
-    anew = [other.again - one.again for one, other in zip(plain, less, strict=True)]
-    drops = [one - other + more for one, other, more in zip(before, after, anew, strict=True)]
-    assert drops == [(num_ranks - rank) * saved for rank in range(num_ranks)]
 
 
 def test_the_largest_microbatch_fits_and_the_next_does_not() -> None:

@@ -17,8 +17,6 @@ from support.small import WIDTH, X, Y, layers, make
 
 from stagewright.comm import ProcessGroupTransport
 
-pytestmark = pytest.mark.gloo
-
 
 def open_and_close(count: int) -> list[tuple[int, int]]:
     """(descriptors, threads) of this process after each of `count` modules, one after the other."""

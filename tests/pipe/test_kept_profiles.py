@@ -200,15 +200,6 @@ def test_another_process_finds_what_the_first_kept(tmp_path: Path) -> None:
     assert "kept for the next run in" not in told[1], told
 
 
-@pytest.mark.thorough
-def test_another_process_with_other_hashes_finds_the_same(tmp_path: Path) -> None:
-    code = "import kept_layer; from stagewright.partition.model.fingerprint import lasting_digest as d; "
-    code += "print(hash('a'), d(kept_layer.Layer(), kept_layer.Layer, 3))"
-    told = [run_script(tmp_path, code, hashes=hashes).stdout.split() for hashes in (0, 1, 1)]
-    assert told[0][0] != told[1][0] == told[2][0]
-    assert len({key for _, key in told}) == 1  # the last from bytecode that the one before has left
-
-
 def test_code_in_no_file_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = ModuleType("typed")
     exec(LAYER.replace("import kept_helper", ""), vars(typed))

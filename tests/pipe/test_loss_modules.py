@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd, stream
 from torch import Tensor, nn
 
@@ -175,28 +174,3 @@ def test_a_parameter_of_the_users_own_optimizer_is_not_refused() -> None:
         optimizer=lambda parameters: sgd([*parameters, scale]),
     )
     held.train_step(X, Y)
-
-
-def _train() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    pipe = make(model=layers(), loss_fn=ScaledLoss(), max_grad_norm=0.05)
-    for _ in range(3):
-        pipe.train_step(x, y)
-    state = pipe.full_state_dict()
-    pipe.close()
-    return state
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_a_loss_learns_over_processes(gloo: Pool) -> None:
-    one, other = gloo.run(_train, ranks=2)
-    torch.manual_seed(0)
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    pipe = make(model=layers(), loss_fn=ScaledLoss(), max_grad_norm=0.05)
-    for _ in range(3):
-        pipe.train_step(x, y)
-    for name, value in pipe.full_state_dict().items():
-        assert torch.equal(one[name], value), name
-        assert torch.equal(other[name], value), name

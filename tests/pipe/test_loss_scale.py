@@ -19,7 +19,7 @@ from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
-from stagewright.pipe import NonFiniteLossError, PipelineModule, Precision, StepRecord
+from stagewright.pipe import NonFiniteLossError, PipelineModule, StepRecord
 
 WIDTH, SAMPLES, M, DEPTH = 6, 8, 4, 4
 
@@ -255,7 +255,6 @@ def test_a_checkpoint_without_a_scale_goes_on_with_the_scalers(tmp_path: Path) -
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(("schedule", "options"), [("1f1b", {}), ("interleaved", {"data_parallel": "fsdp"})], ids=str)
 def test_over_processes(gloo: Pool, schedule: str, options: dict[str, Any]) -> None:
     plain = plain_run(clip=0.1, dtype=torch.float64)
@@ -408,19 +407,3 @@ def test_a_scale_that_has_shrunk_to_nothing_is_an_error() -> None:
     x, y = batch(0, {})
     with half(), pytest.raises(NonFiniteLossError, match="the loss scale has shrunk to 0"):
         pipe.train_step(x, torch.full_like(y, math.inf))
-
-
-def test_the_default_type_of_numbers_is_the_users() -> None:
-    """torch.set_default_dtype(torch.float64) makes no difference to a scale, which is float32 anyhow."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    made = nn.Sequential(nn.Linear(2, 2))
-    pipe = PipelineModule(
-        made, loss_fn=F.mse_loss, optimizer=torch.optim.SGD, precision=Precision(grad_scaler=scaler), mesh={"pipe": 1}
-    )
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        pipe.train_step(torch.ones(4, 2, dtype=torch.float32), torch.ones(4, 2, dtype=torch.float32))
-    finally:
-        torch.set_default_dtype(default)
-    assert scaler.get_scale() == 8.0

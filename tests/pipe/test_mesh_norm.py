@@ -145,14 +145,12 @@ ZERO1: dict[str, Any] = {"data_parallel": "zero1"}
 
 
 @pytest.mark.thorough(but=["2bw-{'pipe': 2, 'tensor': 2}-{}"])
-@pytest.mark.gloo
 @pytest.mark.parametrize(("schedule", "mesh", "options"), [("1f1b", DATA, ZERO1), ("2bw", PIPE, {})], ids=str)
 def test_four_processes(gloo: Pool, schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
     """One tensor member's part of a gradient overflows, in one replica of one stage: nobody updates."""
     check(gloo.run(piped, ranks=4, args=(schedule, mesh, options)), schedule)
 
 
-@pytest.mark.gloo
 def test_eight_processes(gloo: Pool) -> None:
     check(gloo.run(piped, ranks=8, args=("1f1b", ALL, {"data_parallel": "fsdp"})), "1f1b")
 

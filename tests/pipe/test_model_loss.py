@@ -16,7 +16,6 @@ from support.small import X, Y, make
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-from stagewright.schedules import build
 
 
 def models(**options: Any) -> tuple[Any, Any]:
@@ -224,15 +223,6 @@ def test_the_profiler_takes_keywords_and_a_models_own_loss() -> None:
         profile_model(model, {"tokens": WORDS}, loss_fn="model", target=LABELS)
     with pytest.raises(ValueError, match=r"have batch sizes \[3, 6\]: .*batch_dims="):
         profile_model(model, {"tokens": WORDS, "labels": LABELS[:3]})
-
-
-def test_replicas_of_a_stage_share_the_weights() -> None:
-    model, twin = models()
-    loss_in(twin(WORDS, labels=LABELS)).backward()
-    schedule = build("1f1b", num_ranks=3, num_microbatches=3, replicas=(2, 1))
-    pipe = pipeline(model, schedule=schedule, mesh=None, num_microbatches=None, loss_weight="labels")
-    pipe.forward_backward(tokens=WORDS, labels=LABELS)
-    assert_equal_gradients(model, twin)
 
 
 def test_a_loader_of_dicts() -> None:

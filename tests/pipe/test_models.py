@@ -121,7 +121,6 @@ def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.thorough(but=["mixtral"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name in ("mixtral", "t5") else nightly(name) for name in TRANSFORMERS])
 def test_transformers_over_processes(gloo: Pool, name: str) -> None:
     pytest.importorskip("transformers")

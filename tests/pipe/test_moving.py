@@ -14,7 +14,6 @@ from support.inside import Activations, LiveBytes, _apart
 from support.inside import MovingHost as Host
 from support.matrix import make_case
 from support.pipeline import run
-from support.pool import Pool
 from support.random_moves import with_random_moves
 from support.records import records
 from support.reference import reference
@@ -71,15 +70,6 @@ def test_a_synthesised_schedule_that_moves_or_recomputes(more: dict[str, Any], t
     layout = layout_of(found.schedule, tmp_path, found.recompute)
     case = make_case("mlp", layout, 5)
     agree(run(case, layout), reference(case), case)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize(("task", "schedule", "recompute"), [CASES[1], CASES[2], CASES[0]])
-def test_over_processes(gloo: Pool, task: str, schedule: Schedule, recompute: str, tmp_path: Path) -> None:
-    layout = layout_of(schedule, tmp_path, recompute)
-    case = make_case(task, layout, 5)
-    agree(gloo.run(run, ranks=layout.num_ranks, args=(case, layout)), reference(case), case)
 
 
 # --- memory ---

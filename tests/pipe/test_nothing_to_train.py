@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.failing import Told, told
-from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make
 from torch import Tensor, nn
 
@@ -64,20 +62,6 @@ def test_a_frozen_first_stage_and_a_loss_that_alone_learns_are_fine() -> None:
     pipe.forward_backward(X, Y)
     assert scale.grad is not None
     assert scale.grad.abs().sum() > 0
-
-
-def frozen_over_processes() -> list[Told]:
-    pipe = make(model=frozen(layers()), mesh=None)
-    return [told(lambda: pipe.train_step(X, Y)), told(lambda: pipe.eval_step(X, Y))]
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_over_processes_every_rank_refuses_it_and_evaluates(gloo: Pool) -> None:
-    for refused, evaluated in gloo.run(frozen_over_processes, ranks=2):
-        assert refused.kind == "ValueError"
-        assert "no parameter wants a gradient" in refused.text
-        assert evaluated.kind == "none"
 
 
 @pytest.mark.thorough(but=["{}"])

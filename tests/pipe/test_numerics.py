@@ -251,21 +251,6 @@ def test_state_dict_goes_from_layout_to_layout(task: str) -> None:
     assert difference(again.output, evaluation.output) < 1e-12
 
 
-@pytest.mark.thorough
-def test_a_loaded_tied_weight_stays_tied() -> None:
-    layout = Layout(num_ranks=3)
-    case = make_case("tied-gpt", layout, 4)
-    model = reference_model(case)
-    pipe = make_pipeline(case, layout, model)
-    pipe.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
-    pipe.train_step(*batch_of(case, 0))
-    state = pipe.full_state_dict()
-    pipe.close()
-    assert torch.equal(state["head.weight"], state["embed.weight"])
-    assert model.head.weight is model.embed.weight
-    assert torch.equal(model.head.weight, state["head.weight"])
-
-
 @pytest.mark.thorough(but=["batchnorm"])
 @pytest.mark.parametrize("task", ["batchnorm", "two-inputs"])
 def test_eval_step_without_a_loss(task: str) -> None:

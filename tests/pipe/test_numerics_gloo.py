@@ -13,8 +13,6 @@ from support.pool import Pool
 from support.reference import copied, reference, reference_model
 from torch import Tensor
 
-pytestmark = pytest.mark.gloo
-
 
 def check(gloo: Pool, case: Case, layout: Layout) -> None:
     """Agreement includes: the same loss and the same full_state_dict on every rank."""

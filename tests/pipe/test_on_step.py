@@ -88,7 +88,6 @@ def _told(end: str) -> tuple[int, list[tuple[int, float]], set[int]]:
 
 
 @pytest.mark.thorough(but=["close"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("end", ["flush", "close", "eval_step"])
 def test_every_process_is_told_every_step_however_it_ends(gloo: Pool, end: str) -> None:
     """When the last call returns, rank 0 does not know of the batches that are under way."""

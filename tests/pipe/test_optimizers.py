@@ -65,16 +65,6 @@ def test_groups_with(schedule: str, options: dict[str, Any]) -> None:
     check(schedule=schedule, optimizer="rates-by-name", **options)
 
 
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_groups_with_replicas_over_processes(gloo: Pool, schedule: str) -> None:
-    case = AsyncCase(
-        task="conv-norm", schedule=schedule, num_ranks=3, replicas=(2, 1), optimizer="rates-by-name", decay="plateau"
-    )
-    agree(gloo.run(run, ranks=3, args=(case,)), case)
-
-
 # --- schedules ---
 
 
@@ -246,7 +236,6 @@ def test_rates_that_differ_between_copies_of_a_stream_are_refused() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_rates_that_differ_between_copies_of_a_stream_are_refused_over_processes(gloo: Pool) -> None:
     assert gloo.run(_change_a_rate, ranks=3, args=([0, 1],)) == [""] * 3
     assert all(MESSAGE in answer for answer in gloo.run(_change_a_rate, ranks=3, args=([0],)))

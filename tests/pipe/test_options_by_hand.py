@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.pool import Pool
 from support.small import WIDTH, X, Y, stream
 from torch import Tensor
 
@@ -94,13 +93,6 @@ def both(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_options_set_by_hand_count_from_the_batch_they_are_set_in_front_of(name: str) -> None:
     found, expected = both(name)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_over_processes(gloo: Pool) -> None:
-    for found, expected in gloo.run(both, ranks=2, args=("2bw",)):
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # the first stage has not updated yet

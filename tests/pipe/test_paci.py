@@ -15,7 +15,6 @@ import pytest
 import torch
 from support.async_pipeline import make_pipeline, run
 from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
-from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
@@ -209,15 +208,6 @@ def test_recomputation_runs_with_the_new_weights() -> None:
 )
 def test_other_models_against_the_replay(case: AsyncCase) -> None:
     agree(run(case), case)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    "case", [replace(PACI, optimizer="momentum", feedback=1.0), replace(PACI, replicas=(2, 1), evals=(2,))]
-)
-def test_over_processes(gloo: Pool, case: AsyncCase) -> None:
-    agree(gloo.run(run, ranks=case.num_ranks, args=(case,)), case)
 
 
 @pytest.mark.thorough

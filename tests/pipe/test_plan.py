@@ -162,7 +162,6 @@ FEWER = ("2-1-1", "optimizer sharded", "backwards", "idle rank", "chunks", "reco
 
 
 @pytest.mark.thorough(but=["optimizer sharded"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("name", [name if name in FEWER else nightly(name) for name in PLANS])
 def test_over_processes(gloo: Pool, name: str) -> None:
     wanted = run_alone(name)
@@ -266,7 +265,6 @@ def _for_another_number_of_ranks() -> str:
     return "accepted"
 
 
-@pytest.mark.gloo
 def test_a_plan_for_another_number_of_ranks(gloo: Pool) -> None:
     for answer in gloo.run(_for_another_number_of_ranks, ranks=3):
         assert answer.startswith("the plan is for 2 ranks and the process group has 3: expected a plan for 3")

@@ -170,7 +170,6 @@ def test_norm_types(tied: bool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_norm_types_over_processes(gloo: Pool) -> None:
     for found in gloo.run(norms_of_a_pipeline, ranks=4, args=({"pipe": 2, "data": 2}, True)):
         assert_norms(found, tied=True)

@@ -12,10 +12,7 @@ from support.grids import nightly
 from support.pool import Pool
 from torch import Tensor, nn
 
-from stagewright.comm import PipelineError
 from stagewright.pipe import PipelineModule
-
-pytestmark = pytest.mark.gloo
 
 KINDS = {"red", "green", "blue", "black", "white", "brown"}
 WIDTH = 4
@@ -65,19 +62,6 @@ class Table(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.other(self.one(x) * self.table)
-
-
-class Alpha(nn.Module):
-    """A number that the user changes."""
-
-    alpha = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.one(x) * self.alpha)
 
 
 def rank() -> int:
@@ -185,23 +169,3 @@ def test_programs_that_differ_are_told_with_their_first_difference(
         assert first in told
         assert os.path.basename(__file__) in told or kind is Chain
         assert "PYTHONHASHSEED=0" in told
-
-
-def change_on_one_rank() -> str:
-    torch.manual_seed(0)
-    model = Alpha()
-    pipe = PipelineModule(model, schedule="1f1b", num_microbatches=2, loss_fn=F.mse_loss, timeout=60)
-    x = torch.ones(4, WIDTH)
-    pipe.forward_backward(x, x)
-    model.alpha = 1.0 + rank()
-    try:
-        for _ in range(2):  # the last rank, which waits for nobody at the end of a step, is told in the next
-            pipe.forward_backward(x, x)
-    except (ValueError, PipelineError) as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.thorough
-def test_an_attribute_that_changes_on_one_rank_is_told(gloo: Pool) -> None:
-    assert "rank 0 runs another forward in step 1 than rank 1" in gloo.run(change_on_one_rank, ranks=2)[0]

@@ -109,7 +109,6 @@ def test_each_batch_runs_in_an_order_of_its_own_with_the_numbers_of_one_process(
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_ranks_run_the_same_orders(gloo: Pool) -> None:
     one, other = gloo.run(run, ranks=2, args=({"mesh": {"pipe": 2}},))
     assert one[2] == other[2]
@@ -126,21 +125,9 @@ def _other_lengths() -> None:
         pipe.train_step(microbatches=make_batch(0, (3, 9, 4, 7 + rank)))
 
 
-@pytest.mark.gloo
 def test_ranks_that_pass_other_lengths_are_told(gloo: Pool) -> None:
     with pytest.raises(CaseError, match=r"rank 1 passed microbatches of 1 x 3, 2 x 9, 1 x 4, 2 x 8 elements to step 1"):
         gloo.run(_other_lengths, ranks=2)
-
-
-@pytest.mark.thorough
-def test_updates_ahead_of_the_norm_are_taken_back_as_ever() -> None:
-    """The programs of a batch's own order are cut behind its warm-up, too."""
-    clipped = {"max_grad_norm": 0.05}
-    plain, ahead = run(clipped), run({**clipped, "post_validation": True})
-    assert plain[0] == ahead[0]
-    assert plain[2] == ahead[2]
-    for name, value in plain[1].items():
-        assert torch.equal(value, ahead[1][name])
 
 
 @pytest.mark.thorough

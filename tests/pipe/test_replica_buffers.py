@@ -91,7 +91,6 @@ def piped_here() -> tuple[dict[str, Tensor], ...]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_over_processes_each_replica_has_its_own(gloo: Pool) -> None:
     """Weights are one process's, since a microbatch is normalised by itself; statistics are of the own microbatches."""
     wanted = plain(averaging(), list(range(D * M)))

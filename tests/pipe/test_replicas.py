@@ -39,7 +39,6 @@ def test_in_one_process(replicas: tuple[int, ...], num_microbatches: int) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     "options",
     [
@@ -68,7 +67,6 @@ def _replicas_that_start_apart() -> list[float]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_replicas_begin_with_the_weights_of_the_first_one_and_stay_equal(gloo: Pool) -> None:
     first, second, _ = gloo.run(_replicas_that_start_apart, ranks=3)
     assert first == second
@@ -84,7 +82,6 @@ def _in_small_buckets(one: AsyncCase, num_bytes: int) -> Any:
         gradients.BUCKET_BYTES = before
 
 
-@pytest.mark.gloo
 def test_gradients_are_summed_bucket_by_bucket(gloo: Pool) -> None:
     """Each alone and in its own place; several at once and the rest."""
     one = case((2, 1), optimizer="adamw")
@@ -111,7 +108,6 @@ def _of_unequal_replicas() -> tuple[int, list[tuple[int, Action, float, float]]]
     return schedule.group_size, [(rank, *span) for rank, own in enumerate(timeline.ranks) for span in own.compute]
 
 
-@pytest.mark.gloo
 def test_updates_wait_for_the_gradients_of_all_replicas(gloo: Pool) -> None:
     """As simulated: behind an update no replica goes on before the slowest one's backward of that group has ended."""
     size, spans = gloo.run(_of_unequal_replicas, ranks=3)[0]

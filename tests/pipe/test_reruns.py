@@ -16,7 +16,6 @@ import torch
 from support.grids import one_in
 from support.inside import TrainingWorker
 from support.layers import Block, D, T
-from support.models import TiedGPT, make_batch, token_loss
 from support.reruns import WORDS, M, X, Y, as_one, equals_one_process, made, pipeline
 from support.storages import Storages
 from torch import Tensor, nn
@@ -230,13 +229,6 @@ def test_random_numbers_of_python_and_numpy(recompute: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.thorough
-@again
-def test_replicas(recompute: str) -> None:
-    one, other = (trained(each, steps=1, mesh={"pipe": 2, "data": 2}) for each in ("none", recompute))
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 def test_verify_compares_with_the_plain_model() -> None:
     model = made(CHAINS["buffers"])
     pipeline(model, {"*": "selective"}, verify=True).forward_backward(X, Y)
@@ -303,38 +295,6 @@ def test_a_policy_of_the_users(policy: Any, word: str, monkeypatch: pytest.Monke
 
 
 # --- models that are no chain: the code between their modules is recorded ---
-
-
-EVERYWHERE: tuple[Any, ...] = (
-    "layer",
-    "selective",
-    ["selective", "layer"],
-    {"blocks.*": "full", "blocks.*.up": "selective", "embed": "full"},
-)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("schedule", "recompute"), one_in(2, ("1f1b", "2bw"), EVERYWHERE))
-def test_a_recorded_gpt(schedule: str, recompute: Any) -> None:
-    """Dropout, tied weights, a position buffer, and (2bw) weight versions."""
-
-    def train(recompute: Any) -> list[Tensor]:
-        model = made(TiedGPT)
-        (x,), y = make_batch("tied-gpt", index=0, size=8)
-        pipe = pipeline(
-            model,
-            recompute,
-            schedule=schedule,
-            loss_fn=token_loss,
-            example_inputs=(x,),
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        )
-        for _ in range(3):
-            pipe.train_step(x, y)
-        pipe.flush()
-        return list(pipe.full_state_dict().values())
-
-    assert all(torch.equal(a, b) for a, b in zip(train("none"), train(recompute), strict=True))
 
 
 class Cache:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from support.inside import ReplicaLoader
-from support.pool import Pool
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -85,13 +84,6 @@ def test_load_behind_the_constructor_goes_on_to_the_bit(tmp_path: Path, schedule
     assert resume(str(tmp_path), schedule) == expected
     if schedule == "1f1b":
         assert resume(str(tmp_path), "gpipe") == expected
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_load_behind_the_constructor_over_processes(gloo: Pool, tmp_path: Path) -> None:
-    expected = gloo.run(save_and_go_on, ranks=2, args=(str(tmp_path),))
-    assert gloo.run(resume, ranks=2, args=(str(tmp_path),)) == expected
 
 
 def test_the_first_call_may_be_another_one(tmp_path: Path) -> None:

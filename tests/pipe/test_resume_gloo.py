@@ -63,7 +63,6 @@ def die_in_a_save(folder: str, who: int, flushes: int) -> Told:
 
 
 @pytest.mark.thorough(but=["1-0"])
-@pytest.mark.gloo
 @pytest.mark.parametrize(("who", "flushes"), [(1, 0), (0, 4)])
 def test_a_process_that_is_killed_in_a_save_is_named_and_leaves_a_whole_checkpoint(
     gloo: Pool, who: int, flushes: int, tmp_path: Path

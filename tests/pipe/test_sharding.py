@@ -163,7 +163,6 @@ EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("kind", "case"),
     one_in(
@@ -236,7 +235,6 @@ def untied() -> nn.Module:
 
 
 @pytest.mark.thorough(but=["2bw"])
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     "options",
     [
@@ -273,7 +271,6 @@ def verified() -> int:
         return pipe.verify(X, Y).num_gradients
 
 
-@pytest.mark.gloo
 def test_verify_with_a_parameter_of_one_element(gloo: Pool) -> None:
     """Its gradient may have any stride."""
     assert gloo.run(verified, ranks=2) == [9, 9]
@@ -333,7 +330,6 @@ def reached_around(model: nn.Sequential, pipe: PipelineModule) -> list[str]:
     return told
 
 
-@pytest.mark.gloo
 def test_what_a_rank_keeps(gloo: Pool) -> None:
     weights, sums = EVEN_BYTES, ["0REDUCE_GRAD0"]
     first = even()
@@ -401,7 +397,6 @@ def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -456,7 +451,6 @@ def planned(schedule: str, shards: int) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.gloo
 def test_a_plan_divides_the_optimizer_of_one_stage_in_a_stream(gloo: Pool) -> None:
     wanted = gloo.run(planned, ranks=3, args=("2bw", 1))[0]
     for found in gloo.run(planned, ranks=3, args=("2bw", 2)):

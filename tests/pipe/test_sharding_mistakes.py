@@ -34,7 +34,6 @@ class Together(torch.optim.SGD):
 
 
 @pytest.mark.thorough(but=["fsdp-2bw", "fsdp-alone"])
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -123,7 +122,6 @@ def stepped_by_hand(data_parallel: str) -> list[str]:
     return told
 
 
-@pytest.mark.gloo
 def test_an_optimizer_of_parts_that_is_stepped_by_hand_is_refused(gloo: Pool) -> None:
     for told in gloo.run(stepped_by_hand, ranks=2, args=("zero1",)):
         assert len(told) == 1

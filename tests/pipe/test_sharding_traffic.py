@@ -43,7 +43,6 @@ def sent(kind: str) -> list[int]:
     return found
 
 
-@pytest.mark.gloo
 def test_plans_count_the_bytes_that_are_sent(gloo: Pool) -> None:
     """Gradients and then weights, a third of them from each of three ranks to each of the others."""
     weights, bandwidth = 8 * 2 * (WIDTH * WIDTH + WIDTH), 1e3

@@ -77,7 +77,6 @@ def trained(folder: str, mesh: dict[str, int], options: dict[str, Any]) -> tuple
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}], ids=["2 ranks", "4 ranks"])
 def test_each_sample_is_read_and_prepared_once_an_epoch_on_a_host(
     gloo: Pool, tmp_path: Path, mesh: dict[str, int]
@@ -95,7 +94,6 @@ def test_each_sample_is_read_and_prepared_once_an_epoch_on_a_host(
     assert len(folders) == 1
 
 
-@pytest.mark.gloo
 def test_a_cache_is_of_the_whole_host(gloo: Pool, tmp_path: Path) -> None:
     options = {"shared": "host", "cache": 1 << 20}
     gloo.run(trained, ranks=2, args=(str(tmp_path), {"pipe": 1, "data": 2}, options))

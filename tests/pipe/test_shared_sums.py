@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from stagewright.comm import Collectives
 from stagewright.pipe import NonFiniteLossError, PipelineModule
-from stagewright.schedules import simulate
 
 WIDTH = 5
 SIZES = ((6, 6), (7, 4), (3, 9))  # samples by step and replica
@@ -100,7 +99,6 @@ def alone(steps: tuple[int, ...], *, masks: bool) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("masks", [False, True], ids=["mean", "sum-and-count"])
 def test_gradients_equal_one_process_on_all_samples(gloo: Pool, masks: bool) -> None:
     """Also those that one replica alone has, or nobody (None), and those of several calls."""
@@ -119,42 +117,6 @@ def test_gradients_equal_one_process_on_all_samples(gloo: Pool, masks: bool) -> 
                         gradient, wanted[name], rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
                     )
         assert names == wanted.keys()
-
-
-def stamped() -> tuple[list[str], list[str]]:
-    """Actions of this rank, in the order of its stamps (a sum: when it began); and what it had waited for before."""
-    pipe = make_pipe(F.mse_loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), max_grad_norm=1.0)
-    replica, rank = torch.distributed.get_rank() % 2, torch.distributed.get_rank()
-    for _ in range(2):
-        result = pipe.train_step(*batch_of(0, replica))
-    trace = result.timeline().ranks[rank]
-    events = sorted((span.start, str(span.what)) for span in (*trace.compute, *trace.collectives))
-    first_update = min(span.start for span in trace.compute if str(span.what).endswith("U0"))
-    through = [str(span.what) for span in trace.collectives if span.end <= first_update]
-    costs = pipe.measured_costs()
-    predicted = simulate(pipe.schedule, costs).ranks[rank].collectives
-    pipe.close()
-    assert all(seconds > 0 for seconds in costs.table(num_stages=4).reduce_grad)
-    assert {span.what for span in predicted} == {span.what for span in trace.collectives}
-    return [what for _, what in events], through
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_a_sum_is_begun_before_the_backwards_that_follow(gloo: Pool) -> None:
-    """By the stamps of each rank's own clock: the order is that of the program, not behind it."""
-    answers = gloo.run(stamped, ranks=4)
-    for rank, (events, through) in enumerate(answers):
-        a, b = rank % 2, 2 + rank % 2  # microbatches of this replica
-        if rank < 2:
-            ends = f"2B{a} 2B{b} 2REDUCE_GRAD0 0B{a} 0B{b} 0+3REDUCE_GRAD0 1+2REDUCE_GRAD0 0REDUCE_GRAD0 0U0 2U0"
-        else:
-            ends = f"3B{a} 3B{b} 3REDUCE_GRAD0 0+3REDUCE_GRAD0 1B{a} 1B{b} 1REDUCE_GRAD0 1+2REDUCE_GRAD0 1U0 3U0"
-        tail = [event for event in events if not event.startswith(("0F", "1F", "2F", "3F"))]
-        if rank >= 2:  # an interleaved backward of the first microbatch stands between forwards
-            tail = tail[tail.index(f"3B{a}") :]
-        assert " ".join(tail) == ends
-        assert len(through) == 4
 
 
 def through_a_bad_batch() -> list[float | None]:
@@ -177,7 +139,6 @@ def through_a_bad_batch() -> list[float | None]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_batch_that_is_given_up_leaves_no_sum_behind(gloo: Pool) -> None:
     answers = gloo.run(through_a_bad_batch, ranks=4)
     model = tied_model()
@@ -256,7 +217,6 @@ def wide_sums() -> list[tuple[dict[str, Tensor | None], list[Any]]]:
     return found
 
 
-@pytest.mark.gloo
 def test_buckets_leave_within_the_last_backward_in_one_order(gloo: Pool) -> None:
     """Exact whoever has no gradient: then what stands behind it waits for the end, and nobody for anybody. In step 4 a
     weight is frozen."""
@@ -308,7 +268,6 @@ def added_twice(late: bool) -> str:
     return ""
 
 
-@pytest.mark.gloo
 def test_a_gradient_that_is_made_twice_never_leaves_early(gloo: Pool) -> None:
     assert gloo.run(added_twice, ranks=2, args=(False,)) == ["", ""]
     for error in gloo.run(added_twice, ranks=2, args=(True,)):
@@ -342,7 +301,6 @@ def masked_behind(first: int) -> list[str | dict[str, list[float]]]:
     return found
 
 
-@pytest.mark.gloo
 def test_a_gradient_that_a_hook_changes_behind_its_backward_never_leaves_early(gloo: Pool) -> None:
     """From the first step on it is summed as it then is; later it ends by name, since its sum is under way."""
     for found in gloo.run(masked_behind, ranks=2, args=(0,)):
@@ -353,22 +311,6 @@ def test_a_gradient_that_a_hook_changes_behind_its_backward_never_leaves_early(g
             assert all(gradients["1.weight"][1::2])
     for found in gloo.run(masked_behind, ranks=2, args=(2,)):
         assert "the gradient of '1.weight' was changed behind its backward" in found[-1]
-
-
-def test_in_one_process_nothing_is_summed() -> None:
-    """Replicas share their Parameters: backwards add up by themselves, as the gradients of one process."""
-    pipe = make_pipe(F.mse_loss)
-    x, y = (torch.cat(parts) for parts in zip(*(batch_of(1, replica) for replica in range(2)), strict=True))
-    result = pipe.forward_backward(x, y)
-    assert not any(trace.collectives for trace in result.timeline().ranks)
-    model = tied_model()
-    F.mse_loss(model(x), y).backward()
-    for name, parameter in model.named_parameters():
-        found = dict(pipe.named_parameters())[name].grad
-        if parameter.grad is None:
-            assert found is None
-        else:
-            torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-12)
 
 
 def test_large_gradients_have_a_bucket_each() -> None:

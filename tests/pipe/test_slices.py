@@ -99,7 +99,6 @@ def test_verify_and_evaluation_take_whole_sequences() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
 def test_over_processes(gloo: Pool, schedule: str) -> None:
     options = {"schedule": schedule, "num_slices": 3, "slice_lengths": [5, 4, 3], "mesh": {"pipe": 2}}

@@ -177,7 +177,6 @@ def _over_processes(replicas: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_over_processes(gloo: Pool) -> None:
     states = gloo.run(_over_processes, ranks=3, args=((1, 2),))
     for name, value in plain(delay=0, max_norm=0.05).items():

@@ -82,7 +82,6 @@ def test_curves_of_one_process_are_close_to_what_it_held(schedule: str) -> None:
     assert most * 0.97 <= sum(peaks) <= most * 1.15
 
 
-@pytest.mark.gloo
 def test_curves_of_processes_are_close_to_what_they_held(gloo: Pool) -> None:
     found = gloo.run(watched, ranks=2, args=("2bw",))
     assert found[0][2] == found[1][2]  # all processes know all stages
@@ -122,21 +121,18 @@ def planned(sharding: str, layers: int = 0, schedule: str = "1f1b") -> tuple[flo
         return found.memory_bytes[pipe.rank], memory.peak_bytes, curve.peak
 
 
-@pytest.mark.gloo
 def test_sums_of_replicas_come_when_activations_are_gone(gloo: Pool) -> None:
     """Their bytes were added to the peak of the activations: 8 to 25% too much."""
     for predicted, measured, _ in gloo.run(planned, ranks=2, args=("full",)):
         assert predicted == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.gloo
 def test_large_gradients_are_summed_in_buckets_of_their_own(gloo: Pool) -> None:
     """A bucket of 12.6 MB was predicted, of layers of 1 MB: 20 to 26% too much."""
     for predicted, measured, _ in gloo.run(planned, ranks=2, args=("none", 12)):
         assert predicted == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.gloo
 def test_replicas_in_a_stream_send_copies_of_all_gradients(gloo: Pool) -> None:
     """A bucket was predicted of them; and a rank kept its own gradients until all sums were there."""
     for predicted, measured, peak in gloo.run(planned, ranks=2, args=("full", 12, "paci")):
@@ -144,7 +140,6 @@ def test_replicas_in_a_stream_send_copies_of_all_gradients(gloo: Pool) -> None:
         assert peak <= measured * 1.08
 
 
-@pytest.mark.gloo
 def test_chunks_of_one_rank_send_each_other_nothing(gloo: Pool) -> None:
     """Receives ahead and sends between two chunks were predicted: 6% too much of a GPT on two replicas."""
     for predicted, measured, peak in gloo.run(planned, ranks=2, args=("none", 0, "interleaved")):

@@ -121,7 +121,6 @@ def train(pipe: int, every: int, optimizer: str, tensor: int) -> dict[str, Any]:
 
 
 @pytest.mark.thorough(but=["1-3-sgd-1"])
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("pipe", "every", "optimizer", "tensor"), [(1, 3, "sgd", 1), (2, 2, "adamw", 1), (1, 3, "sgd", 2)]
 )
@@ -169,7 +168,6 @@ def adapt(skew: float, steps: int) -> list[Averaging]:
     return found
 
 
-@pytest.mark.gloo
 def test_adaptive_averages_seldom_where_data_are_alike_and_often_where_labels_differ(gloo: Pool) -> None:
     alike, skewed = (gloo.run(adapt, ranks=2, args=(skew, 60)) for skew in (0.0, 3.0))
     for one, other in (alike, skewed):
@@ -229,7 +227,6 @@ def save_between(folder: str, every: int | str, at: int, skew: float) -> tuple[A
 
 
 @pytest.mark.thorough(but=["case0-[1, 6] [4, 4]"])
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("case", "known"),
     [
@@ -288,7 +285,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.gloo
 def test_what_does_not_go_with_it_is_refused_before_the_first_step(gloo: Pool) -> None:
     for rank, (norm, *told) in enumerate(gloo.run(refused, ranks=2, args=([options for options, _ in REFUSED],))):
         assert ("'1' is a BatchNorm under sync=" in norm) == (rank == 0)

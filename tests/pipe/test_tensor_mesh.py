@@ -71,7 +71,6 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(("schedule", "order"), [("1f1b", USUAL), ("2bw", ODD)], ids=["1f1b", "2bw-odd"])
 def test_groups_that_hold_the_same_count_once(gloo: Pool, schedule: str, order: tuple[str, ...]) -> None:
     """The weights of a tensor group are those of its first process."""
@@ -102,7 +101,6 @@ def pass_other_inputs() -> str:
     return str(told.value)
 
 
-@pytest.mark.gloo
 def test_a_tensor_group_passes_one_batch(gloo: Pool) -> None:
     told = gloo.run(pass_other_inputs, ranks=4)
     for member in (2, 3):

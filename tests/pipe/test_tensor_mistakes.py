@@ -41,7 +41,6 @@ def say_no() -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_what_is_refused(gloo: Pool) -> None:
     for told in gloo.run(say_no, ranks=2):
         assert "a tensor group of 2 processes without tensor_parallel=" in told[0]
@@ -83,7 +82,6 @@ def partial_gradients() -> list[str]:
 CHAIN: list[tuple[Any, ...]] = [(WIDTH, 12), (), (12, WIDTH)]
 
 
-@pytest.mark.gloo
 def test_what_would_drift_apart_is_told(gloo: Pool) -> None:
     for told in gloo.run(partial_gradients, ranks=2):
         assert "the gradient of '1.weight'" in told[0]
@@ -104,7 +102,6 @@ def lose_a_member() -> tuple[str, tuple[int, ...]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_lost_member_is_named(gloo: Pool) -> None:
     """By the other member, which waits for it in a module, and by those who wait for that one."""
     told = gloo.run(lose_a_member, ranks=4)
@@ -125,6 +122,5 @@ def differ() -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_all_ranks_divide_alike(gloo: Pool) -> None:
     assert all("tensor=4 divided modules" in told for told in gloo.run(differ, ranks=4))

@@ -102,7 +102,6 @@ CASES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     "case",
     [
@@ -172,7 +171,6 @@ def drop_each(recomputes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_masks_are_the_same_where_activations_are_and_others_where_they_are_divided(gloo: Pool) -> None:
     again = ("full", {"blocks.*.mlp": "full", "blocks.*.o": "full"})
     (one, *runs), (other, *_) = gloo.run(drop_each, ranks=2, args=(("none", *again),))
@@ -211,7 +209,6 @@ def count_both() -> list[Any]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_sends_in_parts_carry_half_of_what_both_members_hold(gloo: Pool) -> None:
     for (all_of_it, state), (half, same) in gloo.run(count_both, ranks=4):
         assert half["ACT"] * 2 == all_of_it["ACT"] > 0
@@ -239,7 +236,6 @@ def cut_in_between() -> tuple[list[float | None], dict[str, Tensor]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_part_at_the_end_of_a_stage_travels_as_it_is(gloo: Pool) -> None:
     losses, state = cut_in_between()
     for found, same in gloo.run(cut_in_between, ranks=4):
@@ -305,12 +301,10 @@ def check_plan(answers: list[Any]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_plan_that_splits_tensors_runs(gloo: Pool) -> None:
     check_plan(gloo.run(train_a_plan, ranks=4, args=(plan_of((2, 3), (0, 1), num_devices=4),)))
 
 
-@pytest.mark.gloo
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("schedule", "order"),
@@ -329,7 +323,6 @@ def test_eight_processes(gloo: Pool, schedule: str, order: tuple[str, ...]) -> N
     check(gloo.run(train, ranks=8, args=(options,)), options)
 
 
-@pytest.mark.gloo
 @pytest.mark.nightly
 def test_unequal_replicas_of_tensor_groups(gloo: Pool) -> None:
     """Three replicas of two processes, and one."""

@@ -334,7 +334,6 @@ def far(found: Tensor | None, expected: Tensor) -> float:
 
 
 @pytest.mark.thorough(but=["gpt2", "mixtral", "falcon", "falcon-alibi", "encoder", "decoder", "samples", "words"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_plain_model(gloo: Pool, name: str) -> None:
     if name in TRANSFORMERS:

@@ -65,7 +65,6 @@ def inputs() -> Tensor:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
     shared = 600 * 128 * 4
     found = planned(2, pipeline_sizes=(2,), data_sizes=(1,), schedules="1f1b")
@@ -78,7 +77,6 @@ def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
             assert held[number] == stage.held.weights == stage.parameter_bytes
 
 
-@pytest.mark.gloo
 def test_both_ends_on_one_rank_have_it_once_and_sum_nothing(gloo: Pool) -> None:
     found = planned(2, pipeline_sizes=(2,), data_sizes=(1,), schedules="zb-v", chunk_sizes=(2,))
     assert found.schedule == "zb-v"
@@ -87,20 +85,3 @@ def test_both_ends_on_one_rank_have_it_once_and_sum_nothing(gloo: Pool) -> None:
     assert sum(stage.held.weights for stage in found.stages if stage.held is not None) == whole
     for sums, _ in gloo.run(run, ranks=2, args=(found,)):
         assert sums == []
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_replicas_sum_it_over_all_ranks_and_the_rest_over_their_own(gloo: Pool) -> None:
-    """In a ring of N, each rank sends 2 (N - 1) / N of the bytes."""
-    shared = 600 * 128 * 4
-    found = planned(4, pipeline_sizes=(2,), data_sizes=(2,), schedules="1f1b")
-    ((_, seconds),) = found.costs.tied
-    assert seconds * BANDWIDTH == pytest.approx(1.5 * shared)
-    assert found.links is not None
-    of_stages = {each.stage: each.seconds for each in found.links.sums}
-    for rank, (sums, held) in enumerate(gloo.run(run, ranks=4, args=(found,))):
-        (stage,) = [each for each in found.stages if rank in each.ranks]
-        assert stage.parameter_bytes == held[found.stages.index(stage)]
-        assert sums.count(shared) == 1
-        assert sum(sums) - shared == pytest.approx(of_stages[found.stages.index(stage)] * BANDWIDTH)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
@@ -111,21 +110,3 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_as_in_one_process(name: str, frozen: str) -> None:
     """Weight decay would move a frozen weight, and a sum over stages would count a gradient twice."""
     assert differences(LAYOUTS[name], frozen) == []
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("options", "frozen"),
-    [
-        pytest.param({"schedule": "2bw", "mesh": {"pipe": 3}}, "", id="2bw"),
-        pytest.param(
-            {"schedule": "interleaved", "num_chunks": 3, "mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2},
-            "1.0.weight",
-            id="interleaved-replicas-frozen",
-        ),
-    ],
-)
-def test_over_processes(gloo: Pool, options: dict[str, Any], frozen: str) -> None:
-    ranks = options["mesh"]["pipe"] * options["mesh"].get("data", 1)
-    assert gloo.run(differences, ranks=ranks, args=(options, frozen)) == [[]] * ranks

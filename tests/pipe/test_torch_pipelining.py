@@ -98,7 +98,6 @@ def ours(kind: Any, num_stages: int) -> tuple[float | None, Grads]:
 
 
 @pytest.mark.thorough(but=["ScheduleGPipe-2"])
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("kind", "num_stages"),
     [(Schedule1F1B, 2), (ScheduleGPipe, 2), (ScheduleInterleaved1F1B, 4)],

@@ -99,7 +99,6 @@ def agree(found: Plan, plain: Plan, gloo: Pool) -> list[tuple[int, int]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_the_first_stage_keeps_no_results_of_gelus(gloo: Pool) -> None:
     """Its two microbatches in flight are 256 KiB less a block; the last, with one, keeps all: equal to the bit."""
     plain = planned(("none",), (None, None), schedule="1f1b")
@@ -116,7 +115,6 @@ def test_the_first_stage_keeps_no_results_of_gelus(gloo: Pool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
     """Two of eight microbatches are there at once; four are predicted, of which one is on its way and one may be. The
     last stage has room for all."""

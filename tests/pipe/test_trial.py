@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from stagewright.comm import Collectives, MeshPlace, join_world
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
-from stagewright.pipe import Auto, PipelineModule, Precision, Synchronous
+from stagewright.pipe import PipelineModule
 from stagewright.schedules import Costs, Op
 
 CPU = torch.device("cpu")
@@ -296,34 +296,3 @@ def test_code_that_changes_its_batch_counts_and_knows_its_parameters() -> None:
     with mock.patch.object(auto, "PROFILE_SECONDS", 0.01):
         with_trial = train(schedule="auto", trials=1)
     assert_equal(with_trial, train())
-
-
-def in_float16(trials: int) -> list[Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    pipe = PipelineModule(
-        model,
-        schedule=Synchronous(Auto(trials=trials)),
-        num_microbatches=2,
-        loss_fn=F.mse_loss,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-3)),
-        max_grad_norm=1.0,
-        precision=Precision(grad_scaler=scaler),
-    )
-    x, y = (each.float() for each in make_batch())
-    with torch.autocast("cpu", dtype=torch.float16), mock.patch.object(auto, "PROFILE_SECONDS", 0.01):
-        losses = [pipe.train_step(x, y).loss for _ in range(3)]
-    pipe.flush()
-    state = [value.clone() for value in pipe.state_dict().values()]
-    assert pipe.plan is not None
-    assert any("tried for" in note for note in pipe.plan.notes) == bool(trials)
-    pipe.close()
-    return [*state, losses, scaler.get_scale()]
-
-
-@pytest.mark.thorough
-def test_the_scale_of_losses_is_as_without() -> None:
-    with_trial = in_float16(1)  # profiled under autocast, too
-    with profiled():
-        assert_equal(with_trial, in_float16(0))

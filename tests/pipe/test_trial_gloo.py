@@ -39,7 +39,6 @@ def train(trials: int) -> Trained:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_training_is_the_same_to_the_last_bit(gloo: Pool) -> None:
     with_trial, without = zip(*gloo.run(train_with_and_without, ranks=2), strict=True)
     for one, other in zip(with_trial, without, strict=True):
@@ -73,7 +72,6 @@ def _with_a_failure(error: BaseException) -> str:
         return "; ".join(pipe.plan.notes)
 
 
-@pytest.mark.gloo
 def test_a_failure_on_one_rank_is_told_on_all(gloo: Pool) -> None:
     of_memory, own, interrupted = zip(*gloo.run(train_with_failures, ranks=2), strict=True)
     assert own[1] == "KeyError: 'of the user'"

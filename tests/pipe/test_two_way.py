@@ -149,7 +149,6 @@ def train(options: dict[str, Any], num_replicas: int, folder: Path) -> Rank:
 
 
 @pytest.mark.thorough(but=["chimera-3-fsdp-2-4"])
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("options", "num_replicas", "ranks"),
     [

@@ -198,7 +198,6 @@ def _change_a_rate(who: list[int], data: int) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_learning_rates_that_differ_between_copies_are_refused(gloo: Pool) -> None:
     assert gloo.run(_change_a_rate, ranks=4, args=([0, 1, 2, 3], 2)) == [""] * 4
     assert gloo.run(_change_a_rate, ranks=2, args=([0], 1)) == [""] * 2  # stages of their own may have their own rates

@@ -26,7 +26,6 @@ def test_training_is_that_of_one_process(schedule: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_training_over_processes(gloo: Pool) -> None:
     for found in gloo.run(trained, ranks=2, args=({},)):
         assert_alone(found)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from stagewright.comm import PipelineError
 
-pytestmark = pytest.mark.gloo
 DIVIDED = {"up": "column", "down": "row"}
 
 

@@ -92,7 +92,6 @@ DAILY = ("2-1", "1-2-1", "1-1-2", "2-1-1", "replicas")
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize("case", [case if case in DAILY else nightly(case) for case in CASES])
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:
     plan, options = CASES[case]
@@ -129,7 +128,6 @@ def drop_over_plans(folder: str) -> tuple[list[float | None], dict[str, Tensor]]
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_masks_are_those_of_one_process_and_checkpoints_go_from_plan_to_plan(gloo: Pool, tmp_path: Path) -> None:
     alone = drop(mesh={"pipe": 1})
     losses = [alone.train_step(*make_batch(step)).loss for step in range(3)]
@@ -175,7 +173,6 @@ def skip(options: dict[str, Any]) -> tuple[list[float | None], dict[str, Tensor]
 SKIPS = ("first.0 first.2", "middle.0 middle.2", "last.0 last.2 embed")
 
 
-@pytest.mark.gloo
 def test_skips_and_integers(gloo: Pool) -> None:
     losses, state = skip({"mesh": {"pipe": 1}})
     options = {"plan": in_a_row(2, 1, 1, nodes=SKIPS), "num_microbatches": None, "verify": True}
@@ -205,7 +202,6 @@ def attend(options: dict[str, Any]) -> tuple[list[float | None], dict[str, Tenso
         return [pipe.train_step(x, x).loss for _ in range(3)], pipe.full_state_dict()
 
 
-@pytest.mark.gloo
 def test_programs_may_differ_with_the_size_of_the_group(gloo: Pool) -> None:
     losses, state = attend({"mesh": {"pipe": 1}})
     options = {"plan": in_a_row(2, 1, nodes=("q k v o", "last")), "num_microbatches": None}
@@ -262,7 +258,6 @@ def refuse() -> list[str]:
     return told
 
 
-@pytest.mark.gloo
 def test_what_is_refused(gloo: Pool) -> None:
     for told in gloo.run(refuse, ranks=3):
         assert "over 1 and 2 ranks under the asynchronous schedule '2bw': expected one size for all stages" in told[0]

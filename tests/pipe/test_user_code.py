@@ -240,26 +240,6 @@ def test_a_unit_that_begins_to_draw_later_is_seeded_from_the_next_batch_on(recom
         assert len(runs[0]) == MICROBATCHES
 
 
-def test_a_unit_that_begins_to_draw_from_torch_is_exact() -> None:
-    class Noise(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.strength = 0.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.randn_like(x) * self.strength if self.strength else x
-
-    def make() -> nn.Sequential:
-        return nn.Sequential(linear(), Noise(), linear(), Noise())
-
-    def switch(model: Any, step: int) -> None:
-        model[1].strength = model[3].strength = float(step)
-
-    _, losses = by_hand(make, F.mse_loss, switch)
-    for recompute in ("none", "full", "layer", "selective"):
-        assert piped(make, switch, recompute=recompute)[1] == pytest.approx(losses, abs=1e-12)
-
-
 # --- what decides whether anything wants a gradient ---
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, piped, plain
+from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, piped
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -245,43 +245,6 @@ def test_attributes_that_change_between_steps_take_effect_at_the_next(recompute:
 
 
 # --- compiled children ---
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_children_stay_compiled() -> None:
-    """Their graphs run each microbatch; the fakes of shape inference compile nothing."""
-    graphs, runs = [], []
-
-    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-
-        def run(*args: Any) -> Any:
-            runs.append(len(args))
-            return graph(*args)
-
-        return run
-
-    def make() -> nn.Sequential:
-        model = between_layers(lambda: Calls(lambda m, x: m.linear(x).sin()), Ema)()
-        model[3] = torch.compile(nn.Sequential(linear(), nn.Tanh()), backend=backend)
-        model[1][0].compile(backend=backend)
-        return model
-
-    torch._dynamo.reset()
-    one, losses = plain(make)
-    expected = len(graphs), len(runs)
-    assert expected == (2, 2 * STEPS * MICROBATCHES)
-    for options in ({}, {"recompute": "full"}, {"schedule": "2bw"}):
-        torch._dynamo.reset()
-        graphs.clear(), runs.clear()
-        other, found = piped(make, **options)
-        again = 2 if "recompute" in options else 1  # the first of two runs builds no graph of gradients
-        assert (len(graphs), len(runs)) == (again * expected[0], again * expected[1])
-        if "schedule" not in options:
-            assert found == pytest.approx(losses, abs=1e-12)
-            for name, tensor in other.state_dict().items():
-                assert torch.allclose(tensor, one.state_dict()[name], rtol=0, atol=1e-12), name
 
 
 # --- sparse ---

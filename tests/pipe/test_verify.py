@@ -165,7 +165,6 @@ def _verified_after_a_change() -> tuple[str, float | None]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_changes_count_over_processes_and_those_of_one_alone_end_the_run(gloo: Pool) -> None:
     """Each with its own hash seed."""
     (first, loss), (second, other) = gloo.run(_verified_after_a_change, ranks=2)
@@ -321,7 +320,6 @@ def verified(task: str, schedule: str, mesh: dict[str, int]) -> tuple[int, float
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("task", "schedule", "mesh"),
     [
@@ -347,7 +345,6 @@ def verified_replicas() -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_a_replica_of_the_last_stage_evaluates_its_own_microbatches_alone(gloo: Pool) -> None:
     assert min(gloo.run(verified_replicas, ranks=2)) > 0
 
@@ -361,7 +358,6 @@ def verify_without_a_copy() -> str:
     return "nothing"
 
 
-@pytest.mark.gloo
 def test_without_a_copy_it_says_what_to_type(gloo: Pool) -> None:
     for told in gloo.run(verify_without_a_copy, ranks=2):
         assert "Expected PipelineModule(..., verify=True)" in told

@@ -110,18 +110,6 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         refused(nn.Sequential(Uncopied(4, 4), nn.Linear(4, 4)))
 
 
-def refused_over_processes() -> str:
-    return refused(with_backward_hook())
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_every_process_is_told(gloo: Pool) -> None:
-    for told in gloo.run(refused_over_processes, ranks=2):
-        assert "verify: the gradient of 'front.bias' (stage 0" in told
-        assert "module 'odd' has a backward hook" in told
-
-
 class AllReduce(nn.Module):
     """Moves a buffer that no state dict has."""
 
@@ -154,7 +142,6 @@ def buffers_over_processes() -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_buffers_of_every_process_are_compared(gloo: Pool) -> None:
     for told in gloo.run(buffers_over_processes, ranks=2):
         assert "after the batch, buffer 'seen'" in told

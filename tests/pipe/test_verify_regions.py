@@ -152,7 +152,6 @@ def verdict(name: str) -> str | None:
 
 
 @pytest.mark.thorough(but=["torch", "float32", "bias"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_innermost_region_is_named(gloo: Pool, name: str) -> None:
     expected = OPTIONS[name][1]
@@ -183,7 +182,6 @@ def trained(option: Any, dropout: float) -> tuple[str | None, float]:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_the_first_batch_of_a_pipeline(gloo: Pool) -> None:
     """Also with masks of divided activations, which the plain module does not draw."""
     told = gloo.run(trained, ranks=4, args=("auto", 0.1))

@@ -88,7 +88,6 @@ CASES = {
 
 
 @pytest.mark.thorough(but=["whole"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:
     plan, wanted = CASES[case], train_plain()
@@ -117,7 +116,6 @@ def timed(tensor: int, size: int) -> Profile:
 
 
 @pytest.mark.thorough
-@pytest.mark.gloo
 def test_what_the_planner_chose_runs(gloo: Pool, tmp_path: Path) -> None:
     """Convolutions by samples and linear layers divided, from profile to plan to file to run."""
     given, cluster = [timed(tensor, size) for size in (2, 4) for tensor in (1, 2)], Cluster.parse("2:link=10GB/s@5us")
@@ -208,7 +206,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Plan, int, str]] = {
 
 
 @pytest.mark.thorough(but=["batch norm", "no chain"])
-@pytest.mark.gloo
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_before_anything_runs(gloo: Pool, case: str) -> None:
     make, found, size, why = REFUSED[case]

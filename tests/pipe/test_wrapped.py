@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from support.failing import told
 from support.pool import Pool
 from support.small import X, Y, layers, make
@@ -36,7 +35,6 @@ def wrapped_by_the_user() -> list[tuple[str, str]]:
     return [(one.kind, one.text) for one in found]
 
 
-@pytest.mark.gloo
 def test_a_users_own_wrappers_are_pointed_to_the_mesh(gloo: Pool) -> None:
     fsdp = 'expected plain modules, and mesh=stagewright.Mesh(data=D, data_parallel="fsdp"), which does the same'
     ddp = 'expected plain modules, and mesh={"pipe": P, "data": D}, which does the same for each stage'

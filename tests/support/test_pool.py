@@ -7,13 +7,11 @@ import re
 import threading
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from support.commands import run_forked
 from support.pool import CaseError, Pool
 
 pytestmark = pytest.mark.gloo
@@ -70,16 +68,3 @@ def test_ranks_hang_when_all_wait_and_not_while_one_computes(request: pytest.Fix
         assert reply.text.count("most recent call first") == 2  # the other thread's, too
         assert re.search(r"test_pool.py\", line \d+ in wait_for_each_other", reply.text)
     pool.close()
-
-
-def test_commands_that_hang_say_where(tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text("import threading\nthreading.Event().wait()\n")
-    for done in run_forked([str(tmp_path / "waits.py")], num_ranks=2, idle=0.5):
-        assert done.status == 1
-        assert done.stderr.startswith("no rank has computed for 0.5 s:\n")
-        assert 'waits.py", line 2 in <module>' in done.stderr
-
-
-def test_more_ranks_than_the_pool_has(gloo: Pool) -> None:
-    with pytest.raises(ValueError, match=r"ranks=9: expected 1 to 8"):
-        gloo.run(add_up, ranks=9)

@@ -11,8 +11,8 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,168 +67,47 @@ def _built(make: Callable[[], nn.Module]) -> nn.Module:
     return make().double().train()
 
 
-def gpt2() -> nn.Module:
-    """A language model with tied embeddings."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _of(family: str, head: str, **sizes: Any) -> Callable[[], nn.Module]:
+    """A model of a configuration, as `transformers` names both."""
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=32,
-        n_embd=16,
-        n_layer=3,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return _built(lambda: GPT2LMHeadModel(config))
+    def make() -> nn.Module:
+        transformers = importlib.import_module("transformers")
+        config = getattr(transformers, f"{family}Config")(**sizes)
+        return _built(lambda: getattr(transformers, f"{family}For{head}" if head[0] != "L" else family + head)(config))
+
+    return make
 
 
-def llama() -> nn.Module:
-    """A decoder with rotary positions and grouped keys."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    return _built(lambda: LlamaForCausalLM(config))
+def _without(*dropouts: str) -> dict[str, float]:
+    return dict.fromkeys((f"{name}_dropout" for name in dropouts), 0.0)
 
 
-def mixtral() -> nn.Module:
-    """Sparse experts, whose share of the tokens depends on the values."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=32,
-        experts_implementation="eager",  # the default's kernel takes no float64
-    )
-    return _built(lambda: MixtralForCausalLM(config))
-
-
-def bert() -> nn.Module:
-    """An encoder with masked-language labels."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return _built(lambda: BertForMaskedLM(config))
-
-
-def t5() -> nn.Module:
-    """An encoder and a decoder that share their embedding."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        d_ff=24,
-        num_layers=2,
-        num_decoder_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return _built(lambda: T5ForConditionalGeneration(config))
-
-
-def vit() -> nn.Module:
-    """Images in patches."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=24,
-        image_size=16,
-        patch_size=4,
-        num_labels=5,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return _built(lambda: ViTForImageClassification(config))
-
-
-def whisper() -> nn.Module:
-    """Speech: convolutions, an encoder and a decoder."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=VOCABULARY,
-        num_mel_bins=8,
-        d_model=16,
-        encoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_layers=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_source_positions=12,
-        max_target_positions=32,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
-    return _built(lambda: WhisperForConditionalGeneration(config))
-
-
-def qwen_moe() -> nn.Module:
-    """Sparse experts, whose routers' logits a hook collects for a loss of their own."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        router_aux_loss_coef=0.5,
-        max_position_embeddings=32,
-        experts_implementation="eager",
-    )
-    return _built(lambda: Qwen3MoeForCausalLM(config))
+_PLAIN: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+_WORDS: dict[str, Any] = {**_PLAIN, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
+_GROUPED: dict[str, Any] = {**_WORDS, "num_attention_heads": 4, "num_key_value_heads": 2}
+# Sparse experts, whose share of the tokens depends on the values; the default's kernel takes no float64.
+_EXPERTS: dict[str, Any] = {
+    **_GROUPED, "num_hidden_layers": 2, "num_experts_per_tok": 2, "experts_implementation": "eager",
+}  # fmt: skip
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_HEARD: dict[str, Any] = {
+    "num_mel_bins": 8, "d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "decoder_layers": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_source_positions": 12,
+    "max_target_positions": 32, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    **_without("attention", "activation"),
+}  # fmt: skip
+_SPOKEN: dict[str, Any] = {
+    "conv_dim": [8, 8], "conv_stride": [4, 2], "conv_kernel": [8, 4], "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "apply_spec_augment": False,
+    "ctc_loss_reduction": "mean", **_without("hidden", "attention", "feat_proj", "activation", "final"),
+}  # fmt: skip
 
 
 def llava() -> nn.Module:
     """Images among the tokens, whose numbers are checked."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {**_PLAIN, "num_hidden_layers": 2}
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**sizes, image_size=16, patch_size=4),
         text_config=LlamaConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=64),
@@ -236,34 +115,6 @@ def llava() -> nn.Module:
         image_seq_length=16,
     )
     return _built(lambda: LlavaForConditionalGeneration(config))
-
-
-def wav2vec2() -> nn.Module:
-    """Speech with labels of any length, which are checked at the front and picked out for the loss."""
-    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
-
-    config = Wav2Vec2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        conv_dim=[8, 8],
-        conv_stride=[4, 2],
-        conv_kernel=[8, 4],
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        feat_proj_dropout=0.0,
-        activation_dropout=0.0,
-        final_dropout=0.0,
-        layerdrop=0.0,
-        apply_spec_augment=False,
-        ctc_loss_reduction="mean",
-    )
-    return _built(lambda: Wav2Vec2ForCTC(config))
 
 
 def _answers() -> torch.Tensor:
@@ -286,15 +137,39 @@ def _classes() -> torch.Tensor:
     return torch.randint(0, 5, (SAMPLES,), generator=torch.Generator().manual_seed(4))
 
 
+# Tied embeddings; rotary positions and grouped keys; experts; masked labels; encoder and decoder that share their
+# embedding; images in patches; speech through convolutions, an encoder and a decoder.
 TRANSFORMERS = {
-    "gpt2": Case(make=gpt2, batch=_causal, unlabelled=1),
-    "llama": Case(make=llama, batch=_causal, unlabelled=1),
-    "mixtral": Case(make=mixtral, batch=_causal, unlabelled=1),
-    "bert": Case(make=bert, batch=_causal),
-    "t5": Case(make=t5, batch=_translation),
-    "vit": Case(make=vit, batch=lambda: {"pixel_values": _images(16), "labels": _classes()}),
-    "whisper": Case(make=whisper, batch=_speech),
-}
+    "gpt2": Case(
+        make=_of(
+            "GPT2", "LMHeadModel", vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=3, n_head=2,
+            bos_token_id=0, eos_token_id=0, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        ),
+        batch=_causal,
+        unlabelled=1,
+    ),
+    "llama": Case(make=_of("Llama", "CausalLM", **_GROUPED, num_hidden_layers=3), batch=_causal, unlabelled=1),
+    "mixtral": Case(make=_of("Mixtral", "CausalLM", **_EXPERTS, num_local_experts=4), batch=_causal, unlabelled=1),
+    "bert": Case(make=_of("Bert", "MaskedLM", **_WORDS, **_NO_DROPOUT, num_hidden_layers=3), batch=_causal),
+    "t5": Case(
+        make=_of(
+            "T5", "ConditionalGeneration", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2,
+            num_decoder_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0,
+        ),
+        batch=_translation,
+    ),
+    "vit": Case(
+        make=_of(
+            "ViT", "ImageClassification", **_PLAIN, **_NO_DROPOUT, num_hidden_layers=3, image_size=16, patch_size=4,
+            num_labels=5,
+        ),
+        batch=lambda: {"pixel_values": _images(16), "labels": _classes()},
+    ),
+    "whisper": Case(
+        make=_of("Whisper", "ConditionalGeneration", vocab_size=VOCABULARY, decoder_start_token_id=1, **_HEARD),
+        batch=_speech,
+    ),
+}  # fmt: skip
 
 
 def load_torchvision() -> None:
@@ -329,59 +204,11 @@ def swin() -> nn.Module:
     load_torchvision()
     from torchvision.models.swin_transformer import SwinTransformer
 
-    return _built(
-        lambda: SwinTransformer(
-            patch_size=[2, 2],
-            embed_dim=8,
-            depths=[2, 2],
-            num_heads=[2, 2],
-            window_size=[4, 4],
-            stochastic_depth_prob=0.0,
-            num_classes=5,
-        )
-    )
-
-
-class _Double(nn.Sequential):
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__(
-            nn.Conv2d(channels, width, 3, padding=1),
-            nn.GroupNorm(2, width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, padding=1),
-            nn.ReLU(inplace=True),
-        )
-
-
-class UNet(nn.Module):
-    """Each level down hands its output to the level up beside it."""
-
-    def __init__(self, depth: int = 2, width: int = 4) -> None:
-        super().__init__()
-        widths = [width << level for level in range(depth + 1)]
-        self.down = nn.ModuleList(_Double(a, b) for a, b in zip([3, *widths[:-1]], widths, strict=True))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in pairwise(widths))
-        self.join = nn.ModuleList(_Double(2 * a, a) for a in widths[:-1])
-        self.head = nn.Conv2d(width, 5, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skips = []
-        for level, down in enumerate(self.down):
-            x = down(nn.functional.max_pool2d(x, 2) if level else x)
-            skips.append(x)
-        skips.pop()
-        for up, join in zip(reversed(self.up), reversed(self.join), strict=True):
-            x = join(torch.cat([skips.pop(), up(x)], dim=1))
-        return self.head(x).mean(dim=(2, 3))
-
-
-def unet() -> nn.Module:
-    """Skip connections over several stages."""
-    return _built(UNet)
+    twos, sizes = [2, 2], {"embed_dim": 8, "window_size": [4, 4], "stochastic_depth_prob": 0.0, "num_classes": 5}
+    return _built(lambda: SwinTransformer(patch_size=twos, depths=twos, num_heads=twos, **sizes))
 
 
 TORCHVISION = {
-    "unet": Case(make=unet, batch=lambda: {"x": _images(16), "target": _classes()}),
     "resnet": Case(make=resnet, batch=lambda: {"x": _images(32), "target": _classes()}),
     "swin": Case(make=swin, batch=lambda: {"x": _images(16), "target": _classes()}),
 }
@@ -402,9 +229,26 @@ def _waves() -> Batch:
     return {"input_values": waves, "labels": _answers()}
 
 
-# Models whose code checks values or collects what units do not return, with what their loss is a mean over.
+# Models whose code checks values (of labels of any length, too) or collects what units do not return (logits of
+# routers, by a hook), with what their loss is a mean over.
 CHECKING = {
-    "qwen3-moe": (Case(make=qwen_moe, batch=_causal, unlabelled=1), "shifted_labels"),
+    "qwen3-moe": (
+        Case(
+            make=_of(
+                "Qwen3Moe", "CausalLM", **_EXPERTS, moe_intermediate_size=24, head_dim=4, num_experts=4,
+                output_router_logits=True, router_aux_loss_coef=0.5,
+            ),
+            batch=_causal,
+            unlabelled=1,
+        ),
+        "shifted_labels",
+    ),
     "llava": (Case(make=llava, batch=_pictures, unlabelled=1), "shifted_labels"),
-    "wav2vec2": (Case(make=wav2vec2, batch=_waves), "samples"),
-}
+    "wav2vec2": (
+        Case(
+            make=_of("Wav2Vec2", "CTC", vocab_size=VOCABULARY, num_hidden_layers=2, **_PLAIN, **_SPOKEN),
+            batch=_waves,
+        ),
+        "samples",
+    ),
+}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import torch
@@ -14,10 +15,16 @@ D = 4  # width
 Y = 2 * D
 
 
+BLOCKS: dict[str, type[Block]] = {}  # by name: NoGrad is "no-grad"
+
+
 class Block(nn.Module):
     """What changes between steps may change: attributes, options, a class attribute, the function."""
 
     alpha = 1.0
+
+    def __init_subclass__(cls) -> None:
+        BLOCKS[re.sub("(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()] = cls
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +45,10 @@ class Block(nn.Module):
         return self.body(x) * self.alpha * self.options["beta"][0]
 
 
+class Linear(Block):
+    """The base as it is."""
+
+
 class MLP(Block):
     def make(self) -> None:
         self.up, self.down = nn.Linear(D, Y), nn.Linear(Y, D)
@@ -56,7 +67,7 @@ class Plain(Block):
         return torch.sin(x)
 
 
-class Recurrent(Block):
+class GRU(Block):
     kind: Any = nn.GRU
 
     def make(self) -> None:
@@ -66,11 +77,11 @@ class Recurrent(Block):
         return self.rnn(x)[0]
 
 
-class LSTM(Recurrent):
+class LSTM(GRU):
     kind = nn.LSTM
 
 
-class RNN(Recurrent):
+class RNN(GRU):
     kind = nn.RNN
 
 
@@ -122,7 +133,7 @@ class Conv(Block):
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
-class BatchNorm(Block):
+class Batchnorm(Block):
     def make(self) -> None:
         self.norm = nn.BatchNorm1d(D)
 
@@ -163,7 +174,7 @@ class Dropout(Block):
         return self.drop(self.fc(x))
 
 
-class LayerDrop(Block):
+class Layerdrop(Block):
     def body(self, x: Tensor) -> Tensor:
         return x * 1.5 if self.training and random.random() < 0.4 else self.fc(x)
 
@@ -373,48 +384,6 @@ def connect(blocks: list[nn.Module]) -> None:
             block.store = store
 
 
-BLOCKS: dict[str, type[Block]] = {
-    "linear": Block,
-    "mlp": MLP,
-    "plain": Plain,
-    "gru": Recurrent,
-    "lstm": LSTM,
-    "rnn": RNN,
-    "cell": Cell,
-    "mha": MHA,
-    "encoder": Encoder,
-    "attention": Attention,
-    "conv": Conv,
-    "batchnorm": BatchNorm,
-    "norm": Norm,
-    "weight-norm": WeightNorm,
-    "nested": Nested,
-    "dropout": Dropout,
-    "layerdrop": LayerDrop,
-    "top-one": TopOne,
-    "soft": Soft,
-    "assigned": Assigned,
-    "written": Written,
-    "counter": Counter,
-    "in-place": InPlace,
-    "argument": Argument,
-    "custom": Custom,
-    "checkpointed": Checkpointed,
-    "forward-hook": ForwardHook,
-    "pre-hook": PreHook,
-    "backward-hook": BackwardHook,
-    "parameter-hook": ParameterHook,
-    "tensor-hook": TensorHook,
-    "branch": Branch,
-    "detached": Detached,
-    "frozen": Frozen,
-    "unused": Unused,
-    "raw": Raw,
-    "no-grad": NoGrad,
-    "compound": Compound,
-    "stash": Stash,
-    "pop": Pop,
-}
 RANDOM = {"dropout", "layerdrop"}
 STATEFUL = {"batchnorm", "assigned", "written", "counter"}  # a microbatch leaves something for the next
 AGAIN = {"checkpointed", "weight-norm"}  # a backward that comes later reads other weights than those of the forward

@@ -99,9 +99,7 @@ class Case:
         """Relative to a tensor's largest element, or 1."""
         if self.option("autocast"):
             return 3e-2
-        if self.optimizer.startswith(
-            "adam"
-        ):  # makes steps of rounding where gradients are zero, as in front of BatchNorm
+        if self.optimizer.startswith("adam"):  # steps of rounding where gradients are zero, as in front of BatchNorm
             return 1e-6 if "batchnorm" in self.model.blocks else 1e-8
         return 1e-11
 

@@ -11,20 +11,17 @@ import torch
 from torch import nn
 
 from . import reads
-from .blocks import Block, D
+from .blocks import Block
 from .models import Own, blocks_of
 
 
 def _doubled(module: Any, args: Any, out: Any) -> Any:
-    return out * 1.25
+    return out * 1.25 if isinstance(out, torch.Tensor) else out
 
 
 def _shifted(module: Any, args: Any) -> Any:
-    return (
-        (args[0] + 0.2, *args[1:])
-        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
-        else None
-    )
+    is_one = bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
+    return (args[0] + 0.2, *args[1:]) if is_one else None
 
 
 def _graded(module: Any, inputs: Any, outputs: Any) -> Any:
@@ -56,11 +53,6 @@ def _edit_data(block: Any, value: float) -> None:
         parameter.data = parameter.data * value
 
 
-def _freeze(block: Any, value: float) -> None:
-    for parameter in block.parameters():
-        parameter.requires_grad_(False)
-
-
 _HANDLES: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
@@ -72,11 +64,6 @@ def _unhook(block: Any, value: float) -> None:
     """Away with all hooks that were added to a block here."""
     for handle in _HANDLES.pop(block, []):
         handle.remove()
-
-
-def _unfreeze(block: Any, value: float) -> None:
-    for parameter in block.parameters():
-        parameter.requires_grad_(True)
 
 
 def _buffers(block: Any, value: float) -> None:
@@ -96,8 +83,7 @@ def _scale(model: Any, value: float) -> None:
         model.reads_scale.fill_(value)
 
 
-OnBlock = Callable[[Any, float], Any]
-ON_BLOCKS: dict[str, OnBlock] = {
+ON_BLOCKS: dict[str, Callable[[Any, float], Any]] = {
     "alpha": lambda block, value: setattr(block, "alpha", value),
     "options": lambda block, value: block.options["beta"].__setitem__(0, value),
     "new-options": lambda block, value: setattr(block, "options", {"beta": [value]}),
@@ -107,8 +93,8 @@ ON_BLOCKS: dict[str, OnBlock] = {
     "train": lambda block, value: block.train(),
     "edit": _edit,
     "edit-data": _edit_data,
-    "freeze": _freeze,
-    "unfreeze": _unfreeze,
+    "freeze": lambda block, value: block.requires_grad_(False),
+    "unfreeze": lambda block, value: block.requires_grad_(True),
     "unhook": _unhook,
     "buffers": _buffers,
     "hook-parameter": _hook_parameter,
@@ -121,7 +107,7 @@ ON_MODELS: dict[str, Callable[[Any, float], Any]] = {
     "read": lambda model, value: reads.READS[model.kind.reads][1](model, value),
     "eval-model": lambda model, value: model.eval(),
     "train-model": lambda model, value: model.train(),
-    "root-hook": lambda model, value: model.register_forward_hook(_doubled_output),
+    "root-hook": lambda model, value: model.register_forward_hook(_doubled),
     "root-pre-hook": lambda model, value: model.register_forward_pre_hook(_shifted),
     "append": lambda model, value: _children(model).append(_plain()),
     "delete": lambda model, value: _children(model).__delitem__(len(_children(model)) - 1),
@@ -130,10 +116,6 @@ ON_MODELS: dict[str, Callable[[Any, float], Any]] = {
     "copy": lambda model, value: copy.deepcopy(model),
 }
 VALUES = {"edit", "edit-data", "scale", "buffers"}  # what a checkpoint holds
-
-
-def _doubled_output(module: Any, args: Any, out: Any) -> Any:
-    return out * 1.25 if isinstance(out, torch.Tensor) else out
 
 
 def change(model: Any, kind: str, block: int, value: float) -> None:
@@ -149,6 +131,3 @@ def reset() -> None:
     """What all models share, as it was."""
     Block.alpha = 1.0
     reads.reset()
-
-
-__all__ = ["ON_BLOCKS", "ON_MODELS", "VALUES", "D", "change", "reset"]

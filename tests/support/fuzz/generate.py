@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from stagewright.schedules import FAMILIES, build
 
 from .blocks import AGAIN, BLOCKS, CAUSAL, RANDOM, STATEFUL
 from .cases import Case, Model
-from .generate_calls import ASYNC, FLUSHING, SLICING, Calls
+from .generate_calls import ASYNC, FLUSHING, SLICING, Calls, Draws
 from .models import CHAINS, STYLES, make_model, unit_names
 from .reads import READS
 
@@ -24,16 +23,7 @@ def generate(number: int, *, gloo: bool = False) -> Case:
     return _Drawn(random.Random(f"{number} {gloo}"), gloo=gloo).case(number)
 
 
-class _Drawn:
-    def __init__(self, draw: random.Random, *, gloo: bool) -> None:
-        self.draw, self.gloo = draw, gloo
-
-    def often(self, share: float) -> bool:
-        return self.draw.random() < share
-
-    def one(self, choices: Sequence[Any]) -> Any:
-        return self.draw.choice(choices)
-
+class _Drawn(Draws):
     def case(self, number: int) -> Case:
         schedule = self.one(self.one(((*FLUSHING, "custom"), (*FLUSHING, "custom"), ("1f1b", *ASYNC), SLICING)))
         P, V, M, builder = self.sizes(schedule)

@@ -19,7 +19,18 @@ ASYNC = ("2bw", "pipedream", "paci")
 FLUSHING = tuple(name for name in FAMILIES if name not in (*SLICING, *ASYNC))
 
 
-class Calls:
+class Draws:
+    def __init__(self, draw: random.Random, *, gloo: bool) -> None:
+        self.draw, self.gloo = draw, gloo
+
+    def often(self, share: float) -> bool:
+        return self.draw.random() < share
+
+    def one(self, choices: Sequence[Any]) -> Any:
+        return self.draw.choice(choices)
+
+
+class Calls(Draws):
     """Draws them for a model under a schedule."""
 
     def __init__(
@@ -33,16 +44,10 @@ class Calls:
         data: int,
         gloo: bool,
     ) -> None:
-        self.draw, self.schedule, self.model, self.options = draw, schedule, model, options
-        self.M, self.data, self.gloo = M, data, gloo
+        super().__init__(draw, gloo=gloo)
+        self.schedule, self.model, self.options, self.M, self.data = schedule, model, options, M, data
         self.is_saved = False
         self.size = self.batch()
-
-    def often(self, share: float) -> bool:
-        return self.draw.random() < share
-
-    def one(self, choices: Sequence[Any]) -> Any:
-        return self.draw.choice(choices)
 
     def batch(self) -> tuple[int, int]:
         """Samples and length."""

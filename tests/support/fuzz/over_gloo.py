@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..pool import Pool, _Worker
 from .cases import Case, Outcome
 from .piped import run
-from .verdict import TESTS, Verdict, judge
+from .verdict import TESTS, Verdict, judge, last_line
 
 LIMIT = 240.0  # [s] for a case
 _SERVE = "import sys; from multiprocessing.connection import Connection; from support.pool_worker import serve; "
@@ -29,7 +29,7 @@ class _Process:
     """A subprocess with the words of multiprocessing."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+        self._process, self.pid = process, process.pid
 
     @property
     def exitcode(self) -> int | None:
@@ -110,10 +110,9 @@ def check_gloo(case: Case) -> Verdict:
     if hung and not failed:
         return Verdict(kind="hang", what=f"ranks {hung} after {LIMIT} s", text=replies[hung[0]].text)
     died = [reply.text for reply in replies if reply.kind == "died"]
-    stories = sorted(failed, key=lambda text: "PeerLost" in text.strip().rsplit("\n", 1)[-1]) + died
-    lines = [line for line in stories[0].strip().splitlines() if line and not line.startswith(" ")]
+    stories = sorted(failed, key=lambda text: "PeerLost" in last_line(text)) + died
     judged = judge(case, [])
     if judged.kind in ("no case", "diverged"):
         return judged
-    what = f"{lines[-1]}" + (f" (ranks {hung} hung)" if hung else "")
+    what = last_line(stories[0]) + (f" (ranks {hung} hung)" if hung else "")
     return Verdict(kind="error", what=what, text="\n".join(stories))

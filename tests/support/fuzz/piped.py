@@ -29,7 +29,7 @@ from .models import (
     make_optimizer,
     make_scheduler,
 )
-from .plain import autocast, batches_of, flatten
+from .plain import autocast, batches_of, evaluating, flatten, kept_generators
 from .random_order import random_schedule
 
 KEPT_BY_NAME = ("recompute", "max_grad_norm", "seed", "flush_first", "data_parallel", "verify", "post_validation")
@@ -114,8 +114,7 @@ class Piped:
         self.begin(make_model(case))
         self.done: list[Call] = []
         self.memory: dict[str, Any] = {}
-        self.losses: dict[int, float] = {}
-        self.trained = 0
+        self.other_steps = self.other_steps_saved = 0  # forward_backward counts as a step, too
 
     def begin(self, model: nn.Module) -> None:
         """A pipeline over the model, or over its stages."""
@@ -155,11 +154,6 @@ class Piped:
                 key = f"loss of batch {result.loss_step - self.other_steps}"
                 self.outcome.seen[key] = result.loss
 
-    @property
-    def other_steps(self) -> int:
-        """forward_backward counts as a step, too."""
-        return self._others if hasattr(self, "_others") else 0
-
     def filled(self, batch: Batch) -> Batch:
         """With `refill`, in the memory of the batch before of this size."""
         if not self.case.refill:
@@ -175,6 +169,10 @@ class Piped:
         counter = iter(range(100))
         return batch.part(lambda tensor: put(str(next(counter)), tensor))
 
+    def batch(self, at: int, size: int, length: int, number: int = 0) -> Batch:
+        """That of a call, of this process's data replica."""
+        return local(self.case, make_batch(self.case, 100 * at + number, size, length))
+
     def called(self, method: Callable[..., Any], batch: Batch, at: int) -> Any:
         """By position, by keyword, or as one dict."""
         if (self.case.seed + at) % 3 == 0 or self.case.model.style in CHAINS:
@@ -187,24 +185,22 @@ class Piped:
     def train(self, at: int, call: Call) -> None:
         batches = batches_of(self.case, at, call)
         if len(batches) > 1:
-            parts = [batch.whole for batch in batches]
-            result = self.pipe.train_step(microbatches=parts)
+            result = self.pipe.train_step(microbatches=[batch.whole for batch in batches])
         else:
             result = self.called(self.pipe.train_step, self.filled(local(self.case, batches[0])), at)
         self.note([result])
         if not self.case.is_async and result.loss is None:
             self.outcome.seen[f"{at}: no loss"] = 0.0
-        self.trained += 1
 
     train_unequal = train
 
     def accumulate(self, at: int, call: Call) -> None:
         _, times, size, length, then = call
         for i in range(times):
-            batch = self.filled(local(self.case, make_batch(self.case, 100 * at + i, size, length)))
+            batch = self.filled(self.batch(at, size, length, i))
             result = self.called(self.pipe.forward_backward, batch, at)
             self.outcome.seen[f"{at}: loss {i}"] = result.loss
-            self._others = self.other_steps + 1
+            self.other_steps += 1
         if then == "clip-step":
             self.outcome.seen[f"{at}: norm"] = self.pipe.clip_grad_norm_(0.05)
         for name, parameter in self.pipe.named_parameters():
@@ -217,38 +213,38 @@ class Piped:
             parameter.grad = None
 
     def input_grad(self, at: int, call: Call) -> None:
-        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        batch = self.batch(at, *call[1:])
         x = batch.args[0].requires_grad_()
         self.pipe.forward_backward(*batch.positional, **batch.kwargs)
-        self._others = self.other_steps + 1
+        self.other_steps += 1
         if x.grad is not None or not self.case.gloo:
             self.outcome.seen[f"{at}: gradient of the input"] = x.grad
         for parameter in self.pipe.parameters():
             parameter.grad = None
 
     def eval(self, at: int, call: Call) -> None:
-        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        batch = self.batch(at, *call[1:])
         result = self.called(self.pipe.eval_step, batch, at)
         self.outcome.seen[f"{at}: loss"] = result.loss
         if not self.case.parts_outputs:
             self.outcome.seen |= {key: value for key, value in flatten(f"{at}: output", result.output) if value.ndim}
 
     def predict(self, at: int, call: Call) -> None:
-        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        batch = self.batch(at, *call[1:])
         kwargs = {key: value for key, value in batch.kwargs.items() if key != "labels"}
         output = self.pipe.predict(*batch.args, **kwargs)
         if not self.case.parts_outputs:
             self.outcome.seen |= {key: value for key, value in flatten(f"{at}: prediction", output) if value.ndim}
 
     def verify(self, at: int, call: Call) -> None:
-        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        batch = self.batch(at, *call[1:])
         self.pipe.verify(*batch.positional, **batch.kwargs)
 
     def nan(self, at: int, call: Call) -> None:
         """A loss that is not finite: no update, and the next call is that step once more."""
         from stagewright.pipe import NonFiniteLossError
 
-        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        batch = self.batch(at, *call[1:])
         batch = _on_first(_tensor(lambda x: x * math.nan))(batch)
         try:
             result = self.pipe.train_step(*batch.positional, **batch.kwargs)
@@ -277,11 +273,11 @@ class Piped:
 
     def save(self, at: int, call: Call) -> None:
         self.pipe.save(self.folder / "kept")
-        self._others_then = self.other_steps
+        self.other_steps_saved = self.other_steps
 
     def load(self, at: int, call: Call) -> None:
         self.pipe.load(self.folder / "kept")
-        self._others = self._others_then
+        self.other_steps = self.other_steps_saved
 
     def move(self, at: int, call: Call) -> None:
         """Into another pipeline, of a model with other weights, cut in another way."""
@@ -302,7 +298,7 @@ class Piped:
         """The user's own code raises; the next step is as if it had not been."""
         block = blocks_of(self.model)[-1]
         block.fails = True
-        batch = local(self.case, make_batch(self.case, 100 * at, *call[1:]))
+        batch = self.batch(at, *call[1:])
         try:
             self.called(self.pipe.train_step, batch, at)
         except ArithmeticError:
@@ -320,17 +316,13 @@ class Piped:
 
     def forward(self, at: int, call: Call) -> None:
         batch = make_batch(self.case, 100 * at, *call[1:])
-        flags = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        with torch.no_grad():
+        with evaluating(self.model, self.case):
             self.outcome.seen |= dict(flatten(f"{at}: output", self.model(*batch.args, **batch.kwargs)))
-        for module, flag in flags.items():
-            module.training = flag
 
     def bad(self, at: int, call: Call) -> None:
         """A batch that plain PyTorch refuses: a ValueError, and all goes on."""
         _, kind, size, length = call
-        batch = BAD[kind](local(self.case, make_batch(self.case, 100 * at, size, length)))
+        batch = BAD[kind](self.batch(at, size, length))
         try:
             result = self.pipe.train_step(*batch.positional, **batch.kwargs)
         except (ValueError, RuntimeError) as error:
@@ -372,8 +364,7 @@ BAD: dict[str, Callable[[Batch], Batch]] = {
 
 def run(case: Case, *, folder: str | None = None) -> Outcome:
     """All calls of a case; an error ends it, and stands in the outcome."""
-    state = torch.get_rng_state(), random.getstate()
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as made, kept_generators():
         piped: Piped | None = None
         try:
             piped = Piped.__new__(Piped)
@@ -387,5 +378,3 @@ def run(case: Case, *, folder: str | None = None) -> Outcome:
             return outcome
         finally:
             changes.reset()
-            torch.set_rng_state(state[0])
-            random.setstate(state[1])

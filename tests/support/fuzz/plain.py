@@ -82,7 +82,7 @@ class Plain:
 
     def run(self) -> Outcome:
         changes.reset()
-        with torch.random.fork_rng(devices=[]), _other_generators():
+        with kept_generators():
             for at, call in enumerate(self.case.calls):
                 getattr(self, call[0].replace("-", "_"))(at, call)
             self.state(len(self.case.calls), ())
@@ -233,7 +233,7 @@ class Plain:
 
     def eval(self, at: int, call: Call) -> None:
         total, count, outputs = 0.0, 0.0, []
-        with self._evaluating():
+        with evaluating(self.model, self.case):
             for part in self._parts(at, call):
                 out = self.model(*part.args, **part.kwargs)
                 outputs.append(out)
@@ -245,7 +245,7 @@ class Plain:
 
     def predict(self, at: int, call: Call) -> None:
         outputs = []
-        with self._evaluating():
+        with evaluating(self.model, self.case):
             for part in self._parts(at, call):
                 kwargs = {key: value for key, value in part.kwargs.items() if key != "labels"}
                 outputs.append(self.model(*part.args, **kwargs))
@@ -263,16 +263,6 @@ class Plain:
         shares = [share.cut(min(share.size, M)) for share in batch.cut(data)]
         return [part for microbatches in zip(*shares, strict=True) for part in microbatches]
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """In evaluation mode, and then as it was."""
-        flags = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        with torch.no_grad(), autocast(self.case):
-            yield
-        for module, flag in flags.items():
-            module.training = flag
-
     def change(self, at: int, call: Call) -> None:
         before = self.weights()
         changes.change(self.model, *call[1:])
@@ -287,13 +277,13 @@ class Plain:
 
     def load_state(self, at: int, call: Call) -> None:
         before = self.weights()
-        state = {key: value * 0.9 if value.is_floating_point() else value for key, value in self._state().items()}
-        with torch.no_grad():
-            for name, tensor in self.model.state_dict(keep_vars=True).items():
-                tensor.copy_(state[name])
-            for name, parameter in self.named():
-                parameter.copy_(state[name])
+        self._write({key: value * 0.9 if value.is_floating_point() else value for key, value in self._state().items()})
         self._edited(before)
+
+    def _write(self, state: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in (*self.model.state_dict(keep_vars=True).items(), *self.named()):
+                tensor.copy_(state[name])
 
     def rate(self, at: int, call: Call) -> None:
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
@@ -313,18 +303,14 @@ class Plain:
 
     def load(self, at: int, call: Call) -> None:
         state, optimizers, self.step, self.trained, self.versions = copy.deepcopy(self.saved)
-        with torch.no_grad():
-            for name, tensor in (self.model.state_dict(keep_vars=True)).items():
-                tensor.copy_(state[name])
-            for name, parameter in self.named():
-                parameter.copy_(state[name])
+        self._write(state)
         for one, kept in zip((*self.optimizers, *self.schedulers), optimizers, strict=True):
             one.load_state_dict(kept)
 
     def forward(self, at: int, call: Call) -> None:
         """The user calls the model."""
         batch = make_batch(self.case, 100 * at, *call[1:])
-        with self._evaluating():
+        with evaluating(self.model, self.case):
             self.outcome.seen |= dict(flatten(f"{at}: output", self.model(*batch.args, **batch.kwargs)))
 
     def nothing(self, at: int, call: Call) -> None:
@@ -338,8 +324,23 @@ def autocast(case: Case) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _other_generators() -> Iterator[None]:
+def kept_generators() -> Iterator[None]:
+    """All of them go on afterwards where they stood."""
     kept = random.getstate(), np.random.get_state()
-    yield
-    random.setstate(kept[0])
-    np.random.set_state(kept[1])
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+
+
+@contextmanager
+def evaluating(model: nn.Module, case: Case) -> Iterator[None]:
+    """In evaluation mode, and then as it was."""
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    with torch.no_grad(), autocast(case):
+        yield
+    for module, flag in flags.items():
+        module.training = flag

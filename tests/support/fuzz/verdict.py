@@ -110,29 +110,28 @@ def judge(case: Case, outcomes: Sequence[Outcome]) -> Verdict:
     try:
         expected = plain_outcome(case, where)
     except Exception as error:
-        return Verdict(kind="no case", what=_last_line(story(error)), text=story(error))
+        return Verdict(kind="no case", what=last_line(story(error)), text=story(error))
     if not all(_size(value) < LARGE for value in expected.seen.values()):
         return Verdict(kind="diverged")
     tolerance = case.tolerance
     if case.option("autocast"):  # sums in another order may differ by as much as they differ from what is exact
-        precise = plain_outcome(
-            replace(case, options=tuple(pair for pair in case.options if pair[0] != "autocast")), where
-        )
+        exact = replace(case, options=tuple(pair for pair in case.options if pair[0] != "autocast"))
+        precise = plain_outcome(exact, where)
         tolerance = max([tolerance, *(2 * _gap_of(expected, precise, key) for key in expected.seen)])
-    for outcome in sorted(errors, key=lambda one: "PeerLost" in _last_line(one.error)):
+    for outcome in sorted(errors, key=lambda one: "PeerLost" in last_line(one.error)):
         if not outcome.is_clear:
-            return Verdict(kind="error", what=_last_line(outcome.error), text=outcome.error, at=outcome.at)
+            return Verdict(kind="error", what=last_line(outcome.error), text=outcome.error, at=outcome.at)
     if errors and len(errors) < len(outcomes):
         text = errors[0].error
-        return Verdict(kind="error", what=f"on some ranks alone: {_last_line(text)}", text=text, at=errors[0].at)
+        return Verdict(kind="error", what=f"on some ranks alone: {last_line(text)}", text=text, at=errors[0].at)
     if (what := _difference(case, outcomes, expected, tolerance, whole=not errors)) is not None:
         return Verdict(kind="wrong", what=what, at=len(case.calls))
     if errors:
-        return Verdict(kind="refused", what=_last_line(errors[0].error), text=errors[0].error, at=errors[0].at)
+        return Verdict(kind="refused", what=last_line(errors[0].error), text=errors[0].error, at=errors[0].at)
     return Verdict(kind="equal")
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if line and not line.startswith(" ")]
     return lines[-1] if lines else ""
 
