@@ -20,7 +20,9 @@ def modules() -> list[str]:
     return sorted(f"stagewright.{name}" for name in names if not name.endswith("__main__"))
 
 
-@pytest.mark.thorough(but=["stagewright.experiments.jobs.case"])
+@pytest.mark.thorough(
+    but=["stagewright.experiments.jobs.case", "stagewright.partition.recompute", "stagewright.schedules.search.joint"]
+)
 @pytest.mark.parametrize("name", modules())
 def test_docstring_examples(name):
     module = importlib.import_module(name)

@@ -127,7 +127,6 @@ def speak_as_ranks() -> list[str]:
     return complaints
 
 
-@pytest.mark.thorough
 @pytest.mark.gloo
 def test_messages_and_sums_go_by_ranks_of_the_schedule(gloo: Pool) -> None:
     assert gloo.run(speak_as_ranks, ranks=4) == [[]] * 4

@@ -157,7 +157,6 @@ def compare(index: int, tensors: list[Tensor], arrived: tuple[Tensor, ...]) -> l
     return found
 
 
-@pytest.mark.thorough
 @pytest.mark.gloo
 def test_every_type_and_layout_arrives_as_it_was(gloo: Pool) -> None:
     assert gloo.run(exchange, ranks=2) == [[], []]
@@ -200,6 +199,7 @@ def seen_to_come() -> list[bool]:
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_watched_message_is_seen_to_come(gloo: Pool) -> None:
     count = sum(bool(tensors) for tensors in payloads())
@@ -258,7 +258,6 @@ def hold_and_free() -> list[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.thorough
 @pytest.mark.gloo
 def test_acknowledged_sends_are_freed_and_the_others_after_one_more_program(gloo: Pool) -> None:
     sender, receiver = gloo.run(hold_and_free, ranks=2)

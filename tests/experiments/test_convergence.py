@@ -152,6 +152,7 @@ def test_runs_on_processes_tell_their_seconds(gloo: Pool) -> None:
     assert gloo.run(_raced, ranks=2, args=(values,)) == [told, told]
 
 
+@pytest.mark.thorough(but=["values0-schedule='3bw': expected 1f1b, 2bw"])
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -233,6 +233,7 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
     check_code(found)
 
 
+@pytest.mark.thorough(but=["argv1---set layers: expected KEY=VALUE, such as ranks=2"])
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -158,6 +158,7 @@ def test_the_table_is_80_columns_wide() -> None:
     assert lines[11].split()[-3:] == ["-1.00", "ms", "-3.3%"]
 
 
+@pytest.mark.thorough(but=["words2-num_workers=2 for a DataLoader of your own"])
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize(
     ("words", "said"),

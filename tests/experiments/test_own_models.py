@@ -299,9 +299,10 @@ OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
 
 @pytest.mark.thorough(
     but=[
-        "words0---model own_mine: expected package.module:function or fi",
+        "words1-no module 'own_mime' in .*did you mean own_mine?",
         "words3-'own-mine' is no module's name",
         "words6-answer is an int: expected a function",
+        "words7-needs width, depth, which nobody gives: expected",
         "words13---loss own_mine:model: takes 0 arguments: expected a function of 2",
         "words15-has no parameter lr: leave --lr away",
     ]

@@ -113,6 +113,9 @@ def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp
     assert "nothing fits the memory" in capsys.readouterr().err
 
 
+@pytest.mark.thorough(
+    but=["arguments0-no model: expected one of --profile FILE, --model FUNCTION, --pipedream FILE, or"]
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

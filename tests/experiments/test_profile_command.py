@@ -116,6 +116,7 @@ def test_a_busy_machine_is_told() -> None:
 # --- links ---
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_links_between_local_processes(command: Callable[..., Done], tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
@@ -149,6 +150,7 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
 # --- mistakes ---
 
 
+@pytest.mark.thorough(but=["words0---microbatch 0: expected at least 1"])
 @pytest.mark.parametrize(
     ("words", "message"),
     [

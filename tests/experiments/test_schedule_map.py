@@ -25,7 +25,6 @@ def test_the_search_is_never_behind_the_best_named_one(monkeypatch) -> None:  # 
         assert found["gap"].value >= 0
 
 
-@pytest.mark.thorough
 def test_named_ones_fit_the_memory_and_are_those_with_one_copy_of_the_weights() -> None:
     names = {each.name for each in schedule_map.named(schedule_map._Sizes(4, 8, 0.0, 4.0))}
     assert {"1f1b", "zb-h1", "zb-v", "v-half", "v-min", "interleaved-zb"} <= names

@@ -14,7 +14,6 @@ def figures_of_sums() -> list[Figure]:
     return list(sums.measured(Case.of({"ranks": 2}), 2))
 
 
-@pytest.mark.thorough
 @pytest.mark.gloo
 def test_each_sum_has_its_prediction(gloo: Pool) -> None:
     one, other = gloo.run(figures_of_sums, ranks=2)

@@ -164,6 +164,7 @@ def test_shapes_that_differ_are_said() -> None:
     assert shape_notes([Exhibit(name="x", predicted=step(), measured=plan_of_4.measured)]) == []
 
 
+@pytest.mark.thorough(but=["words0-nothing to show: expected a run (folder or name)"])
 @pytest.mark.parametrize(
     ("words", "message"),
     [

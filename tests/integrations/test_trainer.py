@@ -135,6 +135,7 @@ def test_four_ranks_log_evaluate_and_save_as_one_process(four: Path, plain: Path
     assert all((weights[name] == last[name]).all() for name in weights)
 
 
+@pytest.mark.thorough
 def test_data_replicas_read_their_own_share(four: Path, plain: Path) -> None:
     assert_same(read(four / "replicas"), read(plain / "whole"))
 
@@ -163,13 +164,14 @@ def test_data_replicas_share_an_uneven_end_of_an_epoch_as_trainers_processes_do(
     assert states[0]["total_flos"] == states[1]["total_flos"]
 
 
-@pytest.mark.thorough(but=["plan", "bf16", "one row", "uneven", "own"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", PLAIN)
 def test_what_a_pipeline_can_follow_equals_plain(case: str, two: Path, plain: Path) -> None:
     # bfloat16 rounds to 4e-3; 7e-4 was measured over three steps.
     assert_same(read(two / case), read(plain / case), 4e-3 if case == "bf16" else TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_what_a_pipeline_cannot_follow_is_refused_before_training(number: int, two: Path) -> None:
     text = json.loads((two / f"{number}/history.json").read_text())
@@ -182,10 +184,12 @@ def test_a_plan_that_is_made_on_the_spot_trains_as_one_process(tmp_path: Path, p
     assert_same([row for row in read(tmp_path / "auto") if "loss" in row], read(plain / "whole")[:2])
 
 
+@pytest.mark.thorough
 def test_tensor_parallel_stages_train_as_one_process(four: Path, plain: Path) -> None:
     assert_same([row for row in read(four / "tensor") if "loss" in row], read(plain / "whole")[:2])
 
 
+@pytest.mark.thorough
 def test_arguments_that_a_pipeline_cannot_follow_are_refused(tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
     for name, value in {
@@ -213,6 +217,7 @@ def test_arguments_that_a_pipeline_cannot_follow_are_refused(tmp_path: Path) -> 
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.thorough
 def test_what_a_pipeline_would_not_call_is_refused(tmp_path: Path) -> None:
     """Trained on another loss, or by an optimizer without its own options, without a word."""
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=1, n_layer=1, vocab_size=9))
@@ -305,6 +310,7 @@ def test_a_loss_that_a_number_of_items_does_not_divide_is_known_before_it_runs(t
     assert not is_divided(routed)
 
 
+@pytest.mark.thorough
 def test_arguments_of_other_releases_are_refused_until_they_are_known(tmp_path: Path) -> None:
     @dataclasses.dataclass
     class Next(transformers.TrainingArguments):

@@ -33,7 +33,6 @@ def chain(work: list[int]) -> Profile:
     return Profile(nodes=tuple(Node(name=f"n{i}", forward_seconds=w, backward_seconds=0) for i, w in enumerate(work)))
 
 
-@pytest.mark.thorough
 @given(work=WORK, stages=st.integers(1, 9), slow=st.integers(0, 2**9 - 1))
 def test_least_slowest_stage_and_among_those_the_evenest(work: list[int], stages: int, slow: int) -> None:
     """Stages of which any may be twice as slow as the others."""

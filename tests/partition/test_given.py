@@ -90,6 +90,13 @@ def test_ranks_of_another_order_take_other_links() -> None:
     assert other.simulated_step_time == pytest.approx(12 + 2 * (3 * 2 / 1))
 
 
+@pytest.mark.thorough(
+    but=[
+        "stages0-options0-nodes of the stages: \\\\['d'\\\\]: expected each node of the profile once",
+        "stages2-options2-stage 0 ends where the graph has no cut",
+        "stages3-options3-expected some of 0 to 3 a place, each once",
+    ]
+)
 @pytest.mark.parametrize(
     ("stages", "options", "message"),
     [
@@ -166,6 +173,13 @@ def test_each_kind_of_device_has_a_profile() -> None:
     assert slower == step(two_hosts(), over_both, 2) == pytest.approx(12 + 2 * 2 / 1000 + 8)
 
 
+@pytest.mark.thorough(
+    but=[
+        "source3-a profile of 'C': expected those of the cluster's kinds, A, B",
+        "source0-profiles of the kinds A: expected one of 'B', too",
+        "source1-profile of 'B': node 'd' is only in the first",
+    ]
+)
 @pytest.mark.parametrize(
     ("source", "message"),
     [

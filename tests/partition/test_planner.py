@@ -53,6 +53,16 @@ def test_larger_microbatches_where_they_are_worth_it() -> None:
     assert found.num_microbatches == 4
 
 
+@pytest.mark.thorough(
+    but=[
+        "options6-schedules=\\\\(\\\\): expected at least one name",
+        "options7-no profile of 2 samples: expected some of 1",
+        "options8-recompute: 'half': expected some of none, full, layer, selective, keep_",
+        "options9-'offload' in a cluster that does not say .*host_bandwidth=\\\\), as 25e9",
+        "options13-chunk_sizes: 1: expected at least 2 \\\\(a schedule with one stage a rank is 1f1b\\\\)",
+        "options14-pipeline_sizes=\\\\(\\\\): expected at least one size",
+    ]
+)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -45,6 +45,15 @@ def bad_node(**fields: object) -> str:
     return json.dumps(record)
 
 
+@pytest.mark.thorough(
+    but=[
+        "[]-p\\\\.json: \\\\[\\\\]: expected a JSON object",
+        "text4-p\\\\.json: edges\\\\[0\\\\]: \\\\['a'\\\\]: expected \\\\[producer, consumer\\\\]",
+        "text5-p\\\\.json: edge a -> z: node 'z' is not in the profile",
+        "text8-p\\\\.json: profile without nodes",
+        "text17-p\\\\.json: nodes\\\\[0\\\\]: runs_again: 'no': expected true or false",
+    ]
+)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -157,7 +157,6 @@ def edited(change: Callable[[dict[str, Any]], None], **options: Any) -> str:
         "<lambda>-costs: missing: expected an object",
         "<lambda>-no route between the places \\\\(0, 1\\\\): expected one in the",
         "<lambda>-links: routes\\\\[0\\\\]: places: \\\\[0\\\\]: expected 2 whole numbers",
-        "<lambda>-activation_bytes=\\\\(1.0,\\\\): expected one for eac",
     ]
 )
 @pytest.mark.parametrize(

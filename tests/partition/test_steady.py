@@ -64,7 +64,6 @@ def evaluator_of(profile: Profile, bandwidth: float, num_ranks: int) -> PlanEval
     return PlanEvaluator(Topology(cluster), lambda _size, _tensor: model)
 
 
-@pytest.mark.thorough
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_the_same_as_all_of_the_batch(data: st.DataObject) -> None:

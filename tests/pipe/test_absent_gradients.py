@@ -126,7 +126,12 @@ def differences(loss_fn: Loss, options: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.thorough(but=["{'schedule': 'gpipe', 'mesh': {'pipe': 2, 'data': 2}, 'num_microbatches': 2}-ignoring"])
+@pytest.mark.thorough(
+    but=[
+        "{'schedule': '1f1b'}-ignoring",
+        "{'schedule': 'gpipe', 'mesh': {'pipe': 2, 'data': 2}, 'num_microbatches': 2}-ignoring",
+    ]
+)
 @pytest.mark.parametrize("loss_fn", [ignoring, sometimes])
 @pytest.mark.parametrize("options", FLUSH, ids=str)
 def test_as_in_one_process(options: dict[str, Any], loss_fn: Loss) -> None:
@@ -134,7 +139,7 @@ def test_as_in_one_process(options: dict[str, Any], loss_fn: Loss) -> None:
     assert differences(loss_fn, options) == []
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["none"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_in_a_stream(recompute: str) -> None:
     """Weights that the loss ignores do not move, and all else moves as in a model without it."""

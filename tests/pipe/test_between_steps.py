@@ -37,7 +37,9 @@ def under_way(pipe: PipelineModule) -> list[object]:
     return [item for table in held for item in table]
 
 
-@pytest.mark.thorough(but=["{'schedule': 'looped-bfs', 'mesh': {'pipe': 1}, 'num_chunks': 2}-3"])
+@pytest.mark.thorough(
+    but=["{'schedule': 'looped-bfs', 'mesh': {'pipe': 1}, 'num_chunks': 2}-3", "{'schedule': 'zb-h1'}-1"]
+)
 @pytest.mark.parametrize("at", range(4))
 @pytest.mark.parametrize(
     "options",

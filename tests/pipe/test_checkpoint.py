@@ -323,7 +323,6 @@ def plain(model: nn.Module, **options: Any) -> PipelineModule:
     )
 
 
-@pytest.mark.thorough
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     plain(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))).save(tmp_path / "narrow")
     refused(tmp_path / "narrow", r"it lacks \['3.weight', .*'9.weight'\] and 8 more and has \['1.weight', '1.bias'\]")

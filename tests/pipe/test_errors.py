@@ -175,7 +175,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.thorough(
     but=[
         "chunks that 1f1b has not",
+        "no ranks",
         "mesh",
+        "mesh of another type",
         "split points out of order",
         "too few stages",
         "an optimizer that is made",

@@ -313,7 +313,6 @@ def filled_run(filled: bool, marked: bool) -> tuple[Any, ...]:
     return losses, weights, len(done), spans
 
 
-@pytest.mark.thorough
 def test_processes_fill_where_they_wait_and_where_their_schedule_says(gloo: Pool) -> None:
     plain, filled, marked = (gloo.run(filled_run, ranks=2, args=each) for each in ((0, 0), (1, 0), (1, 1)))
     for runs in (filled, marked):

@@ -27,7 +27,7 @@ CASE = AsyncCase(
 )
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["{'feedback_fresh': 0.0, 'flushes': (), 'flush_first': 2, 'decay': 'plateau'}"])
 @pytest.mark.parametrize(
     "change",
     [

@@ -52,7 +52,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str | int, int | No
 }
 
 
-@pytest.mark.thorough(but=["nested", "the target's"])
+@pytest.mark.thorough(but=["both", "batch in another dimension", "nested", "the target's"])
 @pytest.mark.parametrize(("args", "kwargs", "dims"), CALLS.values(), ids=CALLS.keys())
 def test_a_batch_gives_the_numbers_of_one_process(
     args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[str | int, int | None]

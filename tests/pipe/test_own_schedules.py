@@ -106,7 +106,6 @@ def test_3f1b_trains_as_one_process_does(passes: int, placement: Any, split: boo
     agree(lambda: Recycled(passes), schedule=schedule, split_points=None, mesh=None, recompute=recompute)
 
 
-@pytest.mark.thorough
 def test_stages_without_backward_keep_nothing() -> None:
     """Inputs are gone with the forward: nothing waits for a backward."""
     seen: list[weakref.ref[Tensor]] = []

@@ -169,7 +169,6 @@ def test_norm_types(tied: bool) -> None:
     assert_norms(norms_of_a_pipeline({"pipe": 2, "data": 2}, tied), tied=tied)
 
 
-@pytest.mark.thorough
 def test_norm_types_over_processes(gloo: Pool) -> None:
     for found in gloo.run(norms_of_a_pipeline, ranks=4, args=({"pipe": 2, "data": 2}, True)):
         assert_norms(found, tied=True)

@@ -162,7 +162,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], *, toleranc
 EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["zero1-1x2"])
 @pytest.mark.parametrize(
     ("kind", "case"),
     one_in(
@@ -271,6 +271,7 @@ def verified() -> int:
         return pipe.verify(X, Y).num_gradients
 
 
+@pytest.mark.thorough
 def test_verify_with_a_parameter_of_one_element(gloo: Pool) -> None:
     """Its gradient may have any stride."""
     assert gloo.run(verified, ranks=2) == [9, 9]
@@ -396,7 +397,7 @@ def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple
     return loss, state
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["from-fsdp"])
 @pytest.mark.parametrize(
     ("before", "after"),
     [

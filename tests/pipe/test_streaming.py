@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,17 @@ def equal(one: PipelineModule, other: PipelineModule) -> bool:
 
 
 # --- results ---
+
+
+@pytest.mark.parametrize("look", [lambda p: p.eval_step(X, Y), lambda p: p.full_state_dict(), lambda p: p.flush()])
+def test_2bw_trains_the_same_whatever_drains_it(look: Callable[[PipelineModule], object]) -> None:
+    plain, watched = stream(), stream()
+    for step in range(5):
+        plain.train_step(X, Y)
+        watched.train_step(X, Y)
+        if step % 2:
+            look(watched)
+    assert equal(plain, watched)
 
 
 def test_flush_under_a_flush_schedule_has_nothing_to_say() -> None:

@@ -25,7 +25,6 @@ def test_training_is_that_of_one_process(schedule: str) -> None:
     assert_alone(trained({"schedule": schedule, "mesh": {"pipe": 2}}))
 
 
-@pytest.mark.thorough
 def test_training_over_processes(gloo: Pool) -> None:
     for found in gloo.run(trained, ranks=2, args=({},)):
         assert_alone(found)

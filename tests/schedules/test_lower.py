@@ -134,7 +134,6 @@ def posting_order(program: RankProgram) -> dict[int, list[Message]]:
     return order
 
 
-@pytest.mark.thorough
 @steady
 @given(lowered_alone)
 def test_two_receives_ahead_and_no_more_than_the_order_forces(lowered: Lowered) -> None:

@@ -132,6 +132,7 @@ def test_slices_for_a_schedule_without(name: str) -> None:
         build(name, num_ranks=2, num_microbatches=2, num_slices=2)
 
 
+@pytest.mark.thorough(but=["1f1b-options0-schedule '1f1b' has no option warmup: its options are replicas"])
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

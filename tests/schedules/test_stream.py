@@ -116,7 +116,7 @@ def actions(program: RankProgram) -> list[Action]:
 # --- any length, from any batch ---
 
 
-@pytest.mark.thorough(but=["False-2bw-P1-M1"])
+@pytest.mark.thorough(but=["False-2bw-P1-M1", "False-2bw-P2-M1"])
 @every_case
 @pytest.mark.parametrize("shares", [False, True])
 def test_calls_and_drain_make_the_program(case: Case, deferred: bool, shares: bool) -> None:
