@@ -109,6 +109,25 @@ def test_a_checkpoint_goes_to_another_cut_and_another_schedule(tmp_path: Path) -
     wider.train_step(X, Y)
 
 
+def test_parameters_changed_between_runs_are_taken_over() -> None:
+    """Both versions become what the user set: the next batch runs on it."""
+    pipe, fresh = stream(), stream()
+    pipe.train_step(X, Y)
+    pipe.flush()
+    state = {name: torch.full_like(value, 0.1) for name, value in pipe.full_state_dict().items()}
+    fresh.load_state_dict(state)
+    with torch.no_grad():
+        for name, parameter in pipe.named_parameters():
+            if name.endswith("bias"):
+                parameter.data = state[name].clone()
+            else:
+                parameter.copy_(state[name])
+    for _ in range(3):
+        pipe.train_step(X, Y)
+        fresh.train_step(X, Y)
+    assert equal(pipe, fresh)
+
+
 def test_changed_parameters_reach_the_replicas_of_this_process() -> None:
     pipe = stream(build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
     pipe.train_step(X, Y)
