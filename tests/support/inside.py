@@ -331,7 +331,6 @@ _MODULES = {
     "gradients": "pipe.update.gradients",
     "ir": "schedules.ir",
     "stream": "schedules.lowering.course",
-    "synthesis_joint": "schedules.search.joint",
     "trace_file": "schedules.traces.trace_file",
     "palette": "viz.palette",
 }
