@@ -53,6 +53,8 @@ def _attempt(root: Path, fault: Fault, cases: Mapping[str, Measured]) -> list[st
     touching = {(fault.file, line) for line in fault.lines()}
     running = sorted((case.seconds, name) for name, case in cases.items() if touching & case.lines)
     tried = dict.fromkeys([*(name for _, name in running[:TRIED]), *named])
+    if not tried:
+        return []
     options = ["-q", "-rfE", "--tb=no", "-m", "not nightly", "-p", "no:cacheprovider", f"--timeout={LONG}"]
     try:
         with seeded(root, fault):
