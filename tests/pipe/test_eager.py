@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support import eager_models as models
 from support import eager_objects as objects
+from support.alone import train_alone
 from support.inside import Arguments, RecordedUnits
 from support.records import records
 from torch import Tensor, nn
@@ -63,22 +64,9 @@ def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def plain_steps(model: nn.Module, *, change: Callable[[nn.Module, int], None] | None = None) -> list[float]:
+def plain_steps(model: nn.Module) -> list[float]:
     """Losses of some steps of four microbatches, and what they leave in the model."""
-    optimizer = sgd(list(model.parameters()))
-    losses = []
-    for step in range(STEPS):
-        if change is not None:
-            change(model, step)
-        optimizer.zero_grad()
-        total = 0.0
-        for x, y in zip(X.split(2), Y.split(2), strict=True):
-            loss = F.mse_loss(model(x.clone()), y) / 4
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        optimizer.step()
-    return losses
+    return train_alone(model, [(X, Y)] * STEPS, sgd, parts=4).losses
 
 
 def pipeline(model: nn.Module, **options: Any) -> PipelineModule:

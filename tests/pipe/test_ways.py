@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.inside import profile_cut
 from support.pool import Pool
 from support.tensor_models import make_pipe
@@ -59,18 +60,9 @@ def train(plan: Plan, **options: Any) -> dict[str, Any]:
 
 def train_plain() -> dict[str, Any]:
     model = cnn()
-    steps = SGD(model.parameters())
-    losses, norms = [], []
-    for step in range(3):
-        x, y = batch(step)
-        steps.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)))
-        steps.step()
-        losses.append(loss.item())
+    found = train_alone(model, map(batch, range(3)), SGD, loss_fn=F.cross_entropy, clip=0.7)
     x, y = batch(3)
-    return {"losses": losses, "norms": norms, "eval": F.cross_entropy(model(x), y).item(), "state": model.state_dict()}
+    return found._asdict() | {"eval": F.cross_entropy(model(x), y).item()}
 
 
 ON, BY, CUT, WHOLE = "samples on", "samples", "divided", "whole"
