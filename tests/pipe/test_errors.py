@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from stagewright.pipe import PipelineModule, named
-from stagewright.schedules import ScheduleError, build
+from stagewright.schedules import ScheduleError
 
 
 class Tower(nn.Module):
@@ -196,13 +196,6 @@ def test_a_model_whose_weights_another_process_holds() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r"parameter '1\.weight' is a meta tensor, .*: expected a model made anew"):
         PipelineModule(model)
-
-
-def test_unknown_options() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'microbatches'"):
-        make(microbatches=4)
-    with pytest.raises(ValueError, match=r"schedule '1f1b' has no option depth: its options are"):
-        build("1f1b", num_ranks=2, num_microbatches=4, depth=3)
 
 
 @pytest.mark.parametrize(
