@@ -40,7 +40,6 @@ BETWEEN = {
     "hooks": models.HooksBetween,
     "autocast": models.AutocastBetween,
     "twice": models.Twice,
-    "u": models.UShaped,
     "encoder and decoder": models.EncoderDecoder,
     "cache": objects.WithACache,
     "objects in a cache": objects.WithNestedObjects,

@@ -152,9 +152,6 @@ def test_an_error_on_one_rank_is_the_cause_on_the_others_at_once(gloo: Pool) -> 
         assert at_once(again, closed, closed_too, closed_three)
 
 
-# --- ranks that do not do the same ---
-
-
 # --- ranks that die or stall ---
 
 

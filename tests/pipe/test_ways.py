@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from support.tensor_models import make_pipe
 from support.uneven import plan_of, stage
 from torch import Tensor, nn
 
-from stagewright.partition import Cluster, Plan, Profile, plan
+from stagewright.partition import Plan
 
 WIDE = {"fc1": "column", "fc2": "row"}
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -91,36 +89,6 @@ def test_it_equals_one_process(gloo: Pool, case: str) -> None:
 
 
 # --- from a profile to a run ---
-
-
-def timed(tensor: int, size: int) -> Profile:
-    """The network's profile, with seconds by formula, so that the choice does not hang on a busy machine."""
-    found = profile_cut(
-        cnn(), (batch(0)[0][:size],), tensor=tensor, tensor_parallel=WIDE, repetitions=1, split_backward=False
-    )
-    slow = {"c1": 1e-3, "c2": 1e-3, "fc1": 1e-3 / tensor, "fc2": 1e-3 / tensor}
-    nodes = [
-        replace(node, forward_seconds=took, backward_seconds=2 * took)
-        for node in found.nodes
-        for took in [slow.get(node.name, 1e-5) * size + 2e-4 / tensor]
-    ]
-    return replace(found, nodes=tuple(nodes), step_seconds=None, slowdown=1.0)
-
-
-@pytest.mark.thorough
-def test_what_the_planner_chose_runs(gloo: Pool, tmp_path: Path) -> None:
-    """Convolutions by samples and linear layers divided, from profile to plan to file to run."""
-    given, cluster = [timed(tensor, size) for size in (2, 4) for tensor in (1, 2)], Cluster.parse("2:link=10GB/s@5us")
-    found = plan(given, cluster, global_batch=8, microbatch_sizes=(4,), tensor_sizes=(2,), schedules="1f1b")
-    (only,) = found.stages
-    assert [only.ways[only.nodes.index(name)].split()[0] for name in ("c1", "c2", "fc1", "fc2")] == [BY, BY, CUT, CUT]
-    file = tmp_path / "plan.json"
-    file.write_text(found.to_json())
-    wanted = train_plain()
-    for one in gloo.run(train, ranks=2, args=(Plan.load(file),)):
-        assert one["losses"] == pytest.approx(wanted["losses"], abs=1e-12)
-        for name, value in wanted["state"].items():
-            torch.testing.assert_close(one["state"][name], value, rtol=0, atol=1e-12)
 
 
 class Centred(nn.Module):
