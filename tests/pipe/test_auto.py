@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.inside import AutoLayout, host_bandwidth, median_profile
 from support.pool import Pool
 from support.records import records
@@ -56,13 +58,7 @@ def make_pipe(**options: Any) -> PipelineModule:
 
 
 def trained_alone(steps: int) -> dict[str, Tensor]:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        F.mse_loss(model(X), Y).backward()
-        optimizer.step()
-    return model.state_dict()
+    return train_alone(make_model(), [(X, Y)] * steps, partial(torch.optim.SGD, lr=0.1)).state
 
 
 def run_auto(options: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:

@@ -5,11 +5,13 @@ Over processes each replica passes a batch of its own; in one process the one ba
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.inside import on_ranks, replicate
 from support.pool import Pool
 from support.records import records
@@ -55,18 +57,11 @@ def make_pipe(model: nn.Module, *, num_data: int = 2, **options: Any) -> Pipelin
     return PipelineModule(model, **records(**(settings | options)))
 
 
-def trained_alone(batches: list[tuple[Tensor, Tensor]], loss_fn: Any) -> tuple[dict[str, Tensor], list[float]]:
+def trained_alone(batches: list[tuple[Tensor, ...]], loss_fn: Any) -> tuple[dict[str, Tensor], list[float]]:
     """The same training in one process, each batch whole."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for x, y in batches:
-        optimizer.zero_grad()
-        loss = mean_of(loss_fn, model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return model.state_dict(), losses
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    losses, _, state = train_alone(make_model(), batches, optimizer, loss_fn=loss_fn)
+    return state, losses
 
 
 def assert_equal_states(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.records import records
 from torch import Tensor, nn
 
@@ -81,20 +82,7 @@ def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
 
 def by_hand(delay: int) -> dict[str, Tensor]:
     """One process: the gradient of each step is taken at the weights of `delay` steps before it."""
-    model = make_model()
-    optimizer = sgd(model.parameters())
-    weights = [[p.detach().clone() for p in model.parameters()]]
-    for step in range(STEPS):
-        other = make_model()
-        for mine, theirs in zip(other.parameters(), weights[max(step - delay, 0)], strict=True):
-            mine.data.copy_(theirs)
-        x, y = batch(step)
-        loss_fn(other(x), y).backward()
-        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-            mine.grad = theirs.grad
-        optimizer.step()
-        weights.append([p.detach().clone() for p in model.parameters()])
-    return model.state_dict()
+    return train_alone(make_model(), map(batch, range(STEPS)), sgd, loss_fn=loss_fn, delay=delay).state
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support import eager_models as models
 from support import eager_objects as objects
+from support.alone import train_alone
 from support.inside import Arguments, RecordedUnits
 from support.records import records
 from torch import Tensor, nn
@@ -39,7 +40,6 @@ BETWEEN = {
     "hooks": models.HooksBetween,
     "autocast": models.AutocastBetween,
     "twice": models.Twice,
-    "u": models.UShaped,
     "encoder and decoder": models.EncoderDecoder,
     "cache": objects.WithACache,
     "objects in a cache": objects.WithNestedObjects,
@@ -63,22 +63,9 @@ def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-def plain_steps(model: nn.Module, *, change: Callable[[nn.Module, int], None] | None = None) -> list[float]:
+def plain_steps(model: nn.Module) -> list[float]:
     """Losses of some steps of four microbatches, and what they leave in the model."""
-    optimizer = sgd(list(model.parameters()))
-    losses = []
-    for step in range(STEPS):
-        if change is not None:
-            change(model, step)
-        optimizer.zero_grad()
-        total = 0.0
-        for x, y in zip(X.split(2), Y.split(2), strict=True):
-            loss = F.mse_loss(model(x.clone()), y) / 4
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        optimizer.step()
-    return losses
+    return train_alone(model, [(X, Y)] * STEPS, sgd, parts=4).losses
 
 
 def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
@@ -118,54 +105,6 @@ def test_training_is_that_of_one_process(make: Callable[[], nn.Module]) -> None:
 
 
 # --- schedules, processes, what changes between steps ---
-
-
-CHOSEN = ["functions in units", "hooks in units", "reentrant checkpoint between units", "twice between units"]
-
-
-@pytest.mark.thorough(but=["twice between units"])
-@pytest.mark.parametrize("name", CHOSEN)
-def test_interleaved_with_recomputation(name: str) -> None:
-    model, twin = made(MODELS[name]), made(MODELS[name])
-    pipe = pipeline(model, schedule="interleaved", num_chunks=2, recompute=["full", "none", "full", "none"])
-    losses = [pipe.train_step(X, Y).loss for _ in range(STEPS)]
-    assert losses == pytest.approx(plain_steps(twin), abs=1e-12)
-    if name != "hooks in units":  # recomputation runs hooks again, as in plain PyTorch
-        equal(model, twin)
-
-
-def late_steps(model: nn.Module) -> None:
-    """The plain model, with gradients computed at the weights of one update before."""
-    copies = [[p.detach().clone() for p in model.parameters()]] * 2
-    for _ in range(STEPS):
-        own = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p, old in zip(model.parameters(), copies[0], strict=True):
-                p.copy_(old)
-        model.zero_grad()
-        for x, y in zip(X.split(2), Y.split(2), strict=True):
-            (F.mse_loss(model(x.clone()), y) / 4).backward()
-        gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p, value, gradient in zip(model.parameters(), own, gradients, strict=True):
-                p.copy_(value if gradient is None else value - 0.05 * gradient)
-        copies = [copies[1], [p.detach().clone() for p in model.parameters()]]
-
-
-@pytest.mark.thorough(but=["reentrant checkpoint between units", "twice between units"])
-@pytest.mark.parametrize("name", [*CHOSEN, "encoder and decoder between units", "buffers assigned anew in units"])
-def test_two_versions_of_weights(name: str) -> None:
-    """Under 2bw a batch is computed with the weights of one update before."""
-    model, twin = made(MODELS[name]), made(MODELS[name])
-    pipe = pipeline(model, schedule="2bw")
-    for _ in range(STEPS):
-        pipe.train_step(X, Y)
-    pipe.flush()
-    late_steps(twin)
-    if name != "hooks in units":
-        equal(model, twin)
-    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(mine, other, rtol=0, atol=1e-12)
 
 
 class Scaled(models.Stack):

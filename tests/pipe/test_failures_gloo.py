@@ -26,7 +26,7 @@ import torch.distributed as dist
 from support.failing import LONG, Told, pipeline, raise_key_error, step, told
 from support.inside import Engine
 from support.pool import Pool
-from support.small import WIDTH, X, Y, layers, make, sgd
+from support.small import X, Y, layers, make, sgd
 from torch import Tensor, nn
 
 from stagewright.comm import Collectives
@@ -150,44 +150,6 @@ def test_an_error_on_one_rank_is_the_cause_on_the_others_at_once(gloo: Pool) -> 
             assert one.text.startswith("this pipeline has ended: expected a new PipelineModule after ")
         assert [one.kind for one in (closed, closed_too, closed_three)] == ["none"] * 3
         assert at_once(again, closed, closed_too, closed_three)
-
-
-# --- ranks that do not do the same ---
-
-
-def disagree() -> list[Told]:
-    """Other microbatches, then other batches, then another call, each on rank 1 alone."""
-    rank = dist.get_rank()
-    found = [told(lambda: pipeline(num_microbatches=4 + rank))]
-    pipe = pipeline()
-    size = 8 + 8 * rank
-    found += [told(lambda: pipe.train_step(torch.zeros(size, WIDTH), torch.zeros(size, WIDTH))), told(pipe.close)]
-    pipe = pipeline(timeout=SHORT)
-    found.append(told(pipe.full_state_dict if rank == 1 else step(pipe)))
-    return found
-
-
-@pytest.mark.thorough
-def test_ranks_that_disagree(gloo: Pool) -> None:
-    first, second = gloo.run(disagree, ranks=2)
-    for rank, (built, sizes, closed, calls) in enumerate((first, second)):
-        assert built.kind == "ValueError"
-        assert f"rank {1 - rank} has schedule '1f1b' (order " in built.text
-        assert f"P=2, M={5 - rank}, stages " in built.text
-        assert ", microbatches of ((" in built.text
-        assert built.text.endswith("expected the same model, schedule, options and batch sizes on every rank")
-        assert at_once(built)
-        assert sizes.kind == "ValueError"
-        assert "rank 0 passed other inputs to step 0 than rank 1" in sizes.text
-        assert calls.kind in ("PipelineTimeout", "PeerLost")
-        assert closed.kind == "none"
-    # Whoever gives up first has waited in vain, and the other one learns of that.
-    texts = first[3].text, second[3].text
-    assert any(
-        "\ncause: the ranks" in text and "did all of them make the same calls, with batches" in text for text in texts
-    )
-    assert any("gave up: rank" in text for text in texts) or all("waited for each other" in text for text in texts)
-    assert "together with the ranks 0, 1, failed after" in second[3].text
 
 
 # --- ranks that die or stall ---

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.records import records
 from torch import Tensor, nn
 
@@ -127,17 +128,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plain(make: Callable[[], list[nn.Module]]) -> tuple[list[float], dict[str, Tensor]]:
-    model = made(make)
-    optimizer = sgd(model.parameters())
-    losses = []
-    for step in range(2):
-        optimizer.zero_grad()
-        parts = zip(*(each.tensor_split(4) for each in batch(step)), strict=True)
-        found = [F.mse_loss(model(x), y) / 4 for x, y in parts]
-        torch.stack(found).sum().backward()
-        optimizer.step()
-        losses.append(sum(each.item() for each in found))
-    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
+    losses, _, state = train_alone(made(make), map(batch, range(2)), sgd, parts=4)
+    return losses, state
 
 
 def pipelined(make: Callable[[], list[nn.Module]], **options: Any) -> tuple[list[Any], dict[str, Tensor]]:

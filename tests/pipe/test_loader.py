@@ -126,13 +126,6 @@ def loader(rank_seed: int = 0, **options: object) -> ReplicaLoader:
     return ReplicaLoader(TensorDataset(samples, samples[:, 0]), ReplicaBatches(12, batch_size=3, seed=7), **options)  # type: ignore[arg-type]
 
 
-def test_ranks_with_other_random_states_pass_the_same_batches() -> None:
-    one, other = loader(1), loader(2)
-    for _ in range(2):
-        for (x, _), (y, _) in zip(one, other, strict=True):
-            assert torch.equal(x, y)
-
-
 @pytest.mark.parametrize("passed", [0, 1, 3, 4, 6])
 def test_a_state_goes_on_behind_the_last_batch_that_was_passed(passed: int) -> None:
     whole = loader()

@@ -223,12 +223,3 @@ def test_the_profiler_takes_keywords_and_a_models_own_loss() -> None:
         profile_model(model, {"tokens": WORDS}, loss_fn="model", target=LABELS)
     with pytest.raises(ValueError, match=r"have batch sizes \[3, 6\]: .*batch_dims="):
         profile_model(model, {"tokens": WORDS, "labels": LABELS[:3]})
-
-
-def test_a_loader_of_dicts() -> None:
-    model, _ = models()
-    samples = [{"tokens": t, "labels": labels} for t, labels in zip(WORDS, LABELS, strict=True)]
-    options = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1), "num_microbatches": 2}
-    pipe = pipeline(model, loss_weight="labels", **options)
-    losses = [pipe.train_step(batch).loss for batch in pipe.loader(samples, batch_size=3)]  # type: ignore[arg-type]
-    assert len(losses) == 2

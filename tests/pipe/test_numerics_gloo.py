@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cases import Case, Layout, agree
-from support.holdings import storage_bytes, take_stock
 from support.matrix import cover, make_case, sample
 from support.models import make_batch
 from support.pipeline import make_pipeline, run
@@ -58,23 +57,6 @@ def test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor(gloo:
     """
     layout = Layout(num_ranks=2, split_points=("2",))
     check(gloo, make_case("lstm", layout, 5), layout)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("task", ["unet", "sequential-stages"])
-def test_each_rank_holds_its_own_stages_only(gloo: Pool, task: str) -> None:
-    layout = Layout(schedule="interleaved", num_ranks=3, num_chunks=2)
-    case = make_case(task, layout, 4)
-    holdings = gloo.run(take_stock, ranks=3, args=(case, layout))
-    model = reference_model(case)
-    owned = [name for rank in holdings for name in rank.names]
-    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
-    for rank in holdings:
-        assert 0 < rank.alive_bytes == rank.own_bytes < storage_bytes(model.parameters())
-        assert list(rank.full_state) == list(model.state_dict())
-        assert all(torch.equal(tensor, rank.full_state[name]) for name, tensor in rank.local_state.items())
-    local = [name for rank in holdings for name in rank.local_state]
-    assert sorted(local) == sorted(model.state_dict())
 
 
 def load_twice(case: Case, layout: Layout, state: dict[str, Tensor]) -> bool:

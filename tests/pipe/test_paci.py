@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.async_pipeline import make_pipeline, run
-from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
+from support.async_reference import UNEVEN, AsyncCase, agree, make_model
 from support.records import records
 from torch import Tensor, nn
 
@@ -208,28 +207,6 @@ def test_recomputation_runs_with_the_new_weights() -> None:
 )
 def test_other_models_against_the_replay(case: AsyncCase) -> None:
     agree(run(case), case)
-
-
-@pytest.mark.thorough
-def test_a_checkpoint_goes_on_exactly(tmp_path: Path) -> None:
-    """Saving drains: what follows is that of a run with a flush there."""
-    case = replace(PACI, optimizer="adamw")
-
-    def train(pipe: Any, batches: range) -> None:
-        for t in batches:
-            inputs, target = make_batch(case, t, case.sizes[t])
-            pipe.train_step(*inputs, target)
-
-    with make_pipeline(case, make_model(case)) as pipe:
-        train(pipe, range(3))
-        pipe.save(tmp_path)
-    with make_pipeline(case, make_model(case)) as pipe:
-        pipe.load(tmp_path)
-        train(pipe, range(3, len(case.sizes)))
-        pipe.flush()
-        state = pipe.full_state_dict()
-    expected = replay(replace(case, flushes=(2,))).state
-    assert all(torch.equal(value, expected[name]) for name, value in state.items())
 
 
 def test_no_norm_over_all_stages() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.grids import nightly
 from support.pool import Pool
 from support.records import records
@@ -135,14 +137,8 @@ def run(name: str, optimizer: str = "sgd") -> dict[str, Tensor]:
 
 
 def run_alone(name: str) -> dict[str, Tensor]:
-    model = MODELS[PLANS[name][0]]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(X), Y)
-        loss.backward()
-        optimizer.step()
-    return {**model.state_dict(), "": loss.detach()}
+    losses, _, state = train_alone(MODELS[PLANS[name][0]](), [(X, Y)] * 2, partial(torch.optim.SGD, lr=0.05))
+    return {**state, "": torch.tensor(losses[-1], dtype=torch.float64)}
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
-import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import layout_of_plan
 from support.inside import simulated_simulated as simulated
-from torch import nn
 
 from stagewright.comm import World
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, plan
-from stagewright.pipe import PipelineModule
 from stagewright.schedules import FAMILIES, check, check_lowered, lower
 
 PLANNED = [name for name, each in FAMILIES.items() if each.is_planned]
@@ -128,38 +122,6 @@ def test_plans_are_carried_out(seed: int) -> None:
     found = random_plan(seed)
     if found is not None:
         prove(found)
-
-
-@pytest.mark.thorough(but=["0"])
-@pytest.mark.filterwarnings("ignore:.*devices stay idle")
-@pytest.mark.parametrize("seed", range(4))
-def test_plans_train_as_one_process_does(seed: int) -> None:
-    pick = random.Random(seed)
-    torch.manual_seed(seed)
-    units = {f"n{i}": nn.Linear(5, 5) for i in range(5)}
-    modules = [nn.Sequential(OrderedDict((n, copy.deepcopy(u)) for n, u in units.items())).double() for _ in range(2)]
-    nodes = [
-        Node(name=name, forward_seconds=pick.random(), backward_seconds=pick.random(), parameter_bytes=240.0)
-        for name in units
-    ]
-    flush = [name for name in PLANNED if not FAMILIES[name].rule.is_asynchronous]
-    found = plan(
-        Profile(nodes=nodes, microbatch_size=1),
-        clusters(pick, memory=False),
-        global_batch=(batch := pick.choice([4, 6, 12])),
-        schedules=pick.sample(flush, 2),
-        chunk_sizes=(2,),
-        pipeline_sizes=(2, 3) if seed else None,
-        runnable=True,
-    )
-    x, y = torch.randn(2, batch, 5, dtype=torch.float64)
-    loss = F.mse_loss(modules[1](x), y)
-    loss.backward()
-    pipe = PipelineModule(modules[0], schedule=found, loss_fn=F.mse_loss, timeout=60.0)
-    assert pipe.forward_backward(x, y).loss == pytest.approx(loss.item(), rel=1e-12)
-    for ours, theirs in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-    pipe.close()
 
 
 @pytest.mark.nightly

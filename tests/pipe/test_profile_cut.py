@@ -62,22 +62,6 @@ def measured(tensor: int, *, sums: float = 2.0, num_bytes: float = 1e6, size: in
     return Profile(nodes=nodes, tensor=tensor, microbatch_size=size)
 
 
-@pytest.mark.thorough
-def test_a_plan_chooses_over_how_many_ranks() -> None:
-    """One sample a batch: only tensor ranks can share it. Slow links, or no room but in parts, decide otherwise."""
-    profiles = [measured(tensor) for tensor in (1, 2, 4)]
-    fast = plan(profiles, Cluster.parse("4:link=10GB/s@5us"), global_batch=1)
-    assert [stage.tensor for stage in fast.stages] == [4]
-    ring = 2 * 3 * 5e-6 * 2 + 2 * 3 / 4 * 1e6 / 10e9  # latency of two sums, then their bytes: each node, F and B
-    assert fast.simulated_step_time == pytest.approx(4 * (3e-3 / 4 + 2 * ring), rel=1e-9)
-    slow = plan(profiles, Cluster.parse("4:link=0.1GB/s@5us"), global_batch=1)
-    assert {stage.tensor for stage in slow.stages} == {1}
-    across = plan(profiles, Cluster.parse("2x2:link=10GB/s,net=0.1GB/s"), global_batch=1)
-    assert {stage.tensor for stage in across.stages} == {2}  # a group stays within the fast links
-    tight = plan(profiles, Cluster.parse("4:link=0.1GB/s"), global_batch=1, memory_limit=40e6, pipeline_sizes=[2])
-    assert {stage.tensor for stage in tight.stages} == {2}
-
-
 def test_refused_by_name() -> None:
     cluster = Cluster.parse("4:link=10GB/s")
     with pytest.raises(ValueError, match=r"no profile of microbatches of 2 over 2 tensor ranks, .* --tensor 2"):

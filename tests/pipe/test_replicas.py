@@ -5,8 +5,6 @@ The replay of support/async_reference.py runs flush schedules, too; asynchronous
 
 from __future__ import annotations
 
-import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from support.pool import Pool
 from support.small import X, Y, make
 from torch import nn
 
-from stagewright.schedules import Action, Op, build, check
+from stagewright.schedules import build, check
 
 LAYOUTS = [(2, 1), (1, 2), (3, 1), (1, 3), (2, 1, 1), (2, 2)]
 
@@ -86,38 +84,3 @@ def test_gradients_are_summed_bucket_by_bucket(gloo: Pool) -> None:
     """Each alone and in its own place; several at once and the rest."""
     one = case((2, 1), optimizer="adamw")
     agree(gloo.run(_in_small_buckets, ranks=3, args=(one, 300)), one)
-
-
-class _Slow(nn.Linear):
-    """A layer whose backward takes longer on the stage's second replica."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = super().forward(x)
-        if found.requires_grad and torch.distributed.get_rank() == 1:
-            found.register_hook(lambda _: time.sleep(0.02))
-        return found
-
-
-def _of_unequal_replicas() -> tuple[int, list[tuple[int, Action, float, float]]]:
-    """Microbatches of an update group; the spans of all ranks in a stream of a few batches."""
-    schedule = build("pipedream", num_ranks=3, num_microbatches=4, replicas=(2, 1))
-    pipe = make(model=nn.Sequential(_Slow(6, 6), nn.Linear(6, 6)), schedule=schedule, num_microbatches=None, mesh=None)
-    results = [pipe.train_step(X, Y) for _ in range(3)]
-    timeline = results[-1].timeline()
-    pipe.flush()
-    return schedule.group_size, [(rank, *span) for rank, own in enumerate(timeline.ranks) for span in own.compute]
-
-
-def test_updates_wait_for_the_gradients_of_all_replicas(gloo: Pool) -> None:
-    """As simulated: behind an update no replica goes on before the slowest one's backward of that group has ended."""
-    size, spans = gloo.run(_of_unequal_replicas, ranks=3)[0]
-    ends = {what.index: end for _, what, _, end in spans if what.stage == 0 and what.op is Op.B}
-    updates = 0
-    for rank in (0, 1):
-        own = [(what, start) for at, what, start, _ in spans if at == rank]
-        for (update, _), (_, after) in pairwise(own):
-            group = [ends[k] for k in range(update.index * size, (update.index + 1) * size) if k in ends]
-            if update.op is Op.U and group:
-                assert max(group) <= after
-                updates += 1
-    assert updates >= 4

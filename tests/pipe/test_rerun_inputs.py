@@ -247,23 +247,6 @@ def test_attention_to_itself(schedule: str, recompute: Any) -> None:
     equals_one_process(lambda: nn.Sequential(*[layer() for _ in range(4)]), recompute, schedule=schedule, atol=1e-15)
 
 
-def everything(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
-    return True
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("recompute", ["selective", everything])
-def test_casts_that_autocast_keeps(recompute: Any) -> None:
-    """Their gradients add up in bfloat16, as without recomputation: to the last bit."""
-    found = []
-    for word in ("none", recompute):
-        model = made(lambda: nn.Sequential(Recurrent(), Recurrent())).float()
-        with torch.autocast("cpu", torch.bfloat16):
-            pipeline(model, word, example_inputs=(X.float(),)).forward_backward(X.float(), Y.float())
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 class Drops(nn.Module):
     def __init__(self) -> None:
         super().__init__()

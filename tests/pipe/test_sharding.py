@@ -17,9 +17,7 @@ from support.sharded import X, Y, even, halved, sgd
 from torch import Tensor, nn
 
 from stagewright import named
-from stagewright.partition import Plan, PlanStage
 from stagewright.pipe import Mesh, PipelineModule
-from stagewright.schedules import Costs
 
 WIDTH, VOCABULARY, STEPS = 6, 7, 4
 
@@ -425,34 +423,3 @@ def test_a_checkpoint_of_parts_is_one_of_wholes(
     for found, state in answers:
         assert found == pytest.approx(float(loss.detach()), abs=1e-10)
         assert_same(state, model.state_dict(), tolerance=1e-10)
-
-
-def planned(schedule: str, shards: int) -> dict[str, Tensor]:
-    """A rank of a plan whose first stage alone has replicas."""
-    stages = (
-        PlanStage(nodes=("0", "1"), ranks=(0, 1), optimizer_shards=shards, step_seconds=3),
-        PlanStage(nodes=("2", "3"), ranks=(2,), step_seconds=3),
-    )
-    plan = Plan(
-        stages=stages,
-        costs=Costs(forward=1, backward=2),
-        num_devices=3,
-        schedule=schedule,
-        num_microbatches=4,
-        cost_model="default",
-        predicted_step_time=3,
-        bound=3,
-    )
-    pipe = PipelineModule(even(), schedule=plan, loss_fn=F.mse_loss, optimizer=sgd, timeout=120.0)
-    for _ in range(4):
-        pipe.train_step(X, Y)
-    pipe.flush()
-    state = pipe.full_state_dict()
-    pipe.close()
-    return state
-
-
-def test_a_plan_divides_the_optimizer_of_one_stage_in_a_stream(gloo: Pool) -> None:
-    wanted = gloo.run(planned, ranks=3, args=("2bw", 1))[0]
-    for found in gloo.run(planned, ranks=3, args=("2bw", 2)):
-        assert_same(found, wanted, tolerance=1e-12)

@@ -69,21 +69,6 @@ def make_pipe(loss_fn: Any, **options: Any) -> PipelineModule:
     )
 
 
-def accumulated(masks: bool) -> list[dict[str, Tensor | None]]:
-    """This rank's gradients behind one step, and behind two more, without an optimizer."""
-    replica = torch.distributed.get_rank() % 2
-    pipe = make_pipe(masked if masks else F.mse_loss)
-    found = []
-    for steps in ((0,), (1, 2)):
-        for step in steps:
-            pipe.forward_backward(*batch_of(step, replica))
-        found.append({n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()})
-        for parameter in pipe.parameters():
-            parameter.grad = None
-    pipe.close()
-    return found
-
-
 def alone(steps: tuple[int, ...], *, masks: bool) -> dict[str, Tensor | None]:
     """The same of one process, each step on both replicas' samples together."""
     model = tied_model()
@@ -96,27 +81,6 @@ def alone(steps: tuple[int, ...], *, masks: bool) -> dict[str, Tensor | None]:
             loss = loss + (masked(output, y)[0] if masks else F.mse_loss(output, y, reduction="sum")) / count
         loss.backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("masks", [False, True], ids=["mean", "sum-and-count"])
-def test_gradients_equal_one_process_on_all_samples(gloo: Pool, masks: bool) -> None:
-    """Also those that one replica alone has, or nobody (None), and those of several calls."""
-    answers = gloo.run(accumulated, ranks=4, args=(masks,))
-    for at, steps in enumerate(((0,), (1, 2))):
-        wanted = alone(steps, masks=masks)
-        assert wanted["0.0.unused"] is None
-        names = set()
-        for answer in answers:
-            names |= answer[at].keys()
-            for name, gradient in answer[at].items():
-                if wanted[name] is None:
-                    assert gradient is None, name
-                else:
-                    torch.testing.assert_close(
-                        gradient, wanted[name], rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
-                    )
-        assert names == wanted.keys()
 
 
 def through_a_bad_batch() -> list[float | None]:

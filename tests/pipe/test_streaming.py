@@ -72,7 +72,7 @@ def test_a_measured_timeline_spans_a_few_batches() -> None:
 
 
 @pytest.mark.thorough(but=["2bw"])
-@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])
 def test_going_on_from_a_checkpoint_is_exact(schedule: str, tmp_path: Path) -> None:
     pipe = stream(schedule)
     for _ in range(3):

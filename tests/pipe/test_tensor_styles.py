@@ -58,63 +58,39 @@ def gpt() -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=24, n_layer=2, n_head=4)
-    return GPT2LMHeadModel(config)
-
-
-def llama(**sizes: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    wanted = {"num_attention_heads": 4, "num_key_value_heads": 2} | sizes
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=32, hidden_size=24, intermediate_size=40, num_hidden_layers=2, **wanted)
-    )
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=32,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            experts_implementation="eager",  # the default's kernel takes no float64
-        )
-    )
-
-
-def qwen() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=32,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=6,
-        )
-    )
-
-
-SMALL = {"vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
-SMALL |= {"intermediate_size": 40, "max_position_embeddings": 16, "num_labels": 5}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=24, n_layer=2, n_head=4))
 
 
 def tiny(name: str, **options: Any) -> nn.Module:
-    """A model of transformers that brings no plan along."""
+    """A model of transformers, as "Llama CausalLM"."""
     import transformers
 
     kind, _, task = name.partition(" ")
     config = getattr(transformers, f"{kind}Config")(**options)
     return getattr(transformers, f"{kind}For{task}")(config)
+
+
+def grouped(name: str, **options: Any) -> nn.Module:
+    """One whose heads share keys and values."""
+    sizes = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1}
+    return tiny(name, **(sizes | {"num_attention_heads": 4, "num_key_value_heads": 2} | options))
+
+
+def llama(**sizes: int) -> nn.Module:
+    return grouped("Llama CausalLM", num_hidden_layers=2, **sizes)
+
+
+def mixtral() -> nn.Module:
+    """The default's kernel takes no float64."""
+    return grouped("Mixtral CausalLM", num_local_experts=4, experts_implementation="eager")
+
+
+def qwen() -> nn.Module:
+    return grouped("Qwen3 CausalLM", head_dim=6)
+
+
+SMALL = {"vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+SMALL |= {"intermediate_size": 40, "max_position_embeddings": 16, "num_labels": 5}
 
 
 def adapted_electra() -> nn.Module:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import Alone, train_alone
 from support.records import records
 from torch import Tensor, nn
 
@@ -41,24 +42,10 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-def by_hand(*, delay: int, frozen: str, max_grad_norm: float) -> tuple[dict[str, Tensor], list[float]]:
-    """One process, the gradient of each step taken at the weights of `delay` steps before it; and the norms."""
-    model, norms = make_model(frozen=frozen), []
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = optimizer_of(trained)
-    weights = [[p.detach().clone() for p in model.parameters()]]
-    for step in range(STEPS):
-        other = make_model(frozen=frozen)
-        for mine, theirs in zip(other.parameters(), weights[max(step - delay, 0)], strict=True):
-            mine.data.copy_(theirs)
-        x, y = batch(step)
-        F.mse_loss(other(x), y).backward()
-        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-            mine.grad = theirs.grad
-        norms.append(float(nn.utils.clip_grad_norm_(trained, max_grad_norm)))
-        optimizer.step()
-        weights.append([p.detach().clone() for p in model.parameters()])
-    return model.state_dict(), norms
+def by_hand(*, delay: int, frozen: str, max_grad_norm: float) -> Alone:
+    """One process, the gradient of each step taken at the weights of `delay` steps before it."""
+    model = make_model(frozen=frozen)
+    return train_alone(model, map(batch, range(STEPS)), optimizer_of, delay=delay, clip=max_grad_norm)
 
 
 def differences(options: dict[str, Any], frozen: str = "") -> list[str]:
@@ -83,7 +70,7 @@ def differences(options: dict[str, Any], frozen: str = "") -> list[str]:
     norms += [result.grad_norm for result in pipe.flush()]
     found = pipe.full_state_dict()
     pipe.close()
-    wanted, expected = by_hand(delay=int(options.get("schedule") == "2bw"), frozen=frozen, **clip)
+    _, expected, wanted = by_hand(delay=int(options.get("schedule") == "2bw"), frozen=frozen, **clip)
     wrong = [name for name, value in wanted.items() if not torch.allclose(found[name], value, rtol=0, atol=1e-12)]
     return wrong if norms[-1] == pytest.approx(expected[-1], abs=1e-12) else [*wrong, f"norms {norms} {expected}"]
 

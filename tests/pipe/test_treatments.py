@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.inside import profile_model
 from support.pool import Pool
 from torch import Tensor, nn
@@ -73,12 +74,7 @@ def trained(found: Plan) -> tuple[float, dict[str, Tensor], int]:
 
 def alone() -> dict[str, Tensor]:
     model, x = made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), x).backward()
-        optimizer.step()
-    return copy.deepcopy(model.state_dict())
+    return train_alone(model, [(x, x)] * 2, partial(torch.optim.SGD, lr=0.05)).state
 
 
 def agree(found: Plan, plain: Plan, gloo: Pool) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -65,19 +66,10 @@ class Trained(NamedTuple):
 def alone(num_replicas: int = 1) -> Trained:
     """One plain process."""
     model = make_model()
-    optimizer = momentum(model.parameters())
-    losses, norms = [], []
-    for step in range(STEPS):
-        x, y = whole_batch(step, num_replicas)
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    found = train_alone(model, (whole_batch(step, num_replicas) for step in range(STEPS)), momentum, clip=LIMIT)
     x, y = whole_batch(0, num_replicas)
     output = model(x).detach()
-    return Trained(losses, norms, model.state_dict(), float(F.mse_loss(output, y)), output)
+    return Trained(*found, float(F.mse_loss(output, y)), output)  # type: ignore[arg-type]
 
 
 def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.grids import nightly
 from support.pool import Pool
 from support.tensor_models import WIDTH, loss_fn, make_batch, make_model, make_pipe
@@ -42,18 +43,9 @@ def train(plan: Plan, optimizer: str = "sgd", **options: Any) -> dict[str, Any]:
 
 def train_plain(optimizer: str = "sgd") -> dict[str, Any]:
     model = make_model()
-    steps = OPTIMIZERS[optimizer](model.parameters())
-    losses, norms = [], []
-    for step in range(3):
-        x, y = make_batch(step)
-        steps.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)))
-        steps.step()
-        losses.append(loss.item())
+    found = train_alone(model, map(make_batch, range(3)), OPTIMIZERS[optimizer], loss_fn=loss_fn, clip=0.7)
     x, y = make_batch(3, size=5)
-    return {"losses": losses, "norms": norms, "eval": loss_fn(model(x), y).item(), "state": model.state_dict()}
+    return found._asdict() | {"eval": loss_fn(model(x), y).item()}
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, piped
+from support.small import make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -201,15 +202,7 @@ def test_a_module_deleted_or_replaced_between_steps_is_refused_by_what_reads_the
     """`save` wrote a checkpoint without it, and under 2BW `load_state_dict` ended in a KeyError; of one that took its
     place, `save` wrote weights that no stage had trained."""
     model, (x, y) = Listed().double(), batch(0)
-    pipe = PipelineModule(
-        model,
-        mesh={"pipe": 2},
-        schedule=schedule,
-        num_microbatches=2,
-        loss_fn=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        example_inputs=(x,),
-    )
+    pipe = make(model=model, schedule=schedule, example_inputs=(x,))
     pipe.train_step(x, y)
     pipe.flush()
     state = pipe.full_state_dict()
@@ -242,9 +235,6 @@ def test_attributes_that_change_between_steps_take_effect_at_the_next(recompute:
             module.options["act"] = torch.sin
 
     agree(between_layers(Tempered), change, recompute=recompute)
-
-
-# --- compiled children ---
 
 
 # --- sparse ---

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from stagewright.comm import PeerLost
 from stagewright.pipe import PipelineModule, VerificationError
-from stagewright.schedules import build
 
 SCHEDULES = ("1f1b", "interleaved", "2bw", "pipedream")
 
@@ -334,19 +333,6 @@ def test_over_processes(gloo: Pool, task: str, schedule: str, mesh: dict[str, in
     found = gloo.run(verified, ranks=ranks, args=(task, schedule, mesh))
     assert len({count for count, _ in found}) == 1
     assert found[0][0] > 0
-
-
-def verified_replicas() -> int:
-    torch.manual_seed(0)
-    net, x, y = chain(nn.Tanh()), torch.randn(8, 4), torch.randn(8, 4)
-    schedule = build("1f1b", num_ranks=2, num_microbatches=4, replicas=(2,))
-    with PipelineModule(net, schedule=schedule, loss_fn=F.mse_loss, verify=True) as pipe:
-        return pipe.verify(x, y).num_gradients
-
-
-@pytest.mark.thorough
-def test_a_replica_of_the_last_stage_evaluates_its_own_microbatches_alone(gloo: Pool) -> None:
-    assert min(gloo.run(verified_replicas, ranks=2)) > 0
 
 
 def verify_without_a_copy() -> str:

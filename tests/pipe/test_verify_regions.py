@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from stagewright.pipe import Mesh, PipelineModule, VerificationError
-
 
 class ForgetfulColumn(ParallelStyle):
     """Columns as someone writes them for inference: nobody sums the gradient of the input."""
@@ -158,37 +156,3 @@ def test_the_innermost_region_is_named(gloo: Pool, name: str) -> None:
     for found in gloo.run(verdict, ranks=2, args=(name,)):
         assert (found is None) == (expected is None), found
         assert expected is None or expected in (found or "")
-
-
-def trained(option: Any, dropout: float) -> tuple[str | None, float]:
-    """The answer to the first batch of a pipeline with verify=True, and its loss."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocabulary=32, length=8, layers=2, width=24, heads=4, dropout=dropout)).double()
-    tokens = torch.arange(40).view(5, 8) % 32  # microbatches of two sizes
-    with PipelineModule(
-        model,
-        mesh=Mesh(pipe=2, tensor=2, tensor_parallel=option),
-        schedule="1f1b",
-        num_microbatches=2,
-        loss_fn=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        verify=True,
-        timeout=120.0,
-    ) as pipe:
-        try:
-            return None, float(pipe.train_step(tokens, tokens).loss or 0.0)
-        except VerificationError as error:
-            return str(error), 0.0
-
-
-@pytest.mark.thorough
-def test_the_first_batch_of_a_pipeline(gloo: Pool) -> None:
-    """Also with masks of divided activations, which the plain module does not draw."""
-    told = gloo.run(trained, ranks=4, args=("auto", 0.1))
-    assert {story for story, _ in told} == {None}
-    assert len({loss for _, loss in told}) == 1
-    told = gloo.run(trained, ranks=4, args=({"blocks.1.up": ForgetfulColumn(), "blocks.1.down": "row"}, 0.1))
-    assert len({story for story, _ in told}) == 1
-    assert "'blocks.1.up' by 'ForgetfulColumn', 'blocks.1.down' by 'row'): a gradient of its inputs" in (
-        told[0][0] or ""
-    )

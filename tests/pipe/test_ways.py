@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.inside import profile_cut
 from support.pool import Pool
 from support.tensor_models import make_pipe
 from support.uneven import plan_of, stage
 from torch import Tensor, nn
 
-from stagewright.partition import Cluster, Plan, Profile, plan
+from stagewright.partition import Plan
 
 WIDE = {"fc1": "column", "fc2": "row"}
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -59,18 +58,9 @@ def train(plan: Plan, **options: Any) -> dict[str, Any]:
 
 def train_plain() -> dict[str, Any]:
     model = cnn()
-    steps = SGD(model.parameters())
-    losses, norms = [], []
-    for step in range(3):
-        x, y = batch(step)
-        steps.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7)))
-        steps.step()
-        losses.append(loss.item())
+    found = train_alone(model, map(batch, range(3)), SGD, loss_fn=F.cross_entropy, clip=0.7)
     x, y = batch(3)
-    return {"losses": losses, "norms": norms, "eval": F.cross_entropy(model(x), y).item(), "state": model.state_dict()}
+    return found._asdict() | {"eval": F.cross_entropy(model(x), y).item()}
 
 
 ON, BY, CUT, WHOLE = "samples on", "samples", "divided", "whole"
@@ -99,36 +89,6 @@ def test_it_equals_one_process(gloo: Pool, case: str) -> None:
 
 
 # --- from a profile to a run ---
-
-
-def timed(tensor: int, size: int) -> Profile:
-    """The network's profile, with seconds by formula, so that the choice does not hang on a busy machine."""
-    found = profile_cut(
-        cnn(), (batch(0)[0][:size],), tensor=tensor, tensor_parallel=WIDE, repetitions=1, split_backward=False
-    )
-    slow = {"c1": 1e-3, "c2": 1e-3, "fc1": 1e-3 / tensor, "fc2": 1e-3 / tensor}
-    nodes = [
-        replace(node, forward_seconds=took, backward_seconds=2 * took)
-        for node in found.nodes
-        for took in [slow.get(node.name, 1e-5) * size + 2e-4 / tensor]
-    ]
-    return replace(found, nodes=tuple(nodes), step_seconds=None, slowdown=1.0)
-
-
-@pytest.mark.thorough
-def test_what_the_planner_chose_runs(gloo: Pool, tmp_path: Path) -> None:
-    """Convolutions by samples and linear layers divided, from profile to plan to file to run."""
-    given, cluster = [timed(tensor, size) for size in (2, 4) for tensor in (1, 2)], Cluster.parse("2:link=10GB/s@5us")
-    found = plan(given, cluster, global_batch=8, microbatch_sizes=(4,), tensor_sizes=(2,), schedules="1f1b")
-    (only,) = found.stages
-    assert [only.ways[only.nodes.index(name)].split()[0] for name in ("c1", "c2", "fc1", "fc2")] == [BY, BY, CUT, CUT]
-    file = tmp_path / "plan.json"
-    file.write_text(found.to_json())
-    wanted = train_plain()
-    for one in gloo.run(train, ranks=2, args=(Plan.load(file),)):
-        assert one["losses"] == pytest.approx(wanted["losses"], abs=1e-12)
-        for name, value in wanted["state"].items():
-            torch.testing.assert_close(one["state"][name], value, rtol=0, atol=1e-12)
 
 
 class Centred(nn.Module):

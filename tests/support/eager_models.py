@@ -5,7 +5,6 @@ Each takes [N, WIDTH] and returns [N, WIDTH]; `blocks` are its units, `forward` 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -199,13 +198,6 @@ class BranchingBlock(Block):
         return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
 
 
-class DroppingBlock(Block):
-    """LayerDrop inside the layer, with Python's random numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.training and random.random() < 0.4 else super().forward(x)
-
-
 # --- between units ---
 
 
@@ -281,23 +273,6 @@ class Twice(Stack):
         first, second, third, _ = self.blocks
         h = first(x)
         return self.head(second(third(second(h)))) + h
-
-
-class UShaped(nn.Module):
-    """Down and up again, with skips."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = nn.ModuleList(Block() for _ in range(3)), nn.ModuleList(linear() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        for block in self.down:
-            x = block(x)
-            kept.append(x)
-        for layer in self.up:
-            x = torch.relu(layer(x)) + kept.pop()
-        return x
 
 
 class EncoderDecoder(nn.Module):

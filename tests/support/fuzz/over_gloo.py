@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..pool import Pool, _Worker
 from .cases import Case, Outcome
 from .piped import run
-from .verdict import TESTS, Verdict, judge, last_line
+from .verdict import HOUSE, TESTS, Verdict, judge, last_line
 
 LIMIT = 240.0  # [s] for a case
 _SERVE = "import sys; from multiprocessing.connection import Connection; from support.pool_worker import serve; "
@@ -61,7 +61,7 @@ class HashingPool(Pool):
             os.close(descriptor)
             environment = os.environ | {
                 "PYTHONHASHSEED": str(100 + index),
-                "PYTHONPATH": str(TESTS),
+                "PYTHONPATH": f"{TESTS}{os.pathsep}{HOUSE.parent}",
                 "OMP_NUM_THREADS": "1",
             }
             words = [sys.executable, "-c", _SERVE, str(theirs.fileno()), log, str(self._store.port)]
