@@ -75,7 +75,7 @@ def test_2bw_from_the_fewest_microbatches_on(num_ranks: int, num_microbatches: i
     check(AsyncCase(task="conv-norm", num_ranks=num_ranks, num_microbatches=num_microbatches, evals=(4,)))
 
 
-@pytest.mark.thorough(but=["False-4-1"])
+@pytest.mark.thorough(but=["False-4-1", "True-3-5"])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 1), (4, 2), (3, 5)])
 @pytest.mark.parametrize("vertical_sync", [False, True])
 def test_pipedream_with_batches_shorter_than_the_pipeline(

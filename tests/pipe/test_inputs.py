@@ -142,7 +142,9 @@ def built() -> PipelineModule:
     return pipeline(models()[0], example_inputs={"tokens": TOKENS, "mask": MASK})
 
 
-@pytest.mark.thorough(but=["something missing", "no target", "a keyword that is gone", "a keyword that is new"])
+@pytest.mark.thorough(
+    but=["a dict with a wrong key", "something missing", "no target", "a keyword that is gone", "a keyword that is new"]
+)
 @pytest.mark.parametrize(("args", "kwargs", "message"), WRONG.values(), ids=WRONG.keys())
 def test_mistakes(built: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

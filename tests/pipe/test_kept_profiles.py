@@ -112,11 +112,12 @@ def test_state_that_code_reads_is_in_the_key(make_layer: Callable[..., nn.Module
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.thorough(but=["train.py-None-True", "command"])
+@pytest.mark.thorough(but=["train.py-None-True", "__main__.py-stagewright.__main__-False"])
 @pytest.mark.parametrize(
     ("file", "spec", "counts"),
     [("train.py", None, True), (None, None, True), ("train/__main__.py", "train.__main__", True),
-     pytest.param(f"{sysconfig.get_path('scripts')}/stagewright", None, False, id="command"), ("__main__.py", "stagewright.__main__", False)],
+     pytest.param(f"{sysconfig.get_path('scripts')}/stagewright", None, False, id="command"),
+     ("__main__.py", "stagewright.__main__", False)],
 )  # fmt: skip
 def test_arguments_count_where_code_of_the_users_may_read_them(
     file: str | None, spec: str | None, counts: bool, make_layer: Callable[..., nn.Module]

@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
 DAILY = ("2-1", "1-2-1", "1-1-2", "2-1-1", "replicas")
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough(but=["replicas"])
 @pytest.mark.parametrize("case", [case if case in DAILY else nightly(case) for case in CASES])
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:
     plan, options = CASES[case]
@@ -250,6 +250,7 @@ def refuse() -> list[str]:
     return told
 
 
+@pytest.mark.thorough
 def test_what_is_refused(gloo: Pool) -> None:
     for told in gloo.run(refuse, ranks=3):
         assert "over 1 and 2 ranks under the asynchronous schedule '2bw': expected one size for all stages" in told[0]
