@@ -8,7 +8,6 @@ import re
 import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -45,7 +44,7 @@ def catching(cases: Mapping[str, Measured], known: Path) -> dict[str, list[str]]
 
 
 def _key(fault: Fault) -> str:
-    return " | ".join(map(str, astuple(fault)))
+    return " | ".join((fault.file, fault.old, fault.new))
 
 
 def _attempt(root: Path, fault: Fault, cases: Mapping[str, Measured]) -> list[str]:
