@@ -122,7 +122,9 @@ def test_every_second_batch_is_checked_and_training_is_as_without(
     checked: list[int] = []
     verify = Verifier.verify
     monkeypatch.setattr(
-        Verifier, "verify", lambda self, given: checked.append(self._training.num_steps) or verify(self, given)
+        Verifier,
+        "verify",
+        lambda self, *given, **how: checked.append(self._training.num_steps) or verify(self, *given, **how),
     )
     pipe, other = pipe_of("conv-norm", schedule, verify=2), pipe_of("conv-norm", schedule)
     for index in range(5):
