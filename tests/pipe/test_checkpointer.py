@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_what_is_saved_is_the_state_behind_its_step(
 
 
 class Renormed(nn.Module):
-    """Its forward changes its own weight."""
+    """Its forward changes its own weight, and says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,27 +107,35 @@ class Renormed(nn.Module):
         self.head = nn.Linear(6, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(x))  # type: ignore[no-any-return]
+        found = self.table(x)
+        CHANGED.set()
+        return self.head(found)  # type: ignore[no-any-return]
 
 
-def test_a_weight_that_a_forward_changes_is_found_and_then_copied_before_the_step(tmp_path: Path) -> None:
+CHANGED = threading.Event()
+
+
+def test_a_weight_that_a_forward_changes_is_found_and_then_copied_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies beside the step are made behind the change."""
     torch.manual_seed(0)
     x, y = torch.randint(5, (8,)), torch.randn(8, 2)
     pipe = make_small(model=nn.Sequential(Renormed(), nn.Linear(2, 2)), example_inputs=(x,))
+    finish = HostCopy.finish
+    monkeypatch.setattr(HostCopy, "finish", lambda copy: CHANGED.wait() and finish(copy))
     with pipe.checkpointer(tmp_path, every=1) as saver:
         pipe.train_step(x, y)
-        with torch.no_grad():
-            dict(pipe.named_parameters())["0.table.weight"] *= 3
-        saver.step()
-        pipe.train_step(x, y)
-        with pytest.warns(UserWarning, match=r"tensor of shape \(5, 6\) was changed while it was copied, not by an"):
-            saver.wait()
-        assert saver.records[-1].path is None
-        saver.step()
-        before = {name: value.clone() for name, value in pipe.state_dict().items()}
-        pipe.train_step(x, y)
-        saver.wait()
-        assert saver.records[-1].path is not None
+        for found in (True, False):
+            with torch.no_grad():
+                dict(pipe.named_parameters())["0.table.weight"] *= 3
+            CHANGED.clear()
+            saver.step()
+            before = {name: value.clone() for name, value in pipe.state_dict().items()}
+            pipe.train_step(x, y)
+            with pytest.warns(UserWarning, match=r"of shape \(5, 6\) was changed while") if found else nullcontext():
+                saver.wait()
+            assert (saver.records[-1].path is None) is found
     pipe.load(saver.records[-1].path)
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
 
