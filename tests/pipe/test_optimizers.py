@@ -68,7 +68,13 @@ def test_groups_with(schedule: str, options: dict[str, Any]) -> None:
 # --- schedules ---
 
 
-@pytest.mark.thorough(but=["1f1b-('plateau', 'momentum')", "pipedream-('plateau', 'momentum')"])
+@pytest.mark.thorough(
+    but=[
+        "1f1b-('plateau', 'momentum')",
+        "pipedream-('plateau', 'momentum')",
+        "pipedream-k2-('sequential', 'rates-by-name')",
+    ]
+)
 @pytest.mark.parametrize(
     ("rule", "decay_and_optimizer"),
     one_in(

@@ -103,7 +103,7 @@ def assert_same(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.thorough(but=["gpipe"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h2"])
 def test_to_the_last_bit_whatever_is_clipped(schedule: str) -> None:
     plain, ahead = train(False, schedule, 4), train(True, schedule, 4)
@@ -194,7 +194,6 @@ def test_weights_changed_behind_an_update_that_is_not_confirmed() -> None:
             use()
 
 
-@pytest.mark.thorough
 def test_a_step_that_writes_into_its_gradients() -> None:
     class Writing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

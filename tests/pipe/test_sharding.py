@@ -160,7 +160,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], *, toleranc
 EQUAL, UNEVEN = [[6, 6]], [[6, 6], [7, 4], [4, 9]]
 
 
-@pytest.mark.thorough(but=["zero1-1x2"])
+@pytest.mark.thorough(but=["fsdp-split"])
 @pytest.mark.parametrize(
     ("kind", "case"),
     one_in(
@@ -395,7 +395,7 @@ def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple
     return loss, state
 
 
-@pytest.mark.thorough(but=["from-fsdp"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "after"),
     [

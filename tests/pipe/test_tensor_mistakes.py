@@ -101,6 +101,7 @@ def lose_a_member() -> tuple[str, tuple[int, ...]]:
     return str(told.value), getattr(told.value, "peers", ())
 
 
+@pytest.mark.thorough
 def test_a_lost_member_is_named(gloo: Pool) -> None:
     """By the other member, which waits for it in a module, and by those who wait for that one."""
     told = gloo.run(lose_a_member, ranks=4)

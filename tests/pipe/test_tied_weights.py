@@ -84,7 +84,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough(but=["1f1b-"])
+@pytest.mark.thorough(but=["1f1b-", "2bw-0.0.weight"])
 @pytest.mark.parametrize(
     ("name", "frozen"),
     [

@@ -130,6 +130,7 @@ def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
     assert last == pytest.approx(all_of_last, rel=0.05) == found.memory_bytes[1]
 
 
+@pytest.mark.thorough
 def test_units_run_again_beside_others_that_keep_less() -> None:
     """Less and less is held, and gradients are the same to the bit."""
     held, states = [], []

@@ -96,7 +96,7 @@ def drawn(number: int) -> tuple[dict[str, Any], int]:
     return sizes | {"objective": random.choice(["makespan", "span"]), "seconds": 600.0}, V
 
 
-@pytest.mark.thorough(but=["2"])
+@pytest.mark.thorough(but=["2", "4", "5"])
 @pytest.mark.parametrize("number", range(6))
 def test_more_evaluations_begin_with_fewer(number: int) -> None:
     sizes, least = drawn(number)

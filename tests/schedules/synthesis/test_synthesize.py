@@ -111,6 +111,7 @@ def found_of(number: int, evaluations: int) -> float:
     return value
 
 
+@pytest.mark.thorough
 def test_equal_to_the_optimum_of_small_problems() -> None:
     """A sample; `test_equal_to_the_optimum_of_95_in_100` has all."""
     optima = read()
