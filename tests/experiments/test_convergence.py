@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import torch
 from support.inside import (
-    GPT,
     Case,
-    GPTConfig,
     How,
     Setting,
     batch,
     derive_versions,
     draw,
     label,
-    learning_rate_curve,
     load_corpus,
     loss,
-    loss_fn,
-    make_optimizer,
     outcomes,
     reference,
     seconds_of,
@@ -82,36 +76,6 @@ def test_updates_with_a_flush_take_the_time_of_one() -> None:
     per_update = setting.sequences * setting.length
     assert seconds(10) == pytest.approx(10 * per_update / 500)
     assert seconds(30) == pytest.approx(10 * per_update / 500 + 20 * per_update / 1500)
-
-
-@pytest.mark.thorough
-def test_1f1b_in_process_is_a_plain_loop() -> None:
-    """Both optimizers of the recipe over the whole model, both groups of a rate that goes up and down."""
-    setting = Setting(schedule="1f1b", optimizer="muon", seed=3, **TINY)  # type: ignore[arg-type]
-    found = list(loss(Case.of({**TINY, "schedule": "1f1b", "optimizer": "muon", "seed": 3}), 1))
-    torch.manual_seed(3)
-    model, corpus = GPT(GPTConfig(length=16, layers=2, width=16)), load_corpus()
-    optimizers = [one for one in make_optimizer("muon", lr=setting.rate)(list(model.named_parameters())) if one]
-    assert [type(one).__name__ for one in optimizers] == ["Muon", "AdamW"]
-    rates = [torch.optim.lr_scheduler.LambdaLR(one, learning_rate_curve(8)) for one in optimizers]
-    for step in range(8):
-        tokens, targets = corpus.batch(seed=3, step=step, batch_size=4, length=16)
-        for part in range(2):
-            (loss_fn(model(tokens[2 * part :][:2]), targets[2 * part :][:2]) / 2).backward()  # type: ignore[no-untyped-call]
-        for one in [*optimizers, *rates]:
-            one.step()
-        model.zero_grad()
-    model.eval()
-    windows = corpus.validation_batches(num_batches=4, batch_size=32, length=16)
-    with torch.no_grad():
-        expected = [float(loss_fn(model(x), y)) for x, y in windows]
-    assert [(f.name, f.case.get("updates"), f.repetition) for f in found] == [
-        ("validation loss", 4, 3),
-        ("validation loss", 8, 3),
-        ("final loss", None, 3),
-    ]
-    assert found[1].value == pytest.approx(expected[0], abs=1e-5)
-    assert found[2].value == pytest.approx(fmean(expected), abs=1e-5)
 
 
 @pytest.mark.thorough
