@@ -43,7 +43,7 @@ nightly: $(READY)  ## run the seeded faults, full grids, fuzz campaigns and kill
 	$(PYTEST) $(ON_ALL_CORES) -m 'nightly and not gloo' $(ARGS) $(OR_NONE)
 	$(PYTEST) $(TWO_AT_A_TIME) -m 'nightly and gloo' $(ARGS) $(OR_NONE)
 
-tiers: .venv/extras  ## measure every case, try the seeded faults, and mark what `make test` leaves out (two hours)
+tiers: .venv/extras  ## measure every case, try the seeded faults, and mark what `make test` leaves out (an hour or two)
 	rm -rf build/tiers && mkdir -p build/tiers
 	STAGEWRIGHT_TIERS=$(CURDIR)/build/tiers PYTHONPATH=$(CURDIR)/tests:$(CURDIR)/tests/tiers/site \
 		$(PYTEST) $(THREE_FOR_TWO_CORES) -p tiers.recorder -m 'not nightly'
