@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,10 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from .forms import Arguments
 from .memory import Operations, carried_out
 from .modes import uncompiled
+from .surroundings import Surroundings
 from .untouched import Places, untouched
 
 _STATISTICS = ("running_mean", "running_var")
 _ORIGINAL = "_stands_in_for"
+
+
+_modes: WeakSet[FakeTensorMode] = WeakSet()  # alive as long as a fake tensor is
 
 
 def original_of(fake: torch.Tensor) -> torch.Tensor | None:
@@ -119,6 +124,7 @@ def strict_fake_mode() -> FakeTensorMode:
                 raise RuntimeError(f"{operation.__name__} of {' and '.join(map(str, kinds))}, which takes one type")
         return carry_out(func, types, args, kwargs)
 
+    _modes.add(mode)
     mode.dispatch = dispatch  # type: ignore[method-assign]  # operators of a higher order know no class but its own
     return mode
 
@@ -126,18 +132,22 @@ def strict_fake_mode() -> FakeTensorMode:
 @contextmanager
 def on_fakes(
     model: nn.Module, example: Arguments, *, device: torch.device, training: bool
-) -> Iterator[tuple[Arguments, set[type], Places]]:
+) -> Iterator[tuple[Arguments, set[type], Places, Surroundings]]:
     """Within, the model may be called, with arguments like those of the example, in training with a graph. Gives these
-    arguments, the classes of what the model reaches, and, at the end, where it left tensors."""
+    arguments, the classes of what the model reaches, at the end, where it left tensors, and what its code finds around
+    it."""
     with ExitStack() as stack:
         kept = stack.enter_context(untouched(model, device=device))
         left: Places = []
         stack.callback(lambda: left.extend(kept.new_tensors()))
+        surroundings = Surroundings.of(kept)
+        stack.enter_context(surroundings.kept())
         stack.enter_context(uncompiled())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        _modes.add(mode := FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(mode)
         stack.enter_context(torch.enable_grad() if training else torch.no_grad())
         given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
         stack.enter_context(stand_ins(model, device))
-        yield given, kept.kinds, left
+        yield given, kept.kinds, left, surroundings

@@ -8,7 +8,7 @@
     generators   torch's, Python's and numpy's global ones, and those in attributes
 
 Objects of libraries (a logger, a SummaryWriter) have lives of their own and are left alone. Parameters stay the same
-objects; their values are not kept, and neither are globals that a forward itself names.
+objects; their values are not kept. Globals that a forward itself names are kept on fake tensors (see surroundings).
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ class StateSnapshot:
     def reaches(self, parameters: Collection[torch.Tensor]) -> bool:
         """Whether one of these is among it, or part of a module that a function here names as a global."""
         wanted = {id(parameter) for parameter in parameters}
-        functions = [value for value in self._seen.values() if isinstance(value, FunctionType)]
         named = [
             function.__globals__.get(name)
-            for function in functions
+            for function in self.functions
             if is_users_module(function.__module__)
             for name in function.__code__.co_names
         ]
@@ -95,6 +94,10 @@ class StateSnapshot:
         return {
             type(value) for value in self._seen.values() if _is_entered(value) and not isinstance(value, torch.Tensor)
         }
+
+    @property
+    def functions(self) -> list[FunctionType]:
+        return [value for value in self._seen.values() if isinstance(value, FunctionType)]
 
     def new_tensors(self) -> Places:
         """Where a tensor stands that did not: (dict, its key), (list, None)."""

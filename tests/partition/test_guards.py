@@ -219,7 +219,7 @@ def guards_of(model: nn.Module, *, training: bool = True) -> Guards:
 def test_changes_are_seen(change: Callable[[Any], object]) -> None:
     model = Net()
     guards = guards_of(model)
-    guards.tell_unknown()  # nothing
+    guards.tell()  # nothing
     assert guards.differing() == []
     change(model)
     assert guards.differing()
@@ -260,7 +260,7 @@ def test_what_cannot_be_compared_is_named() -> None:
     model = Opaque()
     message = r"reads model.handle \(TextIOWrapper\), which cannot be compared"
     with open(os.devnull) as model.handle, pytest.warns(RecordingWarning, match=message):  # type: ignore[assignment]
-        guards_of(model).tell_unknown()
+        guards_of(model).tell()
 
 
 def test_what_changes_each_time_is_told_once() -> None:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..forms import Form
 from ..made_up import is_made_up
+from ..surroundings import Setting
 from ..units import Together
 from .reads import CodeReads
 from .templates import Constant, MadeObject, Parts, Ref, Slot, Template, walk
@@ -26,10 +27,12 @@ class Context(NamedTuple):
 
     grad: whether a graph is built; None: as around the model.
     autocast: (kind of device, type or None for no autocast).
+    settings: what else the code between the units has changed around it.
     """
 
     grad: bool | None = None
     autocast: tuple[tuple[str, torch.dtype | None], ...] = ()
+    settings: tuple[Setting, ...] = ()
 
     @classmethod
     def now(cls) -> Context:
@@ -38,7 +41,7 @@ class Context(NamedTuple):
 
     def differing(self, around: Context) -> Context:
         autocast = tuple(mine for mine, other in zip(self.autocast, around.autocast, strict=True) if mine != other)
-        return Context(None if self.grad == around.grad else self.grad, autocast)
+        return Context(None if self.grad == around.grad else self.grad, autocast, self.settings)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

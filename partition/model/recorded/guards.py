@@ -50,12 +50,20 @@ class Guards:
         self._ignored = frozenset() if training else frozenset({"training"})
         self._walk = Walk(reads, self._ignored)
 
-    def tell_unknown(self) -> None:
-        """Warn, when the stages are built, of what is compared by identity alone, though the code may look into it."""
+    def tell(self) -> None:
+        """Warn, when the stages are built, of side effects, and of what is compared by identity alone, though the code
+        may look into it."""
+        if effects := self._reads.effects:
+            warnings.warn(
+                f"the code between the modules changes {_some(effects)}: it does so once, while the model is recorded, "
+                f"and not with each batch. Expected that in a module of its own, which runs as it is, or around steps",
+                RecordingWarning,
+                stacklevel=2,
+            )
         if unknown := self._walk.unknown:
             warnings.warn(
-                f"the code between the modules reads {', '.join(unknown[:5])}{', ...' * (len(unknown) > 5)}, which "
-                f"cannot be compared: should that change, the stages go on with what it was. Expected plain "
+                f"the code between the modules reads {_some(unknown)}, which cannot be "
+                f"compared: should that change, the stages go on with what it was. Expected plain "
                 f"attributes, or that code in a module of its own, which runs as it is",
                 RecordingWarning,
                 stacklevel=2,
@@ -71,6 +79,10 @@ class Guards:
         if not found:
             self._walk = now
         return found
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join([*names][:5]) + ", ..." * (len(names) > 5)
 
 
 class Changes:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..fingerprint import module_form, tensor_form, value_form
 from ..forms import Form
+from ..surroundings import holding
 from ..units import MODEL_INPUT, EnterUnit, Linked, OutputError, StageModule, ValueRef
 from .calls import Call, Context, GlueCall, Region, UnitCall
 from .flow import Flow
@@ -99,7 +100,9 @@ class RecordedPiece:
         for i in calls:
             call = self.flow.record.calls[i]
             what = module_form(call.module) if isinstance(call, UnitCall) else call.function
-            found.append((what, text(call.args), text(call.kwargs), call.context, call.region is not None))
+            around = tuple((each.name, value_form(each.value)) for each in call.context.settings)
+            modes = call.context._replace(settings=())
+            found.append((what, text(call.args), text(call.kwargs), modes, around, call.region is not None))
             for made in call.made():
                 number[made] = len(number)
         return tuple(found), tuple(map(text, outputs))
@@ -173,6 +176,7 @@ class _Writer:
             "Tensor": torch.Tensor,
             "grad": torch.set_grad_enabled,
             "autocast": torch.autocast,
+            "holding": holding,
             "checkpoint": checkpoint,
             "unflatten": pytree.tree_unflatten,
             "leaves": _leaves,
@@ -234,6 +238,8 @@ class _Writer:
         found = [] if context.grad is None else [f"with grad({context.grad}):"]
         for kind, dtype in context.autocast:
             found.append(f"with autocast({kind!r}, dtype={self._constant(dtype)}, enabled={dtype is not None}):")
+        if context.settings:
+            found.append(f"with holding({self._name('c', context.settings)}):")
         return found
 
     def _call(self, call: UnitCall | GlueCall) -> Iterator[str]:

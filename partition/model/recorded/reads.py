@@ -53,6 +53,8 @@ class CodeReads:
         environ: keys.
         tensors: whose values were taken.
         left: where tensors stand that did not; lists there hold again what they held.
+        effects: what the code has changed, to stay.
+        regions: arguments of torch.profiler.record_function, of those that are entered now.
     """
 
     def __init__(self, opened: dict[str, nn.Module], *, is_within_call: Callable[[], bool]) -> None:
@@ -66,6 +68,8 @@ class CodeReads:
         self.names_of: dict[type, set[str]] = {}
         self._owners: dict[int, object] = {}  # by id: what is read of, held weakly where it can be
         self.left: Places = []
+        self.effects: list[str] = []
+        self.regions: list[tuple[Any, ...]] = []
         self._changed: dict[int, tuple[list[Any], list[Any]]] = {}  # lists, by id, and what they held
 
     @contextmanager
@@ -146,7 +150,17 @@ class CodeReads:
 
     def _called(self, frame: FrameType, event: str, called: Any) -> None:
         code = frame.f_code
-        if not _has_reads(code.co_filename) or self._is_within_call():
+        if self._is_within_call():
+            return
+        if event == "c_call" and isinstance(called.__self__, torch.Generator):
+            reason = f"the code between the modules sets or reads the state of a random generator ({called.__name__})"
+            raise RefusedError(reason, expected=IN_A_MODULE)
+        if code is _ENTERS and event == "call":
+            region = frame.f_locals["self"]
+            self.regions.append((region.name, region.args))
+        if code is _LEAVES and event == "call":
+            self.regions.pop()
+        if not _has_reads(code.co_filename):
             return
         if event == "call":
             self.codes[code] = frame.f_globals
@@ -154,6 +168,7 @@ class CodeReads:
             self._changed.setdefault(id(called.__self__), (called.__self__, [*called.__self__]))
 
 
+_ENTERS, _LEAVES = (getattr(torch.profiler.record_function, f"__{name}__").__code__ for name in ("enter", "exit"))
 _is_ours = cache(is_ours)
 
 
@@ -278,6 +293,7 @@ def plain_attributes(module: nn.Module) -> dict[str, object]:
 
 
 _LOOKING = ("_forward_hooks", "_forward_pre_hooks")  # hooks that may look at what flows
+IN_A_MODULE = "that in the forward of a module of its own, which runs as it is"
 NOT_HERE = "that before the PipelineModule is built, or in the forward of a module of its own, which runs as it is"
 
 

@@ -16,6 +16,8 @@ from ..forms import Form
 from ..made_up import Shaped, call_for_shapes
 from ..memory import memory_of
 from ..source_line import line_now, module_at
+from ..surroundings import Surroundings
+from .around import AroundCalls, has_fake
 from .calls import (
     READS,
     Call,
@@ -33,7 +35,7 @@ from .calls import (
 )
 from .checks import check_now
 from .intercept import RefusedError
-from .reads import NOT_HERE, Attributes, CodeReads, Tables, plain_attributes
+from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, Tables, plain_attributes
 from .templates import Constant, Parts, Ref, Slot, Template
 from .values import Draws, Owners, Values
 from .which import Roles
@@ -55,7 +57,9 @@ class ForwardRecorder:
     """Recorder of one forward: calls of units and of functions, their values, what they share and what they check.
     `unit`: the unit's call that is under way, or that has raised an error, by name."""
 
-    def __init__(self, model: nn.Module, roles: Roles, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, roles: Roles, inputs: Sequence[torch.Tensor], surroundings: Surroundings
+    ) -> None:
         self._roles = roles
         self._path_of = {id(module): path for path, module in (*roles.opened.items(), *roles.units.items())}
         self._units = {id(module) for module in roles.units.values()}
@@ -63,6 +67,7 @@ class ForwardRecorder:
             (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
         }
         self._plain = {path: plain_attributes(module) for path, module in roles.opened.items()}
+        self._names = {path: set(vars(module)) for path, module in roles.opened.items()}
         self._tables = Tables(roles.opened, roles.units)
         self._reads = CodeReads(roles.opened, is_within_call=lambda: self._running is not None or self._is_busy)
         self._attributes = Attributes(
@@ -82,7 +87,7 @@ class ForwardRecorder:
         held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
         self._unit_memory = {memory_of(x) for x in held} - {None}
         self._around = Context.now()
-        self._hooks_around = _saved_tensor_hooks()
+        self._around_calls = AroundCalls(surroundings, self._reads)
         self._calls: list[UnitCall | GlueCall] = []
         self._times: dict[str, int] = {}
         self._stack = [""]
@@ -109,6 +114,7 @@ class ForwardRecorder:
     @contextmanager
     def watching(self, kinds: set[type]) -> Iterator[None]:
         with self._owners.watching(), self._attributes.watched() as patches, self._reads.watching(kinds, patches):
+            self._around_calls.begin()
             yield
 
     def _join(self, first: int, second: int, why: str) -> None:
@@ -187,6 +193,10 @@ class ForwardRecorder:
             return GlueCall(**common, function=made, is_random=self._draws.drew, is_effect=is_effect)
 
         result = self._make(shaped, args, kwargs, glue_call, is_effect=is_effect, is_hook=is_hook)
+        if self._draws.drew and any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+            raise RefusedError(
+                "the code between the modules draws from a torch.Generator of its own", expected=IN_A_MODULE
+            )
         self._tables.on_tensors += [result] * isinstance(result, RemovableHandle)
         return result
 
@@ -272,16 +282,17 @@ class ForwardRecorder:
         me, takes_sized = len(self._calls), self._is_sized
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         versions = [x._version for x in given]
-        modes = Context.now()
+        modes = Context.now()._replace(settings=self._around_calls.settings(unit))
         try:  # before the call, which may change what it is given
             templates, refused = self._values.templates(args, kwargs), None
         except RefusedError as error:
             templates, refused = None, error
         states = set() if unit is None else self._values.ids_in_states(args, kwargs)
         within = nullcontext() if unit is None else self._owners.within_unit(me, unit, given, states)
+        apart = nullcontext() if unit is None else self._around_calls.apart()
         self._running, self.unit = me, unit
         try:
-            with within:
+            with within, apart:
                 result = call()
         finally:
             self._running = None
@@ -296,7 +307,7 @@ class ForwardRecorder:
             raise RefusedError("the code between the modules reads a size that follows from values of tensors")
         if not (unit is not None or made or changed):
             return result
-        if _saved_tensor_hooks() != self._hooks_around and not self._regions:
+        if self._around_calls.saves_by_hooks and not self._regions:
             raise RefusedError("saved_tensors_hooks are in force between the units")
         if templates is None:
             assert refused is not None
@@ -383,6 +394,9 @@ class ForwardRecorder:
         common = self._fields((Parts(tuple, args), Parts(dict, ())), (), self._around, pytree.tree_structure(None))
         self._calls.append(GlueCall(**common, writes=writes, function=function, is_random=False, is_effect=True))
 
+    def _follows(self, value: object) -> bool:
+        return follows(self._values.numbers_in(value), self._values.made_by, self._calls)
+
     def finish(self, output: object) -> Record:
         self._draws.check()
         self._is_busy = self._has_ended = True
@@ -390,6 +404,7 @@ class ForwardRecorder:
         results = [self._values.tensor(leaf) for leaf in tensors]
         self._note_stores()
         self._tables.finish()
+        self._reads.effects += self._around_calls.effects(self._follows)
         for path, module in self._roles.opened.items():
             self._stack.append(path)  # an inner module that does this can run whole
             self._tables.check_opened(module)
@@ -399,8 +414,7 @@ class ForwardRecorder:
             carried = [
                 k
                 for k, v in {**vars(module), **{k: module._buffers[k] for k in new}}.items()
-                if (k in new or self._attributes.carries(module, k))
-                and follows(self._values.numbers_in(v), self._values.made_by, self._calls)
+                if (k in new or self._attributes.carries(module, k)) and self._follows(v)
             ]
             if carried:
                 raise RefusedError(
@@ -409,6 +423,13 @@ class ForwardRecorder:
                 )
             if changed:
                 raise RefusedError(f"attribute {changed[0]!r} of {module_at(path)} is changed by its own forward")
+            late = {k: v for k, v in vars(module).items() if k not in self._names[path]}
+            self._reads.effects += [
+                f"attribute {k!r} of {module_at(path)}"
+                for k, v in late.items()
+                if (self._follows(v) and not self._reads.has_read(id(module), k))
+                or (isinstance(v, int | float) and self._attributes.carries(module, k))
+            ]
             self._stack.pop()
         return Record(
             calls=tuple(self._calls),
@@ -438,9 +459,5 @@ def _refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 content = cell.cell_contents
             except ValueError:
                 continue
-            if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(content)):
+            if has_fake([content], 0):
                 raise RefusedError("a function that is passed on closes over a tensor of this forward")
-
-
-def _saved_tensor_hooks() -> object:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)

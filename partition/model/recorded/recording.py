@@ -54,8 +54,8 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
         if kind := changing_hook(module, ("backward_pre", "backward")):
             reason = f"a hook on all modules ({kind}) changes gradients of {module_at(path)}"
             raise RecordingError(module, reason, inside=path, expected="such a hook on the modules in it")
-    with on_fakes(model, example, device=device, training=training) as (given, kinds, left):
-        recorder = ForwardRecorder(model, roles, given.tensors)
+    with on_fakes(model, example, device=device, training=training) as (given, kinds, left, around):
+        recorder = ForwardRecorder(model, roles, given.tensors, around)
         try:
             heard = {id(each): each for each in (*roles.opened.values(), *roles.units.values())}
             with no_collection(), quiet_fakes(), listening(recorder, heard), recorder.watching(kinds):

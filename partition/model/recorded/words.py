@@ -56,7 +56,9 @@ class Words:
         arguments = [self._template(each, value) for each in call.args.parts]
         named = zip(call.kwargs.keys, call.kwargs.parts, strict=True)
         arguments += [f"{key}={self._template(each, value)}" for key, each in named]
-        modes = "" if call.context == Context() else f" under {tuple(call.context)}"
+        grad, autocast, settings = call.context
+        around = {each.name: self.value(each.value) for each in settings}
+        modes = "" if call.context == Context() else f" under {(grad, autocast)}{around or ''}"
         return f"{what}({', '.join(arguments)}){modes}{region}"
 
     def record(self, record: Record) -> Iterator[Step]:
