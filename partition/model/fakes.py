@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,9 +20,6 @@ from .untouched import Places, untouched
 
 _STATISTICS = ("running_mean", "running_var")
 _ORIGINAL = "_stands_in_for"
-
-
-_modes: WeakSet[FakeTensorMode] = WeakSet()  # alive as long as a fake tensor is
 
 
 def original_of(fake: torch.Tensor) -> torch.Tensor | None:
@@ -124,7 +120,6 @@ def strict_fake_mode() -> FakeTensorMode:
                 raise RuntimeError(f"{operation.__name__} of {' and '.join(map(str, kinds))}, which takes one type")
         return carry_out(func, types, args, kwargs)
 
-    _modes.add(mode)
     mode.dispatch = dispatch  # type: ignore[method-assign]  # operators of a higher order know no class but its own
     return mode
 
@@ -140,14 +135,11 @@ def on_fakes(
         kept = stack.enter_context(untouched(model, device=device))
         left: Places = []
         stack.callback(lambda: left.extend(kept.new_tensors()))
-        surroundings = Surroundings.of(kept)
-        stack.enter_context(surroundings.kept())
         stack.enter_context(uncompiled())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
-        _modes.add(mode := FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(mode)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.enable_grad() if training else torch.no_grad())
         given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
         stack.enter_context(stand_ins(model, device))
-        yield given, kept.kinds, left, surroundings
+        yield given, kept.kinds, left, kept.surroundings

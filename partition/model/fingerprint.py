@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .untouched import content, is_users_module
+from .source_line import content, is_users_module
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), PurePath, torch.dtype, torch.device, torch.Size)
 _OF_THE_MACHINERY = frozenset(vars(nn.Module()))  # hooks, tables of parameters: looked at by themselves

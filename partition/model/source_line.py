@@ -6,13 +6,15 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CellType, FrameType
 
 import numpy as np
 import torch
 
+_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _PACKAGE = str(Path(__file__).absolute().parents[2])
 _OURS = tuple(os.path.join(_PACKAGE, part) + os.sep for part in ("partition", "pipe", "comm", "schedules"))
 _NOT_THE_USERS = (*_OURS, *(str(Path(str(library.__file__)).absolute().parent) + os.sep for library in (torch, np)))
@@ -50,6 +52,24 @@ def is_ours(filename: str) -> bool:
 def is_users(filename: str) -> bool:
     path = os.path.abspath(filename)
     return not (filename.startswith("<") or path.startswith(_NOT_THE_USERS) or _is_standard_library(path))
+
+
+@cache
+def is_users_module(module: str | None) -> bool:
+    """Whether what is defined in this Python module is the user's own."""
+    top = (module or "").partition(".")[0]
+    if top == __name__.partition(".")[0] or top in sys.stdlib_module_names:
+        return False
+    path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return not any(library in path for library in _LIBRARIES)
+
+
+def content(cell: CellType) -> Collection[object]:
+    """The one value that a closure's cell holds; none where it is not bound yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
 
 
 def first_line(error: BaseException) -> str:

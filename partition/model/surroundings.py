@@ -1,50 +1,57 @@
 """What a model's code finds around it, and may change: its process's own, in which other code lives, too.
 
 globals            that functions of the model's classes name, and through them: entries of dicts, lists and sets,
-                   attributes of the user's objects, classes and Python modules, thread-locals
+                   attributes of objects, classes and the user's Python modules, thread-locals
 context variables  all
 torch              settings that decide how operations compute
 
-Kept are entries, by identity: a list that is put back holds the same objects as before. What libraries hold stays.
+Kept are entries, by identity: a list that is put back holds the same objects as before. Code of the user's and of
+libraries is followed, but for Python's own and torch's; libraries' entries are put back, and not watched.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from dis import get_instructions
-from functools import partial
+from dis import get_instructions, opmap
+from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .untouched import StateSnapshot, content, is_users_module
+from .source_line import content, is_users_module
 
 _MOST = 1000  # entries of a container that are looked into
 _DEEP = 3  # objects within objects
-_TABLES = 2000
-MISSING: Any = object()
+_OBJECTS = 5000
+_STORES = (opmap["STORE_GLOBAL"], opmap["DELETE_GLOBAL"])
+_STABLE = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
+_FIXED = (bool, int, float, type(None), str, bytes, torch.Tensor, nn.Module)
+_DICTS, _LISTS = {dict, OrderedDict, defaultdict}, {list, set, deque}
 _Wrapper = functools._lru_cache_wrapper
+MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Table:
-    """Entries that code may read and change: `put` and `drop` change one. `where`: the line that names it."""
+    """Entries that code may read and change: `put` and `drop` change one. `where`: code that names it, and how."""
 
     name: str
     read: Callable[[], Mapping[Any, Any]]
     put: Callable[[Any, Any], object]
     drop: Callable[[Any], object]
-    where: str = ""
+    where: tuple[CodeType, str] | None = None
     is_dict: bool = False
+    is_users: bool = True
 
     def set(self, key: Any, value: Any) -> None:
         if value is not MISSING:
@@ -73,7 +80,21 @@ class Change:
 
     @property
     def name(self) -> str:
-        return self.table.name if self.key is None or not self.table.name else f"{self.key!r} of {self.table.name}"
+        key = self.key.name if isinstance(self.key, ContextVar) else self.key
+        return self.table.name if key is None or not self.table.name else f"{key!r} of {self.table.name}"
+
+    @property
+    def line(self) -> str:
+        """Where the code first names the table."""
+        if self.table.where is None:
+            return ""
+        code, name = self.table.where
+        line = code.co_firstlineno
+        for each in get_instructions(code):
+            line = each.starts_line or line
+            if each.argval == name:
+                break
+        return f" at {code.co_filename}:{line}, in {code.co_name}"
 
     @property
     def leaves(self) -> list[object]:
@@ -99,17 +120,11 @@ class Surroundings:
     """What some classes and functions of the user's find around them, as it is when this is made."""
 
     def __init__(self, kinds: Collection[type], functions: Collection[FunctionType]) -> None:
-        self._tables = [_torch_settings(), _context_variables(), *_Search(kinds, functions).tables]
-        self._first = self._read()
-        self._base = [dict(entries) for entries in self._first]
-
-    @classmethod
-    def of(cls, kept: StateSnapshot) -> Surroundings:
-        """Of the code of all classes and functions in a snapshot."""
-        return cls(kept.kinds, kept.functions)
-
-    def _read(self) -> list[Mapping[Any, Any]]:
-        return [table.read() for table in self._tables]
+        found = [_torch_settings(), _context_variables(), *_Search(kinds, functions).tables]
+        self._tables = sorted(found, key=lambda table: not table.is_users)
+        self._watched = self._tables[: sum(table.is_users for table in found)]
+        self._first = [table.read() for table in self._tables]
+        self._base: list[dict[Any, Any]] = []
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -118,38 +133,39 @@ class Surroundings:
             for key, value in entries.items():
                 if isinstance(value, _Wrapper):
                     table.put(key, functools.lru_cache(maxsize=0)(value.__wrapped__))
-        self._base = [dict(entries) for entries in self._read()]
+        self._base = [dict(table.read()) for table in self._watched]
         try:
             yield
         finally:
-            for table, before, now in zip(self._tables, self._first, self._read(), strict=True):
-                for key in _differing(before, now):
+            for table, before in zip(self._tables, self._first, strict=True):
+                for key in _differing(before, table.read()):
                     table.set(key, before.get(key, MISSING))
 
     def changes(self) -> list[Change]:
-        """What is another one than at the start, but for what `apart` has left out."""
-        return [
-            Change(table, key, before.get(key, MISSING), now.get(key, MISSING))
-            for table, before, now in zip(self._tables, self._base, self._read(), strict=True)
-            for key in _differing(before, now)
-        ]
+        """What of the user's and torch's is another one than at the start, but for what `apart` has left out."""
+        found = []
+        for table, before in zip(self._watched, self._base, strict=True):
+            now = table.read()
+            keys = _differing(before, now)
+            found += [Change(table, key, before.get(key, MISSING), now.get(key, MISSING)) for key in keys]
+        return found
 
     def torch_changes(self) -> list[Change]:
         """Of torch's settings alone."""
-        now = self._tables[0].read()
+        now = self._watched[0].read()
         keys = _differing(self._base[0], now)
-        return [Change(self._tables[0], key, self._base[0][key], now[key]) for key in keys]
+        return [Change(self._watched[0], key, self._base[0][key], now[key]) for key in keys]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """What changes within is no change."""
-        before = self._read()
+        before = [table.read() for table in self._watched]
         try:
             yield
         finally:
-            for base, one, other in zip(self._base, before, self._read(), strict=True):
-                for key in _differing(one, other):
-                    base[key] = other.get(key, MISSING)
+            for base, one, table in zip(self._base, before, self._watched, strict=True):
+                for key in _differing(one, now := table.read()):
+                    base[key] = now.get(key, MISSING)
 
 
 @contextmanager
@@ -215,129 +231,140 @@ def _context_variables() -> Table:
     )
 
 
+class _Found(NamedTuple):
+    """A value that code names, or that such a value holds. `origin`: the Python module of that code."""
+
+    value: Any
+    name: str
+    origin: str
+    where: tuple[CodeType, str] | None = None
+    depth: int = 0
+
+
 class _Search:
-    """The tables that some code names."""
+    """The tables that some code names: the user's code is followed everywhere, a library's within its Python module."""
 
     def __init__(self, kinds: Collection[type], functions: Collection[FunctionType]) -> None:
         self.tables: list[Table] = []
-        self._seen: dict[int, object] = {}
-        self._names: dict[int, set[str]] = {}  # of globals, by id of their dict
-        self._pending: list[tuple[Any, str, str, int]] = [(each, "", "", 0) for each in (*kinds, *functions)]
-        while self._pending and len(self.tables) < _TABLES:
-            value, name, where, depth = self._pending.pop()
-            if id(value) not in self._seen and depth <= _DEEP:
-                self._seen[id(value)] = value
-                self._look_at(value, name, where, depth)
+        self._globals: set[tuple[int, str]] = set()  # that have a table, by id of their dict
+        self._pending = [_Found(each, "", each.__module__) for each in (*kinds, *functions)]
+        seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
+        while self._pending and len(seen) < _OBJECTS:
+            found = self._pending.pop()
+            if id(found.value) not in seen and found.depth <= _DEEP and not isinstance(found.value, _FIXED):
+                seen[id(found.value)] = found.value
+                self._look_at(found)
 
-    def _look_at(self, value: Any, name: str, where: str, depth: int) -> None:
-        held: Collection[Any] = ()
+    def _look_at(self, found: _Found) -> None:
+        value, held = found.value, ()  # type: Any, Collection[Any]
         if isinstance(value, FunctionType):
-            if is_users_module(value.__module__):
-                self._code(value.__code__, value.__globals__)
+            if _is_followed(value.__module__, found.origin):
+                self._code(value.__code__, value.__globals__, value.__module__)
                 held = [x for cell in value.__closure__ or () for x in content(cell)]
-        elif isinstance(value, _Wrapper):
-            held = (value.__wrapped__,)
-        elif isinstance(value, staticmethod | classmethod | MethodType):
-            held = (value.__func__,)
-        elif isinstance(value, property):
-            held = (value.fget,)
-        elif isinstance(value, partial):
-            held = (value.func,)
-        elif isinstance(value, dict):
-            self._entries(value, name, where)
+        elif isinstance(value, _Wrapper | staticmethod | classmethod | MethodType):
+            held = (value.__wrapped__ if isinstance(value, _Wrapper) else value.__func__,)
+        elif isinstance(value, property | partial):
+            held = (value.fget if isinstance(value, property) else value.func,)
+        elif type(value) in _DICTS:
+            self._attributes(found, lambda: value, is_dict=True)
             held = value.values() if len(value) <= _MOST else ()
-        elif isinstance(value, list | set | deque):
-            self._content(value, name, where)
+        elif type(value) in _LISTS:
+            self._content(found)
             held = value if len(value) <= _MOST else ()
         elif isinstance(value, type):
-            if is_users_module(value.__module__):
+            if _is_followed(value.__module__, found.origin):
                 self._class(value)
-                held = (*(each for each in vars(value).values() if not isinstance(each, torch.Tensor)), *value.__mro__)
-        elif isinstance(value, threading.local) or _is_users(value):
-            self._entries(vars(value), name, where, read=lambda: vars(value))
+                held = (*vars(value).values(), *value.__mro__)
+        elif isinstance(value, threading.local) or _is_held(value, found.origin):
+            self._attributes(found, lambda: vars(value))  # of a thread-local: this thread's
             held = (type(value), *vars(value).values())
-        inner = name and f"an entry of {name}"
-        deeper = 0 if isinstance(value, FunctionType | type) else depth + 1  # code is followed to its end
-        self._pending += [(each, inner, where, deeper) for each in held]
+        inner = found.name and f"an entry of {found.name}"
+        depth = 0 if isinstance(value, FunctionType | type) else found.depth + 1  # code is followed to its end
+        self._pending += [_Found(each, inner, found.origin, found.where, depth) for each in held]
 
-    def _code(self, code: CodeType, names: MutableMapping[str, Any]) -> None:
-        """Globals that a function names, and attributes of the user's Python modules among them."""
-        stored: set[str] = set()
-        lines: dict[str, str] = {}
-        line = code.co_firstlineno
-        for each in get_instructions(code):
-            line = each.starts_line if isinstance(each.starts_line, int) and each.starts_line > 1 else line
-            if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                stored.add(each.argval)
-            if isinstance(each.argval, CodeType):
-                self._code(each.argval, names)
-            elif each.opname.endswith("_GLOBAL") and isinstance(each.argval, str):
-                lines.setdefault(each.argval, f" at {code.co_filename}:{line}, in {code.co_name}")
-        for name, where in lines.items():
+    def _code(self, code: CodeType, names: MutableMapping[str, Any], origin: str) -> None:
+        """Globals that a function names, and attributes of the Python modules among them."""
+        stored = _stored(code)
+        for name in code.co_names:
             value = names.get(name, MISSING)
             if isinstance(value, ModuleType):
-                if is_users_module(value.__name__):
-                    for inner in {*code.co_names} & vars(value).keys():
-                        self._global(vars(value), inner, where, is_stored=True)
+                is_users, inside = is_users_module(value.__name__), vars(value)
+                for inner in () if _is_stable(value.__name__) else {*code.co_names} & inside.keys():
+                    self._global(_Found(inside[inner], inner, origin, (code, name)), inside, is_stored=is_users)
             elif value is not MISSING or name in stored:
-                self._global(names, name, where, is_stored=name in stored)
+                self._global(_Found(value, name, origin, (code, name)), names, is_stored=name in stored)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                self._code(constant, names, origin)
 
-    def _global(self, names: MutableMapping[str, Any], name: str, where: str, *, is_stored: bool) -> None:
-        value = names.get(name, MISSING)
-        known = self._names.setdefault(id(names), set())
-        if (is_stored or isinstance(value, _Wrapper)) and name not in known:
-            known.add(name)
-            self.tables.append(
-                Table(
-                    name=f"the globals of {names.get('__name__')}",
-                    read=lambda: {name: names[name]} if name in names else {},
-                    put=names.__setitem__,
-                    drop=names.__delitem__,
-                    where=where,
-                )
-            )
-        if not isinstance(value, torch.Tensor | nn.Module):
-            self._pending.append((value, name, where, 0))
+    def _global(self, found: _Found, names: MutableMapping[str, Any], *, is_stored: bool) -> None:
+        name, key = found.name, (id(names), found.name)
+        if (is_stored or isinstance(found.value, _Wrapper)) and key not in self._globals:
+            self._globals.add(key)
+            read = lambda: {name: names[name]} if name in names else {}  # noqa: E731
+            named = found._replace(name=f"module {names.get('__name__')}")
+            self._add(named, read, names.__setitem__, names.__delitem__)
+        self._pending.append(found)
 
-    def _entries(
-        self, held: dict[Any, Any], name: str, where: str, read: Callable[[], dict[Any, Any]] | None = None
-    ) -> None:
-        now = read or (lambda: held)
-        self.tables.append(
-            Table(
-                name=name,
-                read=lambda: dict(now()),
-                put=lambda key, value: now().__setitem__(key, value),
-                drop=lambda key: now().__delitem__(key),
-                where=where,
-                is_dict=read is None,
-            )
-        )
+    def _attributes(self, found: _Found, now: Callable[[], dict[Any, Any]], *, is_dict: bool = False) -> None:
+        def put(key: Any, value: Any) -> None:
+            now()[key] = value
 
-    def _content(self, held: Any, name: str, where: str) -> None:
+        self._add(found, lambda: dict(now()), put, lambda key: now().pop(key), is_dict=is_dict)
+
+    def _content(self, found: _Found) -> None:
+        held = found.value
+
         def put(_: None, values: _Content) -> None:
             held.clear()
             (held.update if isinstance(held, set) else held.extend)(values)
 
-        self.tables.append(
-            Table(name=name, read=lambda: {None: _Content(held)}, put=put, drop=lambda _: held.clear(), where=where)
-        )
+        self._add(found, lambda: {None: _Content(held)}, put, lambda _: held.clear())
 
     def _class(self, kind: type) -> None:
-        self.tables.append(
-            Table(
-                name=f"class {kind.__qualname__}",
-                read=lambda: {key: value for key, value in vars(kind).items() if not key.startswith("__")},
-                put=partial(type.__setattr__, kind),
-                drop=partial(type.__delattr__, kind),
-            )
+        def read() -> dict[str, Any]:
+            return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
+
+        found = _Found(kind, f"class {kind.__qualname__}", kind.__module__)
+        self._add(found, read, partial(type.__setattr__, kind), partial(type.__delattr__, kind))
+
+    def _add(
+        self,
+        found: _Found,
+        read: Callable[[], Mapping[Any, Any]],
+        put: Callable[[Any, Any], object],
+        drop: Callable[[Any], object],
+        *,
+        is_dict: bool = False,
+    ) -> None:
+        is_users = is_users_module(found.origin)
+        table = Table(
+            name=found.name, read=read, put=put, drop=drop, where=found.where, is_dict=is_dict, is_users=is_users
         )
+        self.tables.append(table)
 
 
-def _is_users(value: object) -> bool:
-    """Whether an object of a class of the user's holds attributes that are kept; a model's own are, elsewhere."""
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, nn.Module | torch.Tensor | ModuleType | FunctionType)
-        and is_users_module(type(value).__module__)
-    )
+@cache
+def _stored(code: CodeType) -> frozenset[str]:
+    """Names of the globals that code binds anew."""
+    if not {*_STORES} & {*code.co_code[::2]}:
+        return frozenset()
+    return frozenset(each.argval for each in get_instructions(code) if each.opcode in _STORES)
+
+
+def _is_stable(module: str | None) -> bool:
+    """Whether the code of this Python module keeps nothing that a model leaves with it: Python's, torch's, ours."""
+    return (module or "").partition(".")[0] in _STABLE
+
+
+def _is_followed(module: str | None, origin: str) -> bool:
+    """Whether code of a Python module is looked into that code of another one, `origin`, names."""
+    if is_users_module(module):
+        return True
+    return not _is_stable(module) and (module == origin or is_users_module(origin))
+
+
+def _is_held(value: object, origin: str) -> bool:
+    """Whether the attributes of an object are looked into; a model's modules are kept elsewhere."""
+    kinds = nn.Module | torch.Tensor | ModuleType
+    return hasattr(value, "__dict__") and not isinstance(value, kinds) and _is_followed(type(value).__module__, origin)

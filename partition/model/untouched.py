@@ -4,22 +4,21 @@
     attributes   the same values; lists, dicts, sets, arrays and objects of the user's own hold what they held
     functions    hooks, and functions in attributes: what they close over, and lists, dicts, sets and numbers among the
                  globals that they name
+    surroundings what the code of the model's classes finds and changes around it, entry by entry
     tensors      buffers, and tensors in attributes, have the values that they had
     generators   torch's, Python's and numpy's global ones, and those in attributes
 
 Objects of libraries (a logger, a SummaryWriter) have lives of their own and are left alone. Parameters stay the same
-objects; their values are not kept. Globals that a forward itself names are kept on fake tensors (see surroundings).
+objects; their values are not kept.
 """
 
 from __future__ import annotations
 
 import random
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cached_property, partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,13 +29,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
+from .source_line import content, is_users_module
+from .surroundings import Surroundings
+
 _MOST = 10_000  # entries of a container that are looked into
 _NUMBERS = bool | int | float | None
 _FIXED = (bool, int, float, type(None), str, bytes, type)
 _HOLDERS = (list, dict, set, deque, np.ndarray)
-_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 Places = list[tuple[dict[Any, Any] | list[Any], Any]]
-_OURS = __name__.partition(".")[0]
 
 
 @contextmanager
@@ -46,7 +46,8 @@ def untouched(*roots: object, device: torch.device | None, buffers: bool = True)
     kept; not needed where others stand in for them."""
     kept = StateSnapshot(roots, device=device, buffers=buffers)
     try:
-        yield kept
+        with kept.surroundings.kept():
+            yield kept
     finally:
         kept.restore()
 
@@ -81,7 +82,7 @@ class StateSnapshot:
         wanted = {id(parameter) for parameter in parameters}
         named = [
             function.__globals__.get(name)
-            for function in self.functions
+            for function in self._functions
             if is_users_module(function.__module__)
             for name in function.__code__.co_names
         ]
@@ -95,9 +96,14 @@ class StateSnapshot:
             type(value) for value in self._seen.values() if _is_entered(value) and not isinstance(value, torch.Tensor)
         }
 
-    @property
-    def functions(self) -> list[FunctionType]:
+    @cached_property
+    def _functions(self) -> list[FunctionType]:
         return [value for value in self._seen.values() if isinstance(value, FunctionType)]
+
+    @cached_property
+    def surroundings(self) -> Surroundings:
+        """What the code of all classes and functions here finds around it."""
+        return Surroundings(self.kinds, self._functions)
 
     def new_tensors(self) -> Places:
         """Where a tensor stands that did not: (dict, its key), (list, None)."""
@@ -188,14 +194,6 @@ def _restore_cell(cell: CellType, bound: Collection[object]) -> None:
         del cell.cell_contents
 
 
-def content(cell: CellType) -> Collection[object]:
-    """The one value that a closure's cell holds; none where it is not bound yet."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
-
-
 def _undo_tensor(tensor: torch.Tensor) -> Callable[[], None]:
     """Nothing to do for what user code that runs here does not write to, and for what has no values."""
     is_plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
@@ -246,16 +244,6 @@ def _undo_of(value: Any) -> list[Callable[[], object]]:
     if known is None:
         known = _undo_by_kind[kind] = [undo for base, undo in _UNDO if issubclass(kind, base)]
     return [undo(value) for undo in known]
-
-
-@cache
-def is_users_module(module: str | None) -> bool:
-    """Whether what is defined in this Python module is the user's own."""
-    top = (module or "").partition(".")[0]
-    if top == _OURS or top in sys.stdlib_module_names:
-        return False
-    path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    return not any(library in path for library in _LIBRARIES)
 
 
 def torch_generators(device: torch.device | None) -> list[torch.Generator]:

@@ -24,7 +24,6 @@ from ...partition.model.memory import memory_of
 from ...partition.model.modes import evaluating, quiet_fakes, uncompiled
 from ...partition.model.recorded.guards import Changes, Guards
 from ...partition.model.source_line import first_line, users_line
-from ...partition.model.surroundings import Surroundings
 from ...partition.model.units import Cut, OutputError, StageModule
 from ...partition.model.untouched import Places, untouched
 from ..guards.presence import OutputSpecs, StageRun, certain_gradients, float16_gradients
@@ -225,7 +224,6 @@ class InferredStages:
         left: Places = []
         with (
             untouched(self._root, self._loss_fn, device=self._device, buffers=False) as kept,
-            Surroundings.of(kept).kept(),
             evaluating(*(() if self._training else (self._root,))),
             strict_fake_mode(),
             grad,

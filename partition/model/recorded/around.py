@@ -72,7 +72,7 @@ class AroundCalls:
             return change.before is not MISSING or not change.table.is_dict
 
         found = [each for each in self._surroundings.changes() if is_effect(each)]
-        names = [f"{each.table.name if each.table.is_dict else each.name}{each.table.where}" for each in found]
+        names = [f"{each.table.name if each.table.is_dict else each.name}{each.line}" for each in found]
         return list(dict.fromkeys(names))
 
 

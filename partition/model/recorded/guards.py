@@ -31,8 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..source_line import is_ours, is_users
-from ..untouched import is_users_module
+from ..source_line import is_ours, is_users, is_users_module
 from .reads import CodeReads
 
 _OFTEN = 5  # recordings in a row
