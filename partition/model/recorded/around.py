@@ -8,6 +8,7 @@ LOG.append(x.norm())            a side effect: once, while the model is recorded
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -64,12 +65,12 @@ class AroundCalls:
 
     def effects(self, follows: Callable[[object], bool]) -> list[str]:
         """What is left changed. `follows`: whether a value follows from the batch or parameters; a tensor that does not
-        is kept to be used again, and so is what a dict had no entry for."""
+        is kept to be used again, and so is what a dict had no entry for, or a context no variable."""
 
         def is_effect(change: Change) -> bool:
             if any(isinstance(leaf, torch.Tensor) for leaf in change.leaves):
                 return follows(change.leaves)
-            return change.before is not MISSING or not change.table.is_dict
+            return change.before is not MISSING or not (change.table.is_dict or isinstance(change.key, ContextVar))
 
         found = [each for each in self._surroundings.changes() if is_effect(each)]
         names = [f"{each.table.name if each.table.is_dict else each.name}{each.line}" for each in found]

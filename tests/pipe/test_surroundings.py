@@ -1,0 +1,387 @@
+"""What a forward sets around its layers holds in the stages; what it changes is told; caches hold no fakes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from stagewright.pipe import PipelineModule
+
+SCALE = 1.0
+VARIABLE = ContextVar("scale", default=1.0)
+LOCAL = threading.local()
+STACK = [1.0]
+TABLE = {"scale": 1.0}
+
+
+class Settings:
+    scale = 1.0
+
+
+SETTINGS = Settings()
+SETTINGS.scale = 1.0
+
+
+class Layer(nn.Module):
+    """A linear layer, times what `scale` finds around it."""
+
+    def __init__(self, scale: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale(x)
+
+
+class Net(nn.Module):
+    """Four layers; `step` runs one of them."""
+
+    def __init__(self, step: Callable[[Net, int, Tensor], Tensor], scale: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(scale) for _ in range(4))
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(4):
+            x = self.step(self, i, x)
+        return x
+
+
+def plainly(net: Net, i: int, x: Tensor) -> Tensor:
+    return net.layers[i](x)
+
+
+def made(step: Callable[[Any, int, Tensor], Tensor] = plainly, scale: Callable[[Tensor], Any] = lambda x: 1.0) -> Net:
+    torch.manual_seed(0)
+    return Net(step, scale).double()
+
+
+def batch(length: int = 3) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, 4, length, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+    return x, y
+
+
+def trains_as_plain(net: Net, lengths: tuple[int, ...] = (3, 3), **options: Any) -> None:
+    """The pipeline first: what it leaves is what the plain model finds."""
+    plain = copy.deepcopy(net)
+    batches = [batch(length) for length in lengths]
+    options = {"mesh": {"pipe": 2}, "num_microbatches": 2, "timeout": 60.0, **options}
+    pipe = PipelineModule(net, loss_fn=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
+    losses = [pipe.train_step(x, y).loss for x, y in batches]
+    pipe.close()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for (x, y), loss in zip(batches, losses, strict=True):
+        expected = F.mse_loss(plain(x), y)
+        expected.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss is None or loss == pytest.approx(expected.item(), rel=1e-12)
+
+
+# Around a layer
+
+
+def within(manager: Callable[[int], AbstractContextManager[Any]]) -> Callable[[Net, int, Tensor], Tensor]:
+    def step(net: Net, i: int, x: Tensor) -> Tensor:
+        with manager(i):
+            return plainly(net, i, x)
+
+    return step
+
+
+@contextmanager
+def variable(i: int) -> Iterator[None]:
+    token = VARIABLE.set(2.0 + i)
+    yield
+    VARIABLE.reset(token)
+
+
+@contextmanager
+def globally(i: int) -> Iterator[None]:
+    global SCALE  # noqa: PLW0603
+    SCALE = 2.0 + i
+    yield
+    SCALE = 1.0
+
+
+@contextmanager
+def in_this_thread(i: int) -> Iterator[None]:
+    LOCAL.scale = 2.0 + i
+    yield
+    del LOCAL.scale
+
+
+@contextmanager
+def attribute(owner: Any, i: int) -> Iterator[None]:
+    owner.scale = 2.0 + i
+    yield
+    owner.scale = 1.0
+
+
+@contextmanager
+def entry(i: int) -> Iterator[None]:
+    TABLE["scale"] = 2.0 + i
+    yield
+    TABLE["scale"] = 1.0
+
+
+@contextmanager
+def pushed(i: int) -> Iterator[None]:
+    STACK.append(2.0 + i)
+    yield
+    STACK.pop()
+
+
+@contextmanager
+def deterministic(i: int) -> Iterator[None]:
+    torch.use_deterministic_algorithms(i == 2)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def single(i: int) -> Iterator[None]:
+    torch.set_default_dtype(torch.float64 if i == 2 else torch.float32)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+AROUND: dict[str, tuple[Callable[[int], AbstractContextManager[Any]], Callable[[Tensor], Any]]] = {
+    "context variable": (variable, lambda x: VARIABLE.get()),
+    "global": (globally, lambda x: SCALE),
+    "thread-local": (in_this_thread, lambda x: getattr(LOCAL, "scale", 1.0)),
+    "attribute of an object": (lambda i: attribute(SETTINGS, i), lambda x: SETTINGS.scale),
+    "attribute of a class": (lambda i: attribute(Settings, i), lambda x: Settings.scale),
+    "entry of a dict": (entry, lambda x: TABLE["scale"]),
+    "stack": (pushed, lambda x: STACK[-1]),
+    "attention": (
+        lambda i: sdpa_kernel(SDPBackend.MATH),
+        lambda x: 1.0 if torch.backends.cuda.flash_sdp_enabled() else 2.0,
+    ),
+    "deterministic": (deterministic, lambda x: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0),
+    "default type": (single, lambda x: torch.tensor(1 / 3).double()),
+    "mode of torch": (lambda i: Doubling(), lambda x: 1.0),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_set_around_a_layer_holds_when_a_stage_runs_it(around: str) -> None:
+    """It used to hold while the model was recorded alone."""
+    manager, scale = AROUND[around]
+    trains_as_plain(made(within(manager), scale), verify=False)
+
+
+def test_a_region_of_a_profile_is_around_its_layer() -> None:
+    net = made(within(lambda i: torch.profiler.record_function(f"layer {i}")))
+    pipe = PipelineModule(net, loss_fn=F.mse_loss, mesh={"pipe": 2}, num_microbatches=2)
+    pipe.forward_backward(*batch())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pipe.forward_backward(*batch())
+    found = [event.name for event in profile.events()]
+    assert [found.count(f"layer {i}") for i in range(4)] == [2] * 4
+
+
+def test_a_tensor_of_the_forward_is_refused_there() -> None:
+    class Held:
+        tensor: Any = None
+
+    def step(net: Net, i: int, x: Tensor) -> Tensor:
+        SETTINGS.held = Held()  # type: ignore[attr-defined]
+        SETTINGS.held.tensor = x * 2  # type: ignore[attr-defined]
+        return plainly(net, i, x)
+
+    message = r"'held' of SETTINGS, which holds tensors of this forward, is set around layers\.0"
+    with pytest.raises(ValueError, match=message):
+        trains_as_plain(made(step))
+    assert not hasattr(SETTINGS, "held")
+
+
+# Random numbers
+
+
+def seeded(net: Net, i: int, x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return plainly(net, i, x + torch.randn(4))
+
+
+def forked(net: Net, i: int, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return plainly(net, i, x)
+
+
+def drawn_again(net: Net, i: int, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    x = x + torch.rand(4)
+    torch.set_rng_state(state)
+    return plainly(net, i, x)
+
+
+OWN = torch.Generator()
+
+
+def of_its_own(net: Net, i: int, x: Tensor) -> Tensor:
+    return plainly(net, i, x + torch.randn(4, generator=OWN))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (seeded, "sets or reads the state of a random generator .manual_seed."),
+        (forked, "sets or reads the state of a random generator .get_state."),
+        (drawn_again, "sets or reads the state of a random generator .get_state."),
+        (of_its_own, "draws from a torch.Generator of its own"),
+    ],
+)
+def test_a_generator_between_the_layers_is_refused(step: Any, message: str) -> None:
+    """Each call draws numbers of its own, whatever the seed of the model's code: other ones than the plain model's."""
+    with pytest.raises(ValueError, match=message):
+        trains_as_plain(made(step))
+
+
+# Side effects
+
+LOG: dict[int, Any] = {}
+SEEN: list[Any] = []
+COUNT = 0
+
+
+def logged(net: Net, i: int, x: Tensor) -> Tensor:
+    LOG[i] = x.norm()
+    return plainly(net, i, x)
+
+
+def appended(net: Net, i: int, x: Tensor) -> Tensor:
+    SEEN.append(x.detach())
+    return plainly(net, i, x)
+
+
+def counted(net: Net, i: int, x: Tensor) -> Tensor:
+    global COUNT  # noqa: PLW0603
+    COUNT += 1
+    return plainly(net, i, x)
+
+
+def counted_late(net: Any, i: int, x: Tensor) -> Tensor:
+    net.calls = getattr(net, "calls", 0) + 1
+    return plainly(net, i, x)
+
+
+def kept(net: Any, i: int, x: Tensor) -> Tensor:
+    net.last_hidden = x
+    return plainly(net, i, x)
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (logged, r"LOG at .*test_surroundings.py:\d+, in logged"),
+        (appended, r"SEEN at .*test_surroundings.py:\d+, in appended"),
+        (counted, r"'COUNT' of module .*test_surroundings at .*, in counted"),
+        (counted_late, "attribute 'calls' of the model"),
+        (kept, "attribute 'last_hidden' of the model"),
+    ],
+)
+def test_a_side_effect_is_told_and_leaves_nothing_fake(step: Any, name: str) -> None:
+    net = made(step)
+    with pytest.warns(UserWarning, match=rf"changes {name}.*: it does so once, while the model is recorded") as told:
+        trains_as_plain(net, verify=False)
+    assert len(told) == 1
+    held = [*LOG.values(), *SEEN, *vars(net).values()]
+    assert not any(isinstance(each, FakeTensor) for each in held)
+    assert COUNT in (0, 8)  # of the plain model
+    globals().update(COUNT=0)
+    LOG.clear()
+    SEEN.clear()
+
+
+# Caches
+
+
+@functools.lru_cache
+def remembered(length: int) -> Tensor:
+    return torch.arange(1, 1 + length, dtype=torch.float64)[:, None] / length
+
+
+class Tables:
+    by_length: dict[int, Tensor] = {}  # noqa: RUF012
+    longest: Tensor | None = None
+
+
+def by_length(x: Tensor) -> Tensor:
+    length = x.shape[-2]
+    if length not in Tables.by_length:
+        Tables.by_length[length] = torch.arange(length, dtype=x.dtype)[:, None] / length
+    return Tables.by_length[length]
+
+
+def longest(x: Tensor) -> Tensor:
+    if Tables.longest is None or len(Tables.longest) < x.shape[-2]:
+        Tables.longest = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / 8
+    return Tables.longest[: x.shape[-2]]
+
+
+def decided(x: Tensor) -> float:
+    return 2.0 if remembered(x.shape[-2]).sum() > 2 else 1.0
+
+
+def glue(scale: Callable[[Tensor], Any]) -> Callable[[Net, int, Tensor], Tensor]:
+    return lambda net, i, x: plainly(net, i, x) * scale(x)
+
+
+CACHES: dict[str, Callable[[], Net]] = {
+    "lru_cache": lambda: made(scale=lambda x: remembered(x.shape[-2])),
+    "lru_cache between layers": lambda: made(glue(lambda x: remembered(x.shape[-2]))),
+    "lru_cache, whose value decides": lambda: made(scale=decided),
+    "dict": lambda: made(scale=by_length),
+    "dict between layers": lambda: made(glue(by_length)),
+    "attribute of a class": lambda: made(scale=longest),
+}
+
+
+def train_with_cache(cache: str) -> list[str]:
+    """Names of the kinds of what the caches hold afterwards."""
+    remembered.cache_clear()
+    Tables.by_length.clear()
+    Tables.longest = None
+    is_alone = not torch.distributed.is_initialized()
+    trains_as_plain(CACHES[cache](), (3, 3, 5, 3), **({} if is_alone else {"mesh": {"pipe": 2}}))
+    held = [remembered(3), remembered(5), *Tables.by_length.values(), Tables.longest]
+    return [type(each).__name__ for each in held]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_holds_nothing_fake(cache: str) -> None:
+    """A bug: what a recording left there broke the first step, or the plain model afterwards."""
+    assert "FakeTensor" not in train_with_cache(cache)
+
+
+def over_processes() -> list[list[str]]:
+    for manager, scale in AROUND.values():
+        trains_as_plain(made(within(manager), scale), verify=False)
+    return [train_with_cache(cache) for cache in CACHES]
+
+
+def test_both_hold_over_processes(gloo: Pool) -> None:
+    """Of which the first one alone runs the plain model that is compared."""
+    for found in gloo.run(over_processes, ranks=2):
+        assert not any("FakeTensor" in held for held in found)
