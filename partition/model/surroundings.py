@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar, Token, copy_context
 from dataclasses import dataclass
 from dis import get_instructions, opmap
 from functools import cache, partial
@@ -197,10 +197,7 @@ def _torch_settings() -> Table:
     cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
     each: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-        "deterministic algorithms": (
-            torch.get_deterministic_debug_mode,
-            torch.set_deterministic_debug_mode,
-        ),
+        "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "the precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         "flash attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
         "memory-efficient attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
@@ -223,12 +220,18 @@ def _torch_settings() -> Table:
 
 
 def _context_variables() -> Table:
-    return Table(
-        name="the context variables",
-        read=lambda: dict(copy_context().items()),
-        put=lambda variable, value: variable.set(value),
-        drop=lambda variable: None,  # no way leads back to one that was never set
-    )
+    tokens: dict[ContextVar[Any], Token[Any]] = {}  # only they lead back to where one was never set
+
+    def put(variable: ContextVar[Any], value: Any) -> None:
+        token = variable.set(value)
+        if token.old_value is Token.MISSING:
+            tokens[variable] = token
+
+    def drop(variable: ContextVar[Any]) -> None:
+        if variable in tokens:
+            variable.reset(tokens.pop(variable))
+
+    return Table(name="the context variables", read=lambda: dict(copy_context().items()), put=put, drop=drop)
 
 
 class _Found(NamedTuple):

@@ -105,9 +105,10 @@ def within(manager: Callable[[int], AbstractContextManager[Any]]) -> Callable[[N
 
 @contextmanager
 def variable(i: int) -> Iterator[None]:
-    token = VARIABLE.set(2.0 + i)
+    token = VARIABLE.set(2.0 + i) if i != 1 else None
     yield
-    VARIABLE.reset(token)
+    if token is not None:
+        VARIABLE.reset(token)
 
 
 @contextmanager
