@@ -207,6 +207,7 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[Any], Any]]] = 
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*does so once, while the model is recorded")
 @pytest.mark.thorough(but=["attribute"])
 @pytest.mark.parametrize("place", KEPT)
 def test_what_recorded_code_leaves_behind_once_is_refused(place: str) -> None:

@@ -17,7 +17,7 @@ from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
-from stagewright.comm import Collectives
+from stagewright.comm import Collectives, PeerLost
 from stagewright.pipe import NonFiniteLossError, PipelineModule
 
 WIDTH = 5
@@ -225,7 +225,7 @@ def added_twice(late: bool) -> str:
             Twice.asked = step > 0 or not late
             try:
                 pipe.forward_backward(x, x)
-            except ValueError as error:
+            except (ValueError, PeerLost) as error:  # of whichever finds it first
                 return str(error)
             finally:
                 Twice.asked = False
@@ -257,7 +257,7 @@ def masked_behind(first: int) -> list[str | dict[str, list[float]]]:
         for step in range(3):  # noqa: B007 - the hook reads it
             try:
                 pipe.forward_backward(x, x)
-            except ValueError as error:
+            except (ValueError, PeerLost) as error:  # of whichever finds it first
                 return [*found, str(error)]
             found.append({name: p.grad.flatten().tolist() for name, p in pipe.named_parameters() if p.grad is not None})
             for parameter in pipe.parameters():

@@ -428,7 +428,7 @@ class ForwardRecorder:
                 f"attribute {k!r} of {module_at(path)}"
                 for k, v in late.items()
                 if (self._follows(v) and not self._reads.has_read(id(module), k))
-                or (isinstance(v, int | float) and self._attributes.carries(module, k))
+                or (type(v) in (int, float) and self._attributes.carries(module, k))
             ]
             self._stack.pop()
         return Record(
