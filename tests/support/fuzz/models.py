@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from . import reads
-from .blocks import BLOCKS, D, Scale, connect
+from .blocks import BLOCKS, D, Scale, connect, scope
 from .cases import Case, Model
 
 WORDS = 7
@@ -170,6 +170,16 @@ class SetOfBlocks(Own):
         return torch.stack([results[f"branch-{i}"] for i in range(len(self.blocks))]).sum(0)
 
 
+class Scopes(Own):
+    """Each block runs in a scope of its own."""
+
+    def through(self, h: Tensor, y: Tensor | None) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            with scope(i):
+                h = block(self.middle(h, i, y))
+        return h
+
+
 class Half(nn.Module):
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -229,6 +239,7 @@ STYLES: dict[str, type[nn.Module]] = {
     "custom": CustomBetween,
     "sets": Sets,
     "set-of-blocks": SetOfBlocks,
+    "scopes": Scopes,
     "halves": Halves,
 }
 CHAINS = ("sequential", "stages")
