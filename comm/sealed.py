@@ -43,52 +43,46 @@ class SealedStore:
         return getattr(self._store, name)
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, self._seal(key, value.encode()) + value)
+        self._store.set(key, _seal(self._secret, key, value.encode()).decode() + value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether each of them was written by one of them."""
-        return all(self._store.check([key]) and self._opened(key, self._store.get(key)) is not None for key in keys)
+        """Whether such processes have written all of them."""
+        return all(self._store.check([key]) and self._is_sealed(key, self._store.get(key)) for key in keys)
 
     def get(self, key: str) -> bytes:
         """Raises RuntimeError for what somebody else wrote."""
-        return self._own(key, self._store.get(key))
+        return self._opened(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """`expected`: "", for a key that nobody has written."""
-        assert not expected
-        return self._own(key, self._store.compare_set(key, "", self._seal(key, value.encode()) + value))
+        assert not expected  # a key that nobody has written
+        own = _seal(self._secret, key, value.encode()).decode() + value
+        return self._opened(key, self._store.compare_set(key, "", own))
 
-    def _own(self, key: str, found: bytes) -> bytes:
-        value = self._opened(key, found)
-        if value is None:
-            raise RuntimeError(
-                f"{key!r} in the store at which the ranks meet was written by a process that is none of this run: "
-                f"expected a port that nobody else reaches"
-            )
-        return value
+    def _is_sealed(self, key: str, found: bytes) -> bool:
+        return hmac.compare_digest(found[:_SEAL], _seal(self._secret, key, found[_SEAL:]))
 
-    def _opened(self, key: str, found: bytes) -> bytes | None:
-        seal, value = found[:_SEAL], found[_SEAL:]
-        return value if hmac.compare_digest(seal, self._seal(key, value).encode()) else None
-
-    def _seal(self, key: str, value: bytes) -> str:
-        return _seal(self._secret, repr(key).encode(), value)
+    def _opened(self, key: str, found: bytes) -> bytes:
+        if self._is_sealed(key, found):
+            return found[_SEAL:]
+        raise RuntimeError(
+            f"{key!r} in the store at which the ranks meet was written by a process that is none of this run: expected "
+            f"a port that nobody else reaches"
+        )
 
 
-def _seal(secret: str, what: bytes, value: bytes) -> str:
-    return hmac.new(secret.encode(), b"%d %s %s" % (len(what), what, value), "sha256").hexdigest()
+def _seal(secret: str, what: str, value: bytes) -> bytes:
+    text = f"{len(what)} {what} ".encode() + value
+    return hmac.new(secret.encode(), text, "sha256").hexdigest().encode()
 
 
 def own_folder(folder: Path) -> Path:
-    """The folder. Raises ValueError unless this user has made it, nobody else may enter it, and it is no link."""
-    try:
-        status = folder.lstat()
-    except OSError as error:
-        raise ValueError(f"{folder}: {error.strerror}: expected a folder of this run") from None
+    """The folder. Raises ValueError unless this user has made it, nobody else may enter it, and it is no link; OSError
+    for none."""
+    status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ValueError(
-            f"{folder} (mode {stat.filemode(status.st_mode)}, of user {status.st_uid}): expected a folder of this user "
-            f"({os.geteuid()}) that nobody else may enter (mode drwx------), and no link"
+            f"{folder} ({stat.filemode(status.st_mode)}, of user {status.st_uid}): expected a folder of user "
+            f"{os.geteuid()} that nobody else may enter (drwx------), and no link"
         )
     return folder
 
@@ -127,7 +121,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _pickles_seal(text: bytes) -> bytes:
-    return _seal(os.environ.get(SECRET, ""), b"pickle", text).encode()
+    return _seal(os.environ.get(SECRET, ""), "pickle", text)
 
 
 _PICKLES: Any = SimpleNamespace(__name__=__name__, Pickler=_Pickler, Unpickler=_Unpickler)

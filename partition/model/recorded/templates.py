@@ -13,7 +13,7 @@ import enum
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -129,9 +129,6 @@ def is_fixed(value: object) -> bool:
 
 def is_written_out(value: object) -> bool:
     """Whether a constant's text in Python makes it again. Of these types alone: a subclass writes what it likes."""
-    kind = type(value)
-    if kind is float:
-        return math.isfinite(cast(float, value))
-    if kind is int:  # Python reads none of thousands of digits
-        return abs(cast(int, value)) < 1 << 64
-    return kind is str or kind is bool or value is None
+    if type(value) is int:  # Python reads none of thousands of digits
+        return abs(value) < 1 << 64
+    return math.isfinite(value) if type(value) is float else value is None or type(value) is str or type(value) is bool
