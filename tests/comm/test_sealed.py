@@ -131,7 +131,10 @@ def test_a_forged_word_kills_nobody(secret: str, tmp_path: Path, monkeypatch: py
 
 
 def test_each_launch_hands_its_ranks_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever starts it, and whatever that one's own secret."""
+    """Whoever starts it, and whatever that one's own secret. It writes with it, too."""
+    with launcher._rendezvous_store(1, "s") as store:
+        store.set("k", "v")
+        assert SealedStore(store._store, "s").get("k") == b"v" != store._store.get("k")
     given: list[str] = []
 
     def start(command: Any, number: int, environment: dict[str, str], folder: str) -> None:
