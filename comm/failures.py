@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeVar
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from .mesh import MeshPlace, World
+from .sealed import sealed
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -101,7 +102,7 @@ class FailureBoard:
     """
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
-        self._store = store
+        self._store = sealed(store)
         self._rank = rank
         self._size = size
         self._name = f"failure/{store.add(f'failure/boards of rank {rank}', 1)}"

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -29,8 +30,9 @@ from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 from .failures import PeerLost, PipelineTimeout, short_reason
 from .groups import connected
 from .mesh import World
+from .sealed import sealed
 
-JUDGED = "STAGEWRIGHT_JUDGES_DEATHS"  # in the environment of ranks whose launcher does: a folder that it removes
+JUDGED = "STAGEWRIGHT_JUDGES_DEATHS"  # in the environment of ranks whose launcher does: its own folder
 LIFE = "STAGEWRIGHT_LIFE"  # there, too: how often this one was started again
 GOES_ON = "stagewright/goes on"  # keys of the launcher's store: whether a death is to end all
 _POLL = 0.002  # [s]
@@ -89,12 +91,14 @@ class Membership:
                 "torchrun does: expected stagewright.experiments.launcher.launch([...], num_ranks=N), which lets the "
                 'others go on, or on_failure="stop"'
             )
-        self._store = TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
+        self._store = sealed(
+            TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+            )
         )
         self.life, self._timeout, self._epoch = int(os.environ.get(LIFE, "0")), timeout, 0
         if self.life:  # it is alone until it is let in
@@ -103,7 +107,8 @@ class Membership:
         self.members: tuple[int, ...] = tuple(range(world.size))
         self._lives, self._coming = dict.fromkeys(self.members, 0), dict[int, int]()
         self.changed, self.step = False, 0
-        self.folder: str | None = None
+        self.folder: Path | None = None
+        self._made_folder: Path | None = None
         if self._store.add(f"stagewright/runs of {self.me}/{self.life}", 1) > 1:
             raise ValueError(
                 'a second PipelineModule with on_failure="reroute" in a process: both would form the world anew. '
@@ -142,7 +147,8 @@ class Membership:
                     f"at the beginning of a step: expected a longer timeout= than a step takes"
                 )
             time.sleep(_POLL)
-        self._epoch, members, lives, self.step, self.folder = json.loads(self._store.get(key))
+        self._epoch, members, lives, self.step = json.loads(self._store.get(key))
+        self.folder = self._folder_of(self._epoch - 1)  # no path is the store's
         self.members, self._lives, self.changed = tuple(members), dict(enumerate(lives)), True
 
     def someone_comes(self, step: int) -> bool:
@@ -165,24 +171,32 @@ class Membership:
                 self._store.set(key, json.dumps([step + 1, found]))
         return False
 
-    def folder_for_those_that_come(self) -> str:
-        return os.path.join(os.environ[JUDGED], f"joining in epoch {self._epoch}")
+    def folder_for_those_that_come(self) -> Path:
+        """Within the launcher's own; the first of the members makes it, and removes it."""
+        folder = self._folder_of(self._epoch)
+        if self.me == self.members[0]:
+            folder.mkdir(mode=0o700)
+            self._made_folder = folder
+        return folder
 
-    def let_in(self, step: int, folder: str) -> None:
+    def _folder_of(self, epoch: int) -> Path:
+        return Path(os.environ[JUDGED], f"joining in epoch {epoch:d}")
+
+    def let_in(self, step: int) -> None:
         """Those that come are members from here on, and take what is in the folder."""
         is_first, coming = self.me == self.members[0], self._coming
         self._lives |= coming
         self.members = tuple(sorted((*self.members, *coming)))
-        self._epoch, self.changed, self.folder = self._epoch + 1, True, folder
+        self.folder, self._epoch, self.changed = self._folder_of(self._epoch), self._epoch + 1, True
         for one, life in coming.items() if is_first else ():
-            told = [self._epoch, self.members, [*self._lives.values()], step, folder]
+            told = [self._epoch, self.members, [*self._lives.values()], step]
             self._store.set(admitted(one, life), json.dumps(told))
 
     def step_made(self) -> None:
         """All have what was in the folder, if there was one."""
-        folder, self.folder = self.folder, None
-        if folder and self.me == self.members[0]:
-            shutil.rmtree(folder, ignore_errors=True)
+        made, self._made_folder, self.folder = self._made_folder, None, None
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
 
     def fail(self, error: BaseException) -> None:
         """This process's own error ends the run on all."""

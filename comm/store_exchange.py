@@ -2,7 +2,7 @@
 
 A collective of the run would wait for the run's other collectives, and one that timed out would break its group. Here a
 wait is a look at the store now and then, which any thread may take, and which ends nothing. Whoever reaches the store
-may write into it: what is read from it is JSON, never code.
+may write into it: what is read from it is sealed (see `sealed`) where the run has a secret, and JSON, never code.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TypeVar
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from .mesh import World
+from .sealed import sealed
 
 T = TypeVar("T")
 
@@ -94,7 +95,7 @@ def exchanges(world: World, *, what: str) -> Callable[[int, Callable[[], bool]],
     """Makes exchanges between the processes of a run, by number and `is_over`. All make theirs in the same order."""
     if not world.distributed:
         return lambda number, is_over: Alone()
-    store = _get_default_store()
+    store = sealed(_get_default_store())
     name = f"exchange/{what}/{store.add(f'exchange/{what} of {world.rank}', 1)}"
     return lambda number, is_over: StoreExchange(
         store, rank=world.rank, size=world.size, name=f"{name}/{number}", is_over=is_over

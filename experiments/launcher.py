@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -32,7 +33,7 @@ from .host import num_cores
 from .rank_process import SILENT, WHERE, RankProcess
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from ..comm.sealed import SealedStore
 
 _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
 _HOST = "127.0.0.1"
@@ -92,13 +93,14 @@ def launch(
             raise ValueError(f"{name}={value}: expected at least {least}")
     with (
         tempfile.TemporaryDirectory(prefix="stagewright-") as folder,
-        _rendezvous_store(num_ranks) as store,
+        _rendezvous_store(num_ranks, secret := secrets.token_hex(32)) as store,
         sigterm_as_interrupt(),
     ):
 
         def start(rank: int, **variables: str) -> RankProcess:
             variables |= _variables(rank=rank, num_ranks=num_ranks, port=store.port, folder=folder)
-            return RankProcess.start(command, rank, {**os.environ, **variables, **(environment or {})}, folder)
+            given = {**os.environ, **variables, **(environment or {}), "STAGEWRIGHT_SECRET": secret}
+            return RankProcess.start(command, rank, given, folder)
 
         ranks: list[RankProcess] = []
         try:
@@ -200,7 +202,7 @@ class _Judge:
     """Says which ranks are dead to those that go on without them (stagewright.comm.membership); starts some again."""
 
     def __init__(
-        self, ranks: list[RankProcess], store: TCPStore, start: Callable[..., RankProcess], restarts: int
+        self, ranks: list[RankProcess], store: SealedStore, start: Callable[..., RankProcess], restarts: int
     ) -> None:
         self._ranks, self._running = ranks, list(ranks)
         self._judges = False
@@ -359,9 +361,11 @@ def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str
 
 
 @contextmanager
-def _rendezvous_store(num_ranks: int) -> Iterator[TCPStore]:
+def _rendezvous_store(num_ranks: int, secret: str) -> Iterator[SealedStore]:
     """Host the store at which the ranks meet. Unlike rank 0's own it outlives every rank."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from ..comm.sealed import SealedStore
 
     # By itself the store listens on all interfaces, and whoever reaches its port may write into it.
     listening = socket.create_server((_HOST, 0), backlog=128 + num_ranks)
@@ -370,7 +374,7 @@ def _rendezvous_store(num_ranks: int) -> Iterator[TCPStore]:
         _HOST, port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
     try:
-        yield store
+        yield SealedStore(store, secret)
     finally:
         del store
 

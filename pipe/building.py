@@ -28,6 +28,7 @@ from ..comm import (
     make_guard,
 )
 from ..comm.membership import LIFE, Membership
+from ..comm.sealed import own_folder
 from ..partition.model.forms import Arguments
 from ..partition.model.modes import no_collection
 from ..schedules.transform import on_rows, schedule_without
@@ -222,7 +223,7 @@ class Building:
                 if not members.changed and members.someone_comes(training.num_steps):
                     folder = members.folder_for_those_that_come()
                     self.built("train_step").state.save_for_others(folder)
-                    members.let_in(training.num_steps, folder)
+                    members.let_in(training.num_steps)
                 if members.changed:
                     self._form(members)
                 training = self.built("train_step").training
@@ -285,7 +286,7 @@ class Building:
         with guard.together():
             self.pipeline = before.again(Run(layout, self.options, guard))
         if members.folder is not None:
-            self.pipeline.state.take_from_others(Path(members.folder))
+            self.pipeline.state.take_from_others(own_folder(members.folder))
         self.world, self.guard, members.changed = world, guard, False
 
     def _judged(self, guard: Guard, members: Membership) -> Guard:

@@ -7,8 +7,9 @@ Nodes --+
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -72,6 +73,11 @@ class Work:
     restarts: int = 0
     timeout: float = 600.0
     join_timeout: float = 60.0
+
+    def begun(self) -> Work:
+        """With an absolute folder, and a secret of its ranks (see stagewright.comm.sealed)."""
+        variables = {"STAGEWRIGHT_SECRET": secrets.token_hex(32), **self.environment}
+        return replace(self, folder=self.folder.absolute(), environment=variables)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

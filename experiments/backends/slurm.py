@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class SlurmBackend:
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
         self.check(nodes)
-        work = replace(work, folder=work.folder.absolute())
+        work = work.begun()
         for text in (str(work.folder), *map(str, self._options.values())):
             if not text.isprintable():  # a line of sbatch's script ends there, and the next one would be run
                 raise ValueError(f"--backend slurm: {text!r}: expected printable text in one line")
@@ -103,6 +103,7 @@ class SlurmBackend:
         import submitit
 
         folder = work.folder / "slurm"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it will hold the work's variables
         minutes = math.ceil(work.timeout / 60) + _RESERVE
         if self._cluster == "debug":
             return submitit.DebugExecutor(folder)

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -98,7 +98,7 @@ def run_nodes(
 
     Ctrl-C and SIGTERM end all nodes and raise KeyboardInterrupt.
     """
-    work = replace(work, folder=work.folder.absolute())
+    work = work.begun()
     work.folder.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(16)
     (work.folder / TOKEN).write_text(token)

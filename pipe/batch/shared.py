@@ -24,9 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 from ...comm import MeshPlace, machine
+from ...comm.sealed import load_sealed, own_folder, save_sealed
 from ...comm.store_exchange import exchanges
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -48,7 +47,7 @@ class HostShare:
     """
 
     def __init__(self, folder: Path, process: int, processes: tuple[int, ...], *, timeout: float) -> None:
-        self.folder = folder
+        self.folder = own_folder(folder)
         self._process, self._reader, self._others = process, processes[0], processes[1:]
         self._timeout = timeout
         self._iteration = self._number = 0
@@ -68,7 +67,7 @@ class HostShare:
     def put(self, batch: Any, place: tuple[int, int]) -> None:
         """The next batch, for all others; waits for one that is far behind."""
         new = self.folder / f"new.{self._process}"
-        torch.save((place, batch), new)
+        save_sealed((place, batch), new)
         for process in self._others:
             self._wait(process, partial(self._may_have, process), "takes the batches of")
             if not self._rest_of(process).exists():
@@ -88,7 +87,7 @@ class HostShare:
                 *(self._reader, self._process, place),
             )
             return []
-        its, batch = torch.load(path, mmap=True, weights_only=False)  # in a folder that only this user may enter
+        its, batch = load_sealed(path)
         path.unlink()
         self._number += 1
         if its != place:
@@ -153,9 +152,10 @@ def share_on_host(place: MeshPlace, *, timeout: float) -> HostShare:
     everybody = rounds.gather([f"{machine()} {root.stat().st_dev}", place.replica[0]], what=what)
     host, replica = everybody[world.rank]
     first = next(process for process, (own, _) in enumerate(everybody) if own == host)
-    folders = rounds.gather(str(_new_folder(root)) if first == world.rank else None, what=what)
+    mine = _new_folder(root).name.removeprefix(_PREFIX) if first == world.rank else None
+    name = os.path.basename(str(rounds.gather(mine, what=what)[first]))  # the rest of the path is no word of another
     share = HostShare(
-        Path(str(folders[first])),
+        root / f"{_PREFIX}{name}",
         world.rank,
         tuple(process for process, own in enumerate(everybody) if own == [host, replica]),
         timeout=timeout,
@@ -195,14 +195,14 @@ def _leave(folder: Path, lock: BinaryIO, process: int) -> None:
 def kept_sample(folder: Path, number: int) -> list[Any]:
     """[the sample]; [] where the host has not kept it."""
     with suppress(FileNotFoundError):
-        return [torch.load(folder / f"sample.{number}", mmap=True, weights_only=False)]
+        return [load_sealed(folder / f"sample.{number}")]
     return []
 
 
 def keep_sample(folder: Path, number: int, sample: Any, *, share_of: float) -> None:
     """Keep it, where its number is among those that fit: so many bytes for each sample of the dataset."""
     new = folder / f"new.{os.getpid()}.{number}"
-    torch.save(sample, new)
+    save_sealed(sample, new)
     if number * _GOLDEN % 1 < share_of / new.stat().st_size:
         new.rename(folder / f"sample.{number}")
     else:

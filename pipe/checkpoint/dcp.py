@@ -6,12 +6,13 @@ __0_0.distcp    chunk after chunk as torch.save writes it, loaded with weights_o
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import default_planner, filesystem, metadata
@@ -20,45 +21,76 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
+from .foreign import check_archive, load_saved, plain_file
 from .values import DTYPES
 
+_Text = type("", (), {"__new__": lambda *_: ""})
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in metadata.__all__},
-    (metadata.__name__, "_MEM_FORMAT_ENCODING"): lambda _: metadata._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT,
+    (metadata.__name__, "_MEM_FORMAT_ENCODING"): type("", (), {"__init__": lambda *_: None, "__eq__": lambda *_: True}),
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): lambda _: torch.strided,
-    **{(f"pathlib{room}", f"{kind}Path"): lambda *_: "" for room in ("", "._local") for kind in ("Posix", "Windows")},
+    ("torch.serialization", "_get_layout"): type("", (), {"__new__": lambda *_: torch.strided}),
+    **{(f"pathlib{room}", f"{kind}Path"): _Text for room in ("", "._local") for kind in ("Posix", "Windows")},
     **{("torch", name): kind for name, kind in (DTYPES | {"Size": torch.Size}).items()},
 }
 
 
-class _DcpUnpickler(pickle.Unpickler):
+class _DcpUnpickler(pickle._Unpickler):
+    """In Python: the one in C makes its list of objects as long as a pickle says."""
+
+    dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {pickle.BYTEARRAY8[0]: None}  # it would make as many bytes
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise ValueError(f".metadata names {module}.{name}, which is none of DCP's records and might run code")
         found = _ALLOWED[module, name]
-        # A pickle can set what a class has: torch's own stays as it is.
+        # A pickle can set what a class or an object has: it gets none that another one has, but for those that never
+        # change. The first encoding of a memory format is as good as any.
         return type(name, (found,), {}) if isinstance(found, type) and found is not torch.Size else found
 
 
 class _DcpReader(filesystem.FileSystemReader):
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        found = super()._slice_file(file, sinfo)
+        check_archive(found, sinfo.length)
+        return found
+
     def read_metadata(self, *args: Any, **options: Any) -> metadata.Metadata:
-        with Path(self.path, ".metadata").open("rb") as file:
-            found: metadata.Metadata = _DcpUnpickler(file).load()
+        text = plain_file(Path(self.path, ".metadata")).read_bytes()
+        found: metadata.Metadata = _DcpUnpickler(io.BytesIO(text)).load()
         for name, entry in found.state_dict_metadata.items():
             if sum(prod(chunk.sizes) for chunk in getattr(entry, "chunks", ())) != prod(getattr(entry, "size", (0,))):
                 raise ValueError(f"{name!r} is not there whole")
         stored = {metadata.MetadataIndex(at.fqn, at.offset, at.index): x for at, x in found.storage_data.items()}
         if any(Path(info.relative_path).name != info.relative_path for info in stored.values()):
             raise ValueError(".metadata names files elsewhere: expected files of the same folder")
+        self._check_sizes(found, stored)
         found.storage_data = stored
         return found
+
+    def _check_sizes(self, found: metadata.Metadata, stored: Mapping[Any, Any]) -> None:
+        """ValueError where there is more to be made of the files than they have bytes."""
+        names = {info.relative_path for info in stored.values()}
+        left = {name: plain_file(Path(self.path, name)).stat().st_size for name in names}
+        for info in stored.values():
+            left[info.relative_path] -= max(0, info.length)
+            if left[info.relative_path] < 0 or info.transform_descriptors:
+                raise ValueError(f"{info.relative_path} is shorter than .metadata says, or compressed")
+        entry: Any
+        for name, entry in found.state_dict_metadata.items():
+            for chunk in getattr(entry, "chunks", ()):
+                length = stored[metadata.MetadataIndex(name, chunk.offsets)].length
+                if prod(chunk.sizes) * entry.properties.dtype.itemsize > length:
+                    raise ValueError(f"a chunk of {name!r} is larger than what its file has of it")
+        places = found.planner_data or {}
+        if any(isinstance(at, int) and at >= len(places) for place in places.values() for at in place):
+            raise ValueError(".metadata has an entry beyond the end of its list")
 
 
 class _DcpPlanner(default_planner._EmptyStateDictLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
         try:
-            content = torch.load(value, map_location="cpu", weights_only=True)
+            content = load_saved(value)
         except pickle.UnpicklingError as error:
             content = error  # which a checkpoint has no form for: refused where it is needed
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], content)

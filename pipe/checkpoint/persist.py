@@ -86,7 +86,7 @@ def persist(
         mine = problem._replace(folder=str(path))
     first = _gathered(processes, mine, what="beginning a checkpoint")[0]
     if first.problem:
-        return _failed(Path(first.folder), name, [first], processes)
+        return _failed(path, Path(first.folder), name, [first], processes)
     name = name if processes.rank == 0 else checked_name(first.name)
     own.begin(name)
 
@@ -94,7 +94,7 @@ def persist(
     problem = _tried(lambda: written.append(_write(path, name, processes.rank, snapshot)), path)
     answers = _gathered(processes, problem or _Answer(written=written[0]), what="writing a checkpoint")
     if any(answer.problem for answer in answers):
-        return _failed(Path(first.folder), name, answers, processes)
+        return _failed(path, Path(first.folder), name, answers, processes)
 
     caution: list[str] = []
     mine = _Answer()
@@ -104,7 +104,7 @@ def persist(
         mine = mine._replace(caution="".join(caution))
     last = _gathered(processes, mine, what="completing a checkpoint")[0]
     if last.problem:
-        return _failed(Path(first.folder), name, [last], processes)
+        return _failed(path, Path(first.folder), name, [last], processes)
     return SaveResult(path=path / name, caution=last.caution)
 
 
@@ -185,9 +185,9 @@ def _tried(action: Callable[[], object], path: Path) -> _Answer | None:
     return None
 
 
-def _failed(path: Path, name: str, answers: Sequence[_Answer], processes: Processes) -> SaveResult:
+def _failed(own: Path, path: Path, name: str, answers: Sequence[_Answer], processes: Processes) -> SaveResult:
     if processes.rank == 0:
-        discard(path, name)
+        discard(own, name)
     said = [f"rank {rank}: {answer.problem}" for rank, answer in enumerate(answers) if answer.problem]
     shown = "; ".join(said[:3]) + (f"; and {len(said) - 3} more" if len(said) > 3 else "")
     return SaveResult(

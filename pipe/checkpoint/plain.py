@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 
 from ...comm.store_exchange import Alone
 from ..shards.shard import Shard
 from .files import OwnCheckpoints, flushed
+from .foreign import load_saved
 from .manifest import model_key, optimizer_key
 from .persist import persist
 from .reader import Checkpoint
@@ -213,10 +213,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     if path.suffix not in TORCH:
         raise ValueError(f"{path}: expected a file that ends in {SAFETENSORS} or {TORCH[0]}")
     try:
-        with suppress(BadZipFile), ZipFile(path) as packed:  # torch.save compresses nothing
-            if any(one.compress_type != ZIP_STORED for one in packed.infolist()):
-                raise ValueError("it is compressed: expected a file of torch.save, which unpacks to its own size")
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            content = load_saved(file)
     except Exception as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read: {reason}") from None

@@ -133,7 +133,7 @@ class State:
         checkpoint, found = read_together(place, lambda it: _Fitting(it, self.update), collectives, guard)
         self._take(checkpoint, found, found.lost)
 
-    def save_for_others(self, folder: str) -> None:
+    def save_for_others(self, folder: Path) -> None:
         """For processes that join between two steps. Collective over the others; RuntimeError for a full disk."""
         snapshot = self.snapshot(None)
         with self.run.guard.together():

@@ -172,15 +172,15 @@ def test_one_that_was_started_again_is_let_in_at_the_next_step(run: Run, tmp_pat
     assert not three.someone_comes(4)  # in a step that the first has begun without it
     assert one.someone_comes(5)
     assert three.someone_comes(5)
-    folder = tmp_path / "joining"
-    folder.mkdir()
-    three.let_in(5, str(folder))
+    folder = one.folder_for_those_that_come()
+    assert folder.parent == tmp_path
+    three.let_in(5)
     assert not run.is_told(membership.admitted(1, 1))  # the first one says so
-    one.let_in(5, str(folder))
+    one.let_in(5)
     entering.result(timeout=60)
     for each in (one, three, again):
         assert each.members == (0, 1, 2)
-        assert (each.changed, each.folder) == (True, str(folder))
+        assert (each.changed, each.folder) == (True, folder)
         assert each._lives == {0: 0, 1: 1, 2: 0}
         assert each._epoch == 2  # what was said in the one before is not taken for an answer
         assert not each.someone_died()  # that its first life has ended is known
@@ -205,7 +205,7 @@ def test_the_wish_of_one_that_is_in_again_is_no_new_one(run: Run) -> None:
     assert one.someone_comes(5)
     assert three.someone_comes(5)
     for each in (three, one):
-        each.let_in(5, "")
+        each.let_in(5)
     again = run.member(1, 1)
     again.enter()
     run.dies(2)
@@ -229,7 +229,7 @@ def test_one_that_died_as_it_asked_is_not_let_in(run: Run) -> None:
     run.store.set(one._wants(1), "2")
     assert not one.someone_comes(6)
     assert one.someone_comes(7)
-    one.let_in(7, "")
+    one.let_in(7)
     assert run.is_told(membership.admitted(1, 2))
 
 

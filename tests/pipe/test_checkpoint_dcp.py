@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
+import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 
 import pytest
 import torch
@@ -226,6 +230,134 @@ def cut_off(folder: Path, mark: Path) -> str:
     return "cannot be read as a folder of torch.distributed.checkpoint"
 
 
+def chunk_of(folder: Path, name: str, data: bytes, **more: Any) -> None:
+    """Its entry of this name is that file."""
+    content = metadata(folder)
+    info = next(x for at, x in content.storage_data.items() if at.fqn == name)
+    (folder / "evil.distcp").write_bytes(data)
+    vars(info).update({"relative_path": "evil.distcp", "offset": 0, "length": len(data)} | more)
+    rewrite(folder, content)
+
+
+def archive(pickled: bytes, folder: Path) -> bytes:
+    """As torch writes it, with this pickle."""
+    writer = torch._C.PyTorchFileWriter(str(folder / "made"))
+    writer.write_record("data.pkl", pickled, len(pickled))
+    writer.write_end_of_file()
+    return (folder / "made").read_bytes()
+
+
+def ended(front: bytes, start: int) -> bytes:
+    """An archive whose list of entries begins there and ends it, with the records that torch writes behind."""
+    length, at = len(front) - start, len(front)
+    number = front[start:].count(b"PK\1\2")
+    large = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, number, number, length, start)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, at, 1)
+    return front + large + locator + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, number, number, length, start, 0)
+
+
+def packed(into: Path, pickled: bytes, kind: int) -> tuple[bytes, int]:
+    with ZipFile(into, "w", kind) as written:
+        written.writestr("archive/data.pkl", pickled)
+        start = written.start_dir
+    return into.read_bytes()[:-22], start
+
+
+NAMED = "optimizer.param_groups.0.lr"
+
+
+def deflated(folder: Path, mark: Path) -> str:
+    """A thousand times its size in memory, before it was refused."""
+    chunk_of(folder, NAMED, ended(*packed(folder / "made", bytes(10**6), ZIP_DEFLATED)))
+    return "it is compressed, or damaged: expected a file of torch.save, which unpacks to its own size"
+
+
+def two_lists(folder: Path, mark: Path) -> str:
+    """Python finds the last list of entries, and torch the one that the end names."""
+    front, start = packed(folder / "made", bytes(10**6), ZIP_DEFLATED)
+    other, at = packed(folder / "made", b"N.", ZIP_STORED)
+    found = ended(front + other[at:], start)
+    chunk_of(
+        folder, NAMED, found.replace(struct.pack("<Q", len(found) - 98 - start), struct.pack("<Q", len(other) - at))
+    )
+    return "it is compressed, or damaged"
+
+
+def bytes_of_any_number(folder: Path, mark: Path) -> str:
+    chunk_of(folder, NAMED, archive(b"\x80\x02c__builtin__\nbytearray\nq\x00J\x00\x00\x00\x10\x85R.", folder))
+    return "it has a bytearray, which no checkpoint has"
+
+
+def tensor_of_any_size(folder: Path, mark: Path) -> str:
+    chunk_of(folder, NAMED, archive(b"\x80\x02ctorch\nFloatTensor\nq\x00J\x00\x00\x00\x10\x85R.", folder))
+    return "its tensors are larger than it is"
+
+
+def stretched(folder: Path, mark: Path) -> str:
+    """One element, of a tensor as large as memory."""
+    content, one = metadata(folder), torch.Size((10**5, 10**5))
+    torch.save(torch.ones(1).expand(one), folder / "made")
+    entry = content.state_dict_metadata["model.0.weight"]
+    entry.size = entry.chunks[0].sizes = one
+    rewrite(folder, content)
+    chunk_of(folder, "model.0.weight", (folder / "made").read_bytes())
+    return "a chunk of 'model.0.weight' is larger than what its file has of it"
+
+
+def taken_twice(folder: Path, mark: Path) -> str:
+    chunk_of(folder, NAMED, b"", relative_path="__0_0.distcp", length=(folder / "__0_0.distcp").stat().st_size)
+    return "__0_0.distcp is shorter than .metadata says"
+
+
+def packed_otherwise(folder: Path, mark: Path) -> str:
+    chunk_of(folder, NAMED, b"x", transform_descriptors=["stream.zstd/1"])
+    return "evil.distcp is shorter than .metadata says, or compressed"
+
+
+def far_in_a_list(folder: Path, mark: Path) -> str:
+    content = metadata(folder)
+    content.planner_data["model.0.weight"] = ("model", 10**9)
+    rewrite(folder, content)
+    return "has an entry beyond the end of its list"
+
+
+def far_in_the_pickle(folder: Path, mark: Path) -> str:
+    """Object number 2**28: Python's reader in C makes a list of as many."""
+    (folder / ".metadata").write_bytes(b"\x80\x02Nr\x00\x00\x00\x10.")
+    return "cannot be read as a folder of torch.distributed.checkpoint: AttributeError"
+
+
+def long_in_the_pickle(folder: Path, mark: Path) -> str:
+    (folder / ".metadata").write_bytes(b"\x80\x05\x96" + struct.pack("<Q", 10**10) + b".")
+    return "cannot be read as a folder of torch.distributed.checkpoint"
+
+
+def evil_member(folder: Path, mark: Path) -> str:
+    """Changing a member of torch's own enum, for the whole process."""
+    name = "torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    (folder / ".metadata").write_bytes(b"c" + name.encode() + b"(I0\ntR}S'_value_'\nI77\nsb.")
+    return "cannot be read as a folder"
+
+
+def fifo(folder: Path, mark: Path) -> str:
+    (folder / ".metadata").unlink()
+    os.mkfifo(folder / ".metadata")
+    return ".metadata is no plain file"
+
+
+def fifo_of_chunks(folder: Path, mark: Path) -> str:
+    (folder / "__0_0.distcp").unlink()
+    os.mkfifo(folder / "there")
+    (folder / "__0_0.distcp").symlink_to(folder / "there")
+    return "__0_0.distcp is no plain file"
+
+
+def device(folder: Path, mark: Path) -> str:
+    (folder / "__0_0.distcp").unlink()
+    (folder / "__0_0.distcp").symlink_to("/dev/zero")
+    return "__0_0.distcp is no plain file"
+
+
 def no_pickle(folder: Path, mark: Path) -> str:
     (folder / ".metadata").write_text("hello")
     return "cannot be read as a folder of torch.distributed.checkpoint: UnpicklingError"
@@ -260,6 +392,8 @@ def nested_model(folder: Path, mark: Path) -> str:
 
 CASES = [evil, evil_within, evil_class, evil_value, elsewhere, without_chunk, cut_off, no_pickle, no_folder]
 CASES += [no_optimizer, by_numbers, nested_model]
+BOMBS = [deflated, two_lists, bytes_of_any_number, tensor_of_any_size, stretched, taken_twice, packed_otherwise]
+BOMBS += [far_in_a_list, far_in_the_pickle, long_in_the_pickle, evil_member, fifo, fifo_of_chunks, device]
 
 
 @pytest.mark.thorough(but=["evil", "evil_value", "elsewhere", "without_chunk", "no_folder"])
@@ -274,6 +408,22 @@ def test_what_is_no_folder_of_dcp_is_refused_and_runs_no_code(
     assert not (tmp_path / "ran").exists()
     assert not hasattr(dcp.metadata.Metadata, "storage_data") or dcp.metadata.Metadata.storage_data is None
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("spoil", BOMBS, ids=lambda spoil: spoil.__name__)
+def test_a_folder_of_dcp_takes_no_more_memory_than_it_has_bytes_and_changes_nothing(
+    spoil: Callable[[Path, Path], str], folder: Path, tmp_path: Path
+) -> None:
+    before = [vars(each).copy() for each in dcp.metadata._MEM_FORMAT_ENCODING]
+    message = spoil(folder, tmp_path)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=message):
+        stagewright.import_checkpoint(folder, tmp_path / "c", optimizer=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 << 20
+    assert [vars(each) for each in dcp.metadata._MEM_FORMAT_ENCODING] == before
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

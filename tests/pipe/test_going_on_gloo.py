@@ -275,7 +275,7 @@ def test_who_was_started_again_is_told_to_begin_with_the_others_step(monkeypatch
     with pytest.raises(ValueError, match=re.escape("expected for step in range(pipe.num_steps, ...)")):
         run.train_step(*torch.randn(2, 16, 2))
     assert not store.check(["stagewright/wants/3"])
-    state = json.dumps([2, [0, 1, 2, 3], [0, 0, 0, 1], 7, "folder"])
+    state = json.dumps([2, [0, 1, 2, 3], [0, 0, 0, 1], 7])
     store.set(membership.admitted(3, 1), state)
     assert run.num_steps == 7
     assert store.get("stagewright/wants/3") == b"1"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from support.records import records
 from support.small import X, Y, make
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from stagewright.pipe import PipelineModule
 
@@ -242,6 +245,64 @@ def test_keywords_that_forward_swallows_are_refused_only_where_they_surely_mean_
     assert reader.inputs((X,), {"position_ids": X}).arguments.names == ("input 0", "position_ids")
     with pytest.raises(ValueError, match=r"'decoder_position_id' looks like 'decoder_position_ids'"):
         reader.inputs((X,), {"decoder_position_id": X})
+
+
+class Code(str):
+    """A name whose text is another one, which would leave a file."""
+
+    def __repr__(self) -> str:
+        return "__import__('pathlib').Path('ran').touch()"
+
+    __str__ = __repr__
+
+
+class Number(int):
+    __repr__ = __str__ = Code.__repr__
+
+
+class Named(nn.Module):
+    """Adds up what it is given by any keyword, and in a dict or an object under any name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, a_dict: Any, an_object: Any, number: int, **named: Tensor) -> Tensor:
+        added = [*a_dict.values(), *vars(an_object).values(), *named.values()]
+        return torch.tanh(self.linear(x) + sum(added) / (1 + number % 7))
+
+
+class Names(nn.Module):
+    """Names of a batch, a buffer, a dict and an object, in the code between its units."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.a, self.b = name, Named(), Named()
+        self._buffers[name] = torch.full((WIDTH,), 2.0).double()
+
+    def forward(self, x: Tensor, **named: Tensor) -> Tensor:
+        made = SimpleNamespace()
+        vars(made)[self.name] = torch.relu(x)
+        h = self.a(x, {self.name: x}, made, Number(3), **named) + self._buffers[self.name]
+        return checkpoint(lambda h: torch.tanh(self.b(h, {}, made, 10**5000, **named)), h, use_reentrant=False)
+
+
+NAMES = ["attention-mask", "class", "v0", "", "\ud800", "z=__import__('pathlib').Path('ran').touch(), y", Code("mask")]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_no_name_is_run_as_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of a stage are Python that is written here. Keywords stood in it as they came: what they said was run,
+    and those that are no identifiers were a SyntaxError."""
+    monkeypatch.chdir(tmp_path)
+    model, twin = models(lambda: Names(name))
+    x = draw(N, WIDTH)
+    expected = F.mse_loss(twin(x, **{name: x}), x)
+    expected.backward()
+    result = pipeline(model, loss_fn=F.mse_loss).forward_backward(x=x, target=x, **{name: x})
+    assert result.loss == pytest.approx(expected.item(), abs=1e-12)
+    assert_equal_gradients(model, twin)
+    assert not list(tmp_path.iterdir())
 
 
 class Attends(nn.Module):

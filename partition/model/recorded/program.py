@@ -3,16 +3,19 @@
 def run(v0, v3):
     v2 = c0(v0, 4)                  glue that each stage makes for itself
     enter(5)
-    v4 = u0(v3, mask=v2)            a unit
+    v4 = u0(v3, **{'mask': v2})     a unit
     with grad(False):
         v6 = c1(v4, t0['scale'])    glue with a buffer, looked up when it runs
     return (v4, v6)
+
+Whoever names a keyword, a buffer or an attribute chooses no text of it: names are numbered here, and what else stands
+in it are constants of Python's own types.
 """
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, groupby
@@ -215,9 +218,9 @@ class _Writer:
         gives = [f"v{number}" for number in sorted(made & taken_behind)]
         arguments = ", ".join(f"v{number}" for number in takes)
         name = f"r{next(_NUMBERS)}"
-        options = "".join(f", {key}={self._constant(value)}" for key, value in region.options.items())
+        options = self._dict(region.options, map(self._constant, region.options.values()))
         given = f"{name}, {arguments}" if arguments else name
-        call = f"checkpoint({given}{options})"
+        call = f"checkpoint({given}, **{options})"
         returned = gives[0] if len(gives) == 1 else f"({', '.join(gives)})"
         target = f"{', '.join(gives)} = " if gives else ""
         return [
@@ -247,9 +250,8 @@ class _Writer:
         number = self._number_of.get(id(call))
         if number is not None:
             yield f"enter({number})"
-        keys = call.kwargs.keys
         arguments = [self._text(each) for each in call.args.parts]
-        arguments += [f"{key}={self._text(each)}" for key, each in zip(keys, call.kwargs.parts, strict=True)]
+        arguments += [f"**{self._text(call.kwargs)}"] if call.kwargs.parts else []
         called = self._name("u", call.module) if isinstance(call, UnitCall) else self._name("c", call.function)
         text = f"{called}({', '.join(arguments)})"
         if call.is_one_tensor:
@@ -273,15 +275,15 @@ class _Writer:
         for state in [each for each in call.templates() if isinstance(each, MadeObject)][::-1]:  # inner ones first
             if state.number not in self._states:
                 self._states.add(state.number)
-                attributes = ", ".join(f"{key!r}: {self._text(each)}" for key, each in state.attributes.items())
+                attributes = self._dict(state.attributes, map(self._text, state.attributes.values()))
                 items = "None" if state.items is None else self._text(state.items)
-                yield f"s{state.number} = new({self._name('c', state.kind)}, {{{attributes}}}, {items})"
+                yield f"s{state.number} = new({self._name('c', state.kind)}, {attributes}, {items})"
 
     def _text(self, template: Template) -> str:
         if isinstance(template, Ref):
             return f"v{template.number}"
         if isinstance(template, Slot):
-            return f"{self._name('t', vars(template.module)[template.table])}[{template.key!r}]"
+            return f"{self._name('t', vars(template.module)[template.table])}[{self._constant(template.key)}]"
         if isinstance(template, MadeObject):
             return f"s{template.number}"
         if isinstance(template, Constant):
@@ -295,10 +297,12 @@ class _Writer:
         if template.kind is slice:
             return f"slice({', '.join(parts)})"
         if template.kind is dict:
-            keys = [self._constant(key) for key in template.keys]
-            return f"{{{', '.join(f'{key}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
+            return self._dict(template.keys, parts)
         inner = f"[{', '.join(parts)}]"
         return inner if template.kind is list else f"unflatten({inner}, {self._name('c', template.spec)})"
+
+    def _dict(self, keys: Iterable[object], parts: Iterable[str]) -> str:
+        return f"{{{', '.join(f'{self._constant(key)}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
 
     def _constant(self, value: object) -> str:
         return repr(value) if is_written_out(value) else self._name("c", value)

@@ -158,7 +158,7 @@ def _content(tensor: torch.Tensor) -> str:
 
 
 def digest(steps: Iterable[Step]) -> str:
-    return blake2b("\n".join(step.text for step in steps).encode(), digest_size=16).hexdigest()
+    return blake2b("\n".join(step.text for step in steps).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def modules(root: nn.Module) -> list[Step]:
@@ -229,7 +229,7 @@ def _names(record: Record, words: Words) -> list[str]:
     keys = []
     for call in record.calls:
         text = words.call(call, name)
-        keys.append(key := blake2b(text.encode(), digest_size=12).hexdigest())
+        keys.append(key := blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest())
         for before, after in call.changed.items():
             names[after] = f"{key}<{name(before)}"
         names |= {number: f"{key}.{place}" for place, number in call.results.items()}

@@ -1,0 +1,127 @@
+"""What processes of one run believe, and from whom: a secret that whoever starts them hands to each in its environment.
+
+    store     whoever reaches its port may write there: what is acted on carries a seal, made with the secret, of its
+              key and value. Without one it does not count
+    pickle    of batches and samples in shared memory: it carries a seal, too, and without one is not read
+    folder    this user's, whom nobody else lets in, and no link
+
+Without a secret, as under torchrun unless STAGEWRIGHT_SECRET is set, the store is believed, and folders are checked.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import os
+import pickle
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+SECRET = "STAGEWRIGHT_SECRET"  # in the environment of a run's processes, and nowhere else
+_SEAL = 64  # characters of a seal: SHA-256 in hex
+
+
+def sealed(store: Store) -> Store:
+    """The store, for what is acted on; itself where the run has no secret."""
+    secret = os.environ.get(SECRET)
+    return cast(Store, SealedStore(store, secret)) if secret else store
+
+
+class SealedStore:
+    """A store in which only what processes with the same secret wrote counts; what is not named here is the store's."""
+
+    def __init__(self, store: Store, secret: str) -> None:
+        self._store, self._secret = store, secret
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, _seal(self._secret, key, value.encode()).decode() + value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether such processes have written all of them."""
+        return all(self._store.check([key]) and self._is_sealed(key, self._store.get(key)) for key in keys)
+
+    def get(self, key: str) -> bytes:
+        """Raises RuntimeError for what somebody else wrote."""
+        return self._opened(key, self._store.get(key))
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        assert not expected  # a key that nobody has written
+        own = _seal(self._secret, key, value.encode()).decode() + value
+        return self._opened(key, self._store.compare_set(key, "", own))
+
+    def _is_sealed(self, key: str, found: bytes) -> bool:
+        return hmac.compare_digest(found[:_SEAL], _seal(self._secret, key, found[_SEAL:]))
+
+    def _opened(self, key: str, found: bytes) -> bytes:
+        if self._is_sealed(key, found):
+            return found[_SEAL:]
+        raise RuntimeError(
+            f"{key!r} in the store at which the ranks meet was written by a process that is none of this run: expected "
+            f"a port that nobody else reaches"
+        )
+
+
+def _seal(secret: str, what: str, value: bytes) -> bytes:
+    text = f"{len(what)} {what} ".encode() + value
+    return hmac.new(secret.encode(), text, "sha256").hexdigest().encode()
+
+
+def own_folder(folder: Path) -> Path:
+    """The folder. Raises ValueError unless this user has made it, nobody else may enter it, and it is no link; OSError
+    for none."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ValueError(
+            f"{folder} ({stat.filemode(status.st_mode)}, of user {status.st_uid}): expected a folder of user "
+            f"{os.geteuid()} that nobody else may enter (drwx------), and no link"
+        )
+    return folder
+
+
+def save_sealed(value: Any, path: Path) -> None:
+    torch.save(value, path, pickle_module=_PICKLES)
+
+
+def load_sealed(path: Path) -> Any:
+    """What a process of this run has saved there, mapped into memory. Raises RuntimeError for what another one has
+    written, of which nothing is run."""
+    try:
+        return torch.load(path, mmap=True, weights_only=False, pickle_module=_PICKLES)
+    except pickle.UnpicklingError as error:
+        raise RuntimeError(f"{path}: {error}") from None
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a seal behind the pickle."""
+
+    def __init__(self, file: io.BytesIO, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._file = file
+
+    def dump(self, value: Any) -> None:
+        super().dump(value)
+        self._file.write(_pickles_seal(self._file.getvalue()))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, **options: Any) -> None:
+        text = file.read()
+        if not hmac.compare_digest(text[-_SEAL:], _pickles_seal(text[:-_SEAL])):
+            raise pickle.UnpicklingError("a process that is none of this run has written it")
+        super().__init__(io.BytesIO(text), **options)
+
+
+def _pickles_seal(text: bytes) -> bytes:
+    return _seal(os.environ.get(SECRET, ""), "pickle", text)
+
+
+_PICKLES: Any = SimpleNamespace(__name__=__name__, Pickler=_Pickler, Unpickler=_Unpickler)
