@@ -30,7 +30,8 @@ from torch.utils import _pytree as pytree
 
 from .source_line import content, is_users_module
 
-_MOST = 1000  # entries of a container that are looked into
+_MOST = 1000  # entries of a container that are looked into, and watched
+_LARGE = 100_000  # those of data, which no forward changes
 _DEEP = 3  # objects within objects
 _OBJECTS = 5000
 _STORES = (opmap["STORE_GLOBAL"], opmap["DELETE_GLOBAL"])
@@ -42,8 +43,8 @@ MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Table:
-    """Entries that code may read and change: `put` and `drop` change one. `where`: code that names it, and how."""
+class Namespace:
+    """Namespace that code may read and change: `put` and `drop` change one. `where`: code that names it, and how."""
 
     name: str
     read: Callable[[], Mapping[Any, Any]]
@@ -51,7 +52,7 @@ class Table:
     drop: Callable[[Any], object]
     where: tuple[CodeType, str] | None = None
     is_dict: bool = False
-    is_users: bool = True
+    is_watched: bool = True
 
     def set(self, key: Any, value: Any) -> None:
         if value is not MISSING:
@@ -70,10 +71,10 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Change:
+class Changed:
     """An entry of a table that is another one now."""
 
-    table: Table
+    table: Namespace
     key: Any
     before: Any
     now: Any
@@ -121,8 +122,8 @@ class Surroundings:
 
     def __init__(self, kinds: Collection[type], functions: Collection[FunctionType]) -> None:
         found = [_torch_settings(), _context_variables(), *_Search(kinds, functions).tables]
-        self._tables = sorted(found, key=lambda table: not table.is_users)
-        self._watched = self._tables[: sum(table.is_users for table in found)]
+        self._tables = sorted(found, key=lambda table: not table.is_watched)
+        self._watched = self._tables[: sum(table.is_watched for table in found)]
         self._first = [table.read() for table in self._tables]
         self._base: list[dict[Any, Any]] = []
 
@@ -141,20 +142,20 @@ class Surroundings:
                 for key in _differing(before, table.read()):
                     table.set(key, before.get(key, MISSING))
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[Changed]:
         """What of the user's and torch's is another one than at the start, but for what `apart` has left out."""
         found = []
         for table, before in zip(self._watched, self._base, strict=True):
             now = table.read()
             keys = _differing(before, now)
-            found += [Change(table, key, before.get(key, MISSING), now.get(key, MISSING)) for key in keys]
+            found += [Changed(table, key, before.get(key, MISSING), now.get(key, MISSING)) for key in keys]
         return found
 
-    def torch_changes(self) -> list[Change]:
+    def torch_changes(self) -> list[Changed]:
         """Of torch's settings alone."""
         now = self._watched[0].read()
         keys = _differing(self._base[0], now)
-        return [Change(self._watched[0], key, self._base[0][key], now[key]) for key in keys]
+        return [Changed(self._watched[0], key, self._base[0][key], now[key]) for key in keys]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -193,7 +194,7 @@ class _Content(tuple[Any, ...]):
     """What a list, set or deque holds."""
 
 
-def _torch_settings() -> Table:
+def _torch_settings() -> Namespace:
     cuda, matmul = torch.backends.cuda, torch.backends.cuda.matmul
     each: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -211,7 +212,7 @@ def _torch_settings() -> Table:
                 partial(getattr, owner, name),
                 partial(setattr, owner, name),
             )
-    return Table(
+    return Namespace(
         name="torch",
         read=lambda: {key: get() for key, (get, _) in each.items()},
         put=lambda key, value: each[key][1](value),
@@ -219,7 +220,7 @@ def _torch_settings() -> Table:
     )
 
 
-def _context_variables() -> Table:
+def _context_variables() -> Namespace:
     tokens: dict[ContextVar[Any], Token[Any]] = {}  # only they lead back to where one was never set
 
     def put(variable: ContextVar[Any], value: Any) -> None:
@@ -231,7 +232,7 @@ def _context_variables() -> Table:
         if variable in tokens:
             variable.reset(tokens.pop(variable))
 
-    return Table(name="the context variables", read=lambda: dict(copy_context().items()), put=put, drop=drop)
+    return Namespace(name="the context variables", read=lambda: dict(copy_context().items()), put=put, drop=drop)
 
 
 class _Found(NamedTuple):
@@ -248,7 +249,7 @@ class _Search:
     """The tables that some code names: the user's code is followed everywhere, a library's within its Python module."""
 
     def __init__(self, kinds: Collection[type], functions: Collection[FunctionType]) -> None:
-        self.tables: list[Table] = []
+        self.tables: list[Namespace] = []
         self._globals: set[tuple[int, str]] = set()  # that have a table, by id of their dict
         self._pending = [_Found(each, "", each.__module__) for each in (*kinds, *functions)]
         seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
@@ -268,6 +269,8 @@ class _Search:
             held = (value.__wrapped__ if isinstance(value, _Wrapper) else value.__func__,)
         elif isinstance(value, property | partial):
             held = (value.fget if isinstance(value, property) else value.func,)
+        elif type(value) in _DICTS | _LISTS and len(value) > _LARGE:
+            return
         elif type(value) in _DICTS:
             self._attributes(found, lambda: value, is_dict=True)
             held = value.values() if len(value) <= _MOST else ()
@@ -340,9 +343,12 @@ class _Search:
         *,
         is_dict: bool = False,
     ) -> None:
-        is_users = is_users_module(found.origin)
-        table = Table(
-            name=found.name, read=read, put=put, drop=drop, where=found.where, is_dict=is_dict, is_users=is_users
+        entries = read()
+        held = entries.get(None)
+        is_large = max(len(entries), len(held) if isinstance(held, _Content) else 0) > _MOST
+        is_watched = is_users_module(found.origin) and not is_large
+        table = Namespace(
+            name=found.name, read=read, put=put, drop=drop, where=found.where, is_dict=is_dict, is_watched=is_watched
         )
         self.tables.append(table)
 

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ..surroundings import MISSING, Change, Setting, Surroundings
+from ..surroundings import MISSING, Changed, Setting, Surroundings
 from .intercept import RefusedError
 from .reads import CodeReads
 
@@ -67,7 +67,7 @@ class AroundCalls:
         """What is left changed. `follows`: whether a value follows from the batch or parameters; a tensor that does not
         is kept to be used again, and so is what a dict had no entry for, or a context no variable."""
 
-        def is_effect(change: Change) -> bool:
+        def is_effect(change: Changed) -> bool:
             if any(isinstance(leaf, torch.Tensor) for leaf in change.leaves):
                 return follows(change.leaves)
             return change.before is not MISSING or not (change.table.is_dict or isinstance(change.key, ContextVar))
