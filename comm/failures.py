@@ -293,9 +293,12 @@ def _own_lines(whole: TracebackException) -> str:
     return f"Traceback (your own lines; all of it: {log.name}):\n{''.join(lines)}{said}".rstrip()
 
 
+_ECHO = 30  # [s] that an echo claims to be later: a slow machine tells its cause after it
+
+
 def _leave_to_torchrun(error: BaseException, told: str) -> None:
     """Text for torchrun's last lines, instead of where to read about tracebacks. Causes stand before their echoes."""
-    path, when = os.environ.get(_ERROR_FILE), int(time.time()) + isinstance(error, PipelineError)
+    path, when = os.environ.get(_ERROR_FILE), int(time.time()) + _ECHO * isinstance(error, PipelineError)
     if path is None or os.path.exists(path):  # torch's own decorator was quicker
         return
     message = {"message": str(error), "extraInfo": {"py_callstack": told, "timestamp": str(when)}}
