@@ -124,7 +124,8 @@ def _joins(optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], hook
     with untouched(*hooks, device=None, buffers=False) as before, torch.no_grad():
         try:
             usual = results(None)
-            watched = [group["params"][0] for group in own["param_groups"] if group["params"]][:_WATCHED]
+            groups = [[p for p in group["params"] if not p.is_meta][:1] for group in own["param_groups"]]
+            watched = [p for first in groups for p in first][:_WATCHED]
             return any(
                 not all(map(_agree, one, other))
                 for p in watched
@@ -141,6 +142,8 @@ def _joins(optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], hook
 def _trained(optimizer: torch.optim.Optimizer, watched: nn.Parameter | None) -> list[list[torch.Tensor]]:
     """By group, its first parameter and what three steps make of it. Others than `watched` have other values."""
     optimizer._optimizer_step_post_hooks = OrderedDict()
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if not p.is_meta]  # those of other processes
     groups = [group for group in optimizer.param_groups if group["params"]]
     some: list[nn.Parameter] = []
     for group in groups:
