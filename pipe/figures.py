@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -211,8 +212,11 @@ class RunFigures:
             tell("state_dict() has the stages of one process; full_state_dict() has all", rank=self.world.rank)
         return state.state_dict()
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's own `state_dict()` with the tensors and extra states of all stages, on every rank, on the CPU.
+
+        Collective over the processes.
+        """
         return self._building.built("parameters and state").state.full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from types import FrameType
 from typing import Any, SupportsIndex, TypeVar
@@ -20,6 +21,7 @@ from ..guards.separable import refuse_shared_statistic
 from ..shards.member_shards import MemberShards
 from ..shards.shard import Shard
 from .build import CutModel
+from .own_state import extra_states, keys_of, tensors_from, tensors_of
 
 T = TypeVar("T")
 
@@ -163,6 +165,28 @@ class Ownership:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self._tensors().items() if self.is_local(name)}
 
+    @contextmanager
+    def asks(self) -> Iterator[nn.Module]:
+        """The model, whose modules may be asked for their state within."""
+        before, self.reads_state = self.reads_state, True
+        try:
+            yield self.model.root
+        finally:
+            self.reads_state = before
+
+    def keys(self) -> dict[str, str]:
+        """By name, the key in the model's `state_dict()`, where that is another one."""
+        with self.asks() as root:
+            return keys_of(root)
+
+    def extra_states(self) -> dict[str, Any]:
+        """What the modules of this process keep beside tensors."""
+        stages = self.model.train.stages
+        used = [{*stage.module.modules()} for stage in stages]
+        own = {module for stage in self._local for module in used[stage]}
+        rest = set(self.model.root.modules()).difference(*used) if 0 in self._local else set()
+        return extra_states(self.model.root, own | rest)
+
     def full_state_dict(self, collectives: Collectives) -> dict[str, torch.Tensor]:
         """Everything on every rank, on the CPU. Collective over the processes."""
         tensors = self._tensors()
@@ -210,6 +234,18 @@ class Ownership:
             firsts.setdefault(id(parameter), (name, parameter))
         return list(firsts.values())
 
+    def taken(self, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        """A full or a local state dict with the names here, as the model's own `load_state_dict` takes it."""
+        names, named = {key: name for name, key in self.keys().items()}, self._tensors()
+        found = {names.get(key, key): value for key, value in state.items()}
+        if found.keys() <= named.keys() and all(name in found for name in named if self.is_local(name)):
+            return found
+        with self.asks() as root:
+            if root.state_dict(keep_vars=True).keys() == named.keys():  # it takes nothing else
+                return found
+            like = {name: torch.empty(self.shard(name).full, dtype=x.dtype) for name, x in named.items()}
+            return tensors_from(root, state, like)
+
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         self.check_state_dict(state)
         tensors = self._tensors()
@@ -246,14 +282,7 @@ class Ownership:
                 raise ValueError(f"state dict: {name!r} has shape {shape}, expected {shard.full}")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        before, self.reads_state = self.reads_state, True
-        try:
-            state = self.model.root.state_dict(keep_vars=True)
-        finally:
-            self.reads_state = before
-        odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-        if odd:
-            raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
+        state = tensors_of(self.model.root)
         late = [name for name in state if name not in self.stages]
         if late:
             raise ValueError(
