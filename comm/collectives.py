@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from .compact import compact
 from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
 from .groups import Groups
 from .mesh import MeshPlace
@@ -273,8 +275,9 @@ class Collectives:
             return [mine]
         self._gathers[processes] += 1
         own = f"{what!r} (number {self._gathers[processes]} of what they gather){self.behind}"
-        everyone = [(own, mine)] * len(processes)
-        self._run(lambda group: dist.all_gather_object(everyone, (own, mine), group=group), processes, what)
+        pickles = [packed := compact((own, mine))] * len(processes)
+        self._run(lambda group: dist.all_gather_object(pickles, packed, group=group), processes, what)
+        everyone: list[tuple[str, T]] = [pickle.loads(each) for each in pickles]
         for process, (its, _) in zip(processes, everyone, strict=True):
             if its != own:
                 me, other = self.name_of(self.rank), self.name_of(process)

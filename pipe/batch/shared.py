@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...comm import MeshPlace, machine
+from ...comm.compact import PICKLES
 from ...comm.store_exchange import exchanges
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -68,7 +69,7 @@ class HostShare:
     def put(self, batch: Any, place: tuple[int, int]) -> None:
         """The next batch, for all others; waits for one that is far behind."""
         new = self.folder / f"new.{self._process}"
-        torch.save((place, batch), new)
+        torch.save((place, batch), new, pickle_module=PICKLES)
         for process in self._others:
             self._wait(process, partial(self._may_have, process), "takes the batches of")
             if not self._rest_of(process).exists():
@@ -202,7 +203,7 @@ def kept_sample(folder: Path, number: int) -> list[Any]:
 def keep_sample(folder: Path, number: int, sample: Any, *, share_of: float) -> None:
     """Keep it, where its number is among those that fit: so many bytes for each sample of the dataset."""
     new = folder / f"new.{os.getpid()}.{number}"
-    torch.save(sample, new)
+    torch.save(sample, new, pickle_module=PICKLES)
     if number * _GOLDEN % 1 < share_of / new.stat().st_size:
         new.rename(folder / f"sample.{number}")
     else:
