@@ -123,22 +123,22 @@ class State:
         self._say(result.problem or result.caution)
         return result
 
-    def load(self, folder: Path, loader: HasState | None) -> None:
+    def load(self, folder: Path, loader: HasState | None, *, fresh: bool = False) -> None:
         self._rest()
         collectives = self.run.collectives
 
         def read(checkpoint: Checkpoint) -> tuple[_Fitting, ProcessState]:
             own = ProcessState(checkpoint, loader, process=collectives.rank, num_processes=collectives.size)
-            return _Fitting(checkpoint, self.update), own
+            return _Fitting(checkpoint, self.update, fresh=fresh), own
 
         checkpoint, (found, own) = read_together(folder, read, collectives, self.run.guard)
         own.take()
         self._take(checkpoint, found, [*own.lost, *found.lost])
 
-    def resume(self, place: Path) -> None:
+    def resume(self, place: Path, *, fresh: bool) -> None:
         """From the checkpoint at `place`, whose ProcessState was taken before the stages were built."""
         collectives, guard = self.run.collectives, self.run.guard
-        checkpoint, found = read_together(place, lambda it: _Fitting(it, self.update), collectives, guard)
+        checkpoint, found = read_together(place, lambda it: _Fitting(it, self.update, fresh=fresh), collectives, guard)
         self._take(checkpoint, found, found.lost)
 
     def save_for_others(self, folder: str) -> None:
@@ -203,9 +203,10 @@ class State:
 
 
 class _Fitting:
-    """A checkpoint that fits this process, before anything is changed. Raises ValueError for one that does not."""
+    """A checkpoint that fits this process, before anything is changed; parameters that no optimizer had may begin with
+    `fresh` state. Raises ValueError for one that does not."""
 
-    def __init__(self, checkpoint: Checkpoint, update: Update) -> None:
+    def __init__(self, checkpoint: Checkpoint, update: Update, *, fresh: bool = False) -> None:
         self.checkpoint = checkpoint
         self.lost: list[str] = []
         self._update = update
@@ -227,7 +228,7 @@ class _Fitting:
                 for key, shard in self._older(one.versions).values():
                     checkpoint.check(key, shard)
         has_none = checkpoint.manifest.kind == "weights" and "optimizers" not in checkpoint.manifest.values
-        self._optimizers = None if has_none else SavedOptimizers(checkpoint)
+        self._optimizers = None if has_none else SavedOptimizers(checkpoint, fresh=fresh)
         if self._optimizers is not None:
             for one in self._stages:
                 self._optimizers.check(one, ownership)
