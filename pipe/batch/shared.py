@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...comm import MeshPlace, machine
-from ...comm.compact import PICKLES
+from ...comm.collectives import PICKLES
 from ...comm.store_exchange import exchanges
 
 _SHARED_MEMORY = Path("/dev/shm")

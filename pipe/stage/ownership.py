@@ -97,7 +97,8 @@ class Ownership:
         """Whether the user has gradients of all parameters: those of other processes are elsewhere."""
         for parameter in self._elsewhere:
             if parameter.requires_grad:
-                parameter.grad = parameter.like(parameter.detach()) if are_there else None
+                gradient = _elsewhere(parameter.detach(), self, parameter.known_as)
+                parameter.grad = gradient if are_there else None
 
     def names(self) -> list[str]:
         return list(self._tensors())
@@ -316,14 +317,10 @@ class Elsewhere(torch.Tensor):
     known_as: str
     _grad: torch.Tensor | None = None
 
-    def like(self, other: torch.Tensor) -> Elsewhere:
-        return _elsewhere(other, self.owner, self.known_as)
-
     @property
     def grad(self) -> torch.Tensor | None:
         """None within the step of an optimizer, which leaves the parameter alone; not so a norm over all gradients."""
-        optimizer = None if self._grad is None else _stepping()
-        if optimizer is None:
+        if self._grad is None or (optimizer := _stepping()) is None:
             return self._grad
         if optimizer not in self.owner.asked:
             self.owner.asked.add(optimizer)
@@ -358,8 +355,7 @@ class Elsewhere(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Elsewhere:
-        memo[id(self)] = copied = self.like(self)
-        return copied
+        return _elsewhere(self, self.owner, self.known_as)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise self.refusal()

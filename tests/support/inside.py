@@ -13,7 +13,7 @@ from typing import Any
 _NAMES = {
     "viz.exhibit": "HeadFigure headline",
     "comm.codecs": "num_bytes orthonormal pack read_codec start_matrix unpack wire_specs",
-    "comm.compact": "compact",
+    "comm.collectives": "compact",
     "comm.failures": "Account find_cause",
     "comm.groups": "connected",
     "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _as_levels _between _inside _level fit_line"
