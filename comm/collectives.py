@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -273,8 +275,9 @@ class Collectives:
             return [mine]
         self._gathers[processes] += 1
         own = f"{what!r} (number {self._gathers[processes]} of what they gather){self.behind}"
-        everyone = [(own, mine)] * len(processes)
-        self._run(lambda group: dist.all_gather_object(everyone, (own, mine), group=group), processes, what)
+        pickles = [packed := compact((own, mine))] * len(processes)
+        self._run(lambda group: dist.all_gather_object(pickles, packed, group=group), processes, what)
+        everyone: list[tuple[str, T]] = [pickle.loads(each) for each in pickles]
         for process, (its, _) in zip(processes, everyone, strict=True):
             if its != own:
                 me, other = self.name_of(self.rank), self.name_of(process)
@@ -287,6 +290,21 @@ class Collectives:
     def _run(self, collective: Callable[[dist.ProcessGroup], T], processes: tuple[int, ...], what: str) -> T:
         group = self._groups[processes]
         return self.groups.as_one(lambda: collective(group), what=what, processes=processes)
+
+
+class CompactPickler(pickle.Pickler):
+    """Of a tensor that is a view it writes what the view has: torch writes all memory behind it, such as a data set."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+        if is_plain and value.nbytes < value.untyped_storage().nbytes():
+            return value.detach().clone().requires_grad_(value.requires_grad).__reduce_ex__(2)
+        return NotImplemented
+
+
+def compact(value: object) -> bytes:
+    CompactPickler(file := io.BytesIO()).dump(value)
+    return file.getvalue()
 
 
 def _tell(work: dist.Work, on_through: Callable[[], None] | None) -> None:

@@ -23,6 +23,8 @@ from typing import Any, cast
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from .collectives import CompactPickler
+
 SECRET = "STAGEWRIGHT_SECRET"  # in the environment of a run's processes, and nowhere else
 _SEAL = 64  # characters of a seal: SHA-256 in hex
 
@@ -100,7 +102,7 @@ def load_sealed(path: Path) -> Any:
         raise RuntimeError(f"{path}: {error}") from None
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(CompactPickler):
     """Writes a seal behind the pickle."""
 
     def __init__(self, file: io.BytesIO, **options: Any) -> None:

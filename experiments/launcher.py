@@ -7,7 +7,8 @@
        +--> ...      each in a session of its own, so that Ctrl-C reaches the launcher alone
 
 A rank says that it finished, or when it failed, by a file in a folder that the launcher gave it. That
-decides, not its exit status: a process may still abort while it is torn down, after its results are out.
+decides, not its exit status: a process may still abort while it is torn down, after its results are out, and one
+that ends with status 0 within its work has failed.
 """
 
 from __future__ import annotations
@@ -145,7 +146,9 @@ def report_to_launcher() -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                Path(folder, f"{rank}.done").touch()
+            else:
                 Path(folder, f"{rank}.failed").write_text(repr(time.time()))
             raise
         finally:

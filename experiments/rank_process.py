@@ -61,7 +61,16 @@ class RankProcess:
     def failed(self) -> bool:
         """Whether it ended without them, or says that it will: it may yet hang while it is torn down."""
         ended_badly = self.process.returncode not in (None, 0) and not self.done
-        return (self.failed_by_itself or ended_badly) and not self.is_spared
+        return (self.failed_by_itself or ended_badly or self._left) and not self.is_spared
+
+    @property
+    def _left(self) -> bool:
+        """Whether it ended as if all were well, within the work that it had begun."""
+        return self.process.returncode == 0 and not self.done and self._has_begun
+
+    @property
+    def _has_begun(self) -> bool:
+        return (self.folder / f"{self.number}.stack").exists()
 
     @property
     def failed_by_itself(self) -> bool:
@@ -79,6 +88,8 @@ class RankProcess:
         code = self.process.returncode
         if code is None:
             return "stopped before it had ended"
+        if self._left:
+            return "exit status 0 before its work was done"
         return f"exit status {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
 
     def poll(self) -> bool:
@@ -98,7 +109,7 @@ class RankProcess:
 
     def ask_where(self) -> bool:
         """Ask it to write down where it stands, if it has said that it will."""
-        if not (self.folder / f"{self.number}.stack").exists():
+        if not self._has_begun:
             return False
         self.process.send_signal(WHERE)
         return True

@@ -36,7 +36,7 @@ from .run.worker import TrainingWorker
 from .shards.cutting import in_ways
 from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
 from .shards.tensor_option import peers_in_parts, read_tensor_parallel
-from .stage.build import CutModel, cut_model
+from .stage.build import CutModel, cut_model, look_at_loss
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
 from .stage.unchanged import Unchanged
@@ -254,6 +254,10 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
             partial(_divided_and_cut, run, stack, cut, undivided, example), *together, what="cutting the model"
         )
         _agree(run, parts, microbatch, tensor=tensor)
+        look_at_loss(run, parts.train, whole.target)
+        if any(parts.train.joined) and run.verifies:
+            run.verifies = False
+            _log.info("no batch is verified: a copy would call the model's own collectives in one process alone")
         if options.compress is not None:
             run.codecs = LinkCodecs()
             if isinstance(options.compress, Mapping) and AUTO not in options.compress:  # else it is measured first

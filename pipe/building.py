@@ -89,6 +89,7 @@ class Building:
         self.told_of_part = False  # that state_dict() has no other process's stages
         self.unequal: str | None = None  # how processes' first weights differ, until others are loaded
         self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
+        self._fresh = False  # whether parameters may begin there with fresh state
         # Edits of the model, until they stay, and what makes them again.
         self.edits: tuple[ExitStack, Callable[[], AbstractContextManager[object]]] = ExitStack(), nullcontext
         self._are_undone = False
@@ -306,16 +307,17 @@ class Building:
         first = 0 if members is None else members.step
         return first if self._loaded is None else self._loaded.manifest.step
 
-    def load(self, folder: Path, loader: HasState | None) -> None:
+    def load(self, folder: Path, loader: HasState | None, *, fresh: bool) -> None:
         """Go on from a checkpoint: stages that are not built yet do so when they are, the loader and generators now.
 
         Collective over the processes.
         """
         with told_if_slow(f"reading the checkpoint {folder}", rank=self.world.rank):
             if self.pipeline is not None:
-                self.pipeline.state.load(folder, loader)
+                self.pipeline.state.load(folder, loader, fresh=fresh)
             else:
                 self._load_first(folder, loader)
+                self._fresh = fresh
         self.unequal = None
 
     def _load_first(self, folder: Path, loader: HasState | None) -> None:
@@ -382,7 +384,7 @@ class Building:
         if self._members is not None:
             pipeline.training.restart(self._members.step)
         if self._loaded is not None:
-            pipeline.state.resume(self._loaded.place)
+            pipeline.state.resume(self._loaded.place, fresh=self._fresh)
             self._loaded = None
         self.pipeline = pipeline
         return pipeline

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -211,8 +212,11 @@ class RunFigures:
             tell("state_dict() has the stages of one process; full_state_dict() has all", rank=self.world.rank)
         return state.state_dict()
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's own `state_dict()` with the tensors and extra states of all stages, on every rank, on the CPU.
+
+        Collective over the processes.
+        """
         return self._building.built("parameters and state").state.full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -275,7 +279,13 @@ class RunFigures:
             copies=copies,
         )
 
-    def load(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> None:
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        loader: HasState | None = None,
+        new: Literal["fresh"] | None = None,
+    ) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
 
         Collective over the processes: all of them load it, or none. Where the first batch is to build the stages, they
@@ -283,10 +293,12 @@ class RunFigures:
 
         Arguments:
             loader: goes on where the saved one stood: with the batch behind the last one that was trained on.
+            new: "fresh": parameters that no optimizer had, such as ones that were frozen, begin with fresh state.
 
         Raises ValueError for what is no whole checkpoint of this model, and for a loader of other data.
         """
-        self._building.load(_path(folder), loader)
+        fresh = new is not None and option("new", new, one_of(("fresh",))) == "fresh"
+        self._building.load(_path(folder), loader, fresh=fresh)
 
 
 def _path(folder: object) -> Path:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
@@ -106,12 +107,16 @@ _NORMS |= {_aten._native_batch_norm_legit_functional, _aten.cudnn_batch_norm}
 _REDUCED = {torch.float16, torch.bfloat16}  # that norms take beside weights in float32
 
 
-def strict_fake_mode() -> FakeTensorMode:
-    """A FakeTensorMode, in which products and norms of tensors of several types are a RuntimeError, as on real ones."""
+def strict_fake_mode(joined: set[tuple[int, ...]] | None = None) -> FakeTensorMode:
+    """A FakeTensorMode, in which products and norms of tensors of several types are a RuntimeError, as on real ones.
+    `joined` is filled with the processes of each group in which a collective is called."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     carry_out = mode.dispatch
 
     def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if joined is not None and getattr(func, "namespace", "") == "c10d":
+            groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
+            joined.update(tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))) for group in groups)
         operation = getattr(func, "overloadpacket", None)
         if operation in _PRODUCTS or operation in _NORMS:
             valued = args[:2] + args[3:] if operation is _aten.index_add else args  # without the index

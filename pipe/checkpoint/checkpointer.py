@@ -19,6 +19,7 @@ import statistics
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -122,6 +123,9 @@ class Checkpointer:
         try:
             if run.collectives.rank == 0:
                 self._lock = FolderLock(folder)
+                weakref.finalize(self, self._lock.release)
+                if not self._lock.is_first:
+                    raise ValueError(f"{folder} has a checkpointer: expected its close() first, or another folder")
         except (OSError, ValueError) as error:
             problem = f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         with run.guard.together():

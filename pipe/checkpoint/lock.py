@@ -36,6 +36,11 @@ class FolderLock:
             _held[key] = _locked(folder, patience)
             self._key = key
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no other one of this process had it."""
+        return fcntl is None or self._key is not None
+
     def release(self) -> None:
         if self._key is not None:
             os.close(_held.pop(self._key))  # which unlocks

@@ -20,6 +20,7 @@ import torch
 
 from ...comm.store_exchange import Alone
 from ..shards.shard import Shard
+from ..stage.own_state import EXTRA
 from .files import OwnCheckpoints, flushed
 from .foreign import load_saved
 from .manifest import model_key, optimizer_key
@@ -108,7 +109,8 @@ def import_checkpoint(weights: Mapping[str, Any] | PathLike, folder: PathLike, *
     """
     where = "the state dict" if isinstance(weights, Mapping) else str(weights)
     content = {"model": dict(weights)} if isinstance(weights, Mapping) else _read_file(Path(weights))
-    state = content["model"]
+    state = {name: x for name, x in content["model"].items() if str(name).rpartition(".")[2] != EXTRA}
+    extra = {name: x for name, x in content["model"].items() if name not in state}
     _check_state(state, where)
     step, more, values = _optimizer_of(content, where) if optimizer else (0, {}, {})
     first: dict[Any, str] = {}
@@ -122,7 +124,13 @@ def import_checkpoint(weights: Mapping[str, Any] | PathLike, folder: PathLike, *
         for key, tensor in ({model_key(name): x for name, x in state.items() if name not in tied} | more).items()
     ]
     snapshot = Snapshot(
-        step=step, kind="weights", names=tuple(state), tied=tied, pieces=tuple(pieces), values=values, by_process={}
+        step=step,
+        kind="weights",
+        names=tuple(state),
+        tied=tied,
+        pieces=tuple(pieces),
+        values=values,
+        by_process={EXTRA: encode(extra, what=f"extra state of {where}")} if extra else {},
     )
     result = persist(folder, snapshot, processes=Alone(), own=OwnCheckpoints())
     if result.path is None:
@@ -168,7 +176,8 @@ def _state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         if first not in found:
             found[first] = checkpoint.full(model_key(first)).clone()
         found[name] = found[first]
-    return {name: found[name] for name in manifest.names}
+    extra = {key: x for each in reversed(checkpoint.value(EXTRA) or ()) for key, x in (each or {}).items()}
+    return {name: found[name] for name in manifest.names} | extra
 
 
 def _entry(checkpoint: Checkpoint, name: str, key: str) -> Entry:

@@ -52,10 +52,12 @@ class _Joined:
 
 
 class SavedOptimizers:
-    """Optimizers of all stages of a checkpoint. Raises ValueError for what `take_snapshot` does not make."""
+    """Optimizers of all stages of a checkpoint; what it lacks may begin with `fresh` state. Raises ValueError for what
+    `take_snapshot` does not make."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, fresh: bool = False) -> None:
         self._checkpoint = checkpoint
+        self._fresh = fresh
         self._where = checkpoint.place
         self._optimizers: list[dict[str, Any]] = []
         self._groups: dict[str, _Group] = {}  # name -> where it stood
@@ -90,24 +92,24 @@ class SavedOptimizers:
         """ValueError for optimizers that cannot go on from these; nothing is changed."""
         needed = [name for one in stage.optimizers for group in one.param_groups for name in stage.names_in(one, group)]
         missing = sorted(set(needed) - self._groups.keys())
-        if missing:
+        if missing and not self._fresh:
             raise ValueError(
                 f"checkpoint {self._where} has no optimizer state of {missing[:3]}: expected one saved with an "
-                f"optimizer"
+                f"optimizer of them, or load(..., new='fresh') to begin them with fresh state"
             )
         for position, optimizer in enumerate(stage.optimizers):
             scheduler = type(stage.schedulers[position]).__name__ if stage.schedulers else None
             stood: dict[_Group, dict[str, Any]] = {}  # -> the group in which its parameters stand now
             for group in optimizer.param_groups:
-                names = stage.names_in(optimizer, group)
+                names = self._known(stage, optimizer, group)
                 for name in names:
                     self._check_kinds(name, type(optimizer).__name__, scheduler, group)
                     self._check_options(name, names[0])
                     other = stood.setdefault(self._groups[name], group)
                     if options_of_group(other) != options_of_group(group):
                         raise ValueError(
-                            f"checkpoint {self._where} has {name!r} and {stage.names_in(optimizer, other)[0]!r} in one "
-                            f"parameter group, and they stand in groups with different options now: expected the "
+                            f"checkpoint {self._where} has {name!r} and {self._known(stage, optimizer, other)[0]!r} in "
+                            f"one parameter group, and they stand in groups with different options now: expected the "
                             f"groups of the run that saved it, or load_state_dict to begin with weights alone"
                         )
                 for name in (stage.names[id(parameter)] for parameter in group["params"]):
@@ -119,7 +121,6 @@ class SavedOptimizers:
         """Take over state, options and schedules of the parameters of a stage that `check` has passed."""
         for position, optimizer in enumerate(stage.optimizers):
             for group in optimizer.param_groups:
-                names = stage.names_in(optimizer, group)
                 for parameter in group["params"]:
                     name = stage.names[id(parameter)]
                     state = self._state(stage, name, parameter, group, ownership)
@@ -127,7 +128,8 @@ class SavedOptimizers:
                         optimizer.state[parameter] = state
                     else:  # it had no gradient yet
                         optimizer.state.pop(parameter, None)
-                for key, value in self._options_of(names[0]).items() if names else ():
+                source = self._source(stage, optimizer, group)
+                for key, value in () if source is None else self._options_at(source).items():
                     _set_option(group, key, value)
             schedule = self._schedule(stage, position)
             if schedule is not None:
@@ -136,13 +138,32 @@ class SavedOptimizers:
     def _schedule(self, stage: StageOptimizers, position: int) -> dict[str, Any] | None:
         """The state that the schedule of an optimizer goes on from."""
         optimizer = stage.optimizers[position]
-        first = [stage.names_in(optimizer, group)[:1] for group in optimizer.param_groups]
-        sources = [self._groups[names[0]] if names else None for names in first]
+        sources = [self._source(stage, optimizer, group) for group in optimizer.param_groups]
         saved = next((self._optimizers[at[0]]["scheduler"] for at in sources if at is not None), None)
         if not stage.schedulers or saved is None:
             return None
         by_group = [None if at is None else (self._optimizers[at[0]]["scheduler"]["state"], at[1]) for at in sources]
         return _regrouped(saved["state"], stage.schedulers[position].state_dict(), by_group)
+
+    def _known(self, stage: StageOptimizers, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
+        return [name for name in stage.names_in(optimizer, group) if name in self._groups]
+
+    def _source(
+        self, stage: StageOptimizers, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+    ) -> _Group | None:
+        """The group that this one goes on from: that of its first parameter; of new ones alone, one like it."""
+        for name in self._known(stage, optimizer, group):
+            return self._groups[name]
+        kind, options = type(optimizer).__name__, _given(group)
+        return next(
+            (
+                (number, position)
+                for number, saved in enumerate(self._optimizers if group["params"] else ())
+                for position, other in enumerate(saved["groups"])
+                if saved["class"] == kind and _given(other["options"]) == options
+            ),
+            None,
+        )
 
     def lost(self, stages: Sequence[StageOptimizers]) -> list[str]:
         """Delay correction that these optimizers cannot go on with, or have not: for people."""
@@ -234,7 +255,10 @@ class SavedOptimizers:
         return Shard.whole(shape)
 
     def _options_of(self, name: str) -> Mapping[str, Any]:
-        optimizer, number = self._groups[name]
+        return self._options_at(self._groups[name])
+
+    def _options_at(self, source: _Group) -> Mapping[str, Any]:
+        optimizer, number = source
         options: Mapping[str, Any] = self._optimizers[optimizer]["groups"][number]["options"]
         return options
 
@@ -268,6 +292,12 @@ class SavedOptimizers:
                 f"checkpoint {self._where} has {key}={one.get(key)} for {name!r} and {key}={two.get(key)} for "
                 f"{other!r}, which stand in one parameter group now: expected the groups of the run that saved it"
             )
+
+
+def _given(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as they were given, without what a schedule has made of them."""
+    moved = {"lr", *_OF_SCHEDULES} - {"initial_lr"}
+    return {key: value for key, value in options_of_group(group).items() if key not in moved}
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:

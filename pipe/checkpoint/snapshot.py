@@ -23,6 +23,7 @@ import torch
 
 from ...schedules import Schedule
 from ..shards.shard import Shard, TensorBox
+from ..stage.own_state import EXTRA
 from ..stage.ownership import Ownership
 from ..update.interface import Update
 from ..update.optimizers import StageOptimizers
@@ -141,11 +142,12 @@ def take_snapshot(update: Update, writers: Writers, *, step: int, loader: Mappin
     Raises ValueError for state that a checkpoint has no name or no form for.
     """
     ownership = update.ownership
-    tied = ownership.tied_names()
+    tied, keys = ownership.tied_names(), ownership.keys()
     pieces: list[HeldPiece] = []
     for name, tensor, shard in held(update):
         if name not in tied:
-            pieces += _pieces(model_key(name), tensor, shard, writers.boxes(model_key(name), shard))
+            boxes = writers.boxes(model_key(name), shard)
+            pieces += _pieces(model_key(keys.get(name, name)), tensor, shard, boxes)
     values: dict[str, Json] = {"rule": encode(rule_of(update.schedule), what="the weight rule")}
     optimizers: list[Json] = []
     for one in one_by_stage(update):
@@ -158,13 +160,15 @@ def take_snapshot(update: Update, writers: Writers, *, step: int, loader: Mappin
         by_process[random_key(generator)] = encode(where, what=f"the state of the generator of {generator}")
     if loader is not None:
         by_process["loader"] = encode(dict(loader), what="the loader's state")
+    if extra := ownership.extra_states():
+        by_process[EXTRA] = encode(extra, what="what get_extra_state of modules returns")
     values["seed"] = update.run.options.seed
     values |= {key: encode(kept, what=f"the {key} of updates") for key, kept in update.kept.items()}
     return Snapshot(
         step=step,
         kind="training",
-        names=tuple(ownership.names()),
-        tied=tied,
+        names=tuple(keys.get(name, name) for name in ownership.names()),
+        tied={keys.get(name, name): keys.get(first, first) for name, first in tied.items()},
         pieces=tuple({(piece.key, piece.start): piece for piece in pieces}.values()),
         values=values,
         by_process=by_process,

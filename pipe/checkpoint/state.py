@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from ...schedules import MemoryPart
 from ..context import Run
 from ..run.training import Training
 from ..shards.shard import Shard
+from ..stage.own_state import EXTRA, keys_of, set_extra_states, state_of, tensors_of
 from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from ..update.interface import Update
@@ -65,23 +67,29 @@ class State:
         self.training.settle()
         self.training.unchanged.check_objects()
         self.update.refuse_reading("state_dict")
+        keys = self.ownership.keys()
         if not self.update.shards.apart:
-            return self.ownership.state_dict()
+            return {keys.get(name, name): value for name, value in self.ownership.state_dict().items()}
         with self.run.guard.together(), self.update.shards.whole_weights():
-            return {name: value.detach() for name, value in self.ownership.state_dict().items()}
+            return {keys.get(name, name): value.detach() for name, value in self.ownership.state_dict().items()}
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         self.training.drain()
         with self.run.guard.together():
             self.training.unchanged.check_objects()
             with self.update.shards.whole_weights():
-                return self.ownership.full_state_dict(self.run.collectives)
+                full = self.ownership.full_state_dict(self.run.collectives)
+            everyone = self.run.collectives.gather(self.ownership.extra_states(), what="gathering extra states")
+            extra = {key: value for each in reversed(everyone) for key, value in each.items()}
+            with self.ownership.asks() as root:
+                return state_of(root, full, extra)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.training.settle()
         self.training.unchanged.check_objects()
         self.update.refuse_changes("load_state_dict")
         self.update.gate.enter()
+        state = self.ownership.taken(state)
         with self.update.shards.whole_weights(replaced=True):
             self.ownership.load_state_dict(state)
         self.update.take_state(self.ownership.own_parts(state))
@@ -115,22 +123,22 @@ class State:
         self._say(result.problem or result.caution)
         return result
 
-    def load(self, folder: Path, loader: HasState | None) -> None:
+    def load(self, folder: Path, loader: HasState | None, *, fresh: bool = False) -> None:
         self._rest()
         collectives = self.run.collectives
 
         def read(checkpoint: Checkpoint) -> tuple[_Fitting, ProcessState]:
             own = ProcessState(checkpoint, loader, process=collectives.rank, num_processes=collectives.size)
-            return _Fitting(checkpoint, self.update), own
+            return _Fitting(checkpoint, self.update, fresh=fresh), own
 
         checkpoint, (found, own) = read_together(folder, read, collectives, self.run.guard)
         own.take()
         self._take(checkpoint, found, [*own.lost, *found.lost])
 
-    def resume(self, place: Path) -> None:
+    def resume(self, place: Path, *, fresh: bool) -> None:
         """From the checkpoint at `place`, whose ProcessState was taken before the stages were built."""
         collectives, guard = self.run.collectives, self.run.guard
-        checkpoint, found = read_together(place, lambda it: _Fitting(it, self.update), collectives, guard)
+        checkpoint, found = read_together(place, lambda it: _Fitting(it, self.update, fresh=fresh), collectives, guard)
         self._take(checkpoint, found, found.lost)
 
     def save_for_others(self, folder: Path) -> None:
@@ -195,9 +203,10 @@ class State:
 
 
 class _Fitting:
-    """A checkpoint that fits this process, before anything is changed. Raises ValueError for one that does not."""
+    """A checkpoint that fits this process, before anything is changed; parameters that no optimizer had may begin with
+    `fresh` state. Raises ValueError for one that does not."""
 
-    def __init__(self, checkpoint: Checkpoint, update: Update) -> None:
+    def __init__(self, checkpoint: Checkpoint, update: Update, *, fresh: bool = False) -> None:
         self.checkpoint = checkpoint
         self.lost: list[str] = []
         self._update = update
@@ -209,6 +218,7 @@ class _Fitting:
             checkpoint,
             ownership.names(),
             ownership.tied_names(),
+            ownership.keys(),
             lambda name: (ownership.shard(name).full, dtypes[name]),
         )
         for name, _, shard in held(update):
@@ -218,7 +228,7 @@ class _Fitting:
                 for key, shard in self._older(one.versions).values():
                     checkpoint.check(key, shard)
         has_none = checkpoint.manifest.kind == "weights" and "optimizers" not in checkpoint.manifest.values
-        self._optimizers = None if has_none else SavedOptimizers(checkpoint)
+        self._optimizers = None if has_none else SavedOptimizers(checkpoint, fresh=fresh)
         if self._optimizers is not None:
             for one in self._stages:
                 self._optimizers.check(one, ownership)
@@ -228,6 +238,8 @@ class _Fitting:
     def take(self) -> None:
         """Copy everything to its place."""
         ownership, checkpoint = self._update.ownership, self.checkpoint
+        for extra in reversed(checkpoint.value(EXTRA) or ()):  # by process: of replicas the first one's
+            set_extra_states(ownership.model.root, extra)
         with torch.no_grad():
             for name, tensor, shard in held(self._update):
                 tensor.copy_(checkpoint.read(self._sources[name], shard))
@@ -286,22 +298,28 @@ class _Fitting:
 
 def check_model(checkpoint: Checkpoint, root: nn.Module) -> None:
     """ValueError for a checkpoint of another model than this one, which is whole."""
-    own = {name: x for name, x in root.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
+    own = tensors_of(root)
     firsts: dict[int, str] = {}
     tied = {name: first for name, x in own.items() if (first := firsts.setdefault(id(x), name)) != name}
-    _sources(checkpoint, list(own), tied, lambda name: (tuple(own[name].shape), own[name].dtype))
+    _sources(checkpoint, list(own), tied, keys_of(root), lambda name: (tuple(own[name].shape), own[name].dtype))
 
 
 def _sources(
-    checkpoint: Checkpoint, own: Sequence[str], tied: Mapping[str, str], kind: Callable[[str], Kind]
+    checkpoint: Checkpoint,
+    own: Sequence[str],
+    tied: Mapping[str, str],
+    others: Mapping[str, str],
+    kind: Callable[[str], Kind],
 ) -> dict[str, str]:
     """Key of each of the model's tensors. Raises ValueError for a checkpoint of another model.
 
     Arguments:
-        own: names of the model's tensors, of which `tied` ones have the first one's.
+        own: names of the model's tensors, of which `tied` ones have the first one's; `others`: keys in its state dict.
         kind: shape and type of one, by name.
     """
     manifest = checkpoint.manifest
+    there = {key: tied.get(name, name) for name, key in others.items() if key in manifest.names}
+    own, tied = [*own, *there], {**tied, **there}
     groups: dict[str, list[str]] = {}  # tied names, by the first
     for name in own:
         groups.setdefault(tied.get(name, name), []).append(name)

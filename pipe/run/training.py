@@ -230,6 +230,7 @@ class Training:
             self._refuse_batch_gradients(batch)
         with self._guard.together():
             self.unchanged.check(training=True)
+            self._update.refuse_shared_statistics()
             check_same_batch(batch, self._collectives, device=self._seeder.device)
         if self._decide is not None:
             self._decide(batch)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ...partition.model.chain import given_stages, is_sequential
+from ...partition.model.fakes import strict_fake_mode
 from ...partition.model.forms import Arguments
 from ...partition.model.model_units import model_units
+from ...partition.model.modes import quiet_fakes, uncompiled
 from ...partition.model.units import Agree, Cut, Entering
 from ...partition.model.untouched import untouched
 from ...partition.plans.plan import Plan
@@ -76,6 +81,7 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
             with untouched(loss_fn, device=options.device):
                 found = infer(cut.evaluation(arguments), Signature.of(arguments), training=False)
             _refuse_shared_writes(root, found)
+            _refuse_strangers(run, found)
             give_loss(loss_fn, found.stages[-1])
             return found
 
@@ -85,6 +91,7 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
         if run.evaluates or not all(id(x) in held for x in (*root.parameters(), *root.buffers())):
             prepared.append(evaluation())  # where training does not tell of all tensors on which stage they are
         _refuse_shared_writes(root, train)
+        _refuse_strangers(run, train)
         if layout.plan is not None:
             _check_parameters(layout.plan, [stage.module for stage in train.stages])
         give_loss(loss_fn, train.stages[-1])
@@ -177,4 +184,39 @@ def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
                 f"buffer {name!r} changes in a forward and stands on each of stages {' and '.join(map(str, stages))}: "
                 f"expected one stage, since no rank sees what another writes; give each place a module of its own "
                 f"(copy.deepcopy), let both stand on one stage (cut=), or put the module into eval()"
+            )
+
+
+def look_at_loss(run: Run, mode: InferredStages, target: object) -> None:
+    """Refuse a collective in the loss, as far as that runs on fake tensors."""
+    loss, device = run.options.loss_fn, run.options.device
+    if run.collectives.alone or loss is None or run.options.model_loss is not None:
+        return
+    joined: set[tuple[int, ...]] = set()
+    with suppress(Exception), warnings.catch_warnings(), quiet_fakes(), uncompiled():
+        warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
+        with untouched(loss, device=device), strict_fake_mode(joined):
+            flat = [
+                torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
+                for x in mode.example.specs[-1]
+            ]
+            loss(
+                mode.output_form.assemble(flat),
+                pytree.tree_map_only(torch.Tensor, partial(torch.empty_like, device=device), target),
+            )
+    mode.joined[-1] |= joined
+    _refuse_strangers(run, mode)
+
+
+def _refuse_strangers(run: Run, mode: InferredStages) -> None:
+    """ValueError for a collective of the user's own over processes of which some do not run the stage."""
+    place, owners = run.layout.place, run.layout.schedule.owners
+    for index, groups in enumerate(() if run.collectives.alone else mode.joined):
+        own = {process for rank in owners[index] for process in place.mesh.members(rank)}
+        if strange := [list(ranks) for ranks in groups if not own.issuperset(ranks)]:
+            raise ValueError(
+                f"stage {index} ({mode.stages[index].name}), or its loss, calls a collective of processes "
+                f"{strange[0]}, and only {sorted(own)} run it: the others would never come. Expected a group= of the "
+                f"processes that run the stage, what needs none (GroupNorm for SyncBatchNorm, a loss of this batch "
+                f'alone), or mesh={{"pipe": 1, "data": {len(strange[0])}}}'
             )

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
-from typing import SupportsIndex, TypeVar
+from types import FrameType
+from typing import Any, SupportsIndex, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ...comm import Collectives
 from ..context import Run
+from ..guards.separable import refuse_shared_statistic
 from ..shards.member_shards import MemberShards
 from ..shards.shard import Shard
 from .build import CutModel
+from .own_state import extra_states, keys_of, tensors_from, tensors_of
 
 T = TypeVar("T")
 
@@ -60,7 +67,8 @@ class Ownership:
         gone = [tensor for name, tensor in everything if not self.is_local(name)]
         self.refuse_plain_state(gone, META)
         self.refuse_plain_state([x for name, x in everything if not self._shares[name].is_whole], DIVIDED)
-        self._free({id(tensor) for tensor in gone})
+        self.asked: WeakSet[torch.optim.Optimizer] = WeakSet()  # the user's own, by Elsewhere
+        self._elsewhere = self._free({id(x): name for name, x in reversed(everything) if not self.is_local(name)})
 
     def refuse_plain_state(self, tensors: Collection[torch.Tensor], why: str) -> None:
         """Refuse `state_dict` and pickling of modules that hold any of these tensors themselves.
@@ -84,6 +92,13 @@ class Ownership:
     def shard(self, name: str) -> Shard:
         """Shard that a process with this one's place in its tensor group holds of a parameter or buffer."""
         return self._shares[name]
+
+    def note_gradients(self, are_there: bool) -> None:
+        """Whether the user has gradients of all parameters: those of other processes are elsewhere."""
+        for parameter in self._elsewhere:
+            if parameter.requires_grad:
+                gradient = _elsewhere(parameter.detach(), self, parameter.known_as)
+                parameter.grad = gradient if are_there else None
 
     def names(self) -> list[str]:
         return list(self._tensors())
@@ -151,6 +166,28 @@ class Ownership:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self._tensors().items() if self.is_local(name)}
 
+    @contextmanager
+    def asks(self) -> Iterator[nn.Module]:
+        """The model, whose modules may be asked for their state within."""
+        before, self.reads_state = self.reads_state, True
+        try:
+            yield self.model.root
+        finally:
+            self.reads_state = before
+
+    def keys(self) -> dict[str, str]:
+        """By name, the key in the model's `state_dict()`, where that is another one."""
+        with self.asks() as root:
+            return keys_of(root)
+
+    def extra_states(self) -> dict[str, Any]:
+        """What the modules of this process keep beside tensors."""
+        stages = self.model.train.stages
+        used = [{*stage.module.modules()} for stage in stages]
+        own = {module for stage in self._local for module in used[stage]}
+        rest = set(self.model.root.modules()).difference(*used) if 0 in self._local else set()
+        return extra_states(self.model.root, own | rest)
+
     def full_state_dict(self, collectives: Collectives) -> dict[str, torch.Tensor]:
         """Everything on every rank, on the CPU. Collective over the processes."""
         tensors = self._tensors()
@@ -198,6 +235,18 @@ class Ownership:
             firsts.setdefault(id(parameter), (name, parameter))
         return list(firsts.values())
 
+    def taken(self, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        """A full or a local state dict with the names here, as the model's own `load_state_dict` takes it."""
+        names, named = {key: name for name, key in self.keys().items()}, self._tensors()
+        found = {names.get(key, key): value for key, value in state.items()}
+        if found.keys() <= named.keys() and all(name in found for name in named if self.is_local(name)):
+            return found
+        with self.asks() as root:
+            if root.state_dict(keep_vars=True).keys() == named.keys():  # it takes nothing else
+                return found
+            like = {name: torch.empty(self.shard(name).full, dtype=x.dtype) for name, x in named.items()}
+            return tensors_from(root, state, like)
+
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         self.check_state_dict(state)
         tensors = self._tensors()
@@ -234,14 +283,7 @@ class Ownership:
                 raise ValueError(f"state dict: {name!r} has shape {shape}, expected {shard.full}")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        before, self.reads_state = self.reads_state, True
-        try:
-            state = self.model.root.state_dict(keep_vars=True)
-        finally:
-            self.reads_state = before
-        odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-        if odd:
-            raise ValueError(f"state {odd[0]!r} is no tensor: extra state of modules is not supported")
+        state = tensors_of(self.model.root)
         late = [name for name in state if name not in self.stages]
         if late:
             raise ValueError(
@@ -251,22 +293,92 @@ class Ownership:
             )
         return dict(self._ordered(state.items()))
 
-    def _free(self, gone: set[int]) -> None:
-        """Put meta tensors in the place of everything that this process does not hold."""
-        metas: dict[int, torch.Tensor] = {}
+    def _free(self, gone: Mapping[int, str]) -> list[Elsewhere]:
+        """Put meta tensors in the place of everything that this process does not hold, by id and name."""
+        metas: dict[int, Elsewhere] = {}
         for module in self._modules:
             for table in (module._parameters, module._buffers):
-                for name, value in list(table.items()):
+                for key, value in list(table.items()):
                     if value is None or id(value) not in gone:
                         continue
                     if id(value) not in metas:
-                        meta = torch.empty_like(value, device="meta")
-                        metas[id(value)] = (
-                            nn.Parameter(meta, requires_grad=value.requires_grad)
-                            if isinstance(value, nn.Parameter)
-                            else meta
-                        )
-                    setattr(module, name, metas[id(value)])
+                        metas[id(value)] = _elsewhere(value, self, gone[id(value)])
+                    setattr(module, key, metas[id(value)])
+        return list(metas.values())
+
+
+class Elsewhere(torch.Tensor):
+    """A parameter or buffer that another process holds, or what is computed of such alone: a shape without values.
+
+    A use that needs values is a ValueError, as is one together with tensors that have some: a norm, a mean over time.
+    """
+
+    owner: Ownership
+    known_as: str
+    _grad: torch.Tensor | None = None
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """None within the step of an optimizer, which leaves the parameter alone; not so a norm over all gradients."""
+        if self._grad is None or (optimizer := _stepping()) is None:
+            return self._grad
+        if optimizer not in self.owner.asked:
+            self.owner.asked.add(optimizer)
+            refuse_shared_statistic(optimizer, [p for _, p in self.owner.parameters()])
+        return None
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._grad = value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        first = next(x for x in given if isinstance(x, Elsewhere))
+        try:
+            if any(not isinstance(x, Elsewhere) and not x.is_meta for x in given):
+                raise RuntimeError("together with tensors that have values")
+            found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        except (RuntimeError, TypeError) as error:
+            raise first.refusal() from error
+        for x in pytree.tree_leaves(found):
+            if isinstance(x, Elsewhere) and not hasattr(x, "known_as"):
+                x.owner, x.known_as = first.owner, first.known_as
+        return found
+
+    def refusal(self) -> ValueError:
+        rank = self.owner.holders(self.known_as)[0]
+        return ValueError(
+            f"{self.known_as!r} is held by rank {rank}, and this process has no values of it or of its gradient. "
+            f"Expected pipe.full_state_dict() for all weights, pipe.named_parameters() for this process's, "
+            f"pipe.clip_grad_norm_(...) for a norm over all stages, or pipe.predict(...) for the model's output"
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Elsewhere:
+        return _elsewhere(self, self.owner, self.known_as)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise self.refusal()
+
+
+def _elsewhere(like: torch.Tensor, owner: Ownership, name: str) -> Elsewhere:
+    with torch._C.DisableTorchFunctionSubclass():
+        made = torch.empty_like(like, device="meta", requires_grad=False).as_subclass(Elsewhere)
+        made.owner, made.known_as, made._is_param = owner, name, isinstance(like, nn.Parameter)
+        made.requires_grad_(like.requires_grad)
+    return made
+
+
+def _stepping() -> torch.optim.Optimizer | None:
+    """The optimizer of whose step the caller is a part."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "step":
+            first = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(first, torch.optim.Optimizer):
+                return first
+        frame = frame.f_back
+    return None
 
 
 class _Refusal:

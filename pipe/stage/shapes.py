@@ -109,6 +109,7 @@ class InferredStages:
 
     Attributes:
         example: the stages for the example; others hold the same parameters and buffers.
+        joined: [S] processes of each group in which a stage calls a collective of its own.
 
     Raises ValueError, with the user's source line, for a stage that runs neither on fake tensors nor on made-up values.
     """
@@ -222,10 +223,12 @@ class InferredStages:
         runs: list[StageRun] = []
         written_buffers: list[frozenset[int]] = []
         left: Places = []
+        self.joined: list[set[tuple[int, ...]]] = [set() for _ in cut.pieces]
+        joined: set[tuple[int, ...]] = set()
         with (
             untouched(self._root, self._loss_fn, device=self._device, buffers=False) as kept,
             evaluating(*(() if self._training else (self._root,))),
-            strict_fake_mode(),
+            strict_fake_mode(joined),
             grad,
             self._seeder.watch(),
         ):
@@ -239,6 +242,8 @@ class InferredStages:
                 arguments = fresh_leaves(take(sources, flat, [run.outputs for run in runs]))
                 with _explained(index, arguments), stand_ins(module, self._device) as written:
                     stage, outputs, changed = first_run(piece, linked, arguments)
+                self.joined[index] = {*joined}
+                joined.clear()
                 _refuse_shared_memory(stage, index, arguments, changed)
                 stages.append(stage)
                 runs.append(self._whatever_was_drawn(stage, arguments, outputs))

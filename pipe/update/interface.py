@@ -133,6 +133,12 @@ class Update(ABC):
         groups = [group for one in self.stages for made in one.optimizers for group in made.param_groups]
         return [float(group["lr"]) for group in groups if "lr" in group]
 
+    def refuse_shared_statistics(self) -> None:
+        """Before the first batch: ValueError for an optimizer whose step needs more than its stage has."""
+        for one in self.stages:
+            if not one.is_tried:
+                one.refuse_shared_statistics([parameter for _, parameter in self.ownership.parameters()])
+
     # One batch, in this order
 
     def follow(self, schedule: Schedule) -> None:

@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
+from ..guards.separable import known_to_separate, refuse_shared_statistic, separable
 from ..shards.shard import Shard
 from ..shards.split import ShardedParameter
 from ..stage.weights import WeightVersions
@@ -20,22 +21,6 @@ from .delay_correction import Feedback
 from .options import BatchOptions, option_number, shown
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
-Separable = Literal["elements", "parameters"]
-
-_BY_ELEMENT = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-_BY_PARAMETER = (torch.optim.Muon, torch.optim.Adafactor)
 
 
 class StageOptimizers:
@@ -75,6 +60,7 @@ class StageOptimizers:
         self._parameters = [parameter for _, parameter in parameters]
         self._feedback = feedback
         self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
+        self.is_tried = False  # whether its optimizers were asked for a statistic over several stages
         self.parts: Mapping[str, ShardedParameter] = {}
         self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # where parts stand
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
@@ -90,7 +76,7 @@ class StageOptimizers:
             name = next((each for each in held if each in names), None)
             if name is None:
                 continue
-            kind = _known_to_separate(optimizer)
+            kind = known_to_separate(optimizer)
             if kind != "elements":
                 reason = "" if kind is None else ": it needs whole parameters"
                 raise ValueError(
@@ -112,6 +98,17 @@ class StageOptimizers:
             for parameter in parameters_of(optimizer)
             if id(parameter) in self.names
         }
+
+    def refuse_shared_statistics(self, model: Sequence[nn.Parameter]) -> None:
+        """See `refuse_shared_statistic`. An optimizer that has all that learns may do anything.
+
+        Arguments:
+            model: all parameters of it.
+        """
+        if self.parts or len(self._parameters) < sum(p.requires_grad for p in model):
+            for optimizer in self.optimizers:
+                refuse_shared_statistic(optimizer, model, own_hook=self._refuse_by_hand)
+        self.is_tried = True
 
     def divide(self, parts: Mapping[str, ShardedParameter]) -> None:
         """From now on hold these parts in the places of their parameters; none where a part is empty."""
@@ -266,36 +263,6 @@ class StageOptimizers:
                     f"in one group of one optimizer"
                 )
             seen.add(id(parameter))
-
-
-def separable(optimizer: torch.optim.Optimizer) -> Separable:
-    """ "elements": it treats each element of a parameter by itself; "parameters": each parameter.
-
-    torch's own are known; the class of any other says it, as its attribute `separable`. Raises ValueError for one that
-    does not.
-    """
-    kind = _known_to_separate(optimizer)
-    if kind is None:
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"optimizer {name} is not known to update each parameter by itself, and might come to another result where "
-            f"each rank updates a part: expected data_parallel='replicate', or {name}.separable = 'elements' (it "
-            f"treats each element of a parameter by itself) or 'parameters' (each parameter)"
-        )
-    return kind
-
-
-def _known_to_separate(optimizer: torch.optim.Optimizer) -> Separable | None:
-    if type(optimizer) in _BY_ELEMENT:
-        return "elements"
-    if type(optimizer) in _BY_PARAMETER:
-        return "parameters"
-    said: Separable | None = getattr(optimizer, "separable", None)
-    if said not in (None, "elements", "parameters"):
-        raise ValueError(
-            f"{type(optimizer).__name__}.separable = {said!r}: expected 'elements', 'parameters', or no such attribute"
-        )
-    return said
 
 
 def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:

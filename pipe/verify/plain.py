@@ -19,6 +19,7 @@ from ..batch.given import Given
 from ..guards.randomness import Seeder
 from ..stage.autocast import Autocast
 from ..stage.loss import with_loss
+from ..stage.own_state import tensors_of
 from ..stage.stage import LossValue
 from .compare import Outcome, graph_of, tolerance_of
 
@@ -92,7 +93,7 @@ class PlainModule:
             tensor.grad = None
 
     def _state(self) -> dict[str, torch.Tensor]:
-        return dict(self.root.state_dict(keep_vars=True))
+        return tensors_of(self.root)
 
     def __call__(self, given: Arguments) -> object:
         """The model's output for arguments like these, which it may change in place."""

@@ -187,6 +187,14 @@ with report_to_launcher():
     assert launch([sys.executable, "-c", PRELUDE + program], num_ranks=2, timeout=LIMIT, stall=1.0).status == 0
 
 
+def test_a_rank_that_leaves_with_status_0_within_its_work_has_failed() -> None:
+    """It counted as success. `sys.exit()` is an end of one's own."""
+    left = run("with report_to_launcher():\n    os._exit(0) if rank == 1 else time.sleep(400)", grace=0.2)
+    assert (left.status, left.first_failed) == (1, 1)
+    assert left.report.startswith("rank 1 failed first (exit status 0 before its work was done)")
+    assert run("with report_to_launcher():\n    sys.exit()") == LaunchResult(status=0, first_failed=None, report="")
+
+
 @pytest.mark.thorough
 def test_ending_the_launcher_politely_ends_the_ranks(tmp_path: Path) -> None:
     _end_launcher(tmp_path, signal.SIGTERM)

@@ -165,7 +165,7 @@ def test_what_the_writers_file_leads_to_is_not_written(link: str, tmp_path: Path
 def test_a_save_beside_the_checkpointer_of_another_process_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And leaves nothing; one beside this process's own is not, nor does it give the folder away."""
+    """And leaves nothing; one beside this process's own is not. A second checkpointer does not give the folder away."""
     hold = f"import runpy, pathlib; runpy.run_path({lock.__file__!r})['FolderLock'](pathlib.Path({str(tmp_path)!r}), "
     monkeypatch.setitem(lock.FolderLock.__init__.__kwdefaults__ or {}, "patience", 0.1)
     pipe = trained(1)
@@ -173,8 +173,8 @@ def test_a_save_beside_the_checkpointer_of_another_process_is_refused(
         assert saver.save().path is not None
         pipe.train_step(X, Y)
         assert pipe.save(tmp_path).path is not None
-        with pipe.checkpointer(tmp_path, every=1):
-            pass
+        with pytest.raises(ValueError, match=r"has a checkpointer: expected its close\(\) first"):
+            pipe.checkpointer(tmp_path, every=1)
         done = subprocess.run([sys.executable, "-P", "-c", f"{hold}patience=0)"], capture_output=True, check=False)
         assert b"is being written by another run (process " in done.stderr
     before = sorted(tmp_path.rglob("*"))

@@ -224,3 +224,71 @@ def test_a_tensor_without_a_name_cannot_be_saved(tmp_path: Path) -> None:
     pipe = make("1f1b", 2, lambda parameters: SGD([*parameters, scale], lr=0.1))
     with pytest.raises(ValueError, match=r"SGD holds a tensor of shape \(\) that is none of the model's, so that a"):
         pipe.save(tmp_path)
+
+
+# --- gradual unfreezing ---
+
+
+def unfrozen(count: int) -> nn.Sequential:
+    """Of four layers the last `count` learn."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 2)).double()
+    for layer in list(model)[: 4 - count]:
+        layer.requires_grad_(False)
+    return model
+
+
+def decayed(parameters: Named) -> Optimizer:
+    matrices, rest = ([p for _, p in parameters if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
+    return AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "builds"), [("1f1b", 2, True), ("1f1b", 3, False), ("2bw", 2, True)])
+def test_what_was_frozen_begins_with_fresh_state_beside_what_was_not(
+    schedule: str, ranks: int, builds: bool, tmp_path: Path
+) -> None:
+    """A checkpoint with fewer parameters that learn was refused, whatever one typed."""
+
+    def pipe_of(count: int, schedule: str, **options: Any) -> PipelineModule:
+        settings = {"loss_fn": nn.functional.mse_loss, "num_microbatches": 4, "optimizer": stagewright.named(decayed)}
+        halving = lambda o: lr.ExponentialLR(o, 0.5)  # noqa: E731
+        return PipelineModule(
+            unfrozen(count), **records(schedule=schedule, lr_scheduler=halving, **settings, **options)
+        )
+
+    before = pipe_of(1, "1f1b", mesh={"pipe": 1})
+    train(before, range(2))
+    before.save(tmp_path)
+    after = pipe_of(3, schedule, mesh={"pipe": ranks})
+    if builds:
+        after.build(*batch(0))
+        with pytest.raises(ValueError, match=r"no optimizer state of \['1.bias', .* or load\(..., new='fresh'\) to be"):
+            after.load(tmp_path)
+    with pytest.raises(ValueError, match="new='old'"):
+        after.load(tmp_path, new="old")  # type: ignore[arg-type]
+    after.load(tmp_path, new="fresh")
+    train(after, range(2, 4))
+
+    model = unfrozen(1)
+    optimizer = decayed([(name, p) for name, p in model.named_parameters() if p.requires_grad])
+    scheduler = lr.ExponentialLR(optimizer, 0.5)
+    for step in range(4):
+        if step == 2:
+            for group, grown in zip(optimizer.param_groups, (True, False), strict=True):
+                own = [p for p in unfrozen_of(model) if (p.ndim > 1) is grown]
+                group["params"] = own
+        x, y = batch(step)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    if schedule == "1f1b":
+        for name, value in after.full_state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[name], msg=name)
+    assert {group["lr"] for one in after.optimizers for group in one.param_groups} == {1e-2 / 16}
+
+
+def unfrozen_of(model: nn.Sequential) -> list[nn.Parameter]:
+    for layer in list(model)[1:]:
+        layer.requires_grad_(True)
+    return [p for p in model.parameters() if p.requires_grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import threading
 import time
@@ -202,6 +203,19 @@ def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             saver.step()
     assert (most, len(saver.records)) == (1, 5)
     assert not [thread for thread in threading.enumerate() if thread.name == "stagewright-checkpoint"]
+
+
+def test_a_folder_has_one_checkpointer_until_it_is_closed_or_forgotten(tmp_path: Path) -> None:
+    """A second one was taken, and both wrote."""
+    pipe = make_small()
+    saver = pipe.checkpointer(tmp_path, every=1)
+    with pytest.raises(ValueError, match=r"has a checkpointer: expected its close\(\) first, or another folder"):
+        make_small().checkpointer(tmp_path, every=1)
+    saver.close()
+    other = pipe.checkpointer(tmp_path, every=1)
+    del other
+    gc.collect()
+    pipe.checkpointer(tmp_path, every=1).close()
 
 
 def test_a_disk_that_never_answers_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

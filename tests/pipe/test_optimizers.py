@@ -183,6 +183,96 @@ def test_refused(begin: Any, optimizer: Any, message: str) -> None:
         begin(model=WHOLE, optimizer=optimizer)
 
 
+class Joined(torch.optim.SGD):
+    """SGD whose step is multiplied by a number made of all of its parameters. `kept` may stay from step to step."""
+
+    def __init__(self, parameters: Any, joins: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.joins, self.kept, self.calls = joins, 0.0, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        factor = self.joins(self, held)
+        for p in held:
+            noise = self.state[p]["noise"] = torch.rand_like(p)
+            p.add_(p.grad / p.grad.norm() + 0.0 * noise, alpha=-factor)
+
+
+def norm(tensors: Any) -> float:
+    return float(nn.utils.get_total_norm(list(tensors)))
+
+
+def lagging(optimizer: Joined, held: list[nn.Parameter]) -> float:
+    before, optimizer.kept = optimizer.kept, max(optimizer.kept, norm(p.grad for p in held))
+    return before
+
+
+JOINS: dict[str, Any] = {
+    "clip": lambda _, held: min(1.0, 0.01 / norm(p.grad for p in held)),
+    "threshold": lambda _, held: min(1.0, 1000.0 / norm(p.grad for p in held)),
+    "weights": lambda _, held: norm(held),
+    "a step later": lagging,
+}
+
+
+def clipping(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, 1.0) and None)
+    return optimizer
+
+
+@pytest.mark.parametrize("joins", JOINS)
+@pytest.mark.parametrize("begin", [make, stream])
+def test_a_statistic_over_all_parameters_is_refused(begin: Any, joins: str) -> None:
+    """Each stage's optimizer saw its own stage alone, in silence, `verify=True` included."""
+    pipe = begin(optimizer=lambda parameters: Joined(parameters, JOINS[joins]))
+    with pytest.raises(ValueError, match=r"the step of optimizer Joined computes .* several parameters.* or one stage"):
+        pipe.train_step(X, Y)
+    make(optimizer=lambda ps: Joined(ps, JOINS[joins]), mesh={"pipe": 1}).train_step(X, Y)
+
+
+def test_a_hook_that_clips_each_stage_by_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a hook before the step of optimizer AdamW .* Expected max_grad_norm= or"):
+        make(optimizer=clipping).train_step(X, Y)
+
+
+def test_a_statistic_over_several_stages_of_one_parameter_is_refused() -> None:
+    model = nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(2)])
+    with pytest.raises(ValueError, match="the step of optimizer Joined computes something"):
+        make(model=model, optimizer=lambda ps: Joined(ps, JOINS["clip"])).train_step(X, Y)
+
+
+def test_an_optimizer_that_is_tried_notices_nothing() -> None:
+    """One of its own for each parameter, with noise, a hook and a warm-up from 0; weights are moved as ever."""
+    counted: list[int] = []
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made = Joined(parameters, lambda *_: 0.1)
+        made.register_step_pre_hook(lambda *_: counted.append(1))
+        return made
+
+    warm = make(optimizer=optimizer, lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: step))
+    pipe = make(optimizer=optimizer)
+    before = torch.get_rng_state()
+    for each in (warm, pipe):
+        each.forward_backward(X, Y)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [(one.calls, len(one.state)) for one in pipe.optimizers] == [(0, 0)] * 2  # type: ignore[attr-defined]
+    pipe.train_step(X, Y)
+    assert len(counted) == 2
+
+
+def test_an_optimizer_that_cannot_be_tried_is_told_of() -> None:
+    class Large(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            assert self.param_groups[0]["params"][0].shape == (6, 6)
+
+    with pytest.warns(UserWarning, match=r"Large cannot be tried .* set Large\.separable = 'parameters'"):
+        make(optimizer=lambda parameters: Large(parameters, lr=0.1)).train_step(X, Y)
+
+
 class NeedsTwo:
     """A schedule of the user's own."""
 

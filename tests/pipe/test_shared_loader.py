@@ -147,14 +147,25 @@ def test_a_dead_readers_samples_are_taken_over(tmp_path: Path, how: str, caplog:
     assert how == "killed" or not tmp_path.exists()  # the last one takes the folder with it
 
 
-def test_a_cache_keeps_about_as_many_bytes_as_it_may(tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_views", [False, True])
+def test_a_cache_keeps_about_as_many_bytes_as_it_may(tmp_path: Path, are_views: bool) -> None:
+    """Of a view it kept all that it is a view of, as samples of a TensorDataset are, and so hardly any."""
+    whole = torch.arange(50.0)[:, None].repeat(1, 100)
     for number in range(50):
-        keep_sample(tmp_path, number, torch.full((100,), float(number)), share_of=750.0)
+        sample = whole[number] if are_views else whole[number].clone()
+        keep_sample(tmp_path, number, sample, share_of=750.0)
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert sum(sizes) == pytest.approx(50 * 750, rel=0.1)
     kept = {number: found[0] for number in range(50) if (found := kept_sample(tmp_path, number))}
     assert len(kept) == len(sizes)
     assert all(bool((sample == number).all()) for number, sample in kept.items())
+
+
+def test_a_batch_that_is_a_view_is_handed_on_alone(tmp_path: Path) -> None:
+    share = HostShare(tmp_path, 0, (0, 1), timeout=1.0)
+    share.put(torch.zeros(100_000)[:8], (0, 0))
+    (path,) = tmp_path.glob("*.for1")
+    assert path.stat().st_size < 10_000
 
 
 def test_what_the_reader_raises_is_told_to_the_others(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 _NAMES = {
     "viz.exhibit": "HeadFigure headline",
     "comm.codecs": "num_bytes orthonormal pack read_codec start_matrix unpack wire_specs",
+    "comm.collectives": "compact",
     "comm.failures": "Account find_cause",
     "comm.groups": "connected",
     "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _as_levels _between _inside _level fit_line"
@@ -177,6 +178,7 @@ _NAMES = {
     "partition.model.calls": "Calls",
     "pipe.stage.moving": "Activations _apart",
     "pipe.guards.randomness": "Seeder",
+    "pipe.guards.separable": "separable",
     "pipe.stage.reruns": "CheckpointedModules",
     "pipe.stage.shapes": "InferredStages",
     "pipe.stage.stage": "Stage",
@@ -187,7 +189,7 @@ _NAMES = {
     "pipe.update.flush": "FlushUpdate",
     "pipe.update.gradients": "buckets_of clip_factor",
     "pipe.update.local": "Averaging next_interval",
-    "pipe.update.optimizers": "StageOptimizers separable",
+    "pipe.update.optimizers": "StageOptimizers",
     "pipe.update.options": "SameOptions",
     "pipe.update.shared_sums": "SharedSum begin_packed_sum",
     "pipe.verify.compare": "differs first_difference graph_of tolerance_of",
