@@ -218,13 +218,13 @@ class Verifier:
         step: int,
         drew_apart: bool,
     ) -> str | None:
-        loss_fn = plain.loss_fn
-        assert callable(loss_fn)
         microbatches = self._microbatches(batches)
         last, mine = self._schedule.owners[-1], set(self._run.layout.place.local_ranks)
         group_size = self._schedule.group_size // self._schedule.num_slices
-        share = share_of_sum(loss_fn, group_size)
         with self._loaded(plain, weights, moved) as (watch, buffers):
+            loss_fn = plain.loss_fn
+            assert callable(loss_fn)
+            share = share_of_sum(loss_fn, group_size)
             entering, outputs = watch.entering(self._parts.entering), None
             if piped.outputs is not None:
                 evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
