@@ -68,7 +68,7 @@ class Copies:
     def shared(self, root: nn.Module, loss_fn: object = None) -> str | None:
         """Where copies use the modules or tensors that were copied, in words."""
         theirs = {at: x for at, x in self._own.items() if isinstance(x, nn.Module | torch.Tensor)}
-        others: dict[int, object] = {}
+        others: dict[int, object] = {id(module): module for module in root.modules()}
         for name, module in root.named_modules():
             if id(module) in theirs:
                 return f"module {name!r}"

@@ -9,7 +9,6 @@ PipelineModule(edits, ...)              or edits.build() for a plain model
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...partition.model.copies import Copies
 from ...partition.model.untouched import untouched
 from ...partition.strict import count as count_of
 from ...schedules.wording import count
@@ -28,7 +28,7 @@ from ..guards.randomness import Seeder
 from ..shards.style import match
 from ..stage.recompute import Recompute, RecomputedModules
 from ..stage.reruns import CheckpointedModules
-from .beside import explain, verify
+from .beside import Edited, explain, found_again, tensors_of, verify
 from .kinds import KINDS, Edit
 
 _FORMAT = "stagewright-edits-1"
@@ -111,14 +111,14 @@ class Edits:
             example: a tuple of arguments, or a dict of keywords.
             mesh: of a tensor group, all of whose members call this; without one `shard` is not run.
 
-        Returns what was not run or taken back. Raises VerificationError, a ValueError, for the first edit whose
-        numbers depart.
+        Returns what was not run, not compared or taken back. Raises VerificationError, a ValueError, for the first edit
+        whose numbers depart.
         """
         self.refuse_applied()
         without = [] if mesh is not None else [each for each in self if each.word == "shard"]
         run = [each for each in self if each not in without]
         with untouched(self.model, device=None, buffers=False):
-            slower = verify(run, partial(self._copy, mesh), example, seed=seed)
+            slower, lost = verify(run, partial(self._copy, mesh), example, seed=seed)
         back = [each for each, _ in slower]
         self._edits = [each for each in self if each not in back]
         return [
@@ -127,6 +127,7 @@ class Edits:
                 f"taken back: {each}: {times:.2f} times as long as without; gate=False keeps it"
                 for each, times in slower
             ),
+            *(f"not compared: {each}: {name!r}, which it takes away" for each, name in lost),
         ]
 
     def memory(self, example: Any, *, limit: str, in_flight: int = 1, state: float = 2.0) -> str:
@@ -250,20 +251,28 @@ class Edits:
         """Modules by name. Raises ValueError, with near matches, where there is none."""
         return {"": self.model} if pattern == "" else match(pattern, self.model, option=f"edits[{pattern!r}]")
 
-    def _copy(self, mesh: Any, edits: Sequence[Edit]) -> nn.Module:
+    def _copy(self, mesh: Any, edits: Sequence[Edit]) -> Edited:
         """A copy of the model with these edits."""
         self.refuse_applied()
-        copies: dict[int, Any] = {}
-        other = Edits(copy.deepcopy(self.model, copies))
-        copies |= {id(each): each for each in copies.values()}
+        copies = Copies(self.model)
+        other = Edits(copies.of(self.model))
+        if (place := copies.shared(other.model)) is not None:
+            raise ValueError(
+                f"edits are tried on a copy of the model, and {place} of it still uses the model's own modules or "
+                f"tensors: expected a model that copy.deepcopy copies as a whole"
+            )
+        copies.memo |= {id(each): each for each in copies.memo.values()}
+        before = tensors_of(other.model)
 
         def own(make: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
-            return copy.deepcopy(make(module), copies)  # a module that was there before stays the user's
+            made = make(module)  # a module that was there before stays the user's
+            copied: nn.Module = Copies(made, memo=copies.memo).of(made)
+            return copied
 
         for each in edits:
             given = {key: partial(own, value) if key == "make" else value for key, value in each.given.items()}
             other._edits.append(Edit(each.pattern, each.word, given))
-        return other.build(mesh)
+        return found_again(other.build(mesh), before)
 
     def refuse_applied(self) -> None:
         if self._is_built:
