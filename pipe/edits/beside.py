@@ -56,8 +56,8 @@ class Edited(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """Numbers of a run; of its shortest type the tolerance, and the rounding if it is shorter than float32; names of one
-    parameter."""
+    """Numbers of a run; the tolerance of its shortest type, and its rounding where that is shorter than float32; names
+    of one parameter."""
 
     outcome: Outcome
     tolerance: float
