@@ -4,7 +4,8 @@ gelu        h ---GELU---> a ---Linear--->      a is not kept: the Linear's backw
                                                GELU's own keeps. Gradients are equal to the last bit
 layernorm   x ---LayerNorm---> y --->          x is not kept: (x - mean) / std = (y - bias) / weight, of y, which
                                                what follows keeps anyway. Rounds otherwise
-attention   softmax(q k) and its dropout       fused (scaled_dot_product_attention): nothing of L x L is kept
+attention   softmax(q k) and its dropout       fused (scaled_dot_product_attention): nothing of L x L is kept; where
+            torch has no kernel that keeps nothing, as with dropout on a CPU, all is made again in the backward
 
 gelu: where a or h is handed out past autograd, as `.data` or numpy, all is kept as ever. Not noticed: writes by address
 (data_ptr, a storage), and past autograd into h from outside of the edited module. `edits.verify` finds these, too.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torchs
 
@@ -274,7 +276,8 @@ def _fused(module: nn.Module, attentions: list[nn.Module]) -> None:
     configs: dict[int, Any] = {}
     for each in attentions:
         if isinstance(each, nn.MultiheadAttention):
-            each.forward = partial(_without_weights, each.forward)  # type: ignore[method-assign]
+            inner = partial(_attending, each.forward)
+            each.forward = partial(_without_weights, inner)  # type: ignore[method-assign]
         else:
             config: Any = each.config
             if getattr(config, "output_attentions", False):
@@ -282,6 +285,27 @@ def _fused(module: nn.Module, attentions: list[nn.Module]) -> None:
             own = configs.setdefault(id(config), copy.deepcopy(config))
             own._attn_implementation = "sdpa"
             each.config = own
+            if "attention" in type(each).__name__.lower():
+                each.forward = partial(_attending, each.forward)
+
+
+def _attending(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Within a forward, attention for which torch has no kernel that keeps nothing is made again in the backward."""
+    fused: Any = F.scaled_dot_product_attention  # by that name, since a mode does not see what functions of torch call
+    if torch.compiler.is_compiling() or isinstance(fused, partial):
+        return forward(*args, **kwargs)
+    F.scaled_dot_product_attention = partial(_attention, fused)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        F.scaled_dot_product_attention = fused
+
+
+def _attention(fused: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    keeps = torch.is_grad_enabled() and not in_checkpoint()
+    if keeps and torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.MATH.value:
+        return torchs.checkpoint(partial(fused, **kwargs), *args, use_reentrant=False)
+    return fused(*args, **kwargs)
 
 
 def _without_weights(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

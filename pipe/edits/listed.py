@@ -82,8 +82,7 @@ class Edits:
         self.refuse_applied()
         for name, module in self.find(edit.pattern).items():
             is_whole = module is self.model and edit.word in ("checkpoint", "compile", "cut", "replace")
-            is_around = edit.word in ("compile", "dtype") or edit.given.get("what") == "gelu"
-            if is_whole or (is_around and type(module).forward is nn.Module.forward):
+            if is_whole or (_is_around(edit) and type(module).forward is nn.Module.forward):
                 what = "the whole model" if is_whole else f"{name!r}, a {type(module).__name__}, which nothing calls"
                 raise ValueError(f"{edit.word} of {what}: expected a module in it")
             others = [other for other, each in self._named() if each is module and other != name]
@@ -187,7 +186,7 @@ class Edits:
         shards = [each for each in self if each.word == "shard"]
         if shards and mesh is None:
             raise ValueError(f"{shards[0]}: expected build(mesh=), of the tensor group, or PipelineModule(edits)")
-        with self.applied() as options:
+        with self.applied(cuts=False) as options:
             # As a pipeline's stages do it: with the same random numbers, and buffers that move once.
             rules = RecomputedModules(Recompute(stages=(), modules=options.get("recompute", {})), self.model).rules
         CheckpointedModules(rules, Seeder(0, torch.device("cpu"))).begin()  # devices are seen when it runs
@@ -196,12 +195,18 @@ class Edits:
         return self.model
 
     @contextmanager
-    def applied(self, meant: Sequence[Edit] | None = None) -> Iterator[dict[str, Any]]:
+    def applied(self, meant: Sequence[Edit] | None = None, *, cuts: bool = True) -> Iterator[dict[str, Any]]:
         """The model is changed by all edits but those that are options of PipelineModule, which this gives.
 
-        Where an edit fails, or what is done within, all is as it was. `meant`: the list as it must still be.
+        Where an edit fails, or what is done within, all is as it was. `meant`: the list as it must still be. `cuts`:
+        whether stages will be made of it, so that nothing may stand around the whole model.
         """
         self.refuse_applied()
+        if around := [each for each in self if cuts and each.pattern == "" and _is_around(each)]:
+            raise ValueError(
+                f"{around[0]}, around the whole model, which a pipeline cuts: expected modules in it, such as "
+                f"edits['*'], or edits.build() for a plain model"
+            )
         if meant is not None and meant != self._edits:
             raise ValueError("these edits are others than those of this pipeline: expected PipelineModule(edits) anew")
         put_back = _remember(self.model)
@@ -280,6 +285,11 @@ class Edits:
 
     def _named(self) -> Collection[tuple[str, nn.Module]]:
         return list(self.model.named_modules(remove_duplicate=False))
+
+
+def _is_around(edit: Edit) -> bool:
+    """Whether it changes what a call of its module does, and not only modules in it."""
+    return edit.word in ("compile", "dtype") or edit.given.get("what") == "gelu"
 
 
 def _exclude(edit: Edit, module: nn.Module, other: Edit, others: nn.Module) -> bool:

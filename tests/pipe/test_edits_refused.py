@@ -45,6 +45,13 @@ def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
     for make, told in cases.items():
         with pytest.raises(ValueError, match=told):
             make()
+    for add in (partial(edits[""].dtype, "float32"), partial(edits[""].keep_less, "gelu")):
+        add()
+        with pytest.raises(
+            ValueError, match=r"\), around the whole model, which a pipeline cuts: expected modules in it"
+        ):
+            PipelineModule(edits, mesh={"pipe": 2})
+        edits.undo()
     edits["3"].checkpoint()
     for make in (partial(edits["3.*_norm"].keep_less, "layernorm"), edits["3"].checkpoint):
         with pytest.raises(ValueError, match=r"meets 3: checkpoint\(\) at '3': expected one of them there"):
