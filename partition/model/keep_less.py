@@ -150,14 +150,17 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
             if again.memory == memory:
                 again.values.append(again.made(give))
 
-    def run(is_users: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(users: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return function(*args, **kwargs)
-        (source,) = args
-        version, random, memory = source._version, _generators_of(source, is_users), memory_of(source)
+        (source,), held = args, {} if users is None else dict(vars(users))
+        version, random, memory = source._version, _generators_of(source, users is not None), memory_of(source)
         output = function(source)
-        # One that changes its input, or draws, can run once alone.
-        is_pure = source._version == version and _generators_of(source, is_users) == random
+        # One that changes its input or itself, or draws, can run once alone.
+        is_pure = source._version == version and _generators_of(source, users is not None) == random
+        is_pure = is_pure and (users is None or [*map(id, vars(users).values())] == [*map(id, held.values())])
+        if users is not None:
+            function = partial(_as_it_was, users, held, function)
         if type(output) is Tensor and is_pure and memory not in out:
             kept, autocast = keep(source.detach()), _autocast(source)
             again = _Again(function, kept, source.stride(), version, memory, autocast, _view(output), [])
@@ -173,12 +176,24 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
     def unpack(kept: Any) -> Tensor:
         return kept.made(give) if isinstance(kept, _Again) else give(kept)
 
-    through = {each: partial(run, type(each).__module__.partition(".")[0] not in _PURE) for each in activations}
+    users = {each: type(each).__module__.partition(".")[0] not in _PURE for each in activations}
+    through = {each: partial(run, each if is_users else None) for each, is_users in users.items()}
     try:
-        with saved_tensors_hooks(pack, unpack), _Gelus(partial(run, False), handed_out), Calls(through).through():
+        with saved_tensors_hooks(pack, unpack), _Gelus(partial(run, None), handed_out), Calls(through).through():
             return forward(*args, **kwargs)
     finally:
         made.clear()  # autograd holds `pack` for as long as what it packed
+
+
+def _as_it_was(module: nn.Module, held: dict[str, Any], function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The function of a module with the attributes that it had then."""
+    own, now = vars(module), dict(vars(module))
+    own.update(held)
+    try:
+        return function(x)
+    finally:
+        own.clear()
+        own.update(now)
 
 
 def in_checkpoint() -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 from ...partition.model.copies import Copies
 from ...partition.model.untouched import untouched
 from ...partition.strict import count as count_of
+from ...partition.strict import number
 from ...schedules.wording import count
 from ..guards.randomness import Seeder
 from ..shards.style import match
@@ -142,6 +143,7 @@ class Edits:
             state: bytes of the optimizer's state for each byte of weights; Adam's 2.
         """
         count_of("in_flight", in_flight)
+        number("state", state)
         edits = [each for each in self if each.word not in ("shard", "cut")]
         with untouched(self.model, device=None, buffers=False):
             return explain(edits, partial(self._copy, None), example, limit=limit, in_flight=in_flight, state=state)
@@ -293,7 +295,10 @@ def _is_around(edit: Edit) -> bool:
 
 
 def _exclude(edit: Edit, module: nn.Module, other: Edit, others: nn.Module) -> bool:
-    """Whether two edits cannot both be: the same one twice, or such as exclude each other, one inside the other."""
+    """Whether two edits cannot both be: the same one twice, a type of a part and then of what is around it, or such as
+    exclude each other, one inside the other."""
+    if edit.word == other.word == "dtype":
+        return others in set(module.modules())
     if edit.word == other.word:
         return module is others and edit.given.get("what") == other.given.get("what")
     meet = module in set(others.modules()) or others in set(module.modules())
@@ -340,7 +345,7 @@ class At:
         """Divide modules in it among a tensor group, by their names below it, as in {"up": "column", "down": "row"}."""
         return self._add("shard", plan=dict(plan) if isinstance(plan, Mapping) else plan)
 
-    def compile(self, backend: str = "inductor", *, gate: bool = True) -> At:
+    def compile(self, backend: str | Callable[..., Any] = "inductor", *, gate: bool = True) -> At:
         """Compile it by torch.compile; with a gate `verify` takes it back where it is slower."""
         return self._add("compile", backend=backend, gate=gate)
 

@@ -324,6 +324,15 @@ def test_another_type_of_an_output_is_seen() -> None:
         edits.verify((torch.randn(2, 4).double(),))
 
 
+def test_a_function_is_a_backend() -> None:
+    graphs: list[object] = []
+    edits = edit(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    edits["0"].compile(lambda graph, example: graphs.append(example) or graph.forward, gate=False)
+    torch._dynamo.reset()
+    assert edits.verify((torch.randn(2, 4),)) == []
+    assert graphs
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())])
 def test_torchs_own_modules_are_compiled(make: Callable[[], nn.Module]) -> None:
     edits = edit(nn.Sequential(make()))

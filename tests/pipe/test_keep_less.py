@@ -11,6 +11,7 @@ import torch
 from support.inside import edit_memory as inside_memory
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stagewright.pipe import edit
@@ -371,6 +372,36 @@ def test_compiled_code_around_keeps_as_ever() -> None:
     compiled: Any = torch.compile(edits.build(), backend="aot_eager")
     for theirs, ours in zip(gradients(plain, x), gradients(compiled, x), strict=True):
         assert torch.allclose(theirs, ours, rtol=0, atol=1e-4)
+
+
+class GrowingGELU(nn.Module):
+    """Has an attribute that it or its model changes."""
+
+    def __init__(self, by_itself: bool) -> None:
+        super().__init__()
+        self.scale, self.by_itself = 1.0, by_itself
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += self.by_itself
+        return functional.gelu(x) * self.scale
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_a_gelu_is_made_again_with_the_attributes_that_it_had(by_itself: bool) -> None:
+    torch.manual_seed(0)
+    plain: Any = Block(GrowingGELU(by_itself))
+    edits = edit(copy.deepcopy(plain))
+    edits["mlp"].keep_less("gelu")
+    x, found = torch.randn(B, S, H), []
+    for model in (plain, edits.build()):
+        act: Any = model.mlp[1]
+        outputs = []
+        for _ in range(2):  # as two microbatches in flight
+            outputs.append(model(x))
+            act.scale += 1
+        torch.stack(outputs).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 class AsksForWeights(nn.Module):
