@@ -64,7 +64,7 @@ class PlainModule:
     def load(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
         """Hold these parameters and persistent buffers, named as in `state_dict()`."""
         for name, tensor in self._state().items():
-            tensor.data = weights[name].detach().to(device, copy=True)
+            tensor.data = weights[name].detach().to(device)
         for buffer in self.root.buffers():
             buffer.data = buffer.data.to(device)
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ...partition.model.forms import Tensors
 from ...partition.model.untouched import untouched
+from ...partition.profiler.memory import give_back
 from ...schedules import Schedule
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.checksum import is_shape_alone
@@ -80,6 +81,12 @@ class Verifier:
 
     def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
         """See PipelineModule.verify. Collective over the processes. Unless it `evaluates`, it owes that."""
+        try:
+            return self._verified(given, evaluates=evaluates)
+        finally:
+            give_back(self._options.device)
+
+    def _verified(self, given: Given, *, evaluates: bool) -> Verification:
         self._options.require_loss()
         if not self._run.layout.place.world.distributed:
             self._plain = self._copy()
@@ -336,7 +343,7 @@ class Verifier:
                 tensor = parameter.detach() if mine is None else mine
                 tensor = tensor.to_dense() if tensor.is_sparse else tensor
                 value = self._ownership.whole(name, tensor, self._collectives, what="gathering the gradient of")
-                gathered[name] = value.clone() if self._plain is not None else value.new_empty(0)
+                gathered[name] = value if self._plain is not None else value.new_empty(0)
         return gathered
 
     def _gather_batches(self, given: Given) -> list[Given]:
