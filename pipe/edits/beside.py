@@ -110,9 +110,8 @@ def run(edited: Edited, example: Any, *, seed: int) -> Ran:
         buffers={name: _whole(x) for name, x in own.items() if name not in parameters},
         outputs=[[_whole(x)] for x in outputs],
     )
-    return Ran(
-        outcome, tolerance_of(nodes), max(short, default=0.0), [names for names in same.values() if len(names) > 1]
-    )
+    tied = [names for names in same.values() if len(names) > 1]
+    return Ran(outcome, tolerance_of(nodes), max(short, default=0.0), tied)
 
 
 def called(model: nn.Module, given: Any) -> Any:
@@ -178,7 +177,8 @@ def more_than_noise(before: Ran, edited: Ran, noise: Mapping[str, float]) -> str
 def _apart(one: Outcome, other: Outcome) -> dict[str, float]:
     """Norms of the differences of what both have."""
     theirs = _numbers(other)
-    return {name: float((x - theirs[name]).norm()) for name, x in _numbers(one).items() if name in theirs}
+    pairs = [(name, x, theirs[name]) for name, x in _numbers(one).items() if name in theirs]
+    return {name: float((x - y).norm()) for name, x, y in pairs if x.shape == y.shape}
 
 
 def _numbers(outcome: Outcome) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import plain
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -75,9 +77,9 @@ def trained(around: Callable[[Any], Any], **options: Any) -> tuple[list[float | 
 @pytest.mark.parametrize("around", [closure, compiled, called_compiled])
 def test_a_correct_run_goes_on_with_the_statistics_that_it_has(around: Callable[[Any], Any]) -> None:
     """The copy ran the user's own blocks: running statistics moved twice, and no run with them passed."""
-    (losses, state), (without, plain) = trained(around), trained(around, verify=False)
+    (losses, state), (without, expected) = trained(around), trained(around, verify=False)
     assert losses == without
-    assert all(torch.equal(x, plain[name]) for name, x in state.items())
+    assert all(torch.equal(x, expected[name]) for name, x in state.items())
 
 
 @pytest.mark.thorough
@@ -127,6 +129,34 @@ def test_a_loss_that_reads_what_the_last_stage_leaves_reads_that_of_the_copy(rea
     pipe = pipe_of(model, loss_fn, verify=2)
     for _ in range(3):
         pipe.train_step(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def held() -> int:
+    """Bytes of all tensors there are."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and not x.is_meta]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def test_it_holds_one_copy_of_the_weights_and_gradients_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There were three copies of weights, and three of gradients."""
+    found: list[int] = []
+    run = plain.PlainModule.run
+
+    def counted(self: Any, *given: Any, **options: Any) -> Any:
+        outcome = run(self, *given, **options)
+        found.append(held())
+        return outcome
+
+    monkeypatch.setattr(plain.PlainModule, "run", counted)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    pipe, before = pipe_of(model), held()
+    pipe.train_step(torch.randn(4, 256), torch.randn(4, 256))
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert found[0] - before < 3.2 * weights
+    for p in model.parameters():
+        p.grad = None
+    assert held() - before < 0.1 * weights
 
 
 def test_a_copy_that_uses_the_model_is_no_check(caplog: pytest.LogCaptureFixture) -> None:
