@@ -6,7 +6,7 @@ import re
 
 from .strict import number
 
-_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
+_PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _NUMBER = r"(\d+(?:\.\d*)?(?:e\d+)?)"
 
@@ -19,7 +19,7 @@ def bandwidth(where: str, text: str) -> float:
     >>> bandwidth("--bandwidth", "1gbit"), bandwidth("--bandwidth", "10Gbit/s"), bandwidth("--bandwidth", "125MB/s")
     (125000000.0, 1250000000.0, 125000000.0)
     """
-    match = re.fullmatch(rf"{_NUMBER}([kKmMgGtT]?)bit(?:/s)?|{_NUMBER}([KMGT]i?|)B/s", text)
+    match = re.fullmatch(rf"{_NUMBER}([kKmMgGtT]?)bit(?:/s)?|{_NUMBER}([KMGT]i?|k|)B/s", text)
     if match is None:
         raise ValueError(f"{where}: {text!r}: expected a number and a unit, such as 12GB/s, 16GiB/s, 100Gbit/s, 1gbit")
     bits, bit_prefix, whole, prefix = match.groups()
@@ -34,7 +34,7 @@ def size(where: str, text: str) -> float:
     >>> size("memory", "80GB")
     80000000000.0
     """
-    match = re.fullmatch(rf"{_NUMBER}([KMGT]i?|)(B|bit)", text)
+    match = re.fullmatch(rf"{_NUMBER}([KMGT]i?|k|)(B|bit)", text)
     if match is None or match[2] not in _PREFIXES:
         raise ValueError(f"{where}: {text!r}: expected a number and a unit, such as 12GB, 16GiB, 100Gbit")
     return number(where, float(match[1]) * _PREFIXES[match[2]] / (8 if match[3] == "bit" else 1), positive=True)

@@ -134,10 +134,11 @@ def _copy_to_verify(run: Run) -> PlainModule | None:
         try:
             fits = run.options.verify != FIRST or copy_fits(run.root, run.options.device)
             plain = PlainModule(run.root, run.options.loss_fn, given=run.options.model is None) if fits else None
-        except NotVerifiableError:
+        except NotVerifiableError as error:
             if run.options.verify != FIRST:
                 raise
             fits = False
+            _log.info("the first batch is not verified: %s", error)
     run.verifies = all(run.collectives.gather(fits, what="asking whether a copy to verify with fits"))
     return plain
 

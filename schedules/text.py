@@ -169,7 +169,7 @@ def to_json(schedule: Schedule) -> str:
 def from_json(text: str) -> Schedule:
     try:
         data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise ScheduleError(f"not JSON: {error}") from None
     if not isinstance(data, dict) or set(data) - _OPTIONAL_KEYS != _JSON_KEYS:
         found = sorted(data) if isinstance(data, dict) else type(data).__name__

@@ -168,9 +168,10 @@ def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
 
 def _processes_of(path: Path, notes: list[str]) -> Iterator[TracedProcess]:
     """Processes of a file: one, where it says its rank; else one a pid. ValueError where it is no trace at all."""
+    text = read_text(path)
     try:
-        data = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}: expected a whole JSON file") from None
     events = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(events, list):

@@ -284,7 +284,8 @@ def _refused(spec: pytree.TreeSpec, position: int, leaf: object) -> object:
 
 
 def _pruned(spec: pytree.TreeSpec, position: int, leaf: object) -> object:
-    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):  # it would be another one for another batch
+    # A number would be another one for another batch, and of one object alone nothing would be left.
+    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) or spec.is_leaf():
         _refused(spec, position, leaf)
     return None
 

@@ -4,7 +4,8 @@ gelu        h ---GELU---> a ---Linear--->      a is not kept: the Linear's backw
                                                GELU's own keeps. Gradients are equal to the last bit
 layernorm   x ---LayerNorm---> y --->          x is not kept: (x - mean) / std = (y - bias) / weight, of y, which
                                                what follows keeps anyway. Rounds otherwise
-attention   softmax(q k) and its dropout       fused (scaled_dot_product_attention): nothing of L x L is kept
+attention   softmax(q k) and its dropout       fused (scaled_dot_product_attention): nothing of L x L is kept; where
+            torch has no kernel that keeps nothing, as with dropout on a CPU, all is made again in the backward
 
 gelu: where a or h is handed out past autograd, as `.data` or numpy, all is kept as ever. Not noticed: writes by address
 (data_ptr, a storage), and past autograd into h from outside of the edited module. `edits.verify` finds these, too.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torchs
 
@@ -148,14 +150,17 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
             if again.memory == memory:
                 again.values.append(again.made(give))
 
-    def run(is_users: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(users: nn.Module | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return function(*args, **kwargs)
-        (source,) = args
-        version, random, memory = source._version, _generators_of(source, is_users), memory_of(source)
+        (source,), held = args, {} if users is None else dict(vars(users))
+        version, random, memory = source._version, _generators_of(source, users is not None), memory_of(source)
         output = function(source)
-        # One that changes its input, or draws, can run once alone.
-        is_pure = source._version == version and _generators_of(source, is_users) == random
+        # One that changes its input or itself, or draws, can run once alone.
+        is_pure = source._version == version and _generators_of(source, users is not None) == random
+        is_pure = is_pure and (users is None or [*map(id, vars(users).values())] == [*map(id, held.values())])
+        if users is not None:
+            function = partial(_as_it_was, users, held, function)
         if type(output) is Tensor and is_pure and memory not in out:
             kept, autocast = keep(source.detach()), _autocast(source)
             again = _Again(function, kept, source.stride(), version, memory, autocast, _view(output), [])
@@ -171,12 +176,24 @@ def _keeping_sources(activations: list[nn.Module], forward: Callable[..., Any], 
     def unpack(kept: Any) -> Tensor:
         return kept.made(give) if isinstance(kept, _Again) else give(kept)
 
-    through = {each: partial(run, type(each).__module__.partition(".")[0] not in _PURE) for each in activations}
+    users = {each: type(each).__module__.partition(".")[0] not in _PURE for each in activations}
+    through = {each: partial(run, each if is_users else None) for each, is_users in users.items()}
     try:
-        with saved_tensors_hooks(pack, unpack), _Gelus(partial(run, False), handed_out), Calls(through).through():
+        with saved_tensors_hooks(pack, unpack), _Gelus(partial(run, None), handed_out), Calls(through).through():
             return forward(*args, **kwargs)
     finally:
         made.clear()  # autograd holds `pack` for as long as what it packed
+
+
+def _as_it_was(module: nn.Module, held: dict[str, Any], function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The function of a module with the attributes that it had then."""
+    own, now = vars(module), dict(vars(module))
+    own.update(held)
+    try:
+        return function(x)
+    finally:
+        own.clear()
+        own.update(now)
 
 
 def in_checkpoint() -> bool:
@@ -274,7 +291,8 @@ def _fused(module: nn.Module, attentions: list[nn.Module]) -> None:
     configs: dict[int, Any] = {}
     for each in attentions:
         if isinstance(each, nn.MultiheadAttention):
-            each.forward = partial(_without_weights, each.forward)  # type: ignore[method-assign]
+            inner = partial(_attending, each.forward)
+            each.forward = partial(_without_weights, inner)  # type: ignore[method-assign]
         else:
             config: Any = each.config
             if getattr(config, "output_attentions", False):
@@ -282,6 +300,27 @@ def _fused(module: nn.Module, attentions: list[nn.Module]) -> None:
             own = configs.setdefault(id(config), copy.deepcopy(config))
             own._attn_implementation = "sdpa"
             each.config = own
+            if "attention" in type(each).__name__.lower():
+                each.forward = partial(_attending, each.forward)
+
+
+def _attending(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Within a forward, attention for which torch has no kernel that keeps nothing is made again in the backward."""
+    fused: Any = F.scaled_dot_product_attention  # by that name, since a mode does not see what functions of torch call
+    if torch.compiler.is_compiling() or isinstance(fused, partial):
+        return forward(*args, **kwargs)
+    F.scaled_dot_product_attention = partial(_attention, fused)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        F.scaled_dot_product_attention = fused
+
+
+def _attention(fused: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Any:
+    keeps = torch.is_grad_enabled() and not in_checkpoint()
+    if keeps and torch._fused_sdp_choice(*args, **kwargs) == SDPBackend.MATH.value:
+        return torchs.checkpoint(partial(fused, **kwargs), *args, use_reentrant=False)
+    return fused(*args, **kwargs)
 
 
 def _without_weights(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

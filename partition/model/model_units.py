@@ -110,6 +110,12 @@ class RecordedUnits:
             deeper = self._deeper()
             if deeper is not None:
                 return deeper.evenly(num_stages)
+            if kept := [*self._how.keep_whole.items()]:
+                path, why = kept[0]
+                raise ValueError(
+                    f"num_stages={num_stages} for a model of {places} units that can be cut apart, in which {path!r} "
+                    f"stays whole: {why.reason}. Expected 1 to {places}, or {why.expected}"
+                )
         return self._contiguous(cut_evenly(flow.weights, num_stages=num_stages, crossing_bytes=flow.crossing_bytes))
 
     def at(self, split_points: Sequence[str]) -> Cut:
@@ -123,7 +129,14 @@ class RecordedUnits:
             inside |= {f"{call.name}.{name}" for name, _ in call.module.named_modules() if name}
         wanted = [point for point in split_points if point not in first and point in inside]
         if wanted:
-            return self._with_open(_above(wanted, self.flow)).at(split_points)
+            paths = _above(wanted, self.flow)
+            if kept := sorted(paths & self._how.keep_whole.keys()):
+                path, why = kept[0], self._how.keep_whole[kept[0]]
+                raise ValueError(
+                    f"cut={wanted[0]!r} is in {path!r}, which stays whole: {why.reason}. Expected {path!r}, where a "
+                    f"stage may begin, or {why.expected}"
+                )
+            return self._with_open(paths).at(split_points)
         return self._contiguous(starts_at(split_points, first, "module that the model runs"))
 
     def by_unit(self, stage_of: Mapping[str, int]) -> Cut:

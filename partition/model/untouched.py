@@ -77,18 +77,6 @@ class StateSnapshot:
                 pending += held if len(held) <= _MOST else ()
         self._seen = seen
 
-    def reaches(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether one of these is among it, or part of a module that a function here names as a global."""
-        wanted = {id(parameter) for parameter in parameters}
-        named = [
-            function.__globals__.get(name)
-            for function in self._functions
-            if is_users_module(function.__module__)
-            for name in function.__code__.co_names
-        ]
-        of_modules = [p for value in named if isinstance(value, nn.Module) for p in value.parameters()]
-        return not wanted.isdisjoint({*self._seen, *map(id, named), *map(id, of_modules)})
-
     @property
     def kinds(self) -> set[type]:
         """Classes of the modules and the user's objects among it."""
@@ -97,13 +85,9 @@ class StateSnapshot:
         }
 
     @cached_property
-    def _functions(self) -> list[FunctionType]:
-        return [value for value in self._seen.values() if isinstance(value, FunctionType)]
-
-    @cached_property
     def surroundings(self) -> Surroundings:
         """What the code of all classes and functions here finds around it."""
-        return Surroundings(self.kinds, self._functions)
+        return Surroundings(self.kinds, [value for value in self._seen.values() if isinstance(value, FunctionType)])
 
     def new_tensors(self) -> Places:
         """Where a tensor stands that did not: (dict, its key), (list, None)."""

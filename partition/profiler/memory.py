@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import accumulate
 from typing import Any
 
@@ -189,6 +190,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf, is_new=True)
         return result
+
+
+def give_back(device: torch.device) -> None:
+    """What is free by now goes back to the system; the C library and torch would keep it for themselves."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with suppress(OSError, AttributeError, TypeError):  # another C library than GNU's
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def device_memory(device: torch.device, *, sharing: int = 1) -> float:

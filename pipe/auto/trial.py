@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ...comm import Collectives, Guard, PipelineError, World, make_guard
+from ...partition.model.copies import Copies
 from ...partition.model.untouched import StateSnapshot
 from ...partition.plans.as_text import CHOSEN, describe
 from ...partition.plans.plan import Plan
@@ -234,7 +235,7 @@ class Trials:
             except Exception as error:
                 return None, f"{name} cannot be copied: {type(error).__name__}: {error}"
         model, loss, scaler = copied
-        if StateSnapshot((model, loss), device=options.device).reaches(list(self._model.parameters())):
+        if Copies(self._model).shared(model, loss) is not None:
             return None, "loss_fn, or a hook, computes with parameters of the model itself, not of a copy"
         for parameter in model.parameters():
             parameter.grad = None

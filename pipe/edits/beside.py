@@ -1,7 +1,10 @@
 """Edits held against the untouched model, one more at a time: the first whose numbers depart is named.
 
-compared    outputs, every gradient, gradients of inputs, buffers, which parameters are one
+compared    outputs, every gradient, gradients of inputs, buffers, which parameters are one; each parameter is the same
+            one wherever an edit puts it
 inputs      an example; random numbers are seeded alike; the backward begins with a random gradient of each output
+rounding    of a type shorter than float32 is measured, as what weights that are off by it change: a gradient that
+            changes as a whole is not compared, and from one edit to the next none may change by much more
 
 And the memory that they save, measured, with what it buys: the largest microbatch under the same limit.
 
@@ -17,7 +20,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,17 +32,54 @@ from ...partition.profiler.memory import bytes_of, peaks
 from ...partition.quantities import size as size_of
 from ...schedules.wording import size
 from ..stage.nested import mapped
-from ..verify.compare import Outcome, first_apart, graph_of, tolerance_of
+from ..verify.compare import Outcome, first_apart, graph_of, tolerance_of, types_of
 from ..verify.verification import VerificationError
 from .kinds import Edit
 
 _REPEATS = 5
 _SLOWER = 1.02  # a ratio of medians that says nothing
-Ran = tuple[Outcome, float, list[set[str]]]  # numbers, the tolerance of their shortest type, names of one parameter
+_NOISE = 0.25  # of a gradient, from which on it is rounding alone
+_ROUNDINGS = 2.2  # that one more edit may make
 
 
-def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
+class Edited(NamedTuple):
+    """A copy of a model with some edits.
+
+    Arguments:
+        names: by the name that a parameter or buffer has in the untouched model, the one that it has here.
+        lost: names that it has nothing for.
+    """
+
+    model: nn.Module
+    names: Mapping[str, str]
+    lost: Sequence[str]
+
+
+class Ran(NamedTuple):
+    """Numbers of a run; the tolerance of its shortest type, and its rounding where that is shorter than float32; names
+    of one parameter."""
+
+    outcome: Outcome
+    tolerance: float
+    rounding: float
+    tied: list[set[str]]
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def found_again(model: nn.Module, before: Mapping[str, Tensor]) -> Edited:
+    """An edited model, of which these tensors were known before: wherever they are, or what has their names now."""
+    now = tensors_of(model)
+    moved = {id(x): name for name, x in now.items() if name not in before}
+    names = {name: name if now.get(name) is x else moved.get(id(x), name) for name, x in before.items()}
+    return Edited(model, names, [name for name, place in names.items() if place not in now])
+
+
+def run(edited: Edited, example: Any, *, seed: int) -> Ran:
     """A forward and backward of the model for a tuple of arguments, or a dict of keywords; its gradients are left."""
+    model = edited.model
     leaves: list[Tensor] = []
 
     def fresh(x: Tensor) -> Tensor:
@@ -51,22 +92,26 @@ def run(model: nn.Module, example: Any, *, seed: int) -> Ran:
     outputs = _tensors(called(model, given))
     if not outputs:
         raise ValueError(f"verify: {type(model).__name__} returns no tensor that could be compared: expected one")
-    tolerance = tolerance_of(graph_of(outputs))
+    nodes = graph_of(outputs)
+    short = [torch.finfo(dtype).eps for dtype in types_of(nodes) if dtype.itemsize < 4]
     _seed(seed + 1)
     random_backward(outputs)
-    own = list(model.named_parameters(remove_duplicate=False))
+    now = tensors_of(model)
+    own = {name: now[place] for name, place in edited.names.items() if place in now}
+    parameters = {name: p for name, p in own.items() if isinstance(p, nn.Parameter)}
     same: dict[int, set[str]] = {}
-    for name, p in own:
+    for name, p in parameters.items():
         same.setdefault(id(p), set()).add(name)
     inputs = {f"input {number}": x.grad for number, x in enumerate(leaves) if x.requires_grad}
-    gradients = inputs | {name: p.grad for name, p in own}
+    gradients = inputs | {name: p.grad for name, p in parameters.items()}
     outcome = Outcome(
         loss=0.0,
         gradients={name: None if grad is None else _whole(grad) for name, grad in gradients.items()},
-        buffers={name: _whole(x) for name, x in model.named_buffers()},
+        buffers={name: _whole(x) for name, x in own.items() if name not in parameters},
         outputs=[[_whole(x)] for x in outputs],
     )
-    return outcome, tolerance, [names for names in same.values() if len(names) > 1]
+    tied = [names for names in same.values() if len(names) > 1]
+    return Ran(outcome, tolerance_of(nodes), max(short, default=0.0), tied)
 
 
 def called(model: nn.Module, given: Any) -> Any:
@@ -96,52 +141,101 @@ def _whole(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach()
 
 
-def first_difference(plain: Ran, edited: Ran) -> str | None:
-    """Departure, in words; None: nothing. Names that only one of them has are left out."""
-    (theirs, tolerance, tied), (ours, own, still) = plain, edited
+def first_difference(plain: Ran, edited: Ran, noise: Mapping[str, float]) -> str | None:
+    """Departure, in words; None: nothing. Names that only one of them has are left out, as are gradients of noise."""
+    theirs, ours = plain.outcome, edited.outcome
     if len(theirs.outputs or ()) != len(ours.outputs or ()):
         return f"the model returns {len(ours.outputs or ())} tensors, and {len(theirs.outputs or ())} untouched"
     for number, ((one,), (other,)) in enumerate(zip(theirs.outputs or (), ours.outputs or (), strict=True)):
         if one.dtype != other.dtype:
             return f"output {number} is of {other.dtype}, and of {one.dtype} untouched"
-    found = first_apart(theirs, ours, max(tolerance, own), where="with this edit")
+    sizes = [{name: float(x.norm()) for name, x in _numbers(each).items()} for each in (theirs, ours)]
+    is_noise = {name for name, off in noise.items() if off > _NOISE * max(each.get(name, 0.0) for each in sizes)}
+    kept = {name: grad for name, grad in ours.gradients.items() if name not in is_noise}
+    tolerance = max(plain.tolerance, edited.tolerance)
+    found = first_apart(theirs, replace(ours, gradients=kept), tolerance, where="with this edit")
     if found is not None:
         return found[1].format(name=repr(found[0]))
-    for names in tied:
+    for names in plain.tied:
         left = names & ours.gradients.keys()
-        if len(left) > 1 and not any(left <= other for other in still):
+        if len(left) > 1 and not any(left <= other for other in edited.tied):
             return f"{', '.join(map(repr, sorted(left)))} are one parameter no more"
     return None
 
 
+def more_than_noise(before: Ran, edited: Ran, noise: Mapping[str, float]) -> str | None:
+    """What one more edit changes of a model that computes in a short type, for which a tolerance is wide."""
+    sizes = {name: float(x.norm()) or 1.0 for name, x in _numbers(edited.outcome).items()}
+    for name, off in _apart(before.outcome, edited.outcome).items():
+        share, rounding = off / sizes[name], noise.get(name, 0.0) / sizes[name]
+        if share > 1e-3 + _ROUNDINGS * rounding * (1 + rounding):
+            what = f"the gradient of {name!r}" if name in edited.outcome.gradients else name
+            return f"{what} changes by {share:.2g} of its norm, for which rounding accounts for {rounding:.2g}"
+    return None
+
+
+def _apart(one: Outcome, other: Outcome) -> dict[str, float]:
+    """Norms of the differences of what both have."""
+    theirs = _numbers(other)
+    pairs = [(name, x, theirs[name]) for name, x in _numbers(one).items() if name in theirs]
+    return {name: float((x - y).norm()) for name, x, y in pairs if x.shape == y.shape}
+
+
+def _numbers(outcome: Outcome) -> dict[str, Tensor]:
+    found = {f"output {number}": x for number, (x,) in enumerate(outcome.outputs or ())}
+    found |= {name: grad for name, grad in outcome.gradients.items() if grad is not None}
+    dense = {name: x.to_dense() if x.is_sparse else x for name, x in found.items() if x.is_floating_point()}
+    return {name: x.double() for name, x in dense.items()}
+
+
 def verify(
-    edits: Sequence[Edit], edited: Callable[[Sequence[Edit]], nn.Module], example: Any, *, seed: int
-) -> list[tuple[Edit, float]]:
-    """Edits that their gate takes back, with how many times as long a forward and backward takes.
+    edits: Sequence[Edit], edited: Callable[[Sequence[Edit]], Edited], example: Any, *, seed: int
+) -> tuple[list[tuple[Edit, float]], list[tuple[Edit, str]]]:
+    """Edits that their gate takes back, with how many times as long a forward and backward takes, and tensors that are
+    not compared since an edit takes them away.
 
     Arguments:
         edited: a copy of the model with some of the edits.
 
     Raises VerificationError for the first edit with which the numbers depart.
     """
-    plain = run(edited([]), example, seed=seed)
+    plain = before = run(edited([]), example, seed=seed)
     applied: list[Edit] = []
     slower: list[tuple[Edit, float]] = []
+    lost: list[tuple[Edit, str]] = []
     for each in edits:
         model = edited([*applied, each])
-        difference = first_difference(plain, run(model, example, seed=seed))
+        ran, noise = run(model, example, seed=seed), {}
+        if ran.rounding:
+            rounded = run(_rounded(edited([*applied, each]), ran.rounding), example, seed=seed)
+            noise = _apart(ran.outcome, rounded.outcome)
+        difference = first_difference(plain, ran, noise)
+        if difference is None and ran.rounding and before.rounding == ran.rounding:
+            difference = more_than_noise(before, ran, noise)
         if difference is not None:
             raise VerificationError(f"{each}: {difference}. Expected the untouched model's numbers")
         if each.given.get("gate"):
-            before, after = _seconds(edited(applied), model, example=example, seed=seed)
-            if after > _SLOWER * before:
-                slower.append((each, after / before))
+            seconds, after = _seconds(edited(applied), model, example=example, seed=seed)
+            if after > _SLOWER * seconds:
+                slower.append((each, after / seconds))
                 continue
         applied.append(each)
-    return slower
+        before = ran
+        lost += [(each, name) for name in model.lost if name not in [name for _, name in lost]]
+    return slower, lost
 
 
-def _seconds(*models: nn.Module, example: Any, seed: int) -> list[float]:
+@torch.no_grad()
+def _rounded(edited: Edited, rounding: float) -> Edited:
+    """Its weights are off by up to so much, each by another share."""
+    for p in edited.model.parameters():
+        held = p.to_local() if isinstance(p, DTensor) else p
+        pattern = torch.arange(held.numel(), dtype=torch.float64).mul_(1e4).sin_().view_as(held)
+        held.copy_(held.double() * (1 + rounding * pattern))
+    return edited
+
+
+def _seconds(*models: Edited, example: Any, seed: int) -> list[float]:
     """Medians of a forward and backward of each, repeated in turn [s]."""
     took: list[list[float]] = [[] for _ in models]
     for _ in range(_REPEATS):
@@ -154,7 +248,7 @@ def _seconds(*models: nn.Module, example: Any, seed: int) -> list[float]:
 
 def explain(
     edits: Sequence[Edit],
-    edited: Callable[[Sequence[Edit]], nn.Module],
+    edited: Callable[[Sequence[Edit]], Edited],
     example: Any,
     *,
     limit: str,
@@ -166,7 +260,7 @@ def explain(
     rows = [("with", "kept of a microbatch", "in all", f"largest microbatch in {limit}")]
     for number in range(len(edits) + 1):
         name = str(edits[number - 1]) if number else "no edit"
-        rows.append((name, *_row(edited(edits[:number]), example, limit=most, in_flight=in_flight, state=state)))
+        rows.append((name, *_row(edited(edits[:number]).model, example, limit=most, in_flight=in_flight, state=state)))
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows)
 

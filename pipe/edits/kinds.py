@@ -112,6 +112,8 @@ def _replace(name: str, module: nn.Module, root: nn.Module, *, make: Callable[[n
         raise ValueError(f"replace of {name!r}: make(module) returned {made!r:.60}: expected a torch.nn.Module")
     if made is module:
         return
+    if any(isinstance(p, nn.UninitializedParameter) for p in made.parameters()):
+        raise ValueError(f"replace of {name!r}: a {type(made).__name__} without shapes: expected one that has run once")
     _check_signature(name, module, made)
     is_inside = module in set(made.modules())
     others = {part: place for place, part in set(root.named_modules()) - set(module.named_modules(prefix=name))}
@@ -176,15 +178,15 @@ def _take_over(name: str, old: nn.Module, new: nn.Module) -> None:
 
 
 def _check_backend(
-    name: str, module: nn.Module, root: nn.Module, *, backend: str = "inductor", gate: bool = True
+    name: str, module: nn.Module, root: nn.Module, *, backend: Any = "inductor", gate: bool = True
 ) -> None:
-    if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+    if not callable(backend) and backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         raise ValueError(f"compile(backend={backend!r}): expected one of {', '.join(sorted(known))}")
     if not isinstance(gate, bool):
         raise ValueError(f"compile(gate={gate!r}): expected True or False")
 
 
-def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: str, gate: bool) -> None:
+def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: Any, gate: bool) -> None:
     def called(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 

@@ -9,7 +9,6 @@ PipelineModule(edits, ...)              or edits.build() for a plain model
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,14 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...partition.model.copies import Copies
 from ...partition.model.untouched import untouched
 from ...partition.strict import count as count_of
+from ...partition.strict import number
 from ...schedules.wording import count
 from ..guards.randomness import Seeder
 from ..shards.style import match
 from ..stage.recompute import Recompute, RecomputedModules
 from ..stage.reruns import CheckpointedModules
-from .beside import explain, verify
+from .beside import Edited, explain, found_again, tensors_of, verify
 from .kinds import KINDS, Edit
 
 _FORMAT = "stagewright-edits-1"
@@ -82,8 +83,7 @@ class Edits:
         self.refuse_applied()
         for name, module in self.find(edit.pattern).items():
             is_whole = module is self.model and edit.word in ("checkpoint", "compile", "cut", "replace")
-            is_around = edit.word in ("compile", "dtype") or edit.given.get("what") == "gelu"
-            if is_whole or (is_around and type(module).forward is nn.Module.forward):
+            if is_whole or (_is_around(edit) and type(module).forward is nn.Module.forward):
                 what = "the whole model" if is_whole else f"{name!r}, a {type(module).__name__}, which nothing calls"
                 raise ValueError(f"{edit.word} of {what}: expected a module in it")
             others = [other for other, each in self._named() if each is module and other != name]
@@ -111,14 +111,14 @@ class Edits:
             example: a tuple of arguments, or a dict of keywords.
             mesh: of a tensor group, all of whose members call this; without one `shard` is not run.
 
-        Returns what was not run or taken back. Raises VerificationError, a ValueError, for the first edit whose
-        numbers depart.
+        Returns what was not run, not compared or taken back. Raises VerificationError, a ValueError, for the first edit
+        whose numbers depart.
         """
         self.refuse_applied()
         without = [] if mesh is not None else [each for each in self if each.word == "shard"]
         run = [each for each in self if each not in without]
         with untouched(self.model, device=None, buffers=False):
-            slower = verify(run, partial(self._copy, mesh), example, seed=seed)
+            slower, lost = verify(run, partial(self._copy, mesh), example, seed=seed)
         back = [each for each, _ in slower]
         self._edits = [each for each in self if each not in back]
         return [
@@ -127,6 +127,7 @@ class Edits:
                 f"taken back: {each}: {times:.2f} times as long as without; gate=False keeps it"
                 for each, times in slower
             ),
+            *(f"not compared: {each}: {name!r}, which it takes away" for each, name in lost),
         ]
 
     def memory(self, example: Any, *, limit: str, in_flight: int = 1, state: float = 2.0) -> str:
@@ -142,6 +143,7 @@ class Edits:
             state: bytes of the optimizer's state for each byte of weights; Adam's 2.
         """
         count_of("in_flight", in_flight)
+        number("state", state)
         edits = [each for each in self if each.word not in ("shard", "cut")]
         with untouched(self.model, device=None, buffers=False):
             return explain(edits, partial(self._copy, None), example, limit=limit, in_flight=in_flight, state=state)
@@ -186,7 +188,7 @@ class Edits:
         shards = [each for each in self if each.word == "shard"]
         if shards and mesh is None:
             raise ValueError(f"{shards[0]}: expected build(mesh=), of the tensor group, or PipelineModule(edits)")
-        with self.applied() as options:
+        with self.applied(cuts=False) as options:
             # As a pipeline's stages do it: with the same random numbers, and buffers that move once.
             rules = RecomputedModules(Recompute(stages=(), modules=options.get("recompute", {})), self.model).rules
         CheckpointedModules(rules, Seeder(0, torch.device("cpu"))).begin()  # devices are seen when it runs
@@ -195,12 +197,18 @@ class Edits:
         return self.model
 
     @contextmanager
-    def applied(self, meant: Sequence[Edit] | None = None) -> Iterator[dict[str, Any]]:
+    def applied(self, meant: Sequence[Edit] | None = None, *, cuts: bool = True) -> Iterator[dict[str, Any]]:
         """The model is changed by all edits but those that are options of PipelineModule, which this gives.
 
-        Where an edit fails, or what is done within, all is as it was. `meant`: the list as it must still be.
+        Where an edit fails, or what is done within, all is as it was. `meant`: the list as it must still be. `cuts`:
+        whether stages will be made of it, so that nothing may stand around the whole model.
         """
         self.refuse_applied()
+        if around := [each for each in self if cuts and each.pattern == "" and _is_around(each)]:
+            raise ValueError(
+                f"{around[0]}, around the whole model, which a pipeline cuts: expected modules in it, such as "
+                f"edits['*'], or edits.build() for a plain model"
+            )
         if meant is not None and meant != self._edits:
             raise ValueError("these edits are others than those of this pipeline: expected PipelineModule(edits) anew")
         put_back = _remember(self.model)
@@ -250,20 +258,28 @@ class Edits:
         """Modules by name. Raises ValueError, with near matches, where there is none."""
         return {"": self.model} if pattern == "" else match(pattern, self.model, option=f"edits[{pattern!r}]")
 
-    def _copy(self, mesh: Any, edits: Sequence[Edit]) -> nn.Module:
+    def _copy(self, mesh: Any, edits: Sequence[Edit]) -> Edited:
         """A copy of the model with these edits."""
         self.refuse_applied()
-        copies: dict[int, Any] = {}
-        other = Edits(copy.deepcopy(self.model, copies))
-        copies |= {id(each): each for each in copies.values()}
+        copies = Copies(self.model)
+        other = Edits(copies.of(self.model))
+        if (place := copies.shared(other.model)) is not None:
+            raise ValueError(
+                f"edits are tried on a copy of the model, and {place} of it still uses the model's own modules or "
+                f"tensors: expected a model that copy.deepcopy copies as a whole"
+            )
+        copies.memo |= {id(each): each for each in copies.memo.values()}
+        before = tensors_of(other.model)
 
         def own(make: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
-            return copy.deepcopy(make(module), copies)  # a module that was there before stays the user's
+            made = make(module)  # a module that was there before stays the user's
+            copied: nn.Module = Copies(made, memo=copies.memo).of(made)
+            return copied
 
         for each in edits:
             given = {key: partial(own, value) if key == "make" else value for key, value in each.given.items()}
             other._edits.append(Edit(each.pattern, each.word, given))
-        return other.build(mesh)
+        return found_again(other.build(mesh), before)
 
     def refuse_applied(self) -> None:
         if self._is_built:
@@ -273,8 +289,16 @@ class Edits:
         return list(self.model.named_modules(remove_duplicate=False))
 
 
+def _is_around(edit: Edit) -> bool:
+    """Whether it changes what a call of its module does, and not only modules in it."""
+    return edit.word in ("compile", "dtype") or edit.given.get("what") == "gelu"
+
+
 def _exclude(edit: Edit, module: nn.Module, other: Edit, others: nn.Module) -> bool:
-    """Whether two edits cannot both be: the same one twice, or such as exclude each other, one inside the other."""
+    """Whether two edits cannot both be: the same one twice, a type of a part and then of what is around it, or such as
+    exclude each other, one inside the other."""
+    if edit.word == other.word == "dtype":
+        return others in set(module.modules())
     if edit.word == other.word:
         return module is others and edit.given.get("what") == other.given.get("what")
     meet = module in set(others.modules()) or others in set(module.modules())
@@ -321,7 +345,7 @@ class At:
         """Divide modules in it among a tensor group, by their names below it, as in {"up": "column", "down": "row"}."""
         return self._add("shard", plan=dict(plan) if isinstance(plan, Mapping) else plan)
 
-    def compile(self, backend: str = "inductor", *, gate: bool = True) -> At:
+    def compile(self, backend: str | Callable[..., Any] = "inductor", *, gate: bool = True) -> At:
         """Compile it by torch.compile; with a gate `verify` takes it back where it is slower."""
         return self._add("compile", backend=backend, gate=gate)
 

@@ -98,7 +98,7 @@ class Evaluation:
             with evaluating(*self._modules(mode)):
                 found = mode.inference.batch_dimensions(Signature.of(like))
             self._dimensions[like.form] = [one[0] if len(one) == 1 else None for one in found]
-            if len(columns[0]) > 1:
+            if columns and len(columns[0]) > 1:
                 warn_of_two_axes(found, "it comes as the list of their blocks", num_samples=like.num_samples)
         dimensions = self._dimensions[like.form]
         return [join_outputs(parts, dim) for parts, dim in zip(columns, dimensions, strict=True)]

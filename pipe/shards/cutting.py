@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ...partition.model.chain import is_sequential
+from ...partition.model.copies import Copies
 from ...partition.model.forms import Arguments
 from ...partition.plans.plan import Plan
 from ...partition.profile import ON, SAMPLES, Profile
@@ -196,7 +196,7 @@ def profile_cut(
     styles = read_tensor_parallel(tensor_parallel, model, count=tensor, example=example)
     if progress is not None:
         progress(f"one of {tensor} tensor ranks\n{styles.table(model)}")
-    traffic, part = Traffic(), copy.deepcopy(model)
+    traffic, part = Traffic(), Copies(model).of(model)
     group = TensorGroup(None, index=0, count=tensor, on_bytes=traffic.tell)
     cut_by_styles(part, styles.styles, group)
     return profile_model(part, example_inputs, tensor=tensor, traffic=traffic, progress=progress, **options)

@@ -136,7 +136,12 @@ def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
     return list(found)
 
 
+def types_of(nodes: Iterable[Node]) -> set[torch.dtype]:
+    """Floating-point types that are computed in."""
+    types = {made.dtype.to_real() for node in nodes for made in node._input_metadata}
+    return {dtype for dtype in types if dtype.is_floating_point}
+
+
 def tolerance_of(nodes: Iterable[Node]) -> float:
     """Tolerance of the shortest type that is computed in: rounding to it may go either way."""
-    types = {made.dtype.to_real() for node in nodes for made in node._input_metadata}
-    return max((_tolerance(dtype) for dtype in types if dtype.is_floating_point), default=0.0)
+    return max(map(_tolerance, types_of(nodes)), default=0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...partition.model.copies import Copies
 from ...partition.model.forms import Arguments, Form, Tensors
 from ...partition.model.units import Entering
 from ...partition.model.untouched import untouched
@@ -38,27 +38,34 @@ class PlainModule:
     Raises NotVerifiableError for a model that cannot be copied. `root`: of the names of both."""
 
     def __init__(self, model: nn.Module, loss_fn: object, *, given: bool) -> None:
+        self._original = with_loss(model, loss_fn)
+        copies = Copies(model, *([loss_fn] if isinstance(loss_fn, nn.Module) else []))
         try:
-            self._model, loss = copy.deepcopy((model, loss_fn if isinstance(loss_fn, nn.Module) else None))
+            self._model = copies.of(model)
+            self.loss_fn = copies.of(loss_fn) if isinstance(loss_fn, nn.Module) else copies.instead(loss_fn)
         except Exception as error:
             raise NotVerifiableError(
                 f"verify needs a copy of the model, and copy.deepcopy(model) fails: {error}. Expected a model that can "
                 f"be copied, or verify=False"
             ) from error
-        self.loss_fn = loss_fn if loss is None else loss
-        self.root = with_loss(self._model, loss)
-        self._original = with_loss(model, loss_fn if isinstance(loss_fn, nn.Module) else None)
+        self.root = with_loss(self._model, self.loss_fn)
+        if (place := copies.shared(self.root, self.loss_fn)) is not None:
+            raise NotVerifiableError(
+                f"verify needs a copy of the model with nothing of the model in it, and after copy.deepcopy(model) "
+                f"{place} of the copy still uses the model's own modules or tensors. Expected a model that is copied "
+                f"as a whole, or verify=False"
+            )
         for own, parameter in zip(self.root.parameters(), self._original.parameters(), strict=True):
             own.grad = None
             for hook in (parameter._backward_hooks or {}).values():  # deepcopy leaves them behind
-                own.register_hook(hook)  # type: ignore[no-untyped-call]
-        self._given = given
+                own.register_hook(copies.instead(hook))  # type: ignore[no-untyped-call]
+        self._given, self._loss_fn = given, loss_fn
         self.unload()
 
     def load(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
         """Hold these parameters and persistent buffers, named as in `state_dict()`."""
         for name, tensor in self._state().items():
-            tensor.data = weights[name].detach().to(device, copy=True)
+            tensor.data = weights[name].detach().to(device)
         for buffer in self.root.buffers():
             buffer.data = buffer.data.to(device)
 
@@ -73,12 +80,16 @@ class PlainModule:
         for theirs, own in pairs:
             for table in ("_parameters", "_buffers"):
                 memo |= {id(x): vars(own)[table].get(key) for key, x in vars(theirs)[table].items() if x is not None}
+        copies = Copies(*([] if is_divided else [self._original]), memo=memo)
         for theirs, own in pairs:
             own.training = theirs.training
             for key, value in () if is_divided else vars(theirs).items():
                 if key not in _TABLES and "state_dict" not in key:
                     with suppress(Exception):  # what cannot be copied stays
-                        vars(own)[key] = copy.deepcopy(value, memo)
+                        vars(own)[key] = copies.of(value)
+        if not is_divided and not isinstance(self._loss_fn, nn.Module):
+            with suppress(Exception):
+                self.loss_fn = copies.instead(self._loss_fn)  # it may know of what has been copied anew
 
     def set_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Set these buffers, also ones that are not persistent; returns copies of all."""

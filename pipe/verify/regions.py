@@ -9,7 +9,6 @@ All members of a group do the same in the same order, so that the sums among the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from ...partition.model.calls import Calls
+from ...partition.model.copies import Copies
 from ..shards.attention import Experts, Heads
 from ..shards.shard import Shard
 from ..shards.styles import Local, Row, Samples
@@ -56,7 +56,7 @@ class Regions:
         empty: dict[int, Any] = {
             id(p): nn.Parameter(p.data.new_empty(0), requires_grad=p.requires_grad) for p in model.parameters()
         }
-        plain = copy.deepcopy(model, empty)
+        plain = Copies(model, memo=empty).of(model)
         self._regions = [
             DividedRegion(
                 modules={name: model.get_submodule(name) for name in names},

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ...partition.model.forms import Tensors
 from ...partition.model.untouched import untouched
+from ...partition.profiler.memory import give_back
 from ...schedules import Schedule
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.checksum import is_shape_alone
@@ -80,6 +81,12 @@ class Verifier:
 
     def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
         """See PipelineModule.verify. Collective over the processes. Unless it `evaluates`, it owes that."""
+        try:
+            return self._verified(given, evaluates=evaluates)
+        finally:
+            give_back(self._options.device)
+
+    def _verified(self, given: Given, *, evaluates: bool) -> Verification:
         self._options.require_loss()
         if not self._run.layout.place.world.distributed:
             self._plain = self._copy()
@@ -218,13 +225,13 @@ class Verifier:
         step: int,
         drew_apart: bool,
     ) -> str | None:
-        loss_fn = plain.loss_fn
-        assert callable(loss_fn)
         microbatches = self._microbatches(batches)
         last, mine = self._schedule.owners[-1], set(self._run.layout.place.local_ranks)
         group_size = self._schedule.group_size // self._schedule.num_slices
-        share = share_of_sum(loss_fn, group_size)
         with self._loaded(plain, weights, moved) as (watch, buffers):
+            loss_fn = plain.loss_fn
+            assert callable(loss_fn)
+            share = share_of_sum(loss_fn, group_size)
             entering, outputs = watch.entering(self._parts.entering), None
             if piped.outputs is not None:
                 evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
@@ -336,7 +343,7 @@ class Verifier:
                 tensor = parameter.detach() if mine is None else mine
                 tensor = tensor.to_dense() if tensor.is_sparse else tensor
                 value = self._ownership.whole(name, tensor, self._collectives, what="gathering the gradient of")
-                gathered[name] = value.clone() if self._plain is not None else value.new_empty(0)
+                gathered[name] = value if self._plain is not None else value.new_empty(0)
         return gathered
 
     def _gather_batches(self, given: Given) -> list[Given]:

@@ -111,7 +111,7 @@ class Costs:
         """Read `to_json`'s form; ValueError says what is unknown or unreadable."""
         try:
             data = json.loads(text)
-        except RecursionError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not costs: {error}") from None
         known = [each.name for each in fields(cls)]
         if not isinstance(data, dict) or not set(data) <= set(known):

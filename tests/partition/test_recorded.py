@@ -249,6 +249,45 @@ def test_a_split_point_inside_a_unit_opens_it() -> None:
         recorded(Deep()).at(["inner.blocks.9"])
 
 
+class Whole(nn.Module):
+    """Around a part whose code reads a value, so that it cannot be opened, or whose call is compiled."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.front, self.part, self.back = models.linear(), models.Block(), models.linear()
+        if reads:
+            self.part.forward = lambda x: self.part.down(self.part.up(x)) if x.sum() > 9 else x  # type: ignore[method-assign]
+        else:
+            self.part.compile(backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.part(self.front(x)))
+
+
+@pytest.mark.parametrize(("reads", "why"), [(True, "DataDependentOutputException"), (False, "is compiled as a whole")])
+def test_a_unit_that_cannot_be_opened_is_not_opened_again_and_again(
+    reads: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[object] = []
+    with_open = RecordedUnits._with_open
+    monkeypatch.setattr(RecordedUnits, "_with_open", lambda self, paths: opened.append(paths) or with_open(self, paths))
+    units = recorded(Whole(reads))
+    with pytest.raises(
+        ValueError, match=rf"cut='part.down' is in 'part', which stays whole: .*{why}.* Expected 'part'"
+    ):
+        units.at(["part.down"])
+    with pytest.raises(ValueError, match=rf"num_stages=4 for a model of 3 units .* 'part' stays whole: .*{why}"):
+        units.evenly(4)
+    assert opened == [{"part"}, {"part"}]
+
+
+def test_a_list_that_is_compiled_is_one_unit() -> None:
+    model = Deep()
+    model.inner.compile(backend="eager")
+    assert [unit.name for unit in recorded(model).units if "inner" in unit.name] == ["inner"]
+    assert "inner.blocks.1" in [unit.name for unit in recorded(Deep()).units]
+
+
 def test_masks_are_made_where_they_are_needed_and_nothing_that_nobody_needs() -> None:
     def forward(model: Any, x: Tensor) -> Tensor:
         mask = torch.ones(x.shape[0], 1, device=x.device).cumsum(0)

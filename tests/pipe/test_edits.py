@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from support.pool import Pool
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn import functional
 
 from stagewright.pipe import Edits, PipelineModule, edit
 
@@ -168,6 +170,84 @@ def test_the_first_edit_that_departs_is_named(kind: type[nn.Linear], told: str) 
     print(error.value)
 
 
+class Around(nn.Module):
+    """Holds the layer in whose place it is, so that weights have other names, and trains them as it is told."""
+
+    def __init__(self, inner: nn.Linear, train: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.train_as = inner, train
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # as in nn.Linear
+        return functional.linear(input, self.train_as(self.inner.weight), self.inner.bias)
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        (torch.Tensor.detach, "'1.weight' has no gradient with this edit"),
+        (lambda w: 2 * w - w.detach(), "the gradient of '1.weight' differs"),
+        (lambda w: 2 * w.detach() - w, "the gradient of '1.weight' differs"),
+    ],
+    ids=["none", "twice", "of the other sign"],
+)
+def test_a_weight_is_compared_under_its_new_name(train: Callable[[torch.Tensor], torch.Tensor], told: str) -> None:
+    edits = edit(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    edits["1"].replace(lambda old: Around(old, lambda weight: weight.clone()))
+    assert edits.verify((torch.randn(5, 4),)) == []
+    edits.undo()
+    edits["1"].replace(lambda old: Around(old, train))
+    with pytest.raises(ValueError, match=told):
+        edits.verify((torch.randn(5, 4),))
+
+
+def test_a_buffer_that_an_edit_takes_away_is_not_compared_and_said() -> None:
+    edits = edit(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    edits["1"].replace(lambda old: nn.BatchNorm1d(4, track_running_stats=False))
+    said = edits.verify((torch.randn(5, 4),))
+    assert [each.rpartition(": ")[2] for each in said] == [
+        f"'1.{name}', which it takes away" for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+    assert said[0].startswith("not compared: 1: replace(")
+
+
+class Attention(nn.Module):
+    """Its keys' bias has no gradient but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_behind_a_shorter_type_neither_rounding_is_told_nor_a_mistake_missed(dtype: str) -> None:
+    torch.manual_seed(0)
+    edits = edit(nn.Sequential(Attention(), nn.Linear(8, 8), Attention()))
+    edits["*"].dtype(dtype)
+    example = (torch.randn(4, 16, 8),)
+    edits["1"].replace(lambda old: Around(old, lambda weight: (1.0 * weight.double()).to(weight.dtype)))
+    assert edits.verify(example) == []
+    edits["2.v"].replace(lambda old: Around(old, lambda weight: 1.03 * weight))
+    with pytest.raises(ValueError, match=r"^2\.v: replace\(.* changes by .* of its norm, for which rounding accounts"):
+        edits.verify(example)
+
+
+def test_edits_are_tried_on_layers_of_the_copy() -> None:
+    layer: Any = nn.BatchNorm1d(4)
+    old = layer.forward
+    layer.forward = lambda x: 1.0 * old(x)
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    edits = edit(model)
+    edits["0"].checkpoint()
+    assert edits.verify((torch.randn(5, 4),)) == []
+    assert int(layer.num_batches_tracked) == 0
+    layer.parent = weakref.ref(model)
+    with pytest.raises(ValueError, match="'parent' of module '1' of it still uses the model's own"):
+        edits.verify((torch.randn(5, 4),))
+
+
 def test_an_untied_weight_is_seen() -> None:
     edits = edit(make_model("tied-gpt"))
 
@@ -242,6 +322,15 @@ def test_another_type_of_an_output_is_seen() -> None:
     edits["0"].replace(lambda old: Shorter(4, 4))
     with pytest.raises(ValueError, match=r"output 0 is of torch\.float32, and of torch\.float64 untouched"):
         edits.verify((torch.randn(2, 4).double(),))
+
+
+def test_a_function_is_a_backend() -> None:
+    graphs: list[object] = []
+    edits = edit(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    edits["0"].compile(lambda graph, example: graphs.append(example) or graph.forward, gate=False)
+    torch._dynamo.reset()
+    assert edits.verify((torch.randn(2, 4),)) == []
+    assert graphs
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())])

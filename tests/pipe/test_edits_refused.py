@@ -45,6 +45,23 @@ def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
     for make, told in cases.items():
         with pytest.raises(ValueError, match=told):
             make()
+    with pytest.raises(ValueError, match=r"state: -1\.0: expected a finite number of at least 0"):
+        edits.memory((torch.ones(2, 4),), limit="500kB", state=-1.0)
+    edits["3.up"].dtype("float64")
+    with pytest.raises(ValueError, match=r"3: dtype\(.* meets 3\.up: dtype\(.* at '3\.up': expected one of them there"):
+        edits["3"].dtype("bfloat16")  # it would be that of the part, too
+    edits.undo()
+    edits["3"].replace(lambda old: nn.Sequential(old, nn.LazyLinear(4)))
+    with pytest.raises(ValueError, match="replace of '3': a Sequential without shapes: expected one that has run once"):
+        edits.build()
+    edits.undo()
+    for add in (partial(edits[""].dtype, "float32"), partial(edits[""].keep_less, "gelu")):
+        add()
+        with pytest.raises(
+            ValueError, match=r"\), around the whole model, which a pipeline cuts: expected modules in it"
+        ):
+            PipelineModule(edits, mesh={"pipe": 2})
+        edits.undo()
     edits["3"].checkpoint()
     for make in (partial(edits["3.*_norm"].keep_less, "layernorm"), edits["3"].checkpoint):
         with pytest.raises(ValueError, match=r"meets 3: checkpoint\(\) at '3': expected one of them there"):

@@ -11,6 +11,7 @@ import torch
 from support.inside import edit_memory as inside_memory
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stagewright.pipe import edit
@@ -373,6 +374,36 @@ def test_compiled_code_around_keeps_as_ever() -> None:
         assert torch.allclose(theirs, ours, rtol=0, atol=1e-4)
 
 
+class GrowingGELU(nn.Module):
+    """Has an attribute that it or its model changes."""
+
+    def __init__(self, by_itself: bool) -> None:
+        super().__init__()
+        self.scale, self.by_itself = 1.0, by_itself
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale += self.by_itself
+        return functional.gelu(x) * self.scale
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_a_gelu_is_made_again_with_the_attributes_that_it_had(by_itself: bool) -> None:
+    torch.manual_seed(0)
+    plain: Any = Block(GrowingGELU(by_itself))
+    edits = edit(copy.deepcopy(plain))
+    edits["mlp"].keep_less("gelu")
+    x, found = torch.randn(B, S, H), []
+    for model in (plain, edits.build()):
+        act: Any = model.mlp[1]
+        outputs = []
+        for _ in range(2):  # as two microbatches in flight
+            outputs.append(model(x))
+            act.scale += 1
+        torch.stack(outputs).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 class AsksForWeights(nn.Module):
     def __init__(self, *, as_keyword: bool) -> None:
         super().__init__()
@@ -442,14 +473,16 @@ def test_memory_is_measured_where_the_first_operation_is_in_place() -> None:
     assert x.grad is None
 
 
-def test_fused_attention_keeps_nothing_of_length_times_length() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_fused_attention_keeps_nothing_of_length_times_length(dropout: float) -> None:
+    """With dropout torch has no such kernel on a CPU: three such tensors stayed, as many as without the edit."""
     torch.manual_seed(0)
     length = 64
 
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.attention = nn.MultiheadAttention(8, 2, dropout=dropout, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
             made: Tensor = self.attention(x, x, x)[0]
@@ -460,7 +493,9 @@ def test_fused_attention_keeps_nothing_of_length_times_length() -> None:
     edits["attention"].keep_less("attention")
     assert edits.verify((x,)) == []
     before, after = kept_bytes(plain, x), kept_bytes(edits.build(), x)
-    assert before - after >= 2 * length * length * T4  # a probability for each of two heads
+    tensors = 3 if dropout else 1  # with a probability for each of two heads; with dropout a mask, and both
+    assert before - after >= tensors * 2 * length * length * T4
+    assert not hasattr(torch.nn.functional.scaled_dot_product_attention, "func")  # it is torch's again
 
 
 @pytest.mark.thorough(but=["vit-vit.layers.*.attention-vit.layers.*.mlp-vit.layers.*.layernorm_*"])

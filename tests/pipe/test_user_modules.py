@@ -252,3 +252,30 @@ def test_a_sparse_tensor_within_a_stage_is_none_of_its_business_and_cannot_trave
     agree(within)
     with pytest.raises(ValueError, match=r"Sparse returns a sparse tensor .* at the end of a stage: expected"):
         piped(lambda: nn.Sequential(linear(), Sparse(), Calls(lambda m, x: m.linear(x.to_dense()))))
+
+
+# --- outputs without a tensor ---
+
+
+class Returns(nn.Module):
+    """Returns something else than what it computes; in a list, so that its code is recorded."""
+
+    def __init__(self, tell: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.layers, self.tell = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), tell
+
+    def forward(self, x: Tensor) -> object:
+        for layer in self.layers:
+            x = layer(x)
+        return self.tell(x)
+
+
+def test_an_output_may_be_a_constant_and_not_an_object() -> None:
+    def predicted(model: nn.Module) -> object:
+        return PipelineModule(model, mesh={"pipe": 2}, num_microbatches=2).predict(torch.ones(4, 4))
+
+    assert predicted(Returns(lambda x: "done")) == "done"
+    assert predicted(Returns(lambda x: None)) is None
+    distribution = Returns(lambda x: torch.distributions.Normal(x, 1.0))
+    with pytest.raises(ValueError, match="the value is Normal: expected tensors, numbers, strings and None"):
+        predicted(distribution)

@@ -217,7 +217,12 @@ def test_unreadable_json(change: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("0F0,0B0", "not JSON: "), ("[" * 100_000, "not JSON: .*recursion"), ("{}", r"has the keys .* found \[\]")],
+    [
+        ("0F0,0B0", "not JSON: "),
+        ("9" * 5_000, "not JSON: .* 5000 digits"),
+        ("[" * 100_000, "not JSON: .*recursion"),
+        ("{}", r"has the keys .* found \[\]"),
+    ],
 )
 def test_no_schedule_at_all(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import nn, overrides
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .which import Roles
@@ -104,12 +105,12 @@ def listening(listener: Listener, modules: Mapping[int, nn.Module]) -> Iterator[
 class _Functions(TorchFunctionMode):
     def __init__(self, listener: Listener) -> None:
         super().__init__()
-        self._listener = listener
+        self.listener = listener
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return self._listener.function(func, func, args, kwargs or {})
+        return self.listener.function(func, func, args, kwargs or {})
 
 
 _TOLD = "_stagewright_told"  # a name among those of torch's module; it stays, see below
@@ -237,9 +238,21 @@ class _Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tell()
         self._inside, self._has_drawn = True, True
         try:
-            return call(*args, **kwargs)
+            with self._absent():
+                return call(*args, **kwargs)
         finally:
             self._inside = False
+
+    @contextmanager
+    def _absent(self) -> Iterator[None]:
+        """Within a unit there is nothing to tell; compiled code runs as it is only where there is no mode."""
+        with ExitStack() as stack:
+            if python_dispatch._get_current_dispatch_mode() is self:
+                stack.enter_context(python_dispatch._pop_mode_temporarily())
+            own = overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+            if isinstance(own, _Functions) and own.listener is self:
+                stack.enter_context(overrides._pop_mode_temporarily())
+            yield
 
     def function(
         self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -12,7 +12,7 @@ from ..source_line import first_line, module_at, users_line
 from .calls import Record
 from .intercept import RefusedError, listening
 from .recorder import ForwardRecorder
-from .which import Roles
+from .which import Roles, is_compiled
 
 
 class RecordingError(ValueError):
@@ -46,6 +46,10 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
     as it was. RecordingError, with the user's source line, for what cannot be recorded."""
     expected: str | None
     for path, module in roles.opened.items():
+        if path and is_compiled(module):
+            raise RecordingError(
+                module, f"{module_at(path)} is compiled as a whole", inside=path, expected="parts that are compiled"
+            )
         hooks = next((kind for kind in OWN_HOOKS if vars(module)[kind]), None)
         if hooks is not None:
             reason = f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})"

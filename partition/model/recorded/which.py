@@ -60,6 +60,12 @@ def roles_of(model: nn.Module, *, also_open: Collection[str] = (), keep_whole: C
     return Roles(opened=opened, units=units, opened_units=frozenset(opened_units))
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call runs what torch.compile has made of all of it."""
+    own = vars(module)
+    return own.get("_compiled_call_impl") is not None or "_torchdynamo_orig_callable" in own
+
+
 def has_parts(module: nn.Module) -> bool:
     return any(child is not None for child in module._modules.values())
 
