@@ -147,8 +147,8 @@ class CallReader:
         self.signature = signature_of(model)
         self._model = type(model).__name__
         self._has_target = has_target
-        self._batch_dims = batch_dims
-        self._names = parameter_names(self.signature)
+        self.batch_dims = batch_dims
+        self.names = parameter_names(self.signature)
         self._num_positional: int | None = None  # of the first call: others are told in its way
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
@@ -176,7 +176,7 @@ class CallReader:
                 f"target, as one batch has them: for batch in loader: train_step(*batch)"
             )
         given = self._inputs(args, kwargs)
-        return replace(given, target=target, target_dim=self._batch_dims.get(TARGET, 0))
+        return replace(given, target=target, target_dim=self.batch_dims.get(TARGET, 0))
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs alone; ValueError for what the model cannot take."""
@@ -192,7 +192,7 @@ class CallReader:
         """The microbatches of a batch that is cut already; None for a whole one. ValueError for an empty list."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and set(args[0]) == {MICROBATCHES}:
             args, kwargs = [], args[0]
-        if MICROBATCHES not in kwargs or MICROBATCHES in self._names:
+        if MICROBATCHES not in kwargs or MICROBATCHES in self.names:
             return None
         if args or len(kwargs) > 1:
             others = [f"{len(args)} by position"] * bool(args) + [name for name in kwargs if name != MICROBATCHES]
@@ -225,7 +225,7 @@ class CallReader:
         if len(args) == 1 and not kwargs:
             args, kwargs = self._spread(args, kwargs)
         args, kwargs = self._bound(tuple(args), kwargs)
-        return Given(arguments=with_dims(Arguments.of(args, kwargs), self._batch_dims, self._names))
+        return Given(arguments=with_dims(Arguments.of(args, kwargs), self.batch_dims, self.names))
 
     def example(self, example: Sequence[Any] | Mapping[str, Any]) -> Given:
         """Inputs from a tuple, or a dict of keywords."""
@@ -242,13 +242,13 @@ class CallReader:
         only = args[0]
         if self.signature is None or not isinstance(only, Mapping) or not all(isinstance(key, str) for key in only):
             return tuple(args), dict(kwargs)
-        if any(key in self._names or self._meant(key) for key in only):
+        if any(key in self.names or self._meant(key) for key in only):
             return (), dict(only)
         return tuple(args), dict(kwargs)
 
     def _meant(self, name: str, *, least: float = _LIKE) -> str | None:
         """The parameter that a wrong name resembles."""
-        return next(iter(difflib.get_close_matches(name, self._names, n=1, cutoff=least)), None)
+        return next(iter(difflib.get_close_matches(name, self.names, n=1, cutoff=least)), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """The same arguments, by position or by keyword as in the first call; ValueError unless forward takes them."""
@@ -267,12 +267,12 @@ class CallReader:
                 return args, kwargs
             raise self._unfit(args, kwargs, str(error)) from None
         for name in kwargs:
-            meant = None if name in self._names else self._meant(name, least=_SURELY)
+            meant = None if name in self.names else self._meant(name, least=_SURELY)
             if meant is not None and meant not in bound.arguments:  # forward(..., **kwargs) would swallow it
                 raise self._unfit(args, kwargs, f"nothing for {meant!r}")
         if self._num_positional is None:
             self._num_positional = len(args)
-        first = self._names[: self._num_positional]
+        first = self.names[: self._num_positional]
         if len(args) == self._num_positional or any(name not in bound.arguments for name in first):
             return args, kwargs
         plain = {
@@ -280,17 +280,17 @@ class CallReader:
             for name, each in self.signature.parameters.items()
             if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         }
-        given = set(self._names[: len(args)]) | set(first)
-        if len(args) > len(self._names) or not given <= plain:
+        given = set(self.names[: len(args)]) | set(first)
+        if len(args) > len(self.names) or not given <= plain:
             return args, kwargs
-        by_name = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        by_name = {**dict(zip(self.names, args, strict=False)), **kwargs}
         return tuple(by_name.pop(name) for name in first), by_name
 
     def _unfit(self, args: Sequence[object], kwargs: Mapping[str, object], problem: str) -> ValueError:
         near = [
             f"{name!r} looks like {meant!r}"
             for name in kwargs
-            if name not in self._names and (meant := self._meant(name)) is not None
+            if name not in self.names and (meant := self._meant(name)) is not None
         ]
         words = [*(f"{len(args)} by position" for _ in args[:1]), *map(repr, kwargs)]
         target = "; the last positional argument is the target, unless target=... is given" if self._has_target else ""

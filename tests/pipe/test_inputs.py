@@ -173,6 +173,59 @@ def test_wrong_batch_dims(dims: Any, message: str) -> None:
         pipeline(models()[0], batch_dims=dims)
 
 
+class TakesTwo(nn.Module):
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+        self.then = forward
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.then(layer(x), other)
+        return x
+
+
+def attends(x: Tensor, mask: Tensor) -> Tensor:
+    return (x @ x.mT + mask[: x.shape[1], : x.shape[1]]).softmax(-1) @ x
+
+
+# By what is not where the batch seems to be: forward(x, other), shapes for 4 samples, and the advice.
+CHANCE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...], int | None]] = {
+    "a mask": (attends, (4, 4, 4), (4, 4), None),
+    "the second axis": (lambda x, p: x + p.sum(0), (4, 6, 4), (4, 4, 6, 1), 1),
+    "as wide as a weight": (lambda x, w: x * w, (4, 4), (4,), None),
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize(("forward", "shape", "other", "dim"), CHANCE.values(), ids=CHANCE.keys())
+def test_an_axis_as_long_as_the_batch_by_chance(
+    forward: Callable[[Tensor, Tensor], Tensor],
+    shape: tuple[int, ...],
+    other: tuple[int, ...],
+    dim: int | None,
+    num_microbatches: int,
+) -> None:
+    """Microbatches of one sample were broadcast: other numbers, without a word."""
+    model, twin = models(lambda: TakesTwo(forward))
+    x, given = torch.randn(shape, dtype=torch.float64), torch.randn(other, dtype=torch.float64)
+    settings: dict[str, Any] = {"num_microbatches": num_microbatches, "loss_fn": F.mse_loss}
+    with pytest.raises(ValueError, match=r"4 samples, and another axis of that size") as caught:
+        pipeline(model, **settings).forward_backward(x, given, x)
+    assert f"it runs with batch_dims={{1: {dim}}}" in str(caught.value)
+    found = pipeline(model, batch_dims={1: dim}, **settings).forward_backward(x, given, x)
+    assert found.loss == pytest.approx(F.mse_loss(twin(x, given), x).item(), abs=1e-12)
+
+
+def test_axes_as_long_as_the_batch_that_the_model_takes() -> None:
+    """Nobody is asked where the model takes any number of samples there; of the target nothing can be tried."""
+    model, twin = models(lambda: TakesTwo(lambda x, other: x + other))
+    x, settings = torch.randn(4, 4, 4, dtype=torch.float64), {"num_microbatches": 4, "loss_fn": F.mse_loss}
+    assert pipeline(model, **settings).forward_backward(x, x, x).loss == pytest.approx(F.mse_loss(twin(x, x), x).item())
+    with pytest.raises(ValueError, match=r"expected batch_dims={'target': 1} beside theirs, or 'target': 0"):
+        pipeline(model, batch_dims={"x": 1, "other": 1}, **settings).forward_backward(x, x, x)
+
+
 def test_a_dimension_that_a_tensor_does_not_have() -> None:
     with pytest.raises(ValueError, match=r"batch_dims\['mask'\]=2 and mask has shape \(7, 5\): expected a dimension"):
         pipeline(models()[0], batch_dims={"mask": 2}).forward_backward(TOKENS, TARGET, mask=MASK)
