@@ -14,6 +14,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ...partition.model.batch_dims import TARGET, BatchDims, parameter_names, with_dims
 from ...partition.model.chain import is_sequential
-from ...partition.model.forms import Arguments, Form, copied, cut_tensor
+from ...partition.model.forms import Arguments, Form, copied, cut_tensor, tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,14 @@ class Given:
         arguments: of the model; of a batch in microbatches those of the first.
         target: of the loss: tensors in tuples, lists and dicts; None where there is none.
         target_dim: of the batch in it; None: all microbatches share it.
+        is_listed: whether it is a list of one target for each sample.
         microbatches: of a batch that is cut already, whose sizes may differ in any dimension; none of any other.
     """
 
     arguments: Arguments
     target: object = None
     target_dim: int | None = 0
+    is_listed: bool = False
     microbatches: tuple[Given, ...] = ()
 
     @property
@@ -94,7 +97,11 @@ class Given:
         if self.microbatches:
             assert len(self.microbatches) == num_parts, "checked when the batch came"
             return list(self.microbatches)
-        num_samples = self.arguments.num_samples
+        num_samples, parts = self.arguments.num_samples, self.arguments.cut(num_parts)
+        if self.is_listed:
+            assert isinstance(self.target, list)
+            listed = iter(self.target)
+            return [replace(self, arguments=part, target=[*islice(listed, part.num_samples)]) for part in parts]
         leaves, spec = pytree.tree_flatten(self.target)
         columns: list[Sequence[object]] = []
         for leaf in leaves:
@@ -123,7 +130,7 @@ class Given:
                 target=pytree.tree_unflatten([column[k] for column in columns], spec),
                 target_dim=self.target_dim,
             )
-            for k, part in enumerate(self.arguments.cut(num_parts))
+            for k, part in enumerate(parts)
         ]
 
 
@@ -149,11 +156,27 @@ class CallReader:
         self._has_target = has_target
         self.batch_dims = batch_dims
         self.names = parameter_names(self.signature)
+        self._has_listed: bool | None = None  # whether the newest list of targets had one for each sample
         self._num_positional: int | None = None  # of the first call: others are told in its way
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs and the target; ValueError for what the model cannot take."""
-        return self._read(args, kwargs, self._batch)
+        given = self._read(args, kwargs, self._batch)
+        if type(given.target) is not list or given.microbatches or TARGET in self.batch_dims:
+            return given
+        return replace(given, is_listed=self._lists_samples(given.target, given.num_samples))
+
+    def _lists_samples(self, target: list[object], num_samples: int) -> bool:
+        """Whether a list has a target for each sample; where a tensor in it could be cut, too, as in batches before."""
+        if len(target) != num_samples or all(num_samples not in x.shape[:1] for x in tensors_in(target)):
+            self._has_listed = len(target) == num_samples
+        elif self._has_listed is None and num_samples > 1:
+            raise ValueError(
+                f"a list of {num_samples} targets for {num_samples} samples, with tensors of that size in it: expected "
+                f"batch_dims={{{TARGET!r}: 0}}, where each tensor has all samples, or microbatches=[(x0, y0), ...], "
+                f"where each entry is of one sample"
+            )
+        return self._has_listed is True
 
     def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         if not self._has_target:

@@ -252,6 +252,32 @@ def test_a_dimension_that_a_tensor_does_not_have() -> None:
         pipeline(models()[0], batch_dims={"tokens": None}).forward_backward(TOKENS, TARGET)
 
 
+def boxes_loss(output: Tensor, targets: list[dict[str, Any]]) -> Tensor:
+    pairs = zip(output, targets, strict=True)
+    return torch.stack([(row.sum() - each["boxes"].sum()).square() * len(each["name"]) for row, each in pairs]).mean()
+
+
+def test_a_list_of_targets_with_one_for_each_sample() -> None:
+    """As detectors take them; tensors of other sizes than the batch were refused, and others cut."""
+    twin, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), draw(4, 4)
+    settings: dict[str, Any] = {"loss_fn": boxes_loss, "num_microbatches": 3}
+
+    def targets(*counts: int) -> list[dict[str, Any]]:
+        return [{"boxes": draw(count, 4), "name": "x" * count} for count in counts]
+
+    with pytest.raises(
+        ValueError, match=r"a list of 4 targets for 4 samples, with tensors of that size .*microbatches="
+    ):
+        pipeline(copy.deepcopy(twin), **settings).forward_backward(x, targets(1, 4, 2, 3))
+    pipe = pipeline(copy.deepcopy(twin), **settings)
+    for given in (targets(1, 2, 0, 3), targets(4, 4, 4, 4)):  # the latter is read as the former was
+        assert pipe.forward_backward(x, given).loss == pytest.approx(boxes_loss(twin(x), given).item(), abs=1e-12)
+    heads = [draw(4, 4), draw(4, 4)]
+    pipe = pipeline(copy.deepcopy(twin), num_microbatches=2, loss_fn=lambda y, t: F.mse_loss(y, t[0] * t[1]))
+    assert pipe.forward_backward(x, heads).loss == pytest.approx(F.mse_loss(twin(x), heads[0] * heads[1]).item())
+    assert pipe.forward_backward(x[:2], [each[:2] for each in heads]).loss is not None
+
+
 def test_chains_take_positionals_alone() -> None:
     with pytest.raises(ValueError, match=r"'input' by keyword for an nn.Sequential or a list of stages, whose mod"):
         make().train_step(input=X, target=Y)
