@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -230,6 +230,7 @@ class InferredStages:
             grad,
             self._seeder.watch(),
         ):
+            before = {m: ({**vars(m)}, {**m._buffers}) for m in self._root.modules()}
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
             for x, wants in zip(flat, inputs.wants_grad, strict=False):
                 x.requires_grad_(wants and self._training)
@@ -237,6 +238,8 @@ class InferredStages:
                 is_last = index == len(cut.pieces) - 1
                 left = kept.new_tensors() if is_last else []
                 linked = module, sources = piece.link(stages[-1] if stages else None, index=index, inputs=inputs.form)
+                for m in before.keys() & set(module.modules()) & {m for each in stages for m in each.module.modules()}:
+                    _put_back(m, *before[m])
                 arguments = fresh_leaves(take(sources, flat, [run.outputs for run in runs]))
                 with _explained(index, arguments), stand_ins(module, self._device) as written:
                     stage, outputs, changed = first_run(piece, linked, arguments)
@@ -271,6 +274,14 @@ class InferredStages:
         if has_drawn and self._training and trains:
             outputs = tuple(map(wanting_gradient, outputs))
         return StageRun(stage.inputs, arguments, outputs, is_typical=not has_drawn)
+
+
+def _put_back(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
+    """A module that earlier stages run, too, begins anew: over processes each stage has its own, as of a cache."""
+    vars(module).clear()
+    vars(module).update(attributes)
+    module._buffers.clear()
+    module._buffers.update(buffers)
 
 
 def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, inputs: Signature) -> None:

@@ -76,7 +76,12 @@ class ForwardRecorder:
         self._together: list[tuple[int, int, str]] = []
         self._handed_on: list[tuple[int, int, str]] = []
         self._draws = Draws(self._join)
-        self._owners = Owners(self._draws.note, is_models=lambda x: id(x) in self._values.slots, join=self._hand_on)
+        self._owners = Owners(
+            self._draws.note,
+            units=roles.units,
+            is_models=lambda x: id(x) in self._values.slots,
+            join=self._hand_on,
+        )
         self._values = Values(model, owners=self._owners, on_object=self._attributes.watch)
         units = [part for module in roles.units.values() for part in module.modules()]
         held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
