@@ -34,6 +34,7 @@ from ..partition.model.modes import no_collection
 from ..schedules.transform import on_rows, schedule_without
 from .arguments import AUTO
 from .batch.agreement import unequal_weights
+from .batch.axes import refuse_chance
 from .batch.given import Given, check_batch
 from .batch.results import StepResult
 from .batch.slicing import check_slicing
@@ -361,7 +362,8 @@ class Building:
                     raise
 
     def _assemble(self, layout: Layout, given: Given, *, evaluates: bool = False) -> Pipeline:
-        run_on, own = self.options.device, layout.schedule.num_microbatches // layout.place.replica[1]
+        options, own = self.options, layout.schedule.num_microbatches // layout.place.replica[1]
+        run_on = options.device
 
         def like(x: torch.Tensor) -> torch.Tensor:
             if x.is_meta:
@@ -370,6 +372,7 @@ class Building:
 
         def first() -> Arguments:
             check_batch(given, own if given.microbatches else 1)  # training asks for more
+            refuse_chance(options, given, own)
             return given.cut(own)[0].arguments.map(like)
 
         joins = self._members is not None and self._members.life > 0

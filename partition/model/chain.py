@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from .caches import Caches
 from .cut import cut_evenly, forbid, starts_at
 from .fakes import on_fakes
 from .fingerprint import module_form
@@ -306,7 +307,7 @@ def handed_on(
     if not any(_is_users(part) for unit in units for part in unit.modules()):
         return []
     ends = set(accumulate(map(len, stages)))
-    watch = _Watch()
+    watch = _Watch(units)
     with on_fakes(nn.ModuleList(units), example, device=device, training=True) as (given, *_):
         arguments, _ = given.form.assemble(given.tensors)
         try:
@@ -333,8 +334,9 @@ def _is_users(module: nn.Module) -> bool:
 class _Watch:
     """Sees which unit makes, changes and takes which tensor, and so what was handed on."""
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[nn.Module]) -> None:
         self.unit = 0
+        self._units, self._caches = units, Caches()
         self.found: set[HandedOn] = set()
         self._maker: dict[int, int] = {}  # by id of the tensor
         self._counting: dict[tuple[int, str], int] = {}  # by id of the module
@@ -365,7 +367,7 @@ class _Watch:
         """The unit under way works on the tensors in a value, or returns them."""
         for tensor in tensors_in(value):
             maker = self._maker.get(id(tensor), self.unit)
-            if maker != self.unit:
+            if maker != self.unit and not self._caches.makes(self._units[self.unit], tensor):
                 what = f"a tensor of shape {tuple(tensor.shape)}"
                 self.found.add((min(maker, self.unit), max(maker, self.unit), what))
 
@@ -375,6 +377,7 @@ class _Watch:
         self.takes([tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in changed_ids])
         result = function(*args, **kwargs)
         self._makes((result, changed))
+        self._caches.note(function, args, kwargs, result)
         return result
 
     def _makes(self, value: object) -> None:

@@ -64,7 +64,12 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
     finally:
         for table, name, value in places:
             fake = fakes[id(value)]
-            if table.get(name) is not fake or fake._version or id(fake) in statistics:
+            now = table.get(name)
+            grows = now is not None and (now.shape, now.dtype) != (
+                fake.shape,
+                fake.dtype,
+            )  # a cache; who reads it is seen
+            if not grows and (now is not fake or fake._version or id(fake) in statistics):
                 written.add(id(value))
             table[name] = value
         for rnn, flat in recurrent:

@@ -3,9 +3,9 @@
     fake arguments, parameters, buffers  ->  made-up values  ->  outputs  ->  fakes of their shapes
 
 Sparse mixtures of experts (`nonzero`), boolean masks, `.item()`, numpy and kernels without a shape function are such
-code. The values are small fractions, zeros for integers (any table has a row 0), True for flags. Parameters are one
-number each and take no memory. Buffers have their own values where these are at hand: code that reads values reads
-sizes, flags and counts.
+code. The values are small fractions, True for flags, and zeros for integers (any table has a row 0), or else ones (a
+sequence has a length). Parameters are one number each and take no memory. Buffers have their own values where these are
+at hand: code that reads values reads sizes, flags and counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READS_VALUES = (
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
 )
-_SAID_OF_FAKES = ("FakeTensor", "fake impl", "tensor subclasses")
+_SAID_OF_FAKES = ("FakeTensor", "fake impl", "tensor subclasses", "Length of all samples")  # the last: packed sequences
 
 _RUNNING: list[object] = []
 
@@ -61,13 +61,34 @@ def call_for_shapes(
     try:
         return run(*args, **named)
     except Exception as error:
-        if not _reads_values(error):
+        if not reads_values(error):
             raise
-    kept.restore()
-    for held, before in objects:
-        held.clear()
-        (held.extend if isinstance(held, list) else held.update)(before)
-    made_up = _MadeUp()
+
+    def value_with(integers: int) -> Any:
+        kept.restore()
+        for held, before in objects:
+            held.clear()
+            (held.extend if isinstance(held, list) else held.update)(before)
+        return _value(module, run, args, named, integers)
+
+    try:
+        value = value_with(0)
+    except Exception as error:
+        try:
+            value = value_with(1)
+        except Exception:
+            raise error from None
+    taken = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, torch.Tensor)]
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*module.parameters(), *taken)):
+        return value
+    # Values decide what runs: what wants no gradient in this run may want one in another.
+    return pytree.tree_map_only(torch.Tensor, wanting_gradient, value)
+
+
+def _value(
+    module: nn.Module, run: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], integers: int
+) -> Any:
+    made_up = _MadeUp(integers)
     with _values_in(module, made_up):
         args, named = pytree.tree_map_only(torch.Tensor, made_up.value_of, (tuple(args), named))
         with unset_fake_temporarily():
@@ -77,12 +98,7 @@ def call_for_shapes(
             finally:
                 _RUNNING.pop()
         made_up.show_changes()
-        value = pytree.tree_map_only(torch.Tensor, made_up.fake_of, value)
-    taken = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, torch.Tensor)]
-    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*module.parameters(), *taken)):
-        return value
-    # Values decide what runs: what wants no gradient in this run may want one in another.
-    return pytree.tree_map_only(torch.Tensor, wanting_gradient, value)
+        return pytree.tree_map_only(torch.Tensor, made_up.fake_of, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +143,8 @@ def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_() if can and not tensor.requires_grad else tensor
 
 
-def _reads_values(error: BaseException | None) -> bool:
+def reads_values(error: BaseException | None) -> bool:
+    """Whether an error says that fake tensors have none."""
     while error is not None:
         if isinstance(error, _READS_VALUES) or any(words in str(error) for words in _SAID_OF_FAKES):
             return True
@@ -138,7 +155,8 @@ def _reads_values(error: BaseException | None) -> bool:
 class _MadeUp:
     """Values in the place of fakes, and fakes in the place of what came of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, integers: int) -> None:
+        self._integers = integers
         # Fakes with their values, and these as they were: their version, and a copy.
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]] = []
         self._memory: dict[object, torch.Tensor] = {}  # of a fake -> all of it, as one dimension
@@ -168,7 +186,8 @@ class _MadeUp:
             return original.detach().to(fake.device, copy=True)
         memory = (memory_of(fake), fake.dtype)
         if memory not in self._memory:
-            self._memory[memory] = _values(fake.untyped_storage().nbytes() // fake.element_size(), fake)
+            count = fake.untyped_storage().nbytes() // fake.element_size()
+            self._memory[memory] = _values(count, fake, self._integers)
         value = self._memory[memory].as_strided(fake.shape, fake.stride(), fake.storage_offset()).detach()
         value.requires_grad_(fake.requires_grad)
         return value if fake.is_leaf else value.clone()
@@ -224,10 +243,10 @@ def _values_in(module: nn.Module, made_up: _MadeUp) -> Iterator[None]:
             rnn._flat_weights = flat
 
 
-def _values(count: int, like: torch.Tensor) -> torch.Tensor:
-    """[count] small fractions above 0, since a variance is; zeros for integers; True for flags."""
+def _values(count: int, like: torch.Tensor, integers: int) -> torch.Tensor:
+    """[count] small fractions above 0, since a variance is; this one for integers; True for flags."""
     if like.dtype == torch.bool:
         return torch.ones(count, dtype=like.dtype, device=like.device)
     if not like.dtype.is_floating_point and not like.dtype.is_complex:
-        return torch.zeros(count, dtype=like.dtype, device=like.device)
+        return torch.full((count,), integers, dtype=like.dtype, device=like.device)
     return (torch.arange(count, device=like.device) % 7 / 8 + 0.125).to(like.dtype)

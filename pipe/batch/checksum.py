@@ -55,8 +55,9 @@ class Identity(NamedTuple):
         is_alike = UNKNOWN not in (self.program, other.program) and self.program % 1 == other.program % 1
         if is_alike and self.program != other.program:
             raise ValueError(
-                f"{name} runs another forward in step {step} than {its_name}: expected a model whose attributes change "
-                f"alike on every rank, and whose code does the same there (sorted(...) around sets)"
+                f"{name} runs another forward in step {step} than {its_name}: expected the same flags among the "
+                f"arguments, and a model whose attributes change alike on every rank, and whose code does the same "
+                f"there (sorted(...) around sets)"
             )
 
 

@@ -14,6 +14,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ...partition.model.batch_dims import TARGET, BatchDims, parameter_names, with_dims
 from ...partition.model.chain import is_sequential
-from ...partition.model.forms import Arguments, Form, copied, cut_tensor
+from ...partition.model.forms import Arguments, Form, copied, cut_tensor, tensors_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,14 @@ class Given:
         arguments: of the model; of a batch in microbatches those of the first.
         target: of the loss: tensors in tuples, lists and dicts; None where there is none.
         target_dim: of the batch in it; None: all microbatches share it.
+        is_listed: whether it is a list of one target for each sample.
         microbatches: of a batch that is cut already, whose sizes may differ in any dimension; none of any other.
     """
 
     arguments: Arguments
     target: object = None
     target_dim: int | None = 0
+    is_listed: bool = False
     microbatches: tuple[Given, ...] = ()
 
     @property
@@ -94,7 +97,11 @@ class Given:
         if self.microbatches:
             assert len(self.microbatches) == num_parts, "checked when the batch came"
             return list(self.microbatches)
-        num_samples = self.arguments.num_samples
+        num_samples, parts = self.arguments.num_samples, self.arguments.cut(num_parts)
+        if self.is_listed:
+            assert isinstance(self.target, list)
+            listed = iter(self.target)
+            return [replace(self, arguments=part, target=[*islice(listed, part.num_samples)]) for part in parts]
         leaves, spec = pytree.tree_flatten(self.target)
         columns: list[Sequence[object]] = []
         for leaf in leaves:
@@ -123,7 +130,7 @@ class Given:
                 target=pytree.tree_unflatten([column[k] for column in columns], spec),
                 target_dim=self.target_dim,
             )
-            for k, part in enumerate(self.arguments.cut(num_parts))
+            for k, part in enumerate(parts)
         ]
 
 
@@ -147,13 +154,29 @@ class CallReader:
         self.signature = signature_of(model)
         self._model = type(model).__name__
         self._has_target = has_target
-        self._batch_dims = batch_dims
-        self._names = parameter_names(self.signature)
+        self.batch_dims = batch_dims
+        self.names = parameter_names(self.signature)
+        self._has_listed: bool | None = None  # whether the newest list of targets had one for each sample
         self._num_positional: int | None = None  # of the first call: others are told in its way
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs and the target; ValueError for what the model cannot take."""
-        return self._read(args, kwargs, self._batch)
+        given = self._read(args, kwargs, self._batch)
+        if type(given.target) is not list or given.microbatches or TARGET in self.batch_dims:
+            return given
+        return replace(given, is_listed=self._lists_samples(given.target, given.num_samples))
+
+    def _lists_samples(self, target: list[object], num_samples: int) -> bool:
+        """Whether a list has a target for each sample; where a tensor in it could be cut, too, as in batches before."""
+        if len(target) != num_samples or all(num_samples not in x.shape[:1] for x in tensors_in(target)):
+            self._has_listed = len(target) == num_samples
+        elif self._has_listed is None and num_samples > 1:
+            raise ValueError(
+                f"a list of {num_samples} targets for {num_samples} samples, with tensors of that size in it: expected "
+                f"batch_dims={{{TARGET!r}: 0}}, where each tensor has all samples, or microbatches=[(x0, y0), ...], "
+                f"where each entry is of one sample"
+            )
+        return self._has_listed is True
 
     def _batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         if not self._has_target:
@@ -176,7 +199,7 @@ class CallReader:
                 f"target, as one batch has them: for batch in loader: train_step(*batch)"
             )
         given = self._inputs(args, kwargs)
-        return replace(given, target=target, target_dim=self._batch_dims.get(TARGET, 0))
+        return replace(given, target=target, target_dim=self.batch_dims.get(TARGET, 0))
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs alone; ValueError for what the model cannot take."""
@@ -192,7 +215,7 @@ class CallReader:
         """The microbatches of a batch that is cut already; None for a whole one. ValueError for an empty list."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and set(args[0]) == {MICROBATCHES}:
             args, kwargs = [], args[0]
-        if MICROBATCHES not in kwargs or MICROBATCHES in self._names:
+        if MICROBATCHES not in kwargs or MICROBATCHES in self.names:
             return None
         if args or len(kwargs) > 1:
             others = [f"{len(args)} by position"] * bool(args) + [name for name in kwargs if name != MICROBATCHES]
@@ -225,7 +248,7 @@ class CallReader:
         if len(args) == 1 and not kwargs:
             args, kwargs = self._spread(args, kwargs)
         args, kwargs = self._bound(tuple(args), kwargs)
-        return Given(arguments=with_dims(Arguments.of(args, kwargs), self._batch_dims, self._names))
+        return Given(arguments=with_dims(Arguments.of(args, kwargs), self.batch_dims, self.names))
 
     def example(self, example: Sequence[Any] | Mapping[str, Any]) -> Given:
         """Inputs from a tuple, or a dict of keywords."""
@@ -242,13 +265,13 @@ class CallReader:
         only = args[0]
         if self.signature is None or not isinstance(only, Mapping) or not all(isinstance(key, str) for key in only):
             return tuple(args), dict(kwargs)
-        if any(key in self._names or self._meant(key) for key in only):
+        if any(key in self.names or self._meant(key) for key in only):
             return (), dict(only)
         return tuple(args), dict(kwargs)
 
     def _meant(self, name: str, *, least: float = _LIKE) -> str | None:
         """The parameter that a wrong name resembles."""
-        return next(iter(difflib.get_close_matches(name, self._names, n=1, cutoff=least)), None)
+        return next(iter(difflib.get_close_matches(name, self.names, n=1, cutoff=least)), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """The same arguments, by position or by keyword as in the first call; ValueError unless forward takes them."""
@@ -267,12 +290,12 @@ class CallReader:
                 return args, kwargs
             raise self._unfit(args, kwargs, str(error)) from None
         for name in kwargs:
-            meant = None if name in self._names else self._meant(name, least=_SURELY)
+            meant = None if name in self.names else self._meant(name, least=_SURELY)
             if meant is not None and meant not in bound.arguments:  # forward(..., **kwargs) would swallow it
                 raise self._unfit(args, kwargs, f"nothing for {meant!r}")
         if self._num_positional is None:
             self._num_positional = len(args)
-        first = self._names[: self._num_positional]
+        first = self.names[: self._num_positional]
         if len(args) == self._num_positional or any(name not in bound.arguments for name in first):
             return args, kwargs
         plain = {
@@ -280,17 +303,17 @@ class CallReader:
             for name, each in self.signature.parameters.items()
             if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         }
-        given = set(self._names[: len(args)]) | set(first)
-        if len(args) > len(self._names) or not given <= plain:
+        given = set(self.names[: len(args)]) | set(first)
+        if len(args) > len(self.names) or not given <= plain:
             return args, kwargs
-        by_name = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        by_name = {**dict(zip(self.names, args, strict=False)), **kwargs}
         return tuple(by_name.pop(name) for name in first), by_name
 
     def _unfit(self, args: Sequence[object], kwargs: Mapping[str, object], problem: str) -> ValueError:
         near = [
             f"{name!r} looks like {meant!r}"
             for name in kwargs
-            if name not in self._names and (meant := self._meant(name)) is not None
+            if name not in self.names and (meant := self._meant(name)) is not None
         ]
         words = [*(f"{len(args)} by position" for _ in args[:1]), *map(repr, kwargs)]
         target = "; the last positional argument is the target, unless target=... is given" if self._has_target else ""

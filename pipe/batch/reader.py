@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from ...partition.model.chain import is_sequential
 from ...partition.model.forms import Arguments
 from ...partition.model.units import MODEL_INPUT
 from ..context import Run
@@ -66,8 +67,8 @@ class BatchReader:
         # Microbatches of other replicas are taken to be as large as one's own.
         self._like = [k // num_replicas * n + q for k in range(M) for q in range(n)]
         self._is_own = [k in self._own for k in range(M) for _ in range(n)]
-        refs = [ref for s in run.local_stages for ref in inference.stages[s].inputs]
-        self.reads_inputs = frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT)
+        self._stages, self._is_chain = run.local_stages, options.model is None or is_sequential(options.model)
+        self.reads_inputs = self._inputs_read(inference.example)
         self.reads_target = has_loss and schedule.num_stages - 1 in run.local_stages
 
     def read(self, given: Given, *, step: int, call: Identity) -> Batch:
@@ -77,8 +78,8 @@ class BatchReader:
             check_batch(given, len(own))
             has_target = self._has_loss and self._model_loss is None
             for part in given.parts:
-                check_like_example(part.arguments, self._example, has_target=has_target)
-                self._refuse_shapes_alone(part)
+                if self._is_chain or part.arguments.form == self._example.form:
+                    check_like_example(part.arguments, self._example, has_target=has_target)
             parts = given.on(device, keeps=self._keeps).cut(len(own))
             spans: list[TokenSpan] = []
             lengths = [1] * len(parts)
@@ -90,6 +91,8 @@ class BatchReader:
             signatures = [Signature.of(each) for each in microbatches]
             stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signatures)}  # few of them differ
             inferred = [stages_of[each] for each in signatures]
+            for part, its in zip(parts, inferred, strict=True):
+                self._refuse_shapes_alone(part, its)
             self._refuse_float16(inferred)
             if self._compares:
                 programs = "".join(each.digest() for each in stages_of.values()).encode()
@@ -139,13 +142,16 @@ class BatchReader:
                 f"needs none"
             )
 
-    def _refuse_shapes_alone(self, given: Given) -> None:
-        arguments, loss = given.arguments, self._model_loss
+    def _inputs_read(self, inferred: Inferred) -> frozenset[int]:
+        refs = [ref for s in self._stages for ref in inferred.stages[s].inputs]
+        return frozenset(ref.slot for ref in refs if ref.producer == MODEL_INPUT)
+
+    def _refuse_shapes_alone(self, given: Given, inferred: Inferred) -> None:
+        arguments, loss, read = given.arguments, self._model_loss, self._inputs_read(inferred)
         names = [
             name
             for slot, (name, x) in enumerate(zip(arguments.names, arguments.tensors, strict=True))
-            if x.is_meta
-            and (slot in self.reads_inputs or (self.reads_target and loss is not None and loss.reads(name)))
+            if x.is_meta and (slot in read or (self.reads_target and loss is not None and loss.reads(name)))
         ]
         if names or (self.reads_target and is_shape_alone(given.target)):
             raise ValueError(

@@ -46,8 +46,9 @@ class _Ports:
     """Where the tensors of one stage come from and go to.
 
     takes: wires of activations that it consumes.
-    inputs: (number among these, position in its message), or (MODEL_INPUT, slot), for each input.
-    wants_grad: for each input.
+    inputs: (number among these, position in its message), for each input that another stage makes. Inputs of the model,
+        of which other arguments may have more or fewer, stand behind them.
+    wants_grad: for each of these.
     outputs: wires of its outputs, with their slots.
     graded: for each output, whether a gradient may come.
     gradients: wires of gradients of its outputs, with their slots.
@@ -68,7 +69,7 @@ def _ports(s: int, wiring: Mode) -> _Ports:
     acts = [wire for wire in wiring.wires if wire.kind is MessageKind.ACT]
     grads = [wire for wire in wiring.wires if wire.kind is MessageKind.GRAD]
     takes = tuple(wire for wire in acts if s in wire.consumers)
-    inputs = [(MODEL_INPUT, ref.slot) for ref in module.inputs]
+    inputs = [(0, 0) for ref in module.inputs if ref.producer != MODEL_INPUT]
     for number, wire in enumerate(takes):
         for position, i in wiring.inputs(wire, s):
             inputs[i] = (number, position)
@@ -77,12 +78,16 @@ def _ports(s: int, wiring: Mode) -> _Ports:
     return _Ports(
         takes=takes,
         inputs=tuple(inputs),
-        wants_grad=wiring.wants_grad[s],
+        wants_grad=wiring.wants_grad[s][: len(inputs)],
         outputs=tuple((wire, wiring.slots[wire]) for wire in acts if wire.producer == s),
         graded=tuple(slot in graded for slot in range(module.num_outputs)),
         gradients=gradients,
         input_gradients=tuple((wire, wiring.inputs(wire, s)) for wire in grads if s in wire.consumers),
     )
+
+
+def _model_inputs(s: int, part: BatchPart) -> list[int]:
+    return [ref.slot for ref in part.inferred.stages[s].inputs if ref.producer == MODEL_INPUT]
 
 
 _WHOLE = nullcontext()  # around an action of a whole microbatch
@@ -201,12 +206,11 @@ class Worker(ABC):
         arrived = [self._take_in(wire, index) for wire in ports.takes]
         inputs = []
         for number, position in ports.inputs:
-            given = part.inputs if number == MODEL_INPUT else arrived[number]
-            assert given is not None, f"an input of microbatch {index}, which belongs to another data replica"
-            x = given[position]
+            x = arrived[number][position]
             assert x is not None
             inputs.append(x)
-        return inputs
+        assert part.inputs is not None, f"microbatch {index} belongs to another data replica"
+        return inputs + [part.inputs[slot] for slot in _model_inputs(s, part)]
 
     def _take_in(self, wire: Wire, index: int) -> Gradients:
         """Tensors of the inbox, for one of the users; a message goes with the last."""
@@ -264,8 +268,7 @@ class TrainingWorker(Worker):
             if op is Op.F:
                 slices = _WHOLE if self._slices is None or span is None else self._slices.forward(s, index, span)
                 inputs, wants_grad = self._inputs(s, index, part), self._ports[s].wants_grad
-                if batch.wants_grad:
-                    wants_grad = tuple(w or x.requires_grad for w, x in zip(wants_grad, inputs, strict=True))
+                wants_grad += tuple(batch.wants_grad and x.requires_grad for x in inputs[len(wants_grad) :])
                 is_split = s in self._split and Action(s, Op.I, index) not in self._fused
                 with batch.autocast.again(), slices:  # a drain runs behind the context of train_step
                     outputs, loss = self._stages[s].forward(
@@ -297,8 +300,8 @@ class TrainingWorker(Worker):
         with batch.autocast.off(), slices, self.updates.beside(action):
             by_input = stage.backward(index, gradients, graded, autocast=batch.autocast, group=group, is_half=is_half)
         self._hand_back(s, index, by_input, part.inferred.certain[s])
-        for (number, slot), gradient in zip(ports.inputs, by_input, strict=True):
-            if number == MODEL_INPUT and gradient is not None:
+        for slot, gradient in zip(_model_inputs(s, part), by_input[len(ports.inputs) :], strict=True):
+            if gradient is not None:
                 place = slot, index % self._batch_indices
                 known = self.batch_gradients.get(place)
                 self.batch_gradients[place] = gradient if known is None else known + gradient

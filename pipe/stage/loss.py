@@ -148,9 +148,10 @@ class UntrainedLeaves:
             if id(leaf) not in own and not self._is_trained(leaf):
                 raise ValueError(
                     f"loss_fn computes with a tensor of shape {tuple(leaf.shape)} that wants a gradient, and that no "
-                    f"optimizer of the pipeline would update with it (under an asynchronous schedule: any but the last "
-                    f"stage's own): expected the module that owns it as "
-                    f"loss_fn= itself (an nn.Module, whose parameters the last stage trains), or requires_grad=False"
+                    f"optimizer of the pipeline would update with it here (under an asynchronous schedule: any but the "
+                    f"last stage's own): expected the module that owns it as loss_fn= itself, or as a child of it (an "
+                    f"nn.Module, whose parameters the last stage trains, with the stage that has them, too), or "
+                    f"requires_grad=False"
                 )
 
     def _refuse_gradient(self, _: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,12 +24,13 @@ from ...partition.model.memory import memory_of
 from ...partition.model.modes import evaluating, quiet_fakes, uncompiled
 from ...partition.model.recorded.guards import Changes, Guards
 from ...partition.model.source_line import first_line, users_line
-from ...partition.model.units import Cut, OutputError, StageModule
+from ...partition.model.units import MODEL_INPUT, Cut, OutputError, StageModule
 from ...partition.model.untouched import Places, untouched
 from ..guards.presence import OutputSpecs, StageRun, certain_gradients, float16_gradients
 from ..guards.randomness import Seeder
 from .autocast import Autocast
 
+MOST_SIGNATURES = 256
 _MOST_KNOWN = 3  # recordings of one signature: such as for attributes that take turns
 
 
@@ -133,7 +134,6 @@ class InferredStages:
         self._training = training
         self._loss_slot = loss_slot
         self._loss_fn = loss_fn
-        self._form = example.form
         self.example = self._walk(cut, example)
         # What a module that runs as it is does, and draws, may change when these do.
         modules = {m: None for stage in self.stages for m in stage.module.modules()}
@@ -159,12 +159,12 @@ class InferredStages:
 
         Raises ValueError for inputs that the stages do not take.
         """
-        if inputs.form != self._form:
-            raise ValueError(
-                f"arguments {inputs.form} for stages that were built for {self._form} (_: a tensor): expected the same "
-                f"arguments, with the same numbers, strings and flags among them, for every batch"
-            )
-        known = self._known.setdefault(self._key(inputs), [])
+        key = self._key(inputs)
+        is_new = key not in self._known
+        self._changes.note(inputs.tensors, ["an argument that is no tensor"] if is_new else [])
+        if is_new and len(self._known) >= MOST_SIGNATURES:
+            del self._known[next(iter(self._known))]
+        known = self._known.setdefault(key, [])
         differing: list[str] = []
         for each in known:
             paths = [] if each.guards is None else each.guards.differing()
@@ -179,13 +179,14 @@ class InferredStages:
 
     def _inferred(self, inputs: Signature) -> Inferred:
         found = self._walk(self._cut.again(inputs.shapes_alone()), inputs)
-        for index, (mine, other) in enumerate(zip(self.stages, found.stages, strict=True)):
-            _refuse_other_flow(index, mine, other, inputs)
         if found.output_form != self.output_form:
             raise OutputFormError(
                 f"the model returns {found.output_form} for {inputs}, and {self.output_form} for the inputs that it "
-                f"was built with (_: a tensor): expected the same form for every batch"
+                f"was built with (_: a tensor): expected the same form for every batch, or to build with "
+                f"example_inputs= of the batches to come"
             )
+        for index, (mine, other) in enumerate(zip(self.stages, found.stages, strict=True)):
+            _refuse_other_flow(index, mine, other, inputs)
         return found
 
     def batch_dimensions(self, inputs: Signature) -> list[tuple[int, ...]]:
@@ -232,6 +233,7 @@ class InferredStages:
             grad,
             self._seeder.watch(),
         ):
+            before = {m: ({**vars(m)}, {**m._buffers}) for m in self._root.modules()}
             flat = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in inputs.tensors]
             for x, wants in zip(flat, inputs.wants_grad, strict=False):
                 x.requires_grad_(wants and self._training)
@@ -239,6 +241,8 @@ class InferredStages:
                 is_last = index == len(cut.pieces) - 1
                 left = kept.new_tensors() if is_last else []
                 linked = module, sources = piece.link(stages[-1] if stages else None, index=index, inputs=inputs.form)
+                for m in before.keys() & set(module.modules()) & {m for each in stages for m in each.module.modules()}:
+                    _put_back(m, *before[m])
                 arguments = fresh_leaves(take(sources, flat, [run.outputs for run in runs]))
                 with _explained(index, arguments), stand_ins(module, self._device) as written:
                     stage, outputs, changed = first_run(piece, linked, arguments)
@@ -277,8 +281,17 @@ class InferredStages:
         return StageRun(stage.inputs, arguments, outputs, is_typical=not has_drawn)
 
 
+def _put_back(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
+    """A module that earlier stages run, too, begins anew: over processes each stage has its own, as of a cache."""
+    vars(module).clear()
+    vars(module).update(attributes)
+    module._buffers.clear()
+    module._buffers.update(buffers)
+
+
 def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, inputs: Signature) -> None:
-    if (other.inputs, other.num_outputs) != (stage.inputs, stage.num_outputs):
+    mine, its = ([ref for ref in each.inputs if ref.producer != MODEL_INPUT] for each in (stage, other))
+    if (its, other.num_outputs) != (mine, stage.num_outputs):
         raise ValueError(
             f"for {inputs}, or for a model that was changed since, stage {index} ({other.name}) takes "
             f"{len(other.inputs)} values and returns {other.num_outputs}, and took {len(stage.inputs)} and returned "

@@ -12,7 +12,7 @@ from ...schedules import Edge, Message, MessageKind, Schedule, check
 from ...schedules.dependencies import Dependencies, Wire
 from ...schedules.messages import receives_ahead
 from ..guards.presence import OutputSpecs, flag_spec
-from .shapes import Inferred, InferredStages, Signature
+from .shapes import MOST_SIGNATURES, Inferred, InferredStages, Signature
 
 
 def _edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge, ...]:
@@ -105,6 +105,8 @@ class Mode:
         specs, certain = inferred.specs, inferred.certain
         known = self._layouts.get(id(specs))
         if known is None or known[0] is not specs:
+            if len(self._layouts) > MOST_SIGNATURES:
+                self._layouts.clear()
             known = self._layouts[id(specs)] = (specs, {})
         layout = known[1].get(message[:3])
         if layout is None:

@@ -111,5 +111,21 @@ def test_errors_of_values_are_told_and_parameters_take_no_memory() -> None:
     assert sizes[-1] == 4
 
 
+def test_integers_are_ones_where_zeros_are_an_error_and_each_try_begins_anew() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[int] = []
+
+        def forward(self, x: Tensor, step: Tensor) -> Tensor:
+            self.seen.append(int(step.item()))
+            return x[:, :: self.seen[-1]]  # a step of 0 is an error
+
+    counts = Counts()
+    with FakeTensorMode():
+        value = call_for_shapes(counts, (torch.empty(3, 4), torch.empty((), dtype=torch.int64)))
+    assert (value.shape, counts.seen) == ((3, 4), [1])
+
+
 def test_outside_of_a_fake_mode_it_is_a_call() -> None:
     assert call_for_shapes(nn.Identity(), (3,)) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.alone import train_alone
+from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
 
@@ -280,3 +282,81 @@ def test_a_module_that_runs_again_counts_as_in_one_process(make: Callable[[], nn
     again = make().double()
     pipe = PipelineModule(again, mesh={"pipe": 2}, num_microbatches=4, loss_fn=F.mse_loss)
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
+
+
+class Rotary(nn.Module):
+    """Tables that the first call makes, and a longer sequence makes anew."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("table", None, persistent=False)
+        self.longest, self.calls, self.counts = 0, 0, counts
+
+    def forward(self, x: Tensor, *, data: bool = False) -> Tensor:
+        length = x.shape[1]
+        if self.counts:
+            self.calls += 1
+        if length > self.longest:
+            self.longest = length
+            table = torch.outer(torch.arange(length, dtype=x.dtype), 0.5 ** torch.arange(WIDTH, dtype=x.dtype)).cos()
+            self.table = table + x.detach().mean() if data else table
+        assert self.table is not None
+        return self.table[:length] + self.calls
+
+
+class Layer(nn.Module):
+    def __init__(self, rotary: Rotary, *, data: bool = False) -> None:
+        super().__init__()
+        self.layer, self.rotary, self.data = linear(), rotary, data
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.layer(x) * self.rotary(x, data=self.data)
+        return found
+
+
+class Rotated(nn.Module):
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        rotary = Rotary(counts=options.get("counts", False))
+        self.layers = nn.ModuleList(Layer(rotary, data=options.get("data", False)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def rotated(*, is_given: bool = False, **options: Any) -> list[tuple[float | None, float]]:
+    """Losses of batches of several lengths, and those of one process."""
+    torch.manual_seed(0)
+    model: Any = Rotated().double()
+    twin = copy.deepcopy(model)
+    pipe = PipelineModule([*model.layers] if is_given else model, num_microbatches=2, loss_fn=F.mse_loss, **options)
+    losses = []
+    for length in (5, 7, 3):
+        x = torch.randn(4, length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+        losses.append((pipe.forward_backward(x, x * 2).loss, F.mse_loss(twin(x), x * 2).item()))
+    pipe.close()
+    return losses
+
+
+@pytest.mark.parametrize("options", [{"is_given": True}, {"cut": ["layers.1", "layers.2", "layers.3"]}], ids=str)
+def test_a_cache_of_a_module_that_all_layers_share_hands_on_nothing(options: dict[str, Any]) -> None:
+    """All layers were one unit."""
+    for loss, expected in rotated(mesh={"pipe": 4}, **options):
+        assert loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_cache_over_processes(gloo: Pool) -> None:
+    """Ranks with layers and ranks without ran other forwards, since the table was there on some."""
+    for losses in gloo.run(rotated, ranks=2):
+        assert [loss for loss, _ in losses] == pytest.approx([expected for _, expected in losses], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"), [({"data": True}, "reads what layers.0 left"), ({"counts": True}, "both count in attribute")]
+)
+def test_what_a_shared_module_makes_of_data_and_counts_is_no_cache(options: dict[str, bool], why: str) -> None:
+    pipe = PipelineModule(Rotated(**options), mesh={"pipe": 2}, loss_fn=F.mse_loss, cut=["layers.2"])
+    with pytest.raises(ValueError, match=why):
+        pipe.build(torch.ones(4, 3, WIDTH), torch.ones(4, 3, WIDTH))

@@ -37,6 +37,8 @@ def train_by_keyword() -> tuple[float, float, float]:
     expected.backward()
     result = pipe.forward_backward(**batch, target=TARGET)
     assert result.loss is not None
+    loss_of(twin(TOKENS, scale=0.5), TARGET).backward()
+    pipe.forward_backward(TOKENS, target=TARGET, scale=0.5)  # other arguments to train with
     other: Any = pipe.predict(TOKENS)  # neither mask nor positions: weights of other ranks are gone by now
     off = 0.0 if other is None else float((other.logits - twin(TOKENS).logits).detach().abs().max())
     pipe.close()

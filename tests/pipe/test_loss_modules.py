@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd, stream
 from torch import Tensor, nn
 
+from stagewright.comm import PipelineError
 from stagewright.pipe import PipelineModule
 
 
@@ -174,3 +177,41 @@ def test_a_parameter_of_the_users_own_optimizer_is_not_refused() -> None:
         optimizer=lambda parameters: sgd([*parameters, scale]),
     )
     held.train_step(X, Y)
+
+
+class WithWeights(nn.Module):
+    """A loss that reads weights of the first stage."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + sum(p.square().mean() for p in self.held.parameters())
+
+
+def train_with_weights() -> tuple[list[float | None], list[float]]:
+    """Losses beside those of one process; a function that reads the weights is refused where they are elsewhere."""
+    torch.manual_seed(0)
+    twin = layers()
+    model, loss_of, plain = copy.deepcopy(twin), WithWeights(twin[0]), torch.optim.SGD(twin.parameters(), lr=0.1)
+    function = WithWeights(model[0]).forward
+    with pytest.raises((ValueError, PipelineError), match=r"wants a gradient, and that no optimizer|is held by rank 0"):
+        make(model=model, optimizer=sgd, loss_fn=function).train_step(X, Y)
+    model = copy.deepcopy(twin)
+    pipe = make(model=model, optimizer=sgd, loss_fn=WithWeights(model[0]))
+    expected: list[float] = []
+    for _ in range(2):
+        loss = loss_of(twin(X), Y)
+        plain.zero_grad()
+        loss.backward()
+        plain.step()
+        expected.append(loss.item())
+    losses = [pipe.train_step(X, Y).loss for _ in range(2)]
+    pipe.close()
+    return losses, expected
+
+
+def test_a_loss_that_reads_weights_of_another_stage_has_their_module(gloo: Pool) -> None:
+    for losses, expected in gloo.run(train_with_weights, ranks=2):
+        assert losses == pytest.approx(expected, rel=1e-6)

@@ -173,7 +173,7 @@ class Flow:
         return sorted(n for n in taken if n in self.maker and stage_of.get(self.maker[n]) == stage)
 
     def needed(self, stage_of: Mapping[int, int], stage: int, *, is_last: bool) -> tuple[list[int], list[int]]:
-        """Values that come from elsewhere, and the calls that the stage makes."""
+        """Values that come from elsewhere, those of other stages first, and the calls that the stage makes."""
         given: set[int] = set()
         calls: set[int] = set()
         todo = [call for call, its in stage_of.items() if its == stage]
@@ -195,7 +195,7 @@ class Flow:
             todo += [each for each in self.record.calls[call].behind if each in self.everywhere]
             for number in self.values[call]:
                 want(number)
-        return sorted(given), sorted(calls)
+        return sorted(given, key=lambda number: (number not in self.maker, number)), sorted(calls)
 
     @cached_property
     def steps(self) -> list[object]:

@@ -100,8 +100,8 @@ class Changes:
             self._is_told = True
             warnings.warn(
                 f"{often[0]} has changed before each of {_OFTEN} batches, and the code between the modules, which "
-                f"reads it, was recorded again each time: right, but slow. Expected what changes with each batch as an "
-                f"input, a buffer, or in a module of its own, which runs as it is",
+                f"reads it, was recorded again each time: right, but slow. Expected what changes with each batch as a "
+                f"tensor among the inputs, a buffer, or in a module of its own, which runs as it is",
                 RecordingWarning,
                 stacklevel=2,
             )

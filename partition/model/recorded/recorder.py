@@ -81,7 +81,12 @@ class ForwardRecorder:
         self._together: list[tuple[int, int, str]] = []
         self._handed_on: list[tuple[int, int, str]] = []
         self._draws = Draws(self._join)
-        self._owners = Owners(self._draws.note, is_models=lambda x: id(x) in self._values.slots, join=self._hand_on)
+        self._owners = Owners(
+            self._draws.note,
+            units=roles.units,
+            is_models=lambda x: id(x) in self._values.slots,
+            join=self._hand_on,
+        )
         self._values = Values(model, owners=self._owners, on_object=self._attributes.watch)
         units = [part for module in roles.units.values() for part in module.modules()]
         held = [x for part in units for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
@@ -165,18 +170,26 @@ class ForwardRecorder:
             decided = self._decided(function, args)
             if decided is not None:
                 return decided
+        if function is torch._assert and isinstance(args[0], FakeTensor):
+            number = self._values.number_of(args[0])
+            if number is not None:
+                read = torch.Tensor.__bool__
+                self._append(DecisionGuard(read, True, line_now(), is_check=True), (Ref(number),))
+                return None
         if function is torch.Tensor.__format__ and isinstance(args[0], FakeTensor):
             return f"a tensor of shape {tuple(args[0].shape)}"  # in an error's message, say
         if function in (torch.Tensor.backward, torch.autograd.grad):
             what = f"the forward runs a backward ({function.__name__})"
             raise RefusedError(what, expected="all that it goes through in a module of its own, which runs as it is")
+        name = getattr(function, "__name__", "")
+        if name == "_pack_padded_sequence":
+            raise RefusedError("the code between the modules packs sequences by their lengths, which are values")
         self._note_stores()
         self._draws.drew = False
         is_effect, is_hook = function in _SETTERS | _HOOKED, function in _HOOKED
         if (is_effect or function is torch.Tensor.requires_grad_) and id(args[0]) in self._values.slots:
             what = "puts a hook on" if is_hook else "sets an attribute of"
             raise RefusedError(f"the code between the modules {what} a parameter or buffer", expected=NOT_HERE)
-        name = getattr(function, "__name__", "")
         self._is_sized = self._values.is_sized(args[:1] if name in _LIKE_FIRST else (args, kwargs))
         made = Shaped(function) if name == "ctc_loss" else function
 

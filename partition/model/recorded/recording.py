@@ -7,6 +7,7 @@ from torch import nn
 
 from ..fakes import on_fakes
 from ..forms import Arguments
+from ..made_up import reads_values
 from ..modes import OWN_HOOKS, changing_hook, no_collection, quiet_fakes
 from ..source_line import first_line, module_at, users_line
 from .calls import Record
@@ -71,7 +72,9 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
             else:
                 reason = f"{first_line(error)}{users_line(error)}"
                 expected = f"inputs that it takes (given: {example})"
-                if not isinstance(error, RuntimeError | IndexError):  # torch's, about shapes and types
+                if reads_values(error):
+                    reason, expected = f"the code between the modules reads a tensor's value{users_line(error)}", None
+                elif not isinstance(error, RuntimeError | IndexError):  # torch's, about shapes and types
                     expected += f", and {_EXPECTED}"
                 unit = recorder.unit
             inside = recorder.inside

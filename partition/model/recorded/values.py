@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from ..caches import Caches
 from ..memory import Operations, carried_out, memory_of
 from ..untouched import python_and_numpy
 from .calls import DRAWS
@@ -143,6 +144,7 @@ class Owners:
 
     Arguments:
         on_draw: called where an operation draws.
+        units: by path.
         is_models: whether a tensor is a parameter or buffer of the model.
         join: called with two calls, of which the second works on what the first made and did not return.
     """
@@ -151,6 +153,7 @@ class Owners:
         self,
         on_draw: Callable[[], None],
         *,
+        units: Mapping[str, nn.Module],
         is_models: Callable[[torch.Tensor], bool],
         join: Callable[[int, int, str], None],
     ) -> None:
@@ -161,6 +164,7 @@ class Owners:
         self._unit: int | None = None  # call of the unit that is under way
         self._passed: set[int] = set()  # ids of what it was given
         self._passed_memory: set[object] = set()
+        self._units, self._caches = units, Caches()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -205,6 +209,8 @@ class Owners:
                 if isinstance(leaf, FakeTensor) and id(leaf) not in self._passed:
                     self._look_at(leaf, unit)
         result = carried_out(function, args, kwargs)
+        if unit is not None:
+            self._caches.note(function, args, kwargs, result)
         for leaf in _leaves(function, result):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._owner:
                 self._owner[id(leaf)] = _GLUE if unit is None else unit
@@ -220,7 +226,8 @@ class Owners:
                 f"{self._names[unit]} takes a tensor of shape {tuple(tensor.shape)} that the code around it made, and "
                 f"that is none of its arguments (it lies in an attribute or an object)"
             )
-        self._join(owner, unit, f"{self._names[unit]} reads what {self._names[owner]} left in an object")
+        if not self._caches.makes(self._units[self._names[unit].partition("#")[0]], tensor):
+            self._join(owner, unit, f"{self._names[unit]} reads what {self._names[owner]} left in an object")
 
 
 def _leaves(function: Any, value: Any) -> Iterable[Any]:

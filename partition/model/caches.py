@@ -1,0 +1,72 @@
+"""Caches in modules that several units call: rotary tables of all layers, masks by length.
+
+    layers.0: rotary(x) makes and keeps cos, sin     layers.1: rotary(x) takes them, and would make them as well
+
+So no tensor is handed on from unit to unit: over processes, each makes its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .fakes import original_of
+from .made_up import is_made_up
+from .memory import memory_of, written
+
+
+class Caches:
+    """Tensors that were made of numbers and of buffers that stand still, alone, and in which module's forward."""
+
+    def __init__(self) -> None:
+        self._maker: dict[object, nn.Module | None] = {}  # by memory
+        self._kept: list[object] = []  # memory stays one tensor's
+
+    def note(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> None:
+        """An operation within a unit is through."""
+        is_random = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
+        if is_random or is_made_up() or not all(map(self._is_fixed, _tensors((args, kwargs)))):
+            for x in written(function, args, kwargs):
+                self._maker.pop(memory_of(x), None)
+            return
+        made = [*_tensors(result)]
+        maker = _running_module() if made else None
+        for x in made:
+            self._maker.setdefault(memory_of(x), maker)
+        self._kept += made
+
+    def makes(self, unit: nn.Module, tensor: torch.Tensor) -> bool:
+        """Whether a unit would make a tensor that it finds, since it calls the module that made it."""
+        maker = self._maker.get(memory_of(tensor))
+        return maker is not None and any(part is maker for part in unit.modules())
+
+    def _is_fixed(self, x: torch.Tensor) -> bool:
+        if x.requires_grad or isinstance(x, nn.Parameter):
+            return False
+        is_made = not isinstance(x, FakeTensor) or memory_of(x) in self._maker
+        return is_made or (not x._version and original_of(x) is not None)  # a buffer
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Those of an operation, at a tenth of the cost of a pytree: few are looked at."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+def _running_module() -> nn.Module | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            return module
+        frame = frame.f_back
+    return None
