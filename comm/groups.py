@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
+from .forked import kept_from_children
 from .mesh import MeshPlace
 from .process_group import Lanes, Link
 
@@ -38,6 +39,7 @@ class Groups:
     one that does not come is known by name. A group holds threads and descriptors until `close`.
     """
 
+    @kept_from_children()
     def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float, guard: Guard | None = None) -> None:
         self.world = world = place.world
         self._guard = guard or Guard(None)  # it knows who has failed
@@ -154,6 +156,7 @@ class Groups:
         return (PipelineTimeout if late else PeerLost)(story, peers=behind)
 
 
+@kept_from_children()
 def connected(make: Callable[[], T], seconds: float, *, someone_died: Callable[[], bool]) -> T:
     """Answer of `make`, on another thread; RuntimeError when the time is up, or soon after another process died."""
     answer: Future[T] = Future()

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from .failures import PeerLost, PipelineTimeout, short_reason
+from .forked import kept_from_children
 from .groups import connected
 from .mesh import World
 
@@ -82,6 +83,7 @@ class Membership:
     Raises ValueError without a launcher that judges, for a second run in this process, and for another `made`.
     """
 
+    @kept_from_children()
     def __init__(self, world: World, *, timeout: float, made: Mapping[str, str]) -> None:
         if os.environ.get(JUDGED) is None:
             raise ValueError(
@@ -217,6 +219,7 @@ class Membership:
         self.members, self.changed = tuple(members), True
         return Verdict(self.members, is_whole, failed)
 
+    @kept_from_children()
     def form(self) -> World:
         """The world of all that are left; its process group. PeerLost where one more dies meanwhile."""
         what, until = "forming the processes that are left anew", time.monotonic() + self._timeout
@@ -229,6 +232,8 @@ class Membership:
             time.sleep(_POLL)
         if dist.is_initialized():
             dist.destroy_process_group()
+        # The name of the next world, which must be every rank's: a forming that a death ended has counted on some.
+        dist.distributed_c10d._world.group_count = 0
         world = World(rank=self.members.index(self.me), size=len(self.members))
         if world.distributed:
             join = partial(

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from .failures import PeerLost, short_reason
+from .forked import kept_from_children
 from .groups import backend_for
 from .mesh import World
 
@@ -35,6 +36,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _PATIENCE = 5.0  # [s] for connecting: TCP asks again after 1 s and 3 s
 
 
+@kept_from_children()
 def join_world(*, device: torch.device, timeout: float) -> World:
     """Use the process group that is present; else, with WORLD_SIZE above 1, make one; else be alone.
 

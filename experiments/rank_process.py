@@ -85,7 +85,10 @@ class RankProcess:
         """Whether the process has ended."""
         if self.process.poll() is None:
             return False
-        self.ended_at = self.ended_at or time.time()
+        if not self.ended_at:
+            self.ended_at = time.time()
+            if self.process.returncode < 0:
+                self.kill(signal.SIGKILL)  # children that it had no time to end
         return True
 
     def computing(self) -> tuple[float, bool]:

@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...comm import MeshPlace, machine
+from ...comm.forked import keep_from_children
 from ...comm.store_exchange import exchanges
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -54,6 +55,7 @@ class HostShare:
         self._iteration = self._number = 0
         lock = self._lock_of(process).open("wb")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        keep_from_children(lock.fileno())
         weakref.finalize(self, _leave, folder, lock, os.getpid())
 
     @property

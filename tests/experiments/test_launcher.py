@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -109,6 +110,17 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     assert result.first_failed == 1
     assert result.status == 128 + signal.SIGKILL
     assert "killed by SIGKILL" in result.report
+
+
+def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    """They would keep its connections, and the others wait for it."""
+    os.mkfifo(tmp_path / "lives")
+    lives = os.open(tmp_path / "lives", os.O_RDONLY | os.O_NONBLOCK)
+    child = f"os.set_inheritable(os.open({str(tmp_path / 'lives')!r}, os.O_WRONLY), True); os.system('sleep 400 &')"
+    result = run(f"import signal\nif rank == 1: {child}; os.kill(os.getpid(), signal.SIGKILL)", grace=0.2)
+    assert "rank 1 failed first (killed by SIGKILL)" in result.report
+    assert select.select([lives], [], [], 60.0)[0]
+    os.close(lives)
 
 
 @pytest.mark.thorough

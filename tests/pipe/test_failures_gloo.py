@@ -167,6 +167,18 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_beside_a_worker() -> None:
+    """A forked one, as a DataLoader's, which is busy and lives on: it has no part in the connections."""
+    if os.fork():
+        die()
+    for number in range(3, 1000):
+        with suppress(OSError):
+            one = socket.socket(fileno=number)
+            one.close() if one.family == socket.AF_UNIX else one.detach()  # the pool's own
+    time.sleep(4 * SHORT)
+    os._exit(0)
+
+
 def stall() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -240,7 +252,7 @@ def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
     dist.all_gather_object(processes, os.getpid())
     torch.manual_seed(0)
     model = layers(2)
-    trips = [partial(time.sleep, 1.5 * timeout), die if how == "dies" else stall]
+    trips = [partial(time.sleep, 1.5 * timeout), die_beside_a_worker if how == "dies" else stall]
     backwards: list[None] = []
     made, make_collectives = list[Collectives](), Collectives.__init__
 

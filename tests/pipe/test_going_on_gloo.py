@@ -311,7 +311,7 @@ def test_one_that_dies_between_two_looks_ends_nobody_else(tmp_path: Path, moment
 
     class Process:
         def __init__(self, number: int) -> None:
-            self.number, self.returncode = number, None
+            self.number, self.returncode, self.pid = number, None, 1 << 30  # nobody's
 
         def poll(self) -> int | None:
             self.returncode = poll(self.number)

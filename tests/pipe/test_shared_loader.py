@@ -118,6 +118,10 @@ def read_some(folder: Path, number: int, how: str) -> None:
     for batch in loader:
         number -= 1
         if number == 0 and how == "killed":
+            child = os.fork()  # a worker that is busy outlives it
+            if not child:
+                signal.pause()
+            (folder / "child").write_text(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
         del batch
 
@@ -136,8 +140,12 @@ def test_a_dead_readers_samples_are_taken_over(tmp_path: Path, how: str, caplog:
     noted(tmp_path, "fetched")
     loader = loader_of(tmp_path, 1)
     process = started(tmp_path, 2 if how == "killed" else NUM_SAMPLES, how)
-    found = list(loader)
-    process.join()
+    try:
+        found = list(loader)
+    finally:
+        process.join()
+        if how == "killed":
+            os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     for batch, expected in zip(found, alone, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(batch, expected, strict=True))
     assert (loader.batches.epoch, loader.batches.position) == (1, 0)

@@ -14,6 +14,7 @@ _NAMES = {
     "viz.exhibit": "HeadFigure headline",
     "comm.codecs": "num_bytes orthonormal pack read_codec start_matrix unpack wire_specs",
     "comm.failures": "Account find_cause",
+    "comm.forked": "keep_from_children kept_from_children",
     "comm.groups": "connected",
     "comm.links": "MeasuredLevel MeasuredLinks SIZES SUM_BYTES _as_levels _between _inside _level fit_line"
     " measure_links stream_seconds",
