@@ -75,6 +75,7 @@ class Membership:
         changed: whether they are to form a world anew.
         life: how often this process was started again.
         step: that a process which was started again begins with.
+        calls: that all have made together since the world was formed.
         folder: with the state for those that join, until a step is made behind it.
 
     Arguments:
@@ -104,7 +105,7 @@ class Membership:
         self.me = world.rank
         self.members: tuple[int, ...] = tuple(range(world.size))
         self._lives, self._coming = dict.fromkeys(self.members, 0), dict[int, int]()
-        self.changed, self.step = False, 0
+        self.changed, self.step, self.calls = False, 0, 0
         self.folder: str | None = None
         if self._store.add(f"stagewright/runs of {self.me}/{self.life}", 1) > 1:
             raise ValueError(
@@ -175,7 +176,7 @@ class Membership:
         is_first, coming = self.me == self.members[0], self._coming
         self._lives |= coming
         self.members = tuple(sorted((*self.members, *coming)))
-        self._epoch, self.changed, self.folder = self._epoch + 1, True, folder
+        self._epoch, self.changed, self.folder, self.calls = self._epoch + 1, True, folder, 0
         for one, life in coming.items() if is_first else ():
             told = [self._epoch, self.members, [*self._lives.values()], step, folder]
             self._store.set(admitted(one, life), json.dumps(told))
@@ -195,7 +196,7 @@ class Membership:
         """Report, wait until every member has or is dead, and take the verdict.
 
         Arguments:
-            num_steps: updates that this process has made.
+            num_steps: calls that this process has made.
             is_ready: whether it has all that the next one is made of.
             has_waited: for others, up to the time-out: who is alive hears of it at once now, and has little time more.
         """
@@ -216,7 +217,7 @@ class Membership:
         if self.me not in members and not failed:  # killed a moment later
             failed = f"rank {self.me} was taken for dead by the others, which go on without it"
         self._epoch += 1
-        self.members, self.changed = tuple(members), True
+        self.members, self.changed, self.calls = tuple(members), True, 0
         return Verdict(self.members, is_whole, failed)
 
     @kept_from_children()

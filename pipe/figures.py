@@ -213,7 +213,11 @@ class RunFigures:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of all stages, on every rank, on the CPU. Collective over the processes."""
-        return self._building.built("parameters and state").state.full_state_dict()
+
+        def whole() -> dict[str, torch.Tensor]:
+            return self._building.built("parameters and state").state.full_state_dict()
+
+        return self._building.outlasting(whole)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
@@ -236,7 +240,8 @@ class RunFigures:
 
         Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks do not share.
         """
-        return self._building.built("parameters and state").state.save(_path(folder), loader)
+        run, place = self._building, _path(folder)
+        return run.outlasting(lambda: run.built("parameters and state").state.save(place, loader))
 
     def checkpointer(
         self,

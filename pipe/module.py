@@ -327,7 +327,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs_and_target, keywords)
-            return self._evaluation_for(given).step(given)
+            return self._building.outlasting(lambda: self._evaluation_for(given).step(given))
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
@@ -337,7 +337,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs, keywords, has_target=False)
-            return self._evaluation_for(given).predict(given)
+            return self._building.outlasting(lambda: self._evaluation_for(given).predict(given))
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.

@@ -262,6 +262,7 @@ _ALIKE = {
     "MovingHost": ("pipe.stage.moving", "Host"),
     "PingPongPingPong": ("comm.links", "PingPong"),
     "PipeContextRun": ("pipe.context", "Run"),
+    "PipeStateState": ("pipe.checkpoint.state", "State"),
     "PipeTrainingTraining": ("pipe.run.training", "Training"),
     "ProgramWork": ("schedules.program", "Work"),
     "ProgressProgress": ("experiments.jobs.runner", "JobProgress"),
