@@ -404,8 +404,8 @@ class PipelineModule(RunFigures):
 
         What is left of it is done in front of that step's update; from then on it has its `result`. Collective.
 
-        Raises ValueError where weights, or what a forward reads, may change meanwhile, or where forwards have
-        collectives in them.
+        The batch is copied. Raises ValueError where weights, or what a forward reads, may change meanwhile, or where
+        forwards have collectives in them.
         """
         with self._building.alone():
             self._building.refuse_reroute("fill_eval(...)", instead="expected eval_step(...)")

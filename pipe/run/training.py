@@ -73,6 +73,7 @@ class Training:
         self.steps_made = 0  # updates in front of the newest such step
         self._buffers: Snapshot = ()
         self._root = run.root
+        self.fills.weights = [*run.root.parameters()]
         self._begun = 0.0
 
     @property
