@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -110,6 +112,8 @@ class Groups:
         try:
             group = self._within(left, list(members), backend)
         except RuntimeError as error:
+            if files := no_more_files(self.world.size):
+                raise PipelineError(f"{self.place.name_of(self.world.rank)}: making the links: {files}") from error
             behind = [one for one in self._others if not self._store.check([self._place(one, self._meetings + 1)])]
             raise self._lost(behind, "have not connected", until=until, why=f" ({short_reason(error)})") from error
         if self.world.rank in members:
@@ -154,6 +158,19 @@ class Groups:
             f"{me}: making the links of a PipelineModule: {others} {fate}{limit}{why}: did all of them make this call?"
         )
         return (PipelineTimeout if late else PeerLost)(story, peers=behind)
+
+
+def no_more_files(size: int) -> str:
+    """Of a process that may not open what a group of so many takes, that this is why; gloo does not say it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        taken = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # not on Linux
+        return ""
+    except OSError:
+        taken = limit
+    is_over = 0 < limit < taken + 2 * size + 16
+    return f"{taken} of {limit} files are open: expected ulimit -n {4 * limit}" if is_over else ""
 
 
 @kept_from_children()

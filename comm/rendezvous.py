@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from .failures import PeerLost, short_reason
 from .forked import kept_from_children
-from .groups import backend_for
+from .groups import backend_for, no_more_files
 from .mesh import World
 
 _LOOPBACK = "127.0.0.1"
@@ -72,7 +72,7 @@ def join_world(*, device: torch.device, timeout: float) -> World:
     except Exception as error:
         raise RuntimeError(
             f"rank {world.rank} of {size} met all others at {address}, but could not be connected with them within "
-            f"{timeout:g} s ({short_reason(error)})"
+            f"{timeout:g} s ({no_more_files(size) or short_reason(error)})"
         ) from error
     return world
 

@@ -143,9 +143,12 @@ def _pump(stream: IO[bytes], tail: deque[str], echo: Callable[[bytes], None] | N
 
 
 def _echo_stderr(line: bytes) -> None:
-    with suppress(OSError, ValueError):
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
+    with suppress(OSError, ValueError, AttributeError):  # closed, or none
+        if hasattr(sys.stderr, "buffer"):
+            sys.stderr.buffer.write(line)
+        else:  # a notebook's
+            sys.stderr.write(line.decode(errors="replace"))
+        sys.stderr.flush()
 
 
 def _signal_name(number: int) -> str:

@@ -141,8 +141,9 @@ class RunFigures:
 
     @property
     def sent_bytes(self) -> dict[LinkName, tuple[int, int]]:
-        """By link under Mesh(compress=): bytes that this process has sent in training, and those of the same tensors as
-        they were. Links are (sending stage, receiving stage) and "data"; none where nothing is packed."""
+        """By link under Mesh(compress=): bytes of tensors that this process has sent in training, without what the
+        network puts around them, and those of the same tensors as they were. Links are (sending stage, receiving stage)
+        and "data"; none where nothing is packed."""
         codecs = self._building.built("sent_bytes").state.run.codecs
         return {} if codecs is None else dict(codecs.sent)
 

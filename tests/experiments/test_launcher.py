@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import select
@@ -121,6 +122,14 @@ def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> No
     assert "rank 1 failed first (killed by SIGKILL)" in result.report
     assert select.select([lives], [], [], 60.0)[0]
     os.close(lives)
+
+
+def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose stream takes text alone: what nobody took would fill the pipe, and the rank stand still."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert run("sys.stderr.write(('x' * 99 + chr(10)) * 2000 * (rank == 0))").status == 0
+    assert shown.getvalue().count("x" * 99) == 2000
 
 
 @pytest.mark.thorough

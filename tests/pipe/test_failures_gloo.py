@@ -11,6 +11,7 @@ must not. "At once" is less than half of LONG.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -305,6 +306,23 @@ def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
     assert "\ncause: the store that the ranks met at does not answer either: its host (rank 0, unless a" in lost.text
     assert closed.kind == "none"
     assert at_once(lost, closed)
+
+
+def few_files() -> Told:
+    """Rank 0 may not open what the links take."""
+    taken, (soft, hard) = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 12, hard))
+    found = told(lambda: make(mesh=None, timeout=SHORT))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return found
+
+
+def test_too_many_open_files_are_no_fault_of_the_network(fragile: Pool) -> None:
+    first, second = (reply.value for reply in fragile.replies(few_files, ranks=2))
+    assert first.text.startswith("rank 0: making the links: ")
+    assert " files are open: expected ulimit -n " in first.text
+    assert second.text.endswith(f"\ncause: rank 0 failed: {first.text}")
 
 
 def read_badly() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -163,6 +164,25 @@ def test_a_cache_keeps_about_as_many_bytes_as_it_may(tmp_path: Path) -> None:
     kept = {number: found[0] for number in range(50) if (found := kept_sample(tmp_path, number))}
     assert len(kept) == len(sizes)
     assert all(bool((sample == number).all()) for number, sample in kept.items())
+
+
+def test_a_cache_that_no_longer_fits_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: list[Path] = []
+
+    def full(folder: Path, number: int, *_: object, **__: object) -> None:
+        kept.append(folder / f"new.{os.getpid()}.{number}")
+        kept[-1].touch()
+        if len(kept) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys.modules[ReplicaLoader.__module__], "keep_sample", full)
+    found = list(loader_of(tmp_path, 0, (0,), cache=1 << 20))
+    assert len(found) == NUM_SAMPLES // BATCH
+    assert len(kept) == 2
+    assert not kept[-1].exists()
+    assert caplog.text.count("cache= keeps no more samples in ") == 1
 
 
 def test_what_the_reader_raises_is_told_to_the_others(tmp_path: Path) -> None:
