@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
+from .forked import kept_from_children
 from .mesh import MeshPlace
 from .process_group import Lanes, Link
 
@@ -38,6 +41,7 @@ class Groups:
     one that does not come is known by name. A group holds threads and descriptors until `close`.
     """
 
+    @kept_from_children()
     def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float, guard: Guard | None = None) -> None:
         self.world = world = place.world
         self._guard = guard or Guard(None)  # it knows who has failed
@@ -108,6 +112,8 @@ class Groups:
         try:
             group = self._within(left, list(members), backend)
         except RuntimeError as error:
+            if files := no_more_files(self.world.size):
+                raise PipelineError(f"{self.place.name_of(self.world.rank)}: making the links: {files}") from error
             behind = [one for one in self._others if not self._store.check([self._place(one, self._meetings + 1)])]
             raise self._lost(behind, "have not connected", until=until, why=f" ({short_reason(error)})") from error
         if self.world.rank in members:
@@ -154,6 +160,20 @@ class Groups:
         return (PipelineTimeout if late else PeerLost)(story, peers=behind)
 
 
+def no_more_files(size: int) -> str:
+    """Of a process that may not open what a group of so many takes, that this is why; gloo does not say it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        taken = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:  # not on Linux
+        return ""
+    except OSError:
+        taken = limit
+    is_over = 0 < limit < taken + 2 * size + 16
+    return f"{taken} of {limit} files are open: expected ulimit -n {4 * limit}" if is_over else ""
+
+
+@kept_from_children()
 def connected(make: Callable[[], T], seconds: float, *, someone_died: Callable[[], bool]) -> T:
     """Answer of `make`, on another thread; RuntimeError when the time is up, or soon after another process died."""
     answer: Future[T] = Future()

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from .failures import PeerLost, PipelineTimeout, short_reason
+from .forked import kept_from_children
 from .groups import connected
 from .mesh import World
 from .sealed import sealed
@@ -76,6 +77,7 @@ class Membership:
         changed: whether they are to form a world anew.
         life: how often this process was started again.
         step: that a process which was started again begins with.
+        calls: that all have made together since the world was formed.
         folder: with the state for those that join, until a step is made behind it.
 
     Arguments:
@@ -84,6 +86,7 @@ class Membership:
     Raises ValueError without a launcher that judges, for a second run in this process, and for another `made`.
     """
 
+    @kept_from_children()
     def __init__(self, world: World, *, timeout: float, made: Mapping[str, str]) -> None:
         if os.environ.get(JUDGED) is None:
             raise ValueError(
@@ -106,7 +109,7 @@ class Membership:
         self.me = world.rank
         self.members: tuple[int, ...] = tuple(range(world.size))
         self._lives, self._coming = dict.fromkeys(self.members, 0), dict[int, int]()
-        self.changed, self.step = False, 0
+        self.changed, self.step, self.calls = False, 0, 0
         self.folder: Path | None = None
         self._made_folder: Path | None = None
         if self._store.add(f"stagewright/runs of {self.me}/{self.life}", 1) > 1:
@@ -188,6 +191,7 @@ class Membership:
         self._lives |= coming
         self.members = tuple(sorted((*self.members, *coming)))
         self.folder, self._epoch, self.changed = self._folder_of(self._epoch), self._epoch + 1, True
+        self.calls = 0
         for one, life in coming.items() if is_first else ():
             told = [self._epoch, self.members, [*self._lives.values()], step]
             self._store.set(admitted(one, life), json.dumps(told))
@@ -207,7 +211,7 @@ class Membership:
         """Report, wait until every member has or is dead, and take the verdict.
 
         Arguments:
-            num_steps: updates that this process has made.
+            num_steps: calls that this process has made.
             is_ready: whether it has all that the next one is made of.
             has_waited: for others, up to the time-out: who is alive hears of it at once now, and has little time more.
         """
@@ -228,9 +232,10 @@ class Membership:
         if self.me not in members and not failed:  # killed a moment later
             failed = f"rank {self.me} was taken for dead by the others, which go on without it"
         self._epoch += 1
-        self.members, self.changed = tuple(members), True
+        self.members, self.changed, self.calls = tuple(members), True, 0
         return Verdict(self.members, is_whole, failed)
 
+    @kept_from_children()
     def form(self) -> World:
         """The world of all that are left; its process group. PeerLost where one more dies meanwhile."""
         what, until = "forming the processes that are left anew", time.monotonic() + self._timeout
@@ -243,6 +248,8 @@ class Membership:
             time.sleep(_POLL)
         if dist.is_initialized():
             dist.destroy_process_group()
+        # The name of the next world, which must be every rank's: a forming that a death ended has counted on some.
+        dist.distributed_c10d._world.group_count = 0
         world = World(rank=self.members.index(self.me), size=len(self.members))
         if world.distributed:
             join = partial(

@@ -27,7 +27,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from .failures import PeerLost, short_reason
-from .groups import backend_for
+from .forked import kept_from_children
+from .groups import backend_for, no_more_files
 from .mesh import World
 
 _LOOPBACK = "127.0.0.1"
@@ -35,6 +36,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _PATIENCE = 5.0  # [s] for connecting: TCP asks again after 1 s and 3 s
 
 
+@kept_from_children()
 def join_world(*, device: torch.device, timeout: float) -> World:
     """Use the process group that is present; else, with WORLD_SIZE above 1, make one; else be alone.
 
@@ -70,7 +72,7 @@ def join_world(*, device: torch.device, timeout: float) -> World:
     except Exception as error:
         raise RuntimeError(
             f"rank {world.rank} of {size} met all others at {address}, but could not be connected with them within "
-            f"{timeout:g} s ({short_reason(error)})"
+            f"{timeout:g} s ({no_more_files(size) or short_reason(error)})"
         ) from error
     return world
 

@@ -96,7 +96,10 @@ class RankProcess:
         """Whether the process has ended."""
         if self.process.poll() is None:
             return False
-        self.ended_at = self.ended_at or time.time()
+        if not self.ended_at:
+            self.ended_at = time.time()
+            if self.process.returncode < 0:
+                self.kill(signal.SIGKILL)  # children that it had no time to end
         return True
 
     def computing(self) -> tuple[float, bool]:
@@ -151,9 +154,12 @@ def _pump(stream: IO[bytes], tail: deque[str], echo: Callable[[bytes], None] | N
 
 
 def _echo_stderr(line: bytes) -> None:
-    with suppress(OSError, ValueError):
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
+    with suppress(OSError, ValueError, AttributeError):  # closed, or none
+        if hasattr(sys.stderr, "buffer"):
+            sys.stderr.buffer.write(line)
+        else:  # a notebook's
+            sys.stderr.write(line.decode(errors="replace"))
+        sys.stderr.flush()
 
 
 def _signal_name(number: int) -> str:

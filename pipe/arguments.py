@@ -60,7 +60,8 @@ class Mesh:
             H steps on its own batches, with a gradient norm of its own, then their weights are averaged; flush(),
             evaluation, `save`, `full_state_dict` and `close` average, too. "adaptive": H follows how much worse weights
             do on another replica's data, between 1 and 64 (`pipe.averaging` has it).
-        on_failure: of a process within `train_step`. "stop": the run ends on all. "reroute": the others do the step
+        on_failure: of a process. "stop": the run ends on all. "reroute": in `train_step`, `eval_step`, `predict`,
+            `save` and `full_state_dict`, once stages are built and the first batch is verified, others make the call
             again, with the dead one's microbatches at its replicas, and go on; they need D > 1, a schedule that
             flushes, and a launcher that lets them (`stagewright.experiments.launcher.launch`). With its `restarts=` a
             killed process begins anew and joins: loop from `pipe.num_steps` on. All processes pass the same batch then,

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,8 @@ from .run.engine import check_runnable
 from .run.training import Training
 from .stage.loss import with_loss
 from .telling import told_if_slow
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from .auto.layout import AutoLayout
@@ -216,26 +218,81 @@ class Building:
                 f"train_step in rank {self._members.me}, which was started again to join others, before it has asked "
                 f"which step they are at: expected for step in range(pipe.num_steps, ...)"
             )
-        return partial(self._go_on, training, self._members)
+        return partial(self._step, self._members)
 
-    def _go_on(self, training: Training, members: Membership, given: Given) -> StepResult:
+    def _step(self, members: Membership, given: Given) -> StepResult:
+        def training() -> Training:
+            return self.built("train_step").training
+
+        def step() -> StepResult:
+            training().goes_on = True
+            return training().step(given)
+
+        return self._go_on(
+            members,
+            step,
+            admits=True,
+            is_ready=lambda: training().is_ready,
+            finish=lambda: training().make_update(),
+            take_back=lambda: training().take_back(),
+        )
+
+    def outlasting(self, call: Callable[[], T]) -> T:
+        """The answer of a collective call that trains nothing: where the run goes on when processes die, those that
+        are left make it again, unless each of them has its answer."""
+        members, answers = self._members, list[T]()
+        if members is None or members.is_outside or self.pipeline is None:
+            return call()
+
+        def made() -> T:
+            answers.append(call())
+            with self.guard.together():
+                collectives = self.built("a call").state.run.collectives
+                collectives.all_reduce(torch.zeros(1), what="asking whether all have an answer")
+            return answers[0]
+
+        return self._go_on(
+            members,
+            made,
+            admits=False,
+            is_ready=lambda: len(answers) > 0,
+            finish=lambda: answers[0],
+            take_back=answers.clear,
+        )
+
+    def _go_on(
+        self,
+        members: Membership,
+        call: Callable[[], T],
+        *,
+        admits: bool,
+        is_ready: Callable[[], bool],
+        finish: Callable[[], T],
+        take_back: Callable[[], None],
+    ) -> T:
+        """What a call gives, behind whose end all have what it is made of: who `is_ready` finishes it alone then.
+
+        Arguments:
+            admits: whether processes that were started again may join in front of it.
+        """
         while True:
             try:
                 self.guard.goes_on = True
-                if not members.changed and members.someone_comes(training.num_steps):
+                step = self.num_steps
+                if admits and not members.changed and members.someone_comes(step):
                     folder = members.folder_for_those_that_come()
                     self.built("train_step").state.save_for_others(folder)
-                    members.let_in(training.num_steps)
+                    members.let_in(step)
                 if members.changed:
                     self._form(members)
-                training = self.built("train_step").training
-                training.goes_on = self.guard.goes_on = True
-                result = training.step(given)
+                self.guard.goes_on = True
+                result = call()
+                members.calls += 1
             except (PeerLost, PipelineTimeout) as error:
-                if not self._makes_update(members, training, error):
-                    training.take_back()
+                if not self._is_whole(members, error, is_ready=is_ready()):
+                    take_back()
                     continue
-                result = training.make_update()
+                result = finish()
             except BaseException as error:
                 if self.guard.ended:
                     members.fail(error)
@@ -246,13 +303,13 @@ class Building:
             self._in_vain = 0
             return result
 
-    def _makes_update(self, members: Membership, training: Training, error: PipelineError) -> bool:
-        """Whether the step that failed is whole here, as those that are left agree; else they do it again."""
+    def _is_whole(self, members: Membership, error: PipelineError, *, is_ready: bool) -> bool:
+        """Whether what failed is whole here, as those that are left agree; else they do it again."""
         assert self.layout is not None
         assert self.pipeline is not None
         before = members.members
         has_waited = isinstance(error, PipelineTimeout)
-        verdict = members.agree(training.steps_made, is_ready=training.is_ready, has_waited=has_waited)
+        verdict = members.agree(members.calls, is_ready=is_ready, has_waited=has_waited)
         gone = [one for one in before if one not in verdict.members]
         failed = verdict.failed
         self._in_vain = 0 if gone else self._in_vain + 1
@@ -270,7 +327,7 @@ class Building:
             raise type(error)(f"{error}\ncause: {failed}", peers=error.peers, is_explained=True) from error
         if gone and members.me == verdict.members[0]:
             _log.warning("rank %s died: %d ranks go on without it", ", ".join(map(str, gone)), len(verdict.members))
-        return verdict.is_whole and training.is_ready
+        return verdict.is_whole and is_ready
 
     def _form(self, members: Membership) -> None:
         """The world and the pipeline of those that are left. Collective over them."""

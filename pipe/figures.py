@@ -142,8 +142,9 @@ class RunFigures:
 
     @property
     def sent_bytes(self) -> dict[LinkName, tuple[int, int]]:
-        """By link under Mesh(compress=): bytes that this process has sent in training, and those of the same tensors as
-        they were. Links are (sending stage, receiving stage) and "data"; none where nothing is packed."""
+        """By link under Mesh(compress=): bytes of tensors that this process has sent in training, without what the
+        network puts around them, and those of the same tensors as they were. Links are (sending stage, receiving stage)
+        and "data"; none where nothing is packed."""
         codecs = self._building.built("sent_bytes").state.run.codecs
         return {} if codecs is None else dict(codecs.sent)
 
@@ -217,7 +218,11 @@ class RunFigures:
 
         Collective over the processes.
         """
-        return self._building.built("parameters and state").state.full_state_dict()
+
+        def whole() -> dict[str, Any]:
+            return self._building.built("parameters and state").state.full_state_dict()
+
+        return self._building.outlasting(whole)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
@@ -240,7 +245,8 @@ class RunFigures:
 
         Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks do not share.
         """
-        return self._building.built("parameters and state").state.save(_path(folder), loader)
+        run, place = self._building, _path(folder)
+        return run.outlasting(lambda: run.built("parameters and state").state.save(place, loader))
 
     def checkpointer(
         self,

@@ -327,7 +327,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs_and_target, keywords)
-            return self._evaluation_for(given).step(given)
+            return self._building.outlasting(lambda: self._evaluation_for(given).step(given))
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
@@ -337,7 +337,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs, keywords, has_target=False)
-            return self._evaluation_for(given).predict(given)
+            return self._building.outlasting(lambda: self._evaluation_for(given).predict(given))
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
@@ -404,8 +404,8 @@ class PipelineModule(RunFigures):
 
         What is left of it is done in front of that step's update; from then on it has its `result`. Collective.
 
-        Raises ValueError where weights, or what a forward reads, may change meanwhile, or where forwards have
-        collectives in them.
+        The batch is copied. Raises ValueError where weights, or what a forward reads, may change meanwhile, or where
+        forwards have collectives in them.
         """
         with self._building.alone():
             self._building.refuse_reroute("fill_eval(...)", instead="expected eval_step(...)")

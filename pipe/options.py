@@ -38,6 +38,7 @@ from .update.loss_scale import read_grad_scaler, refuse_float16_parameters
 from .update.optimizers import SchedulerFactory
 
 REROUTE = "reroute"
+_LONGEST = 365 * 86400.0  # [s] what backends take for ever
 TRIALS = 3  # of plans under schedule="auto", at most
 
 _CALLED = {  # options that are called: with how many arguments, and such a one
@@ -119,7 +120,8 @@ class Options:
     timeout: float
 
     def __post_init__(self) -> None:
-        option("timeout", self.timeout, above_zero("seconds above 0"))
+        seconds = option("timeout", self.timeout, above_zero("seconds above 0"))
+        object.__setattr__(self, "timeout", min(seconds, _LONGEST))  # float("inf") too
         if self.max_grad_norm is not None:
             option("max_grad_norm", self.max_grad_norm, above_zero("a number above 0, or None"))
         batches = option("flush_first", self.flush_first, at_least(0, "a number of batches, at least 0"))

@@ -6,7 +6,8 @@ and make nothing. A checkpoint stands every `checkpoint_every` seconds and takes
 behind the last one is lost where the device is taken away.
 
 replay      one plan wherever its kind is to be had
-cheapest    which plan runs in which part of the trace, for the least money by the deadline: a mixed-integer program
+cheapest    which plan runs in which part of the trace, for the least money by the deadline: part by part, what may
+            still become the cheapest
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
-from scipy.sparse import lil_array  # type: ignore[import-untyped]
 
 from ..strict import check_figures, count, number, printable
 
 _HEADER = ("seconds", "kind", "price")
+_MOST = 1000  # ways that are followed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class PriceTrace:
         """Read CSV: seconds, kind, price a device and hour; an empty price: not to be had from then on. A row of a kind
         "end" ends it. Raises ValueError, with source and line, for times out of order, negative prices and whatever is
         no number."""
-        rows = list(csv.reader(io.StringIO(text)))
+        rows = list(csv.reader(io.StringIO(text, newline=None)))  # a carriage return alone ends a line, too
         if not rows or tuple(map(str.strip, rows[0])) != _HEADER:
             raise ValueError(f"{source}, line 1: {rows[:1]!r:.60}: expected {','.join(_HEADER)}")
         now: dict[str, float | None] = {}
@@ -156,6 +156,89 @@ class Charges:
         return whole * self.checkpoint_every
 
 
+class _Way(NamedTuple):
+    """A job between two parts of a trace: a plan runs since `begun`, where so many samples were `sure`.
+
+    Arguments:
+        before: the way to the part in front.
+        done: moment at which all samples are made; None: they are not.
+    """
+
+    before: _Way | None = None
+    running: PricedPlan | None = None
+    begun: float = 0.0
+    sure: float = 0.0
+    made: float = 0.0
+    cost: float = 0.0
+    lost: float = 0.0
+    restarts: int = 0
+    done: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """Samples to make along a trace, until `end`."""
+
+    trace: PriceTrace
+    samples: float
+    charges: Charges
+    end: float
+
+    def __post_init__(self) -> None:
+        number("samples", self.samples, positive=True)
+
+    def price(self, plan: PricedPlan | None, part: int) -> float | None:
+        """Of a plan's devices; None where they are not to be had."""
+        begin = self.trace.times[part]
+        prices = self.trace.prices.get(plan.kind) if plan is not None and begin < self.end else None
+        price = None if prices is None else prices[part]
+        return None if plan is None or price is None else price * plan.devices
+
+    def after(self, way: _Way, part: int, plan: PricedPlan | None) -> _Way:
+        """Behind one more part, with this plan where it can run."""
+        begin, until = self.trace.times[part], min(self.trace.times[part + 1], self.end)
+        price, charges = self.price(plan, part), self.charges
+        plan = None if price is None else plan
+        _, running, begun, sure, made, cost, lost, restarts, _ = way
+        if plan != running:
+            if running is not None and self.trace.prices[running.kind][part] is None:  # else it is left, with all
+                keeps = sure + charges.kept(begin - begun - charges.restart_seconds) * running.rate
+                lost, made = lost + made - keeps, keeps
+            sure, begun, restarts = made, begin if plan else 0.0, restarts + (plan is not None)
+        if plan is None or price is None:
+            return _Way(way, None, begun, sure, made, cost, lost, restarts)
+        first, rate = max(begin, begun + charges.restart_seconds), plan.rate * charges.share
+        more = rate * max(0.0, until - first)
+        if made + more < self.samples * (1 - 1e-12):
+            return _Way(way, plan, begun, sure, made + more, cost + (until - begin) * price, lost, restarts)
+        done = first + (self.samples - made) / rate
+        return _Way(way, plan, begun, sure, self.samples, cost + (done - begin) * price, lost, restarts, done)
+
+    def least(self, part: int, plans: Sequence[PricedPlan], samples: Sequence[float]) -> list[float]:
+        """Money that so many samples cost at least from this part on; infinite where they cannot be made."""
+        steps = []  # money a sample, and the samples, of a part whose best plan costs what its cheapest one costs
+        for i in range(part, len(self.trace.lengths)):
+            seconds = max(0.0, min(self.trace.times[i + 1], self.end) - self.trace.times[i])
+            known = [(price, plan.rate) for plan in plans if (price := self.price(plan, i)) is not None]
+            if known:
+                most = max(rate for _, rate in known) * self.charges.share * seconds
+                steps.append((min(price / rate for price, rate in known) / self.charges.share, most))
+        a_sample, most_samples = np.array([(0.0, 0.0), *sorted(steps)]).T
+        whole = np.cumsum(most_samples)
+        needed = np.asarray(samples)
+        money = np.interp(needed, whole, np.cumsum(a_sample * most_samples))
+        return np.where(needed > whole[-1] * (1 + 1e-9), np.inf, money).tolist()  # type: ignore[no-any-return]
+
+    def result(self, way: _Way) -> PricedRun:
+        names, at = list[str | None](), way
+        while at.before is not None:
+            names.append(None if at.running is None else at.running.name)
+            at = at.before
+        names[:0] = [None] * (len(self.trace.lengths) - len(names))
+        seconds = None if way.done is None else way.done - self.trace.times[0]
+        return PricedRun(tuple(names[::-1]), way.cost, seconds, way.made, way.lost, way.restarts)
+
+
 def replay(
     used: Sequence[PricedPlan | None],
     trace: PriceTrace,
@@ -165,113 +248,55 @@ def replay(
 ) -> PricedRun:
     """Run the plan of each part, one after the other, until the samples are made; waits where its kind is not to be
     had. A device that goes on with the same plan does not restart."""
-    made = cost = lost = 0.0
-    restarts, begun = 0, None  # when the plan that runs was begun
-    sure, names = 0.0, list[str | None]()
     end = math.inf if deadline is None else deadline
-    running: PricedPlan | None = None
-    for part, (begin, until) in enumerate(pairwise(trace.times)):
-        until = min(until, end)
-        plan = used[part] if begin < until else None
-        price = None if plan is None else trace.prices.get(plan.kind, (None,) * len(used))[part]
-        if price is None:
-            plan = None
-        if plan != running:
-            if running is not None and begun is not None:  # taken away, or left: a planned change keeps all
-                went = trace.prices[running.kind][part] is None
-                keeps = charges.kept(begin - begun - charges.restart_seconds) * running.rate if went else made - sure
-                lost, made = lost + made - sure - keeps, sure + keeps
-            sure, begun, running = made, begin, plan
-            restarts += plan is not None
-        names.append(None if plan is None else plan.name)
-        if plan is None or price is None or begun is None:
-            continue
-        first = max(begin, begun + charges.restart_seconds)
-        rate = plan.rate * charges.share
-        if made + rate * max(0.0, until - first) >= samples * (1 - 1e-12):
-            done = first + (samples - made) / rate
-            names += [None] * (len(used) - part - 1)
-            cost += (done - begin) * price * plan.devices
-            return PricedRun(
-                used=tuple(names),
-                cost=cost,
-                seconds=done - trace.times[0],
-                samples=samples,
-                lost=lost,
-                restarts=restarts,
-            )
-        made += rate * max(0.0, until - first)
-        cost += (until - begin) * price * plan.devices
-    return PricedRun(tuple(names), cost, None, made, lost, restarts)
+    job, way = _Job(trace=trace, samples=samples, charges=charges, end=end), _Way()
+    for part, plan in enumerate(used):
+        way = way if way.done is not None else job.after(way, part, plan)
+    return job.result(way)
 
 
 def cheapest(
     plans: Sequence[PricedPlan], trace: PriceTrace, samples: float, charges: Charges, deadline: float | None = None
 ) -> PricedRun:
     """The least money by which the samples are made by the deadline, knowing the trace; never dearer than one plan.
-    Raises ValueError where no plans make them in time."""
-    candidates = [replay([plan] * len(trace.lengths), trace, samples, charges, deadline) for plan in plans]
-    found = _solve(plans, trace, samples, charges, deadline)
-    if found is not None:
-        candidates.append(replay(found, trace, samples, charges, deadline))
-    done = [each for each in candidates if each.seconds is not None]
-    if not done:
-        most = max(candidates, key=lambda each: each.samples)
+
+    A way is followed unless one with the same plan since the same moment has made more for less money, or what is left
+    costs too much even without restarts. Where that leaves over 1,000, as in long traces, those that promise most are,
+    and the answer may be some 0.1% too dear. Raises ValueError where no plans make them in time.
+    """
+    single = [replay([plan] * len(trace.lengths), trace, samples, charges, deadline) for plan in plans]
+    best = min((each for each in single if each.seconds is not None), key=lambda each: each.cost, default=None)
+    end = math.inf if deadline is None else deadline
+    job, ways = _Job(trace=trace, samples=samples, charges=charges, end=end), [_Way()]
+    for part in range(len(trace.lengths)):
+        found: dict[tuple[PricedPlan | None, float], list[_Way]] = {}
+        runs = [None, *(plan for plan in plans if job.price(plan, part) is not None)]
+        for way in (job.after(way, part, plan) for way in ways for plan in runs):
+            if way.done is None:
+                found.setdefault((way.running, way.begun), []).append(way)
+            elif best is None or way.cost < best.cost:
+                best = job.result(way)
+        ways = [way for alike in found.values() for way in _front(alike)]
+        left = job.least(part + 1, plans, [samples - way.made for way in ways])
+        limit = math.inf if best is None else best.cost
+        hopeful = [(way.cost + more, way) for way, more in zip(ways, left, strict=True) if way.cost + more < limit]
+        if len(hopeful) > _MOST:  # of those that have made about as much, the one that promises most
+            hopeful.sort(key=lambda each: -each[0])
+            hopeful = [*{int(each[1].made / samples * _MOST): each for each in hopeful}.values()]
+        ways = [way for _, way in hopeful]
+    if best is None:
+        most = max(each.samples for each in single)
         raise ValueError(
             f"{samples:g} samples by {'the end of the trace' if deadline is None else f'{deadline:g} s'}: the most "
-            f"that these plans make is {most.samples:g}: expected a later deadline, or faster plans"
+            f"that these plans make is {most:g}: expected a later deadline, or faster plans"
         )
-    return min(done, key=lambda each: each.cost)
+    return best
 
 
-def _solve(
-    plans: Sequence[PricedPlan], trace: PriceTrace, samples: float, charges: Charges, deadline: float | None
-) -> list[PricedPlan | None] | None:
-    """u[i, c]: seconds of part i on plan c; on[i, c]: whether; begin[i, c]: whether it restarts there."""
-    end = math.inf if deadline is None else deadline
-    lengths = [max(0.0, min(until, end) - begin) for begin, until in pairwise(trace.times)]
-    pairs = [
-        (i, c)
-        for i, length in enumerate(lengths)
-        for c, plan in enumerate(plans)
-        if length > 0 and trace.prices.get(plan.kind, (None,) * len(lengths))[i] is not None
-    ]
-    size, at = len(pairs), {pair: n for n, pair in enumerate(pairs)}
-    if not pairs:
-        return None
-    rows, low, high = lil_array((3 * size + len(lengths) + 1, 3 * size)), [], []
-    money, work = np.zeros(3 * size), 3 * size + len(lengths)
-    for n, (i, c) in enumerate(pairs):
-        plan, price = plans[c], trace.prices[plans[c].kind][i]
-        assert price is not None
-        money[n] = price * plan.devices
-        rows[3 * n, n], rows[3 * n, size + n] = 1.0, -lengths[i]  # u <= length on
-        rows[3 * n + 1, 2 * size + n], rows[3 * n + 1, size + n] = 1.0, -1.0  # begin >= on - on of the part in front
-        if (i - 1, c) in at:
-            rows[3 * n + 1, size + at[i - 1, c]] = 1.0
-        rows[3 * n + 2, n], rows[3 * n + 2, 2 * size + n] = (
-            1.0,
-            -min(charges.restart_seconds, lengths[i]),
-        )
-        low += [-np.inf, 0.0, 0.0]
-        high += [0.0, np.inf, np.inf]
-        rows[3 * size + i, size + n] = 1.0  # one plan a part
-        rows[work, n] = plan.rate * charges.share
-        rows[work, 2 * size + n] = -plan.rate * charges.share * charges.restart_seconds
-    low += [-np.inf] * len(lengths) + [samples]
-    high += [1.0] * len(lengths) + [np.inf]
-    upper = np.concatenate([[lengths[i] for i, _ in pairs], np.ones(2 * size)])
-    found = milp(
-        money,
-        constraints=LinearConstraint(rows.tocsr(), low, high),
-        bounds=Bounds(np.zeros(3 * size), upper),
-        integrality=np.concatenate([np.zeros(size), np.ones(2 * size)]),
-        options={"time_limit": 60.0},
-    )
-    if found.x is None:
-        return None
-    used: list[PricedPlan | None] = [None] * len(lengths)
-    for n, (i, c) in enumerate(pairs):
-        if found.x[size + n] > 0.5:
-            used[i] = plans[c]
-    return used
+def _front(ways: list[_Way]) -> list[_Way]:
+    """Those to which none has made as much for less money."""
+    kept: list[_Way] = []
+    for way in sorted(ways, key=lambda each: (-each.made, each.cost)):
+        if not kept or way.cost < kept[-1].cost:
+            kept.append(way)
+    return kept

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .untouched import content, is_users_module
+from .source_line import content, is_users_module
 
 _MOST = 10_000  # entries of a container that are looked into
 _FIXED: tuple[Any, ...] = (bool, int, float, type(None), str, bytes, type, ModuleType, *weakref.ProxyTypes)

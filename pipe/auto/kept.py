@@ -41,7 +41,9 @@ def cache_folder() -> Path | None:
         base = "~/Library/Caches"
     else:
         base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "stagewright"
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        return Path(base).expanduser() / "stagewright"
+    return None
 
 
 def profile_key(*measured: object, device: torch.device) -> str:

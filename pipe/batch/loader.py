@@ -13,6 +13,8 @@ without, on every rank of a pipeline, and in a run that goes on from a checkpoin
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +30,7 @@ from ...schedules.kinds import at_least, one_of, option
 from ..guards.randomness import mix
 from .shared import HostShare, keep_sample, kept_sample
 
+_log = logging.getLogger("stagewright")
 Remainder = Literal["drop", "carry", "keep"]
 
 
@@ -349,8 +352,15 @@ class _Seeded(Dataset[Any]):
         known = {draw: kept_sample(folder, draw.number) for draw in draws}
         missing = [draw for draw, kept in known.items() if not kept]
         for draw, sample in zip(missing, self._read(missing) if missing else (), strict=True):
-            keep_sample(folder, draw.number, sample, share_of=share_of)
             known[draw].append(sample)
+            try:
+                if self._kept is not None:
+                    keep_sample(folder, draw.number, sample, share_of=share_of)
+            except (OSError, RuntimeError) as error:  # torch's own, of a full disk
+                self._kept = None
+                for left in folder.glob(f"new.{os.getpid()}.*"):
+                    left.unlink(missing_ok=True)
+                _log.warning("the loader's cache= keeps no more samples in %s: %s", folder, error)
         return [known[draw][0] for draw in draws]
 
     def _read(self, draws: Sequence[Draw]) -> Any:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...comm import MeshPlace, machine
+from ...comm.forked import keep_from_children
 from ...comm.sealed import load_sealed, own_folder, save_sealed
 from ...comm.store_exchange import exchanges
 
@@ -53,6 +54,7 @@ class HostShare:
         self._iteration = self._number = 0
         lock = self._lock_of(process).open("wb")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        keep_from_children(lock.fileno())
         weakref.finalize(self, _leave, folder, lock, os.getpid())
 
     @property

@@ -163,13 +163,16 @@ class Evaluation:
         if self._beside is None:
             self._beside = RankLinks(self._run, self._ranks.links.between, peers_in_parts=frozenset())
             self._training.transports += self._beside.transports.values()
-        begun = self._begin(given, "eval_step", has_loss=has_loss, links=self._beside)
+        begun = self._begin(given.kept(), "eval_step", has_loss=has_loss, links=self._beside)
         mode, engine, programs, _, batch = begun
         modules = self._modules(mode)
         buffers = MovingBuffers(*modules).before_forward()
         pieces, stands = engine.in_pieces(programs)
+        changes = self._training.fills.changes()
 
         def run(piece: Callable[[], bool]) -> None:
+            if self._training.fills.changes() != changes:
+                raise ValueError("a weight was changed behind fill_eval: expected that behind the next train_step")
             with evaluating(*modules), standing_in(buffers), self._run.seeder.call(), batch.autocast.again():
                 is_last = piece()
             torch.clear_autocast_cache()  # casts without a graph, which the step around must not use

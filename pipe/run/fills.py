@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ...comm import PipelineError
+from ...partition.model.forms import counted_changes
 from ...partition.model.untouched import untouched
 from ...schedules import Action
 from ..batch.results import EvalResult
@@ -108,6 +109,7 @@ class Fills:
         self._now = now
         self.works: deque[FillWork] = deque()
         self.is_running = False
+        self.weights: Sequence[torch.Tensor] = ()  # which no piece may change in the midst of a step
         self._gaps: dict[_Place, deque[float]] = defaultdict(lambda: deque(maxlen=_SEEN))  # [s]
         # By rank, where it is: since when, seconds of pieces there, and when its message was there.
         self._visits: dict[int, tuple[_Place, float, float, float]] = {}
@@ -168,15 +170,24 @@ class Fills:
             if work.stands():  # another process may bring what it waits for
                 time.sleep(_POLL)
             else:
-                self.is_running = True
+                self.is_running, changes = True, self.changes()
                 try:
                     work.run_piece()
                 finally:
                     self.is_running = False
+                if self.changes() != changes:
+                    work.is_done = True
+                    raise ValueError(
+                        f"piece {work.num_done - 1} of the background work {work.name!r} changed a weight in the midst "
+                        f"of a step: expected pieces that read weights, and changes between two steps"
+                    )
                 worked = (now if worked is None else worked[0]), self._now()
             now = self._now()
         self._visits[rank] = place, begun, now - begun, now
         return worked
+
+    def changes(self) -> list[int]:
+        return counted_changes(self.weights)
 
     def _budget(self, place: _Place) -> float:
         gaps = self._gaps.get(place, ())

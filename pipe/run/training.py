@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
 
-from ...comm import HostClocks
+from ...comm import HostClocks, PeerLost, PipelineTimeout
 from ...schedules import Timeline
 from ...schedules.kinds import above_zero, option
 from ...schedules.timing.records import RankRecord
@@ -73,6 +73,7 @@ class Training:
         self.steps_made = 0  # updates in front of the newest such step
         self._buffers: Snapshot = ()
         self._root = run.root
+        self.fills.weights = [*run.root.parameters()]
         self._begun = 0.0
 
     @property
@@ -209,7 +210,8 @@ class Training:
             if not self._update.is_lost:
                 self.drain()
                 self._update.gate.enter()  # an evaluation has messages under way
-            with self._guard.together():
+            left = (PeerLost, PipelineTimeout) if self.goes_on else ()  # who died behind the last call is not needed
+            with suppress(*left), self._guard.together():
                 for transport in self.transports:
                     transport.drain(timeout)
                 self._collectives.gather(None, what="closing a pipeline")  # nobody waits for a link any more

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from support.inside import ExchangeError, StoreExchange, _meet, connected, free_ports
 from support.pool import Pool, ports_of_this_worker
+from support.small import X, Y, make
 
 from stagewright.comm import (
     Collectives,
@@ -301,6 +302,16 @@ def test_a_process_that_stops_while_groups_are_made_is_named(request: pytest.Fix
         kinds.append(kind)
     assert "PipelineTimeout" in kinds
     assert {*kinds} <= {"PipelineTimeout", "PeerLost"}
+
+
+def unlimited() -> float | None:
+    pipe = make(mesh=None, timeout=float("inf"))
+    return pipe.train_step(X, Y).loss
+
+
+@pytest.mark.gloo
+def test_a_time_out_may_be_infinite(gloo: Pool) -> None:
+    assert None not in gloo.run(unlimited, ranks=2)
 
 
 @pytest.mark.parametrize(("seconds", "died"), [(0.01, False), (1e6, True)])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.inside import Membership, Verdict, membership
-from torch.distributed import HashStore
+from torch.distributed import HashStore, distributed_c10d
 
 from stagewright.comm import PeerLost, PipelineTimeout, World
 
@@ -282,3 +282,22 @@ def test_ranks_of_the_world_that_is_formed(run: Run, monkeypatch: pytest.MonkeyP
     worlds = together(one.form, three.form)
     assert [(each.rank, each.size) for each in worlds] == [(0, 2), (1, 2)]
     assert sorted((each["rank"], each["world_size"]) for each in asked) == [(0, 2), (1, 2)]
+
+
+def test_worlds_have_one_name_where_some_had_begun_to_form_one_before(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second death: who had all here is left with a thread that joins, and torch has counted one world more there."""
+    one, three = without_one(run)
+    names: list[str] = []
+    monkeypatch.setattr(distributed_c10d._world, "group_count", 0)
+    monkeypatch.setattr(
+        membership, "connected", lambda *_, **__: names.append(distributed_c10d._process_group_name([], False))
+    )
+    monkeypatch.setattr(run.store.__class__, "clone", lambda self: self, raising=False)
+    monkeypatch.setattr(membership.dist, "is_initialized", lambda: False)
+    for each, counted in ((one, 1), (three, 0)):
+        each._store.set(each._key("here", 2 - each.me), "")
+        distributed_c10d._world.group_count = counted
+        each.form()
+    assert names == ["0", "0"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -109,6 +111,25 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     assert result.first_failed == 1
     assert result.status == 128 + signal.SIGKILL
     assert "killed by SIGKILL" in result.report
+
+
+def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    """They would keep its connections, and the others wait for it."""
+    os.mkfifo(tmp_path / "lives")
+    lives = os.open(tmp_path / "lives", os.O_RDONLY | os.O_NONBLOCK)
+    child = f"os.set_inheritable(os.open({str(tmp_path / 'lives')!r}, os.O_WRONLY), True); os.system('sleep 400 &')"
+    result = run(f"import signal\nif rank == 1: {child}; os.kill(os.getpid(), signal.SIGKILL)", grace=0.2)
+    assert "rank 1 failed first (killed by SIGKILL)" in result.report
+    assert select.select([lives], [], [], 60.0)[0]
+    os.close(lives)
+
+
+def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose stream takes text alone: what nobody took would fill the pipe, and the rank stand still."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert run("sys.stderr.write(('x' * 99 + chr(10)) * 2000 * (rank == 0))").status == 0
+    assert shown.getvalue().count("x" * 99) == 2000
 
 
 @pytest.mark.thorough

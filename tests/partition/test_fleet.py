@@ -126,12 +126,39 @@ def test_a_replay_by_hand() -> None:
     assert replay([B] * 4, TRACE, 240.0, charges, deadline=120.0).seconds is None
 
 
+def test_lines_may_end_as_on_any_machine() -> None:
+    for end in ("\r\n", "\r"):
+        assert PriceTrace.parse(end.join(["seconds,kind,price", "0,a,3600", "5,end,", ""])).times == (0.0, 5.0)
+
+
 def test_the_cheapest_knows_what_comes() -> None:
     charges = Charges(restart_seconds=10.0, checkpoint_every=30.0)
     found = cheapest([A, B], TRACE, 160.0, charges)
     assert (found.used, found.cost, found.seconds) == ((None, None, None, "B"), 45.0, 390.0)
     with pytest.raises(ValueError, match=r"5000 samples by 200 s: the most that these plans make is 380: expected"):
         cheapest([A, B], TRACE, 5000.0, charges, deadline=200.0)
+
+
+def test_the_cheapest_is_that_of_all_choices() -> None:
+    """Of each part's plan; also where only a change of plan, or a wait, makes the samples in time."""
+    rng, feasible = np.random.default_rng(5), 0
+    for _ in range(40):
+        times = (0.0, *np.cumsum(rng.choice([10.0, 50.0, 100.0, 300.0], 4)).tolist())
+        table = rng.uniform(0.0, 3.0, (2, 4)) * (rng.random((2, 4)) < 0.8)
+        prices = {kind: tuple(each or None for each in row) for kind, row in zip("ab", table.tolist(), strict=True)}
+        trace = PriceTrace(times=times, prices=prices)
+        every, seconds, restart = rng.choice([0.0, 10.0, 30.0]), rng.choice([0.0, 5.0]), rng.choice([0.0, 5.0, 20.0])
+        charges = Charges(restart_seconds=restart, checkpoint_every=every, checkpoint_seconds=seconds)
+        given = float(rng.uniform(10, 600)), charges, float(rng.uniform(0.5, 1.0)) * times[-1]
+        every_run = (replay(used, trace, *given) for used in itertools.product([None, A, B], repeat=4))
+        costs = [run.cost for run in every_run if run.seconds is not None]
+        if not costs:
+            with pytest.raises(ValueError, match="expected a later deadline"):
+                cheapest([A, B], trace, *given)
+            continue
+        assert cheapest([A, B], trace, *given).cost == pytest.approx(min(costs))
+        feasible += 1
+    assert feasible > 20
 
 
 @pytest.mark.thorough
@@ -169,6 +196,7 @@ def test_mistakes_are_named() -> None:
         lambda: PriceTrace.parse("seconds,kind,price\n5,a,-1\n"): r"line 2: price: -1\.0: expected a finite number",
         lambda: PriceTrace.parse("seconds,kind,price\n5,a,x\n"): r"line 2: price: 'x': expected a number",
         lambda: PriceTrace.parse("seconds,kind,price\n5,a,1\n"): r"trace: 1 moments: expected at least two",
+        lambda: cheapest([A, B], TRACE, -5.0, Charges()): r"samples: -5\.0: expected a finite number above 0",
         lambda: PricedPlan(name="A", kind="a", devices=1, rate=0.0): r"plan 'A': rate: 0\.0: expected a finite number",
     }
     for make, told in cases.items():

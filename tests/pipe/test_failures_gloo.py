@@ -11,6 +11,7 @@ must not. "At once" is less than half of LONG.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -167,6 +168,18 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_beside_a_worker() -> None:
+    """A forked one, as a DataLoader's, which is busy and lives on: it has no part in the connections."""
+    if os.fork():
+        die()
+    for number in range(3, 1000):
+        with suppress(OSError):
+            one = socket.socket(fileno=number)
+            one.close() if one.family == socket.AF_UNIX else one.detach()  # the pool's own
+    time.sleep(4 * SHORT)
+    os._exit(0)
+
+
 def stall() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -240,7 +253,7 @@ def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
     dist.all_gather_object(processes, os.getpid())
     torch.manual_seed(0)
     model = layers(2)
-    trips = [partial(time.sleep, 1.5 * timeout), die if how == "dies" else stall]
+    trips = [partial(time.sleep, 1.5 * timeout), die_beside_a_worker if how == "dies" else stall]
     backwards: list[None] = []
     made, make_collectives = list[Collectives](), Collectives.__init__
 
@@ -293,6 +306,23 @@ def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
     assert "\ncause: the store that the ranks met at does not answer either: its host (rank 0, unless a" in lost.text
     assert closed.kind == "none"
     assert at_once(lost, closed)
+
+
+def few_files() -> Told:
+    """Rank 0 may not open what the links take."""
+    taken, (soft, hard) = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 12, hard))
+    found = told(lambda: make(mesh=None, timeout=SHORT))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return found
+
+
+def test_too_many_open_files_are_no_fault_of_the_network(fragile: Pool) -> None:
+    first, second = (reply.value for reply in fragile.replies(few_files, ranks=2))
+    assert first.text.startswith("rank 0: making the links: ")
+    assert " files are open: expected ulimit -n " in first.text
+    assert second.text.endswith(f"\ncause: rank 0 failed: {first.text}")
 
 
 def read_badly() -> None:

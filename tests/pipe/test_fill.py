@@ -243,6 +243,43 @@ def test_a_piece_that_fails_ends_the_step_by_name(wrong: Callable[[Any], object]
     pipe.close()
 
 
+def test_a_piece_that_changes_a_weight_in_a_step_ends_the_step_by_name() -> None:
+    """Behind a step it may."""
+    pipe = make()
+
+    def change() -> None:
+        with torch.no_grad():
+            pipe.parameters()[0].mul_(2.0)
+
+    pipe.fill([change], name="mine").finish()
+    pipe.fill(iter([lambda: None, change]), name="mine", seconds=1e-9)
+    with pytest.raises(
+        ValueError, match="piece 1 of the background work 'mine' changed a weight in the midst of a step"
+    ):
+        all(pipe.train_step(X, Y) for _ in range(20))
+    pipe.close()
+
+
+def test_an_evaluation_in_the_waits_is_of_what_it_was_given() -> None:
+    """Though its batch's memory is filled again; and not of weights that were edited since."""
+    pipe = make()
+    wanted, x, y = pipe.eval_step(X, Y).loss, X.clone(), Y.clone()
+    work = pipe.fill_eval(x, y)
+    x.zero_()
+    y.zero_()
+    pipe.train_step(x, y)
+    assert work.result is not None
+    assert work.result.loss == wanted
+    pipe.fill_eval(x, y)
+    with torch.no_grad():
+        pipe.parameters()[-1].mul_(2.0)
+    with pytest.raises(
+        RuntimeError, match="ValueError: a weight was changed behind fill_eval: expected that behind the"
+    ):
+        pipe.train_step(x, y)
+    pipe.close()
+
+
 def test_what_a_generator_yields_is_looked_at() -> None:
     pipe = make()
     work = pipe.fill(iter([3]), name="mine")  # type: ignore[list-item]

@@ -77,6 +77,21 @@ def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("at", ["1:E", "1:save", "1:saving", "1:snapshot", "1:update", "2:update", "2:close"])
+def test_evaluations_and_saves_outlast_a_death(tmp_path: Path, at: str) -> None:
+    """Also the one behind a step that the dead one has voted in; and the end of the run."""
+    mesh, saved = ("1f1b", 2, 2), tmp_path / "saved"
+    result = start(tmp_path, mesh, 3, strikes=f"3:{at}", EVALUATES=str(saved))
+    assert result.status == 0, result.report
+    wanted = going_on.losses(*mesh, 3), going_on.evaluations(*mesh, 3)
+    for rank in range(3):
+        made = [line for line in lines(tmp_path)[rank] if line[0] != "threads"]
+        assert [line[1] for line in made] == pytest.approx(wanted[0], rel=1e-12)
+        assert [line[5] for line in made] == pytest.approx(wanted[1], rel=1e-12)
+    going_on.make_pipe(*mesh, going_on.Strikes("", 0)).load(saved)
+
+
+@pytest.mark.nightly
 def test_a_stage_without_a_holder_ends_the_run_by_name(tmp_path: Path) -> None:
     result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="2:1:F,3:2:F")
     assert result.status != 0
@@ -281,6 +296,53 @@ def test_who_was_started_again_is_told_to_begin_with_the_others_step(monkeypatch
     assert store.get("stagewright/wants/3") == b"1"
 
 
+def with_members(is_whole: bool) -> tuple[sw.PipelineModule, list[bool]]:
+    """A pipeline whose members all live, and agree that what failed is whole, or not; whether it was ready is noted."""
+    x, asked = torch.randn(16, 2), list[bool]()
+
+    def agree(num_steps: int, *, is_ready: bool, has_waited: bool) -> Verdict:
+        asked.append(is_ready)
+        run._building._in_vain = 0  # as where somebody died
+        return Verdict((0, 1, 2, 3), is_whole, "")
+
+    run = module()
+    run.train_step(x, x)
+    members: Any = SimpleNamespace(me=0, members=(0, 1, 2, 3), agree=agree, calls=0, is_outside=False, changed=False)
+    members.step_made = lambda: None
+    run._building._members = members
+    return run, asked
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_call_of_which_all_have_the_answer_is_not_made_again(is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an evaluation or a save: one that fails behind its end, and one that fails within."""
+    run, asked = with_members(is_whole)
+    made: list[int] = []
+    lost = iter([PeerLost("lost"), None, None])
+
+    def vote(*_: Any, **__: Any) -> None:
+        if error := next(lost):
+            raise error
+
+    monkeypatch.setattr(run._building.built("").state.run.collectives, "all_reduce", vote)
+
+    def call() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    assert run._building.outlasting(call) == (0 if is_whole else 1)
+    assert asked == [True]
+    failing = iter([PeerLost("lost"), None])
+
+    def fails_within() -> int:
+        if error := next(failing):
+            raise error
+        return 7
+
+    assert run._building.outlasting(fails_within) == 7
+    assert asked == [True, False]
+
+
 def test_a_step_that_fails_twice_with_nobody_dead_ends_the_run() -> None:
     x, asked = torch.randn(16, 2), []
 
@@ -290,11 +352,10 @@ def test_a_step_that_fails_twice_with_nobody_dead_ends_the_run() -> None:
 
     run = module()
     run.train_step(x, x)
-    members: Any = SimpleNamespace(me=0, members=(0, 1, 2, 3), agree=agree)
-    training: Any = SimpleNamespace(steps_made=1, is_ready=False)
-    assert not run._building._makes_update(members, training, PipelineTimeout("waited"))
+    members: Any = SimpleNamespace(me=0, members=(0, 1, 2, 3), agree=agree, calls=1)
+    assert not run._building._is_whole(members, PipelineTimeout("waited"), is_ready=False)
     with pytest.raises(PeerLost, match="a step failed twice, and nobody is dead"):
-        run._building._makes_update(members, training, PeerLost("lost"))
+        run._building._is_whole(members, PeerLost("lost"), is_ready=False)
     assert asked == [True, False]
 
 
@@ -311,7 +372,7 @@ def test_one_that_dies_between_two_looks_ends_nobody_else(tmp_path: Path, moment
 
     class Process:
         def __init__(self, number: int) -> None:
-            self.number, self.returncode = number, None
+            self.number, self.returncode, self.pid = number, None, 1 << 30  # nobody's
 
         def poll(self) -> int | None:
             self.returncode = poll(self.number)

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.commands import Done, run_forked
-from support.inside import AutoLayout, keep, profile_key
+from support.inside import AutoLayout, cache_folder, keep, profile_key
 from support.pool import Pool
 from torch import nn
 
@@ -283,3 +283,10 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.
     with caplog.at_level("INFO", logger="stagewright"):
         trained(str(tmp_path / "file" / "cache"))
     assert f"not kept: {tmp_path / 'file' / 'cache'} is not writable" in caplog.text
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STAGEWRIGHT_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError))
+    assert cache_folder() is None

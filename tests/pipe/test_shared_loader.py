@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -118,6 +119,10 @@ def read_some(folder: Path, number: int, how: str) -> None:
     for batch in loader:
         number -= 1
         if number == 0 and how == "killed":
+            child = os.fork()  # a worker that is busy outlives it
+            if not child:
+                signal.pause()
+            (folder / "child").write_text(str(child))
             os.kill(os.getpid(), signal.SIGKILL)
         del batch
 
@@ -136,8 +141,12 @@ def test_a_dead_readers_samples_are_taken_over(tmp_path: Path, how: str, caplog:
     noted(tmp_path, "fetched")
     loader = loader_of(tmp_path, 1)
     process = started(tmp_path, 2 if how == "killed" else NUM_SAMPLES, how)
-    found = list(loader)
-    process.join()
+    try:
+        found = list(loader)
+    finally:
+        process.join()
+        if how == "killed":
+            os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     for batch, expected in zip(found, alone, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(batch, expected, strict=True))
     assert (loader.batches.epoch, loader.batches.position) == (1, 0)
@@ -166,6 +175,25 @@ def test_a_batch_that_is_a_view_is_handed_on_alone(tmp_path: Path) -> None:
     share.put(torch.zeros(100_000)[:8], (0, 0))
     (path,) = tmp_path.glob("*.for1")
     assert path.stat().st_size < 10_000
+
+
+def test_a_cache_that_no_longer_fits_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: list[Path] = []
+
+    def full(folder: Path, number: int, *_: object, **__: object) -> None:
+        kept.append(folder / f"new.{os.getpid()}.{number}")
+        kept[-1].touch()
+        if len(kept) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys.modules[ReplicaLoader.__module__], "keep_sample", full)
+    found = list(loader_of(tmp_path, 0, (0,), cache=1 << 20))
+    assert len(found) == NUM_SAMPLES // BATCH
+    assert len(kept) == 2
+    assert not kept[-1].exists()
+    assert caplog.text.count("cache= keeps no more samples in ") == 1
 
 
 def test_what_the_reader_raises_is_told_to_the_others(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
     python going_on.py FOLDER SCHEDULE PIPE DATA STEPS    STRIKES="rank:step:point[:signal],..."
 
-Points: begin, F (in a forward), B (in a backward), loss, vote and norm (before them), ready (between them), voted,
-update, form (before the world is formed anew), formed, again (before the pipeline has links again), joined, or so many
-milliseconds from the beginning of the step. A step may be "first", of this process, or "start", the process's own. A
-signal may be "raise". Each rank writes a line a step: step, loss, seconds, when it ended, microbatches that a layer of
-it has seen; and its number into the file KILLS when it is struck.
+Points: begin, F (in a forward), B (in a backward), E (in a forward of an evaluation, under EVALUATES, which also saves
+behind each step), save, saving and snapshot (in front of that and in it), close, loss, vote and norm (before them),
+ready (between them), voted, update, form (before the world is formed anew), formed, again (before the pipeline has
+links again), joined, or so many milliseconds from the beginning of the step. A step may be "first", of this process, or
+"start", the process's own. A signal may be "raise". Each rank writes a line a step: step, loss, seconds, when it ended,
+microbatches that a layer of it has seen; and its number into the file KILLS when it is struck.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Layer(nn.Module):
         self._strikes = strikes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self._strikes.at("F")
+        self._strikes.at("F" if self.training else "E")
         self.seen += 1
         out: torch.Tensor = x + self.dropout(torch.tanh(self.linear(x)))
         if out.requires_grad:
@@ -136,6 +137,15 @@ def losses(schedule: str, pipe: int, data: int, steps: int) -> list[float]:
     return [float(run.train_step(*batch(step)).loss or 0.0) for step in range(steps)]
 
 
+def evaluations(schedule: str, pipe: int, data: int, steps: int) -> list[float]:
+    """Those behind each step."""
+    run, found = make_pipe(schedule, pipe, data, Strikes("", 0)), list[float]()
+    for step in range(steps):
+        run.train_step(*batch(step))
+        found.append(float(run.eval_step(*batch(step)).loss or 0.0))
+    return found
+
+
 def wait_for_others(run: sw.PipelineModule) -> None:
     from support.inside import dead
 
@@ -154,7 +164,14 @@ def wait_for_others(run: sw.PipelineModule) -> None:
 
 
 def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
-    from support.inside import FlushUpdate, Membership, PipeContextRun, PipeTrainingTraining, report_to_launcher
+    from support.inside import (
+        FlushUpdate,
+        Membership,
+        PipeContextRun,
+        PipeStateState,
+        PipeTrainingTraining,
+        report_to_launcher,
+    )
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -164,6 +181,7 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
     strikes.around(PipeContextRun, "__init__", "again", behind="joined")
     strikes.around(FlushUpdate, "prepare", "norm", behind="ready")
     strikes.around(PipeTrainingTraining, "_vote", "vote", behind="voted")
+    strikes.around(PipeStateState, "snapshot", "saving", behind="snapshot")
     with report_to_launcher(), Path(folder, f"{rank}.log").open("a", buffering=1) as log:
         limit = os.environ.get("LIMIT", "60")
         run = make_pipe(schedule, int(pipe), int(data), strikes, timeout=float(limit if life else "60"))
@@ -173,11 +191,18 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
             strikes.begin(step)
             started = time.time()
             loss = run.train_step(*batch(step)).loss
+            evaluated = []
+            if folder_of_saved := os.environ.get("EVALUATES"):
+                evaluated = [run.eval_step(*batch(step)).loss]
+                strikes.at("save")
+                run.save(folder_of_saved)
             seen = max(int(b) for name, b in run.state_dict().items() if name.endswith("seen"))
-            log.write(json.dumps([step, loss, time.time() - started, time.time(), seen]) + "\n")
+            log.write(json.dumps([step, loss, time.time() - started, time.time(), seen, *evaluated]) + "\n")
             if "LIMIT" in os.environ:  # from the next forming on, when all have started
                 object.__setattr__(run._building.options, "timeout", float(limit))
                 run._building._members._timeout = float(limit)  # type: ignore[union-attr]
+        strikes.at("close")
+        run.close()
         log.write(json.dumps(["threads", len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]) + "\n")
 
 

@@ -1,0 +1,64 @@
+"""What a process keeps from its children: a worker of a DataLoader that outlives it would hide its death.
+
+A connection closes, and a lock is let go, when the last process that has it ends. gloo lets children inherit all of
+its sockets. Here each is closed in a child that is forked, and by the system in one that runs another program.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_OPEN = "/proc/self/fd"  # on Linux; elsewhere nothing is kept from anybody
+_kept: dict[int, str] = {}  # what a descriptor led to as it was kept: since then another may have its number
+
+
+@contextmanager
+def kept_from_children() -> Iterator[None]:
+    """Connections over TCP that are made within, on any thread, are no child's, nor those that they accept later."""
+    before = _connections()
+    try:
+        yield
+    finally:
+        for descriptor, place in _connections().items():
+            if before.get(descriptor) != place:
+                keep_from_children(descriptor)
+
+
+def keep_from_children(descriptor: int) -> None:
+    with suppress(OSError):
+        _kept[descriptor] = os.readlink(f"{_OPEN}/{descriptor}")
+        os.set_inheritable(descriptor, False)
+
+
+def _connections() -> dict[int, tuple[str, int]]:
+    """What a descriptor leads to, and its local port."""
+    found = {}
+    with suppress(OSError):
+        for descriptor in map(int, os.listdir(_OPEN)):
+            with suppress(OSError):
+                target = os.readlink(f"{_OPEN}/{descriptor}")
+                if target.startswith("socket:"):
+                    with socket.socket(fileno=os.dup(descriptor)) as one:
+                        if one.family in (socket.AF_INET, socket.AF_INET6):
+                            found[descriptor] = target, one.getsockname()[1]
+    return found
+
+
+def _let_go() -> None:
+    """In a child. Its objects keep the numbers, and may close them later: nothing else may get these."""
+    nothing, there = os.open(os.devnull, os.O_RDWR), _connections()
+    still: set[int] = set()
+    for descriptor, target in _kept.items():
+        with suppress(OSError):
+            still |= {descriptor} if os.readlink(f"{_OPEN}/{descriptor}") == target else set()
+    accepting = {there[descriptor][1] for descriptor in still & there.keys()}
+    for descriptor in still | {one for one, (_, port) in there.items() if port in accepting}:
+        os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
