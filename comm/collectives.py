@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .compact import compact
 from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
 from .groups import Groups
 from .mesh import MeshPlace
@@ -290,21 +290,6 @@ class Collectives:
     def _run(self, collective: Callable[[dist.ProcessGroup], T], processes: tuple[int, ...], what: str) -> T:
         group = self._groups[processes]
         return self.groups.as_one(lambda: collective(group), what=what, processes=processes)
-
-
-class CompactPickler(pickle.Pickler):
-    """Of a tensor that is a view it writes what the view has: torch writes all memory behind it, such as a data set."""
-
-    def reducer_override(self, value: Any) -> Any:
-        is_plain = type(value) is torch.Tensor and value.layout is torch.strided
-        if is_plain and value.nbytes < value.untyped_storage().nbytes():
-            return value.detach().clone().requires_grad_(value.requires_grad).__reduce_ex__(2)
-        return NotImplemented
-
-
-def compact(value: object) -> bytes:
-    CompactPickler(file := io.BytesIO()).dump(value)
-    return file.getvalue()
 
 
 def _tell(work: dist.Work, on_through: Callable[[], None] | None) -> None:

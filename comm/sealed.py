@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from .collectives import CompactPickler
+from .compact import CompactPickler
 
 SECRET = "STAGEWRIGHT_SECRET"  # in the environment of a run's processes, and nowhere else
 _SEAL = 64  # characters of a seal: SHA-256 in hex
