@@ -214,10 +214,7 @@ class RunFigures:
         return state.state_dict()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The model's own `state_dict()` with the tensors and extra states of all stages, on every rank, on the CPU.
-
-        Collective over the processes.
-        """
+        """The model's own `state_dict()` of all stages, on every rank, on the CPU. Collective over the processes."""
 
         def whole() -> dict[str, Any]:
             return self._building.built("parameters and state").state.full_state_dict()
@@ -286,11 +283,7 @@ class RunFigures:
         )
 
     def load(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        loader: HasState | None = None,
-        new: Literal["fresh"] | None = None,
+        self, folder: str | os.PathLike[str], *, loader: HasState | None = None, new: Literal["fresh"] | None = None
     ) -> None:
         """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
 

@@ -38,6 +38,7 @@ from .saved_optimizers import SavedOptimizers
 from .snapshot import HasState, Snapshot, Writers, held, rule_of, take_snapshot
 
 Kind = tuple[tuple[int, ...], torch.dtype]  # of a tensor: shape and type
+_Names = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,11 +306,7 @@ def check_model(checkpoint: Checkpoint, root: nn.Module) -> None:
 
 
 def _sources(
-    checkpoint: Checkpoint,
-    own: Sequence[str],
-    tied: Mapping[str, str],
-    others: Mapping[str, str],
-    kind: Callable[[str], Kind],
+    checkpoint: Checkpoint, own: Sequence[str], tied: _Names, others: _Names, kind: Callable[[str], Kind]
 ) -> dict[str, str]:
     """Key of each of the model's tensors. Raises ValueError for a checkpoint of another model.
 

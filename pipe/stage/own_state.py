@@ -60,13 +60,8 @@ def state_of(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mappin
 def tensors_from(
     root: nn.Module, state: Mapping[str, Any], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors as `root.load_state_dict(state)` takes them out of a whole state; it sets the extra states, too.
-
-    Arguments:
-        like: whole tensors, which are overwritten.
-
-    Raises ValueError for the state of another model.
-    """
+    """Tensors as `root.load_state_dict(state)` takes them out of a whole state, into `like`; it sets the extra states,
+    too. Raises ValueError for the state of another model."""
     with _placed(root, like, {}):
         try:
             root.load_state_dict(dict(state))

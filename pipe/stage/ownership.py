@@ -68,7 +68,7 @@ class Ownership:
         self.refuse_plain_state(gone, META)
         self.refuse_plain_state([x for name, x in everything if not self._shares[name].is_whole], DIVIDED)
         self.asked: WeakSet[torch.optim.Optimizer] = WeakSet()  # the user's own, by Elsewhere
-        self._elsewhere = self._free({id(x): name for name, x in reversed(everything) if not self.is_local(name)})
+        self._free({id(x): name for name, x in reversed(everything) if not self.is_local(name)})
 
     def refuse_plain_state(self, tensors: Collection[torch.Tensor], why: str) -> None:
         """Refuse `state_dict` and pickling of modules that hold any of these tensors themselves.
@@ -92,13 +92,6 @@ class Ownership:
     def shard(self, name: str) -> Shard:
         """Shard that a process with this one's place in its tensor group holds of a parameter or buffer."""
         return self._shares[name]
-
-    def note_gradients(self, are_there: bool) -> None:
-        """Whether the user has gradients of all parameters: those of other processes are elsewhere."""
-        for parameter in self._elsewhere:
-            if parameter.requires_grad:
-                gradient = _elsewhere(parameter.detach(), self, parameter.known_as)
-                parameter.grad = gradient if are_there else None
 
     def names(self) -> list[str]:
         return list(self._tensors())
@@ -293,7 +286,7 @@ class Ownership:
             )
         return dict(self._ordered(state.items()))
 
-    def _free(self, gone: Mapping[int, str]) -> list[Elsewhere]:
+    def _free(self, gone: Mapping[int, str]) -> None:
         """Put meta tensors in the place of everything that this process does not hold, by id and name."""
         metas: dict[int, Elsewhere] = {}
         for module in self._modules:
@@ -304,7 +297,6 @@ class Ownership:
                     if id(value) not in metas:
                         metas[id(value)] = _elsewhere(value, self, gone[id(value)])
                     setattr(module, key, metas[id(value)])
-        return list(metas.values())
 
 
 class Elsewhere(torch.Tensor):
@@ -315,21 +307,26 @@ class Elsewhere(torch.Tensor):
 
     owner: Ownership
     known_as: str
-    _grad: torch.Tensor | None = None
 
     @property
-    def grad(self) -> torch.Tensor | None:
-        """None within the step of an optimizer, which leaves the parameter alone; not so a norm over all gradients."""
-        if self._grad is None or (optimizer := _stepping()) is None:
-            return self._grad
-        if optimizer not in self.owner.asked:
-            self.owner.asked.add(optimizer)
-            refuse_shared_statistic(optimizer, [p for _, p in self.owner.parameters()])
-        return None
+    def grad(self) -> None:
+        """None, which a step leaves alone; a norm that would miss it, of torch or an optimizer, is a ValueError."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "clip_grad_norm_" and frame.f_globals["__name__"] == "torch.nn.utils.clip_grad":
+                raise self.refusal()
+            optimizer = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "step" and code.co_varnames else None
+            if isinstance(optimizer, torch.optim.Optimizer):
+                if optimizer not in self.owner.asked:
+                    self.owner.asked.add(optimizer)
+                    refuse_shared_statistic(optimizer, [p for _, p in self.owner.parameters()])
+                return
+            frame = frame.f_back
 
     @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        self._grad = value
+    def grad(self, value: object) -> None:
+        """It stays None."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -367,18 +364,6 @@ def _elsewhere(like: torch.Tensor, owner: Ownership, name: str) -> Elsewhere:
         made.owner, made.known_as, made._is_param = owner, name, isinstance(like, nn.Parameter)
         made.requires_grad_(like.requires_grad)
     return made
-
-
-def _stepping() -> torch.optim.Optimizer | None:
-    """The optimizer of whose step the caller is a part."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name == "step":
-            first = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(first, torch.optim.Optimizer):
-                return first
-        frame = frame.f_back
-    return None
 
 
 class _Refusal:

@@ -212,7 +212,6 @@ class FlushUpdate(Update):
         for part in self.shards.parts.values():
             part.follow()
         self._step_optimizers(known.loss, skipped)
-        self.ownership.note_gradients(False)
         if not self.shards.apart:
             self.shards.gather()
         return known._replace(grad_norm=norm, skipped=skipped)
@@ -268,7 +267,6 @@ class FlushUpdate(Update):
         self.shards.gather_gradients(self._present)
         self._add_before(divided=True)
         self._before = []
-        self.ownership.note_gradients(True)
         return self._known
 
     def clip(

@@ -100,11 +100,7 @@ class StageOptimizers:
         }
 
     def refuse_shared_statistics(self, model: Sequence[nn.Parameter]) -> None:
-        """See `refuse_shared_statistic`. An optimizer that has all that learns may do anything.
-
-        Arguments:
-            model: all parameters of it.
-        """
+        """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters may do anything."""
         if self.parts or len(self._parameters) < sum(p.requires_grad for p in model):
             for optimizer in self.optimizers:
                 refuse_shared_statistic(optimizer, model, own_hook=self._refuse_by_hand)

@@ -30,7 +30,6 @@ def _by_hand(average: nn.Module, model: nn.Module) -> None:
 
 USES: dict[str, Callable[[nn.Module, nn.Module], object]] = {
     "clip": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
-    "norm of gradients": lambda model, _: sum(p.grad.norm() for p in model.parameters() if p.grad is not None),
     "norm of weights": lambda model, _: [float(p.detach().norm()) for p in model.parameters()],
     "all weights": lambda model, _: torch.cat([p.data.flatten() for p in model.parameters()]),
     "on the host": lambda model, _: [p.detach().numpy() for p in model.parameters()],
