@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from functools import partial, update_wrapper
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 
 from .source_line import content, is_users_module
 
+_OURS = __name__.partition(".")[0]
 _MOST = 10_000  # entries of a container that are looked into
 _FIXED: tuple[Any, ...] = (bool, int, float, type(None), str, bytes, type, ModuleType, *weakref.ProxyTypes)
 
@@ -44,22 +45,29 @@ class Copies:
 
     def of(self, value: Any) -> Any:
         """Its copy; what copy.deepcopy raises."""
+        return self._copied(value, self._deep)
+
+    def instead(self, value: Any) -> Any:
+        """What does the same with the copies: itself, or where it reaches what is copied, a copy of as little as can
+        be."""
+        return self._copied(value, self._again)
+
+    def _copied(self, value: Any, copied: Callable[[Any], Any]) -> Any:
         found = _all([value], known=self.memo, enters=self.reaches)
         made = [(x, self._blank(x)) for x in found if isinstance(x, FunctionType) and self.reaches(x)]
         self.memo |= {id(function): own for function, own in made}
         try:
-            copied = copy.deepcopy(value, self.memo)
+            other = copied(value)
             for function, own in made:
                 self._fill(function, own)
+            for module in (x for x in found if isinstance(x, nn.Module) and id(x) in self.memo):
+                refs = {key: self._again(x) for key, x in vars(module).items() if type(x) is weakref.ref}
+                vars(self.memo[id(module)]).update(refs)
         except BaseException:
             for function, _ in made:  # they are not whole
                 self.memo.pop(id(function))
             raise
-        return copied
-
-    def instead(self, value: Any) -> Any:
-        """Its copy where it reaches what is copied, else itself."""
-        return self.of(value) if self.reaches(value) else value
+        return other
 
     def reaches(self, value: object) -> bool:
         """Whether it is, or knows of, what is copied."""
@@ -101,8 +109,33 @@ class Copies:
         own.__kwdefaults__ = {key: self._again(x) for key, x in (function.__kwdefaults__ or {}).items()} or None
         vars(own).update({key: self._again(x) for key, x in vars(function).items()})
 
+    def _deep(self, value: Any) -> Any:
+        return self._again(value) if type(value) is weakref.ref else copy.deepcopy(value, self.memo)
+
     def _again(self, value: Any) -> Any:
-        return copy.deepcopy(value, self.memo) if self.reaches(value) else value
+        if not self.reaches(value):
+            return value
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        if type(value) is weakref.ref:
+            return weakref.ref(self.memo.get(id(value()), value()))
+        if id(value) in self._own:
+            return self._deep(value)
+        if isinstance(value, partial):
+            keywords = {key: self._again(x) for key, x in value.keywords.items()}
+            return partial(self._again(value.func), *map(self._again, value.args), **keywords)
+        if isinstance(value, MethodType):
+            return MethodType(self._again(value.__func__), self._again(value.__self__))
+        if type(value) is tuple:
+            return tuple(map(self._again, value))
+        other = self.memo[id(value)] = copy.copy(value)
+        if isinstance(value, list):
+            other[:] = map(self._again, value)
+        elif isinstance(value, dict):
+            other |= {key: self._again(x) for key, x in value.items()}
+        elif _held(value):
+            vars(other).update({key: self._again(x) for key, x in vars(value).items()})
+        return other
 
 
 def _all(values: Iterable[object], *, known: Collection[int], enters: Callable[[FunctionType], bool]) -> list[object]:
@@ -132,6 +165,7 @@ def _leads_to(wanted: Collection[int], value: object, others: dict[int, object])
             seen[id(value)] = value
             pending += _known_to(value) if isinstance(value, FunctionType) else _held(value)
             pending += (value(),) if isinstance(value, weakref.ref) else ()
+            pending += (value.__self__,) if isinstance(value, BuiltinMethodType) else ()
     others |= seen
     return False
 
@@ -145,7 +179,7 @@ def _held(value: Any) -> Collection[Any]:
     if isinstance(value, MethodType):
         return value.__self__, value.__func__
     top = type(value).__module__.partition(".")[0]
-    is_users = top not in ("torch", *sys.stdlib_module_names) or isinstance(value, SimpleNamespace | Namespace)
+    is_users = top not in ("torch", _OURS, *sys.stdlib_module_names) or isinstance(value, SimpleNamespace | Namespace)
     return vars(value).values() if isinstance(value, nn.Module) or (is_users and hasattr(value, "__dict__")) else ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,11 @@ def holder(layer: Any) -> None:
     layer.forward = Holder(lambda x: layer.inner(x) * 2)
 
 
+def weak(layer: Any) -> None:
+    layer.me, old = weakref.ref(layer), weakref.ref(layer)
+    layer.forward = lambda x: layer.me().inner(old().inner.weight + x)
+
+
 def hook(layer: Any) -> None:
     layer.inner.register_forward_hook(lambda module, args, output: output * layer.inner.running_mean.sum())
 
@@ -89,7 +95,7 @@ def called_compiled(layer: Any) -> None:
 
 @pytest.mark.parametrize(
     "around",
-    [closure, closure_in_a_partial, decorated, default, global_name, holder, hook, compiled, called_compiled],
+    [closure, closure_in_a_partial, decorated, default, global_name, holder, weak, hook, compiled, called_compiled],
 )
 def test_a_copy_runs_and_changes_what_is_its_own(around: Callable[[Any], None]) -> None:
     layer, x = Layer(), torch.randn(4, 2)
@@ -141,6 +147,31 @@ def test_what_reaches_nothing_is_left_alone() -> None:
     assert torch.equal(Copies(model).of(model).last, model.last)
 
 
+class Trainer:
+    """Holds the model beside what cannot be copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts, self.lock, self.share = {"model": [model]}, threading.Lock(), 2.0
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.share * self.parts["model"][0](x).sum()
+
+
+def test_what_holds_the_model_beside_much_else_is_copied_as_little_as_can_be() -> None:
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    trainer = Trainer(model)
+    copies = Copies(model)
+    other = copies.of(model)
+    for loss in (trainer.loss, lambda x: 1.0 * trainer.loss(x), functools.partial(Trainer.loss, trainer)):
+        ours = copies.instead(loss)
+        assert copies.shared(other, ours) is None
+        ours(x).backward()
+        assert model.weight.grad is None
+        assert torch.equal(other.weight.grad, torch.full((2, 2), 2.0))
+        other.weight.grad = None
+    assert trainer.parts["model"] == [model]
+
+
 class Itself(nn.Linear):
     def __deepcopy__(self, memo: object) -> nn.Module:
         return self
@@ -156,10 +187,13 @@ SHARED = nn.Linear(2, 2)
 
 def test_what_a_copy_shares_is_named() -> None:
     parent: Any = nn.Sequential(nn.Linear(2, 2))
-    parent[0].parent = weakref.ref(parent)
+    parent[0].parents = [weakref.ref(parent)]
+    method: Any = nn.Linear(2, 2)
+    method.detached = method.weight.detach
     of_globals = nn.Sequential(SHARED, Reads(2, 2))
     for model, place in (
-        (parent, "'parent' of module '0'"),
+        (parent, "'parents' of module '0'"),
+        (method, "'detached' of module ''"),
         (of_globals, "'forward' of module '1'"),
         (nn.Sequential(Itself(2, 2)), "module '0'"),
     ):

@@ -243,8 +243,8 @@ def test_edits_are_tried_on_layers_of_the_copy() -> None:
     edits["0"].checkpoint()
     assert edits.verify((torch.randn(5, 4),)) == []
     assert int(layer.num_batches_tracked) == 0
-    layer.parent = weakref.ref(model)
-    with pytest.raises(ValueError, match="'parent' of module '1' of it still uses the model's own"):
+    layer.parents = [weakref.ref(model)]
+    with pytest.raises(ValueError, match="'parents' of module '1' of it still uses the model's own"):
         edits.verify((torch.randn(5, 4),))
 
 
