@@ -137,7 +137,7 @@ def refuse_chance(
             return False
         return any(dim is not None for dim in dims)
 
-    running = next(filter(None, ([*filter(runs, ways)] for ways in _ways(whole, named))), [{}])
+    running: list[_Way] = next(filter(None, ([*filter(runs, ways)] for ways in _ways(whole, named))), [{}])
     if running == [{}]:  # or it takes no such number at all
         return
     told = [*running, {i: whole.dims[i] for way in running for i in way}]
