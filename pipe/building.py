@@ -34,7 +34,6 @@ from ..partition.model.modes import no_collection
 from ..schedules.transform import on_rows, schedule_without
 from .arguments import AUTO
 from .batch.agreement import unequal_weights
-from .batch.axes import refuse_chance
 from .batch.given import Given, check_batch
 from .batch.results import StepResult
 from .batch.slicing import check_slicing
@@ -429,7 +428,8 @@ class Building:
 
         def first() -> Arguments:
             check_batch(given, own if given.microbatches else 1)  # training asks for more
-            refuse_chance(options, given, own)
+            if options.model is not None and not given.microbatches:
+                options.calls.refuse_chance(options.model, given, num_parts=own, device=run_on)
             return given.cut(own)[0].arguments.map(like)
 
         joins = self._members is not None and self._members.life > 0

@@ -297,8 +297,8 @@ class PipelineModule(RunFigures):
         The target, passed whole to `loss_fn(output, target)`, is the keyword `target`, or else the last positional
         argument; under loss_fn="model" there is none. All else goes to the model's forward as it is given, and a dict
         as the only argument (or the only one in front of the target) stands for keywords if a key of it is a parameter
-        of forward. Tensors are cut with `torch.tensor_split` along their `batch_dims`; what is no tensor stays the
-        same for every batch. Ranks of one pipeline pass the same batch.
+        of forward. Tensors are cut with `torch.tensor_split` along their `batch_dims`; what is no tensor is
+        recorded once a value. Ranks of one pipeline pass the same batch.
 
         A batch may come in microbatches: `train_step(microbatches=[(x0, y0), (x1, y1), ...])`, M of them, each what
         would be a batch of its own, as a tuple or as a dict of keywords. Their tensors may differ in size in any

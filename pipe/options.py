@@ -370,6 +370,11 @@ def _refuse_wrapped(root: nn.Module) -> None:
             "precision=stagewright.Precision(compile=True), which compiles each of its units"
         )
     for path, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"module {path!r}" if path else "the model"
+            raise ValueError(
+                f"{what} is TorchScript: expected the nn.Module that it was made of (Precision(compile=True))"
+            )
         kind = next((each.__name__ for each in type(module).__mro__ if each.__name__ in _INSTEAD), None)
         if kind is not None and (kind != "DistributedDataParallel" or module.process_group.size() > 1):
             raise ValueError(

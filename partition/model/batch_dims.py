@@ -1,13 +1,21 @@
-"""Where the batch stands in each argument of a model: `batch_dims={"tokens": 1, "mask": None}`."""
+"""Where the batch stands in each argument of a model: `batch_dims={"tokens": 1, "mask": None}`.
+
+An axis may be as long as the batch by chance: a [T, T] mask of T samples, positions [3, B, T] of 3.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations, count, product
 
-from .forms import Arguments, argument_name
+import torch
+from torch import nn
+
+from .forms import Arguments, argument_name, tensors_in
+from .model_units import model_units
 
 BatchDims = Mapping[str | int, int | None]
 
@@ -90,6 +98,82 @@ def keys_of(path: Sequence[str], names: Sequence[str]) -> list[str | int]:
         if position is not None:
             found.append(f"{position}{''.join(inner[:end])}" if end else position)
     return found
+
+
+def key_of(name: str) -> str:
+    """How an argument is named in batch_dims."""
+    return name.removeprefix("input ") if name.startswith("input ") else repr(name)
+
+
+_Way = dict[int, int | None]  # other dimensions of the batch, of some tensors
+
+
+def refuse_chance(
+    model: nn.Module, whole: Arguments, named: Collection[int], *, num_parts: int, device: torch.device
+) -> None:
+    """ValueError for a batch that would be cut along an axis which is as long as it by chance: with another number of
+    samples there the model fails, and it runs with them elsewhere.
+
+    Asked where the inputs have another axis of that size; or the model has, and microbatches of one sample would be
+    broadcast, where larger ones fail by themselves. `named`: tensors whose dimension the user has said.
+    """
+    num_samples = whole.num_samples
+    sizes = [size for x, at in zip(whole.tensors, whole.dims, strict=True) for d, size in enumerate(x.shape) if d != at]
+    if num_samples == num_parts and len(whole.tensors) > 1:
+        sizes += [size for x in (*model.parameters(), *model.buffers()) for size in x.shape]
+    if num_samples not in sizes or 1 in (num_samples, num_parts):
+        return
+    other = next(number for number in count(2, 2) if number not in (*sizes, num_samples))
+
+    def runs(way: _Way) -> bool:
+        dims = [way.get(i, dim) for i, dim in enumerate(whole.dims)]
+        tensors = tuple(
+            x.new_empty([other if d == dim else size for d, size in enumerate(x.shape)], device="meta")
+            for x, dim in zip(whole.tensors, dims, strict=True)
+        )
+        try:
+            model_units(model, Arguments(whole.form, tensors, tuple(dims)), enter_unit=None, device=device)
+        except ValueError:
+            return False
+        return any(dim is not None for dim in dims)
+
+    running: list[_Way] = next(filter(None, ([*filter(runs, ways)] for ways in _ways(whole, named))), [{}])
+    if running == [{}]:  # or it takes no such number at all
+        return
+    told = [*running, {i: whole.dims[i] for way in running for i in way}]
+    *better, same = (f"{{{', '.join(f'{key_of(whole.names[i])}: {d}' for i, d in way.items())}}}" for way in told)
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(whole.names, whole.tensors, strict=True))
+    raise ValueError(
+        f"{num_samples} samples, and another axis of that size ({shapes}): with {other} samples where the batch "
+        f"seems to be the model fails, and it runs with batch_dims={' or '.join(better)}. Expected that; or, to keep "
+        f"it as it is, batch_dims={same}"
+    )
+
+
+def _ways(whole: Arguments, named: Collection[int]) -> Iterator[list[_Way]]:
+    """None; then other dimensions of one tensor that have that size, or that it has none; then of two."""
+    others = {
+        i: [*(d for d in range(1, x.dim()) if x.shape[d] == whole.num_samples), None]
+        for i, x in enumerate(whole.tensors)
+        if x.dim() and i not in named
+    }
+    for changes in range(3):
+        yield [
+            dict(zip(chosen, dims, strict=True))
+            for chosen in combinations(reversed(others), changes)
+            for dims in product(*(others[i] for i in chosen))
+        ]
+
+
+def refuse_target(whole: Arguments, target: object) -> None:
+    """ValueError where inputs have the batch in another dimension than 0, and the target could in either."""
+    for dim in filter(None, whole.dims):
+        for shape in (tuple(leaf.shape) for leaf in tensors_in(target)):
+            if shape[:1] == shape[dim : dim + 1] == (whole.num_samples,):
+                raise ValueError(
+                    f"a target of shape {shape} for inputs with {whole.num_samples} samples in dimension {dim}: "
+                    f"expected batch_dims={{{TARGET!r}: {dim}}} beside theirs, or {TARGET!r}: 0"
+                )
 
 
 def _first(key: str) -> str:

@@ -65,10 +65,7 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
         for table, name, value in places:
             fake = fakes[id(value)]
             now = table.get(name)
-            grows = now is not None and (now.shape, now.dtype) != (
-                fake.shape,
-                fake.dtype,
-            )  # a cache; who reads it is seen
+            grows = now is not None and (now.shape, now.dtype) != (fake.shape, fake.dtype)  # as a cache
             if not grows and (now is not fake or fake._version or id(fake) in statistics):
                 written.add(id(value))
             table[name] = value

@@ -32,7 +32,7 @@ _READS_VALUES = (
     fake_tensor.UnsupportedFakeTensorException,
     fake_tensor.UnsupportedOperatorException,
 )
-_SAID_OF_FAKES = ("FakeTensor", "fake impl", "tensor subclasses", "Length of all samples")  # the last: packed sequences
+_SAID_OF_FAKES = ("FakeTensor", "fake impl", "tensor subclasses", "shape_env", "Length of all samples")
 
 _RUNNING: list[object] = []
 
@@ -63,42 +63,34 @@ def call_for_shapes(
     except Exception as error:
         if not reads_values(error):
             raise
-
-    def value_with(integers: int) -> Any:
+    failed: list[Exception] = []
+    for integers in (0, 1):
         kept.restore()
         for held, before in objects:
             held.clear()
             (held.extend if isinstance(held, list) else held.update)(before)
-        return _value(module, run, args, named, integers)
-
-    try:
-        value = value_with(0)
-    except Exception as error:
+        made_up = _MadeUp(integers)
         try:
-            value = value_with(1)
-        except Exception:
-            raise error from None
-    taken = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, torch.Tensor)]
+            with _values_in(module, made_up):
+                given = pytree.tree_map_only(torch.Tensor, made_up.value_of, (tuple(args), named))
+                with unset_fake_temporarily():
+                    _RUNNING.append(run)
+                    try:
+                        value = run(*given[0], **given[1])
+                    finally:
+                        _RUNNING.pop()
+                made_up.show_changes()
+                value = pytree.tree_map_only(torch.Tensor, made_up.fake_of, value)
+            break
+        except Exception as error:
+            failed.append(error)
+    else:
+        raise failed[0]
+    taken = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*module.parameters(), *taken)):
         return value
     # Values decide what runs: what wants no gradient in this run may want one in another.
     return pytree.tree_map_only(torch.Tensor, wanting_gradient, value)
-
-
-def _value(
-    module: nn.Module, run: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], integers: int
-) -> Any:
-    made_up = _MadeUp(integers)
-    with _values_in(module, made_up):
-        args, named = pytree.tree_map_only(torch.Tensor, made_up.value_of, (tuple(args), named))
-        with unset_fake_temporarily():
-            _RUNNING.append(run)
-            try:
-                value = run(*args, **named)
-            finally:
-                _RUNNING.pop()
-        made_up.show_changes()
-        return pytree.tree_map_only(torch.Tensor, made_up.fake_of, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from ...partition.model.batch_dims import TARGET, BatchDims, parameter_names, with_dims
+from ...partition.model.batch_dims import (
+    TARGET,
+    BatchDims,
+    key_of,
+    keys_of,
+    parameter_names,
+    refuse_chance,
+    refuse_target,
+    with_dims,
+)
 from ...partition.model.chain import is_sequential
 from ...partition.model.forms import Arguments, Form, copied, cut_tensor, tensors_in
 
@@ -111,6 +121,8 @@ class Given:
         columns: list[Sequence[object]] = []
         for leaf in leaves:
             dim = self.target_dim
+            if isinstance(leaf, torch.Tensor) and leaf.is_nested and dim is not None and num_parts > 1:
+                raise ValueError("a nested tensor in the target: expected a list of one tensor for each sample")
             if isinstance(leaf, np.ndarray) and dim is not None and num_samples in leaf.shape and num_parts > 1:
                 raise ValueError(
                     f"a numpy array of shape {leaf.shape} in the target, of which only tensors are cut into "
@@ -159,15 +171,15 @@ class CallReader:
         self.signature = signature_of(model)
         self._model = type(model).__name__
         self._has_target = has_target
-        self.batch_dims = batch_dims
-        self.names = parameter_names(self.signature)
+        self._batch_dims = batch_dims
+        self._names = parameter_names(self.signature)
         self._has_listed: bool | None = None  # whether the newest list of targets had one for each sample
         self._num_positional: int | None = None  # of the first call: others are told in its way
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs and the target; ValueError for what the model cannot take."""
         given = self._read(args, kwargs, self._batch)
-        if type(given.target) is not list or given.microbatches or TARGET in self.batch_dims:
+        if type(given.target) is not list or given.microbatches or TARGET in self._batch_dims:
             return given
         return replace(given, is_listed=self._lists_samples(given.target, given.num_samples))
 
@@ -204,7 +216,15 @@ class CallReader:
                 f"target, as one batch has them: for batch in loader: train_step(*batch)"
             )
         given = self._inputs(args, kwargs)
-        return replace(given, target=target, target_dim=self.batch_dims.get(TARGET, 0))
+        return replace(given, target=target, target_dim=self._batch_dims.get(TARGET, 0))
+
+    def refuse_chance(self, model: nn.Module, given: Given, *, num_parts: int, device: torch.device) -> None:
+        """ValueError where it is not clear along which axis a whole batch is cut."""
+        whole = given.arguments
+        named = [i for i, path in enumerate(whole.form.paths) if {*keys_of(path, self._names)} & {*self._batch_dims}]
+        refuse_chance(model, whole, named, num_parts=num_parts, device=device)
+        if TARGET not in self._batch_dims and num_parts > 1:
+            refuse_target(whole, given.target)
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
         """Inputs alone; ValueError for what the model cannot take."""
@@ -220,7 +240,7 @@ class CallReader:
         """The microbatches of a batch that is cut already; None for a whole one. ValueError for an empty list."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and set(args[0]) == {MICROBATCHES}:
             args, kwargs = [], args[0]
-        if MICROBATCHES not in kwargs or MICROBATCHES in self.names:
+        if MICROBATCHES not in kwargs or MICROBATCHES in self._names:
             return None
         if args or len(kwargs) > 1:
             others = [f"{len(args)} by position"] * bool(args) + [name for name in kwargs if name != MICROBATCHES]
@@ -253,7 +273,13 @@ class CallReader:
         if len(args) == 1 and not kwargs:
             args, kwargs = self._spread(args, kwargs)
         args, kwargs = self._bound(tuple(args), kwargs)
-        return Given(arguments=with_dims(Arguments.of(args, kwargs), self.batch_dims, self.names))
+        for name, value in (*((f"input {i}", each) for i, each in enumerate(args)), *kwargs.items()):
+            if isinstance(value, PackedSequence):
+                raise ValueError(
+                    f"{name} is a PackedSequence, of which nobody can cut samples: expected sequences that are padded, "
+                    f"and their lengths, packed in a module's forward"
+                )
+        return Given(arguments=with_dims(Arguments.of(args, kwargs), self._batch_dims, self._names))
 
     def example(self, example: Sequence[Any] | Mapping[str, Any]) -> Given:
         """Inputs from a tuple, or a dict of keywords."""
@@ -270,13 +296,13 @@ class CallReader:
         only = args[0]
         if self.signature is None or not isinstance(only, Mapping) or not all(isinstance(key, str) for key in only):
             return tuple(args), dict(kwargs)
-        if any(key in self.names or self._meant(key) for key in only):
+        if any(key in self._names or self._meant(key) for key in only):
             return (), dict(only)
         return tuple(args), dict(kwargs)
 
     def _meant(self, name: str, *, least: float = _LIKE) -> str | None:
         """The parameter that a wrong name resembles."""
-        return next(iter(difflib.get_close_matches(name, self.names, n=1, cutoff=least)), None)
+        return next(iter(difflib.get_close_matches(name, self._names, n=1, cutoff=least)), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """The same arguments, by position or by keyword as in the first call; ValueError unless forward takes them."""
@@ -295,12 +321,12 @@ class CallReader:
                 return args, kwargs
             raise self._unfit(args, kwargs, str(error)) from None
         for name in kwargs:
-            meant = None if name in self.names else self._meant(name, least=_SURELY)
+            meant = None if name in self._names else self._meant(name, least=_SURELY)
             if meant is not None and meant not in bound.arguments:  # forward(..., **kwargs) would swallow it
                 raise self._unfit(args, kwargs, f"nothing for {meant!r}")
         if self._num_positional is None:
             self._num_positional = len(args)
-        first = self.names[: self._num_positional]
+        first = self._names[: self._num_positional]
         if len(args) == self._num_positional or any(name not in bound.arguments for name in first):
             return args, kwargs
         plain = {
@@ -308,17 +334,17 @@ class CallReader:
             for name, each in self.signature.parameters.items()
             if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         }
-        given = set(self.names[: len(args)]) | set(first)
-        if len(args) > len(self.names) or not given <= plain:
+        given = set(self._names[: len(args)]) | set(first)
+        if len(args) > len(self._names) or not given <= plain:
             return args, kwargs
-        by_name = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        by_name = {**dict(zip(self._names, args, strict=False)), **kwargs}
         return tuple(by_name.pop(name) for name in first), by_name
 
     def _unfit(self, args: Sequence[object], kwargs: Mapping[str, object], problem: str) -> ValueError:
         near = [
             f"{name!r} looks like {meant!r}"
             for name in kwargs
-            if name not in self.names and (meant := self._meant(name)) is not None
+            if name not in self._names and (meant := self._meant(name)) is not None
         ]
         words = [*(f"{len(args)} by position" for _ in args[:1]), *map(repr, kwargs)]
         target = "; the last positional argument is the target, unless target=... is given" if self._has_target else ""
@@ -399,29 +425,13 @@ def check_like_example(arguments: Arguments, example: Arguments, *, has_target: 
 
 
 def _difference(arguments: Arguments, example: Arguments, *, has_target: bool) -> str:
-    (args, kwargs), (then_args, then_kwargs) = (each.form.assemble(each.tensors) for each in (arguments, example))
-    if len(args) != len(then_args) and not kwargs and not then_kwargs:
-        given, then = (" and a target", "then the target") if has_target else ("", "and no target")
-        return (
-            f"{len(args)} inputs{given} for a model that was built for {len(then_args)}: expected {len(then_args)}, "
-            f"{then}"
-        )
-    now = {**{f"input {i}": value for i, value in enumerate(args)}, **kwargs}
-    then_ = {**{f"input {i}": value for i, value in enumerate(then_args)}, **then_kwargs}
-    said = [f"{name} is missing" for name in then_ if name not in now]
-    said += [f"{name} is new" for name in now if name not in then_]
-    for name, value in now.items():
-        if name in then_ and not said:
-            one, other = (Form.of(each)[0] for each in (value, then_[name]))
-            if one != other:
-                said.append(f"{name} is {one} and was {other} (_: a tensor)")
+    (args, _), (then, _) = (each.form.assemble(each.tensors) for each in (arguments, example))  # of a chain
+    if len(args) != len(then):
+        what, expected = (" and a target", "then the target") if has_target else ("", "and no target")
+        return f"{len(args)} inputs{what} for a model that was built for {len(then)}: expected {len(then)}, {expected}"
+    pairs = ((i, Form.of(one)[0], Form.of(other)[0]) for i, (one, other) in enumerate(zip(args, then, strict=True)))
+    said = [f"input {i} is {one} and was {other} (_: a tensor)" for i, one, other in pairs if one != other]
     return (
-        f"arguments unlike those that the stages were built for: {', '.join(said)}. Expected the same ones, with the "
-        f"same numbers, strings and flags, for every batch: {', '.join(then_)}; give what varies as a tensor, or build "
-        f"with example_inputs= of the batches to come"
+        f"arguments unlike those that the stages were built for: {', '.join(said)}. Expected the same numbers, strings "
+        f"and flags for every batch; give what varies as a tensor"
     )
-
-
-def key_of(name: str) -> str:
-    """How an argument is named in batch_dims."""
-    return name.removeprefix("input ") if name.startswith("input ") else repr(name)

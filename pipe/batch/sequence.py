@@ -14,11 +14,11 @@ from typing import TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from ...partition.model.batch_dims import TARGET, BatchDims, keys_of, parameter_names
+from ...partition.model.batch_dims import TARGET, BatchDims, key_of, keys_of, parameter_names
 from ...partition.model.forms import Arguments
 from ..options import Options
 from ..stage.slices import TokenSpan
-from .given import Given, key_of, signature_of
+from .given import Given, signature_of
 
 Slice: TypeAlias = tuple[Given, TokenSpan]  # of a microbatch, and where it stands in its sequence
 

@@ -6,6 +6,7 @@ import copy
 import cProfile
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from support import eager_models as models
 from support.inside import Arguments, RecordedUnits, RecordingError
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.distributions import Normal
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from stagewright.pipe import PipelineModule
 
@@ -48,6 +50,16 @@ def counted(model: Any, x: Tensor) -> Tensor:
     return model.blocks[0](x)
 
 
+def doubled(x: Tensor, times: int) -> Tensor:
+    for _ in range(times):
+        x = x * 2
+    return x
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it is deprecated
+    SCRIPTED = torch.jit.script(doubled)
+
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a value is read": (
         lambda m, x: m.blocks[0](x) if m.stem(x).sum() > 0 else x,
@@ -56,6 +68,18 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a sequence is packed": (
         lambda m, x: pack_padded_sequence(m.blocks[0](x)[None], x[0, :1].long()).data,
         r"packs sequences by their lengths, which are values(?=.* move it into a module of its own)",
+    ),
+    "a packed sequence goes on": (
+        lambda m, x: m.blocks[0](PackedSequence(m.stem(x), torch.tensor([2]))),
+        r"module 'blocks.0' takes a PackedSequence, whose sizes are values(?=.* move it into a module of its own)",
+    ),
+    "a nested tensor": (
+        lambda m, x: m.blocks[0](torch.nested.nested_tensor_from_jagged(m.stem(x), torch.tensor([0, 2]))).values(),
+        r"reads a tensor's value(?=.* move it into a module of its own)",
+    ),
+    "a scripted function": (
+        lambda m, x: m.blocks[1](SCRIPTED(m.blocks[0](x), 2)),
+        r"failed in the TorchScript interpreter(?=.* move it into a module of its own)",
     ),
     "Python's random numbers": (
         lambda m, x: m.blocks[0](x) * random.random() + m.blocks[1](x),
@@ -180,6 +204,15 @@ def test_a_size_that_follows_from_values_stays_in_its_stage() -> None:
     assert whole[picked + 1] == whole[names.index("head")] == float("inf") > whole[picked]
     with pytest.raises(RecordingError, match=r"reads a size that follows from values of tensors at .*test_recorded.py"):
         recorded(stack(lambda m, x: m.blocks[0](x) * m.stem(x)[x[:, 0] > 0].shape[0]))
+
+
+@pytest.mark.parametrize("returns", [lambda y: Normal(y, 1.0), lambda y: {"y": y, "d": Normal(y, 1.0)}])
+def test_a_distribution_is_made_in_the_loss(returns: Callable[[Tensor], Any]) -> None:
+    """It came as None, and the loss told of that, or of nothing to train."""
+    message = r"the model returns a Normal, .* as tensors, and the distribution made in loss_fn"
+    with pytest.raises(RecordingError, match=message):
+        recorded(stack(lambda m, x: returns(m.blocks[0](x))))
+    recorded(stack(lambda m, x: (m.blocks[0](x).sum(), returns(x))))  # type: ignore[arg-type, return-value]
 
 
 def rescaled(model: Any, x: Tensor) -> Tensor:

@@ -285,12 +285,13 @@ def test_a_module_that_runs_again_counts_as_in_one_process(make: Callable[[], nn
 
 
 class Rotary(nn.Module):
-    """Tables that the first call makes, and a longer sequence makes anew."""
+    """Tables that a longer sequence makes anew."""
 
     def __init__(self, *, counts: bool = False) -> None:
         super().__init__()
-        self.register_buffer("table", None, persistent=False)
-        self.longest, self.calls, self.counts = 0, 0, counts
+        self.register_buffer("table", torch.ones(1, WIDTH), persistent=False)
+        self.longest, self.calls, self.counts = 1, 0, counts
+        self.scale = torch.ones(WIDTH)
 
     def forward(self, x: Tensor, *, data: bool = False) -> Tensor:
         length = x.shape[1]
@@ -300,16 +301,18 @@ class Rotary(nn.Module):
             self.longest = length
             table = torch.outer(torch.arange(length, dtype=x.dtype), 0.5 ** torch.arange(WIDTH, dtype=x.dtype)).cos()
             self.table = table + x.detach().mean() if data else table
-        assert self.table is not None
         return self.table[:length] + self.calls
 
 
 class Layer(nn.Module):
-    def __init__(self, rotary: Rotary, *, data: bool = False) -> None:
+    def __init__(self, rotary: Rotary, *, data: bool = False, sets: bool = False) -> None:
         super().__init__()
-        self.layer, self.rotary, self.data = linear(), rotary, data
+        self.layer, self.rotary, self.data, self.sets = linear(), rotary, data, sets
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.sets:
+            self.rotary.scale = torch.arange(WIDTH, dtype=x.dtype)
+        x = x * self.rotary.scale
         found: Tensor = x + self.layer(x) * self.rotary(x, data=self.data)
         return found
 
@@ -318,7 +321,8 @@ class Rotated(nn.Module):
     def __init__(self, **options: bool) -> None:
         super().__init__()
         rotary = Rotary(counts=options.get("counts", False))
-        self.layers = nn.ModuleList(Layer(rotary, data=options.get("data", False)) for _ in range(4))
+        data, sets = options.get("data", False), options.get("sets", False)
+        self.layers = nn.ModuleList(Layer(rotary, data=data, sets=sets and i == 0) for i in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -354,9 +358,14 @@ def test_a_cache_over_processes(gloo: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"), [({"data": True}, "reads what layers.0 left"), ({"counts": True}, "both count in attribute")]
+    ("options", "why"),
+    [
+        ({"data": True}, "reads what layers.0 left"),
+        ({"counts": True}, "both count in attribute"),
+        ({"sets": True}, "reads what layers.0 left"),
+    ],
 )
-def test_what_a_shared_module_makes_of_data_and_counts_is_no_cache(options: dict[str, bool], why: str) -> None:
+def test_what_others_would_not_make_alike_is_no_cache(options: dict[str, bool], why: str) -> None:
     pipe = PipelineModule(Rotated(**options), mesh={"pipe": 2}, loss_fn=F.mse_loss, cut=["layers.2"])
     with pytest.raises(ValueError, match=why):
         pipe.build(torch.ones(4, 3, WIDTH), torch.ones(4, 3, WIDTH))

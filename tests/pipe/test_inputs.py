@@ -18,6 +18,7 @@ from support.records import records
 from support.small import X, Y, make
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 from stagewright.pipe import PipelineModule
@@ -121,6 +122,16 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         (TOKENS, TARGET),
         {"mask": object()},
         r"^mask is object: expected tensors, numbers, strings",
+    ),
+    "a packed sequence": (
+        (),
+        {"tokens": pack_sequence([TOKENS[0]]), "target": TARGET},
+        r"tokens is a PackedSequence, .* packed in a module's forward",
+    ),
+    "a nested target": (
+        (TOKENS, torch.nested.nested_tensor([*TARGET.double()], layout=torch.jagged)),
+        {"mask": MASK},
+        r"a nested tensor in the target: expected a list of one tensor for each sample",
     ),
     "a mask of another size": (
         (TOKENS, TARGET),

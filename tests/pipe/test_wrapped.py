@@ -1,12 +1,17 @@
-"""Modules that the user has wrapped for data parallelism already: what to type instead is told."""
+"""Modules that the user has wrapped for data parallelism already, or made another form of: what to type instead."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
+import pytest
+import torch
+import torch.nn.functional as F
 from support.failing import told
 from support.pool import Pool
-from support.small import X, Y, layers, make
+from support.small import WIDTH, X, Y, layers, make
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,3 +55,23 @@ def test_a_users_own_wrappers_are_pointed_to_the_mesh(gloo: Pool) -> None:
         for (kind, text), beginning in zip(found, expected, strict=True):
             assert kind == "ValueError"
             assert text.startswith(beginning)
+
+
+def test_torchscript_is_told_by_name() -> None:
+    """Its tables are no dicts: AttributeError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        scripted = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ValueError, match=r"module '1' is TorchScript: expected the nn.Module that it was made of"):
+        make(model=nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export's own
+def test_exported_modules_are_units_and_no_models() -> None:
+    whole = torch.export.export(layers(2), (X[:2],), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+    unit: Any = whole.module()
+    twin = nn.Sequential(copy.deepcopy(unit), nn.Linear(WIDTH, WIDTH))
+    pipe = make(model=copy.deepcopy(twin))
+    assert pipe.forward_backward(X, Y).loss == pytest.approx(F.mse_loss(twin(X), Y).item(), rel=1e-6)
+    with pytest.raises(ValueError, match=r"the model has hooks .*; of an exported program the model itself"):
+        make(model=unit).build(X, Y)

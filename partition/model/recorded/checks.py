@@ -1,4 +1,4 @@
-"""Checks of values: code that raises an error where a flag of a tensor comes out otherwise.
+"""What a recording cannot take; and checks of values, code that raises an error where a flag comes out otherwise.
 
 if labels.max() >= count: raise ...      assert x.isfinite().all()      torch._check_tensor_all(mask)
 """
@@ -12,8 +12,11 @@ from types import FrameType
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
-from ..source_line import is_ours, line_of
+from ..source_line import is_ours, line_of, module_at
+from .intercept import RefusedError
 
 _BETWEEN = ("TO_BOOL", "EXTENDED_ARG", "CACHE")  # a flag and the jump that takes it
 
@@ -60,3 +63,25 @@ def _raises(code: Sequence[dis.Instruction], at: int) -> bool:
 
 def _place(code: Sequence[dis.Instruction], offset: int) -> int:
     return next(i for i, each in enumerate(code) if each.offset == offset)
+
+
+def refuse_function(function: object, name: str) -> None:
+    """RefusedError for one that no stage could call between modules."""
+    if function in (torch.Tensor.backward, torch.autograd.grad):
+        what = f"the forward runs a backward ({name})"
+        raise RefusedError(what, expected="all that it goes through in a module of its own, which runs as it is")
+    if name == "_pack_padded_sequence":
+        raise RefusedError("the code between the modules packs sequences by their lengths, which are values")
+
+
+def refuse_packed(path: str, arguments: Sequence[object]) -> None:
+    if any(isinstance(each, PackedSequence) for each in arguments):
+        raise RefusedError(f"{module_at(path)} takes a PackedSequence, whose sizes are values")
+
+
+def refuse_distribution(output: object, tensors: Sequence[torch.Tensor]) -> None:
+    """RefusedError for one that a loss would compute with, unless the model returns its own loss."""
+    for leaf in pytree.tree_leaves(output) if all(x.dim() for x in tensors) else ():
+        if isinstance(leaf, torch.distributions.Distribution):
+            what = f"the model returns a {type(leaf).__name__}, which no message carries"
+            raise RefusedError(what, expected="what it is made of as tensors, and the distribution made in loss_fn")

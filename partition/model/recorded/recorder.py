@@ -33,7 +33,7 @@ from .calls import (
     follows,
     samples_of,
 )
-from .checks import check_now
+from .checks import check_now, refuse_distribution, refuse_function, refuse_packed
 from .intercept import RefusedError
 from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, Tables, plain_attributes
 from .templates import Constant, Parts, Ref, Slot, Template
@@ -82,10 +82,7 @@ class ForwardRecorder:
         self._handed_on: list[tuple[int, int, str]] = []
         self._draws = Draws(self._join)
         self._owners = Owners(
-            self._draws.note,
-            units=roles.units,
-            is_models=lambda x: id(x) in self._values.slots,
-            join=self._hand_on,
+            self._draws.note, roles.units, is_models=lambda x: id(x) in self._values.slots, join=self._hand_on
         )
         self._values = Values(model, owners=self._owners, on_object=self._attributes.watch)
         units = [part for module in roles.units.values() for part in module.modules()]
@@ -135,6 +132,7 @@ class ForwardRecorder:
         if self._running is not None:
             return call(*args, **kwargs)
         path = self._path_of[id(module)]
+        refuse_packed(path, (*args, *kwargs.values()))
         if id(module) not in self._units:
             self._stack.append(path)
             with self._draws.whole_unit() if path in self._roles.opened_units else nullcontext():
@@ -170,20 +168,12 @@ class ForwardRecorder:
             decided = self._decided(function, args)
             if decided is not None:
                 return decided
-        if function is torch._assert and isinstance(args[0], FakeTensor):
-            number = self._values.number_of(args[0])
-            if number is not None:
-                read = torch.Tensor.__bool__
-                self._append(DecisionGuard(read, True, line_now(), is_check=True), (Ref(number),))
-                return None
+        if function is torch._assert and (number := self._values.number_of(args[0])) is not None:
+            return self._append(DecisionGuard(torch.Tensor.__bool__, True, line_now(), is_check=True), (Ref(number),))
         if function is torch.Tensor.__format__ and isinstance(args[0], FakeTensor):
             return f"a tensor of shape {tuple(args[0].shape)}"  # in an error's message, say
-        if function in (torch.Tensor.backward, torch.autograd.grad):
-            what = f"the forward runs a backward ({function.__name__})"
-            raise RefusedError(what, expected="all that it goes through in a module of its own, which runs as it is")
         name = getattr(function, "__name__", "")
-        if name == "_pack_padded_sequence":
-            raise RefusedError("the code between the modules packs sequences by their lengths, which are values")
+        refuse_function(function, name)
         self._note_stores()
         self._draws.drew = False
         is_effect, is_hook = function in _SETTERS | _HOOKED, function in _HOOKED
@@ -414,6 +404,7 @@ class ForwardRecorder:
         self._draws.check()
         self._is_busy = self._has_ended = True
         form, tensors = Form.of_output(output)
+        refuse_distribution(output, tensors)
         results = [self._values.tensor(leaf) for leaf in tensors]
         self._note_stores()
         self._tables.finish()

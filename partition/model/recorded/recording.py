@@ -54,7 +54,7 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
         hooks = next((kind for kind in OWN_HOOKS if vars(module)[kind]), None)
         if hooks is not None:
             reason = f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})"
-            expected = "hooks on the modules in it, which run as they are"
+            expected = "hooks on the modules in it, which run as they are; of an exported program the model itself"
             raise RecordingError(module, reason, inside=path, expected=expected)
         if kind := changing_hook(module, ("backward_pre", "backward")):
             reason = f"a hook on all modules ({kind}) changes gradients of {module_at(path)}"
@@ -74,7 +74,9 @@ def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.
                 expected = f"inputs that it takes (given: {example})"
                 if reads_values(error):
                     reason, expected = f"the code between the modules reads a tensor's value{users_line(error)}", None
-                elif not isinstance(error, RuntimeError | IndexError):  # torch's, about shapes and types
+                elif "TorchScript" in reason or not isinstance(
+                    error, RuntimeError | IndexError
+                ):  # about shapes and types
                     expected += f", and {_EXPECTED}"
                 unit = recorder.unit
             inside = recorder.inside

@@ -152,8 +152,8 @@ class Owners:
     def __init__(
         self,
         on_draw: Callable[[], None],
-        *,
         units: Mapping[str, nn.Module],
+        *,
         is_models: Callable[[torch.Tensor], bool],
         join: Callable[[int, int, str], None],
     ) -> None:
