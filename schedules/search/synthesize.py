@@ -69,8 +69,9 @@ def synthesize(
             of the chain. None: no stage recomputes.
         start: a schedule to begin with, besides the named ones.
         seconds: at most so long it searches (wall clock).
-        evaluations: at most so many orders it tries, and as many again with moves or recomputation, and where less is
-            kept, so that these never make it worse; None: as many as there is time for.
+        evaluations: at most so many orders it tries, each that differs by one action included, and as many again with
+            moves or recomputation, and where less is kept, so that these never make it worse; None: as many as there is
+            time for.
         seed: of its random choices.
         on_progress: is told each improvement.
 
