@@ -27,6 +27,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from numbers import Integral
 from typing import NamedTuple
 
 AXES = ("pipe", "data", "tensor")
@@ -233,8 +234,9 @@ def read_mesh(
     for axis, size in sizes.items():
         if axis not in AXES:
             raise ValueError(f"mesh axis {axis!r}: expected one of {', '.join(AXES)}")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
             raise ValueError(f"mesh axis {axis!r} has size {size!r}: expected a whole number, at least 1")
+        sizes[axis] = int(size)
     data, tensor = sizes.get("data", 1), sizes.get("tensor", 1)
     others = {axis: size for axis, size in (("data", data), ("tensor", tensor)) if size > 1}
     if tensor > 1 and not world.distributed:

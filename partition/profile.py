@@ -365,7 +365,7 @@ class Profile:
         last = {"nodes": known.pop("nodes"), "edges": known.pop("edges")}
         tied = known.pop("tied")
         last |= {"tied": tied} if tied else {}
-        return json.dumps({"version": _JSON_VERSION, **known, **last}, indent=1)
+        return json.dumps({"version": _JSON_VERSION, **known, **last}, indent=1, default=int)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "profile") -> Profile:

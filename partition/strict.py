@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
+
+import numpy as np
 
 MOST = 1e100  # of figures: their squares and sums are numbers, too
 MOST_COUNT = 10**15  # whole numbers that a float holds exactly
@@ -48,7 +50,7 @@ def fail(where: str, value: object, expected: str) -> NoReturn:
 def number(where: str, value: object, *, positive: bool = False) -> float:
     """A finite number of at least 0 (above 0 where `positive`)."""
     expected = f"a finite number {'above' if positive else 'of at least'} 0"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         fail(where, value, expected)
     try:
         found = float(value)
@@ -71,13 +73,22 @@ def check_figures(record: object, where: str = "", *, positive: Collection[str] 
             object.__setattr__(record, field.name, number(name, value, positive=field.name in positive))
 
 
+def made_of(kind: Callable[..., Made], options: Mapping[str, Any], call: str) -> Made:
+    """The record of a call's options; TypeError that names one which it does not have."""
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise TypeError(f"{call}() got an unexpected option {unknown[0]!r}: expected one of {', '.join(known)}")
+    return kind(**options)
+
+
 def count(where: str, value: object) -> int:
     """A whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         fail(where, value, "a whole number of at least 1")
     if value > MOST_COUNT:
         fail(where, value, f"a whole number of at least 1 and at most {MOST_COUNT}")
-    return value
+    return int(value)
 
 
 def printable(where: str, value: object) -> str:

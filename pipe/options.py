@@ -58,7 +58,7 @@ _VERIFY: Kind[float] = Kind(
         math.inf if value is True or value == FIRST else value if value is False or at_least(1).read(value) else None
     ),
 )
-_SEED = Kind("a whole number", lambda value: value if isinstance(value, Integral) else None)
+_SEED = Kind("a whole number", lambda value: int(value) if isinstance(value, Integral) else None)
 
 
 _LENGTHS: Kind[Sequence[int]] = Kind(
@@ -126,7 +126,7 @@ class Options:
             option("max_grad_norm", self.max_grad_norm, above_zero("a number above 0, or None"))
         batches = option("flush_first", self.flush_first, at_least(0, "a number of batches, at least 0"))
         object.__setattr__(self, "flush_first", batches)
-        option("seed", self.seed, _SEED)
+        object.__setattr__(self, "seed", option("seed", self.seed, _SEED))
         for name in _CALLED:
             _check_called(name, getattr(self, name))
         for name in _APPLIED:

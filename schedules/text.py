@@ -163,6 +163,7 @@ def to_json(schedule: Schedule) -> str:
             "programs": [" ".join(map(str, program)) for program in schedule.programs],
         },
         indent=1,
+        default=int,  # numpy's
     )
 
 

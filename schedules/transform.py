@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from numbers import Real
 
 from .ir import BACKWARD_OPS, COMPUTE_OPS, Action, Op, Schedule, ScheduleError
 from .kinds import at_least, option
@@ -245,7 +246,7 @@ def with_offload(
 
     Raises ValueError for another share, ScheduleError for a schedule whose activations cannot move (see `find_moves`).
     """
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+    if isinstance(share, bool) or not isinstance(share, Real) or not 0 <= share <= 1:
         raise ValueError(f"share={share!r}: expected a number from 0 to 1")
     costs = Costs(forward=1.0, backward=2.0) if costs is None else costs
     table, timeline = costs.table_for(schedule), simulate(schedule, costs)

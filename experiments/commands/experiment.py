@@ -66,7 +66,7 @@ class RunOptions:
     set: tuple[str, ...] = ()
     """KEY=VALUE in all cases, in place of what is declared (default: as declared)."""
     only: tuple[str, ...] = ()
-    """Only these parts and cases: names of parts, or KEY=VALUE (default: all)."""
+    """Only these parts, and jobs with such cases, as a whole: names of parts, or KEY=VALUE (default: all)."""
     fresh: bool = False
     """Run again what is done."""
     any_code: bool = False

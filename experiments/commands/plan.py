@@ -374,7 +374,8 @@ def _transformer(text: str) -> Transformer:
             raise ValueError(
                 f"--transformer: {part!r}: expected name=value, each of {', '.join(known)} once at most, as in {_FORM}"
             )
-        kind = float if known[name] == "float" else int if known[name] == "int" else str
+        written = str(known[name]).removesuffix(" | None")
+        kind = float if written == "float" else int if written == "int" else str
         try:
             values[name] = kind(value)
         except ValueError:

@@ -52,7 +52,7 @@ class Plan(Displayable, PlanRecord):
             "costs": json.loads(self.costs.to_json()),
             "links": None if self.links is None else _links_as_json(self.links),
         }
-        return json.dumps({"version": _JSON_VERSION, **asdict(self), **own}, indent=1)
+        return json.dumps({"version": _JSON_VERSION, **asdict(self), **own}, indent=1, default=int)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "plan") -> Plan:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from numbers import Integral, Real
 from operator import add
 from statistics import fmean
 
@@ -239,7 +240,7 @@ class PlanRecord:
         for field in ("stages", "order", "slice_lengths", "runners_up", "notes"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
         tried = self.tried_seconds or 0.0
-        if not (isinstance(tried, int | float) and 0 <= tried < math.inf):
+        if not (isinstance(tried, Real) and 0 <= tried < math.inf):
             raise ValueError(f"tried_seconds={tried!r}: expected a finite number, at least 0")
         if not self.stages:
             raise ValueError("plan without stages: expected at least one")
@@ -264,7 +265,7 @@ class PlanRecord:
         ranks = [rank for stage in self.stages[:width] for rank in stage.ranks]
         _refuse_twice("rank", ranks)
         for rank in ranks:
-            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.num_devices:
+            if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < self.num_devices:
                 raise ValueError(f"rank {rank!r} on {self.num_devices} devices: expected 0 to {self.num_devices - 1}")
         self._check_links()
 

@@ -23,6 +23,7 @@ from ..model.model_units import model_units
 from ..model.source_line import first_line, users_line
 from ..model.units import MODEL_INPUT, Agree
 from ..profile import Node, Profile, Tied
+from ..strict import made_of
 from .clock import Clock, clock_for, fastest, spread_of, typical
 from .memory import bytes_of, peaks
 from .optimizers import OptimizerFactory, optimizers_of_copies
@@ -97,7 +98,7 @@ def profile_model(
     Raises ValueError for a model that cannot be recorded, inputs that do not fit, a loss without target, and an
     optimizer that needs a closure.
     """
-    given = ProfileOptions(**options)
+    given = made_of(ProfileOptions, options, "profile_model")
     tell = given.progress or (lambda text: None)
     arguments = _arguments(model, example_inputs, given.batch_dims)
     loss, target = _loss_option(given.loss_fn, given.target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,7 +158,7 @@ def evaluate(
     """
     name = canonical_name(schedule)
     option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
-    count("num_microbatches", num_microbatches)
+    num_microbatches = count("num_microbatches", num_microbatches)
     ranks = _places(stages)
     _check_ranks(stages, ranks, cluster.num_devices)
     source = _of_kinds(source, cluster, stages)
@@ -274,7 +275,10 @@ def _places(stages: object) -> tuple[tuple[int, ...], ...]:
     for at, each in enumerate(every):
         if not isinstance(each, GivenStage | PlanStage):
             fail("stages", each, "a GivenStage(nodes, ranks) each, or the `stages` of a Plan")
-        if not isinstance(each.ranks, Sequence) or not all(type(rank) is int for rank in each.ranks):
+        numbers = isinstance(each.ranks, Sequence | np.ndarray) and all(
+            isinstance(rank, Integral) for rank in each.ranks
+        )
+        if not numbers or any(isinstance(rank, bool) for rank in each.ranks):
             fail(f"ranks of stage {at}", each.ranks, "a list of whole numbers")
     return tuple(dict.fromkeys(tuple(each.ranks) for each in every))
 

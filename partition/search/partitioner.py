@@ -20,7 +20,7 @@ from ..solve.antichains import MAX_CUTS, pipedream_cuts
 from ..solve.cut_sums import node_names
 from ..solve.orders import canonical_order
 from ..solve.ranges import SCHEDULES
-from ..strict import count, number
+from ..strict import count, made_of, number
 from ..topology import Topology
 from .cuts import candidates
 from .evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
@@ -120,7 +120,7 @@ def partition(profile: Profile, cluster: Cluster, **options: Any) -> Plan:
     >>> plan.predicted_step_time, plan.replicas
     (1.0, (4,))
     """
-    given = PartitionOptions(**options)
+    given = made_of(PartitionOptions, options, "partition")
     if given.cost_model == "pipedream":
         return _as_pipedream(profile, cluster, given.activation_compression_ratio, given.straight)
     if given.schedule not in LOOPING:
@@ -214,10 +214,11 @@ def _why_nothing_fits(profile: Profile, schedule: str, optimizer_ratio: float, t
     ]
     largest = max(range(len(tensors)), key=lambda i: tensors[i])
     needed = tensors[largest] + beside
+    whole, most = math.ceil(needed), math.floor(limit)
     if needed > limit:
         return (
-            f"node {profile.nodes[largest].name!r} needs {needed:,.0f} bytes{kept} on a device of {limit:,.0f}, "
-            f"{needed - limit:,.0f} too many, with a single microbatch in flight: expected a device with more "
+            f"node {profile.nodes[largest].name!r} needs {whole:,} bytes{kept} on a device of {most:,}, "
+            f"{whole - most:,} too many, with a single microbatch in flight: expected a device with more "
             f"memory, a smaller microbatch, a profile that splits the node, or an optimizer with less state"
         )
     return (

@@ -119,7 +119,7 @@ def plan(
     >>> found.replicas, round(found.simulated_step_time, 6)
     ((4,), 24.0)
     """
-    count("global_batch", global_batch)
+    global_batch = count("global_batch", global_batch)
     source = as_source(source, cluster)
     if isinstance(source, MeasuredProfiles) and source.chooses is None:
         return _best(**locals())
@@ -424,7 +424,7 @@ def _why_nothing(search: PlanSearch, space: SearchSpace, *, runnable: bool) -> s
         )
     c, miss = search.miss
     ranks = c.stage_ranks[miss.stage_group]
-    needed, too_many = math.ceil(miss.limit + miss.too_many), math.ceil(miss.too_many)
+    needed, most = math.ceil(miss.limit + miss.too_many), math.floor(miss.limit)
     beside = certain(search.evaluator.model(c).profile.device)
     kept = f" ({beside:,.0f} of them beside tensors, for the device's context)" if beside else ""
     rules = search.evaluator.model(c).rules
@@ -434,6 +434,6 @@ def _why_nothing(search: PlanSearch, space: SearchSpace, *, runnable: bool) -> s
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
     return (
         f"nothing fits the memory: nearest is {c.label}, which on {where} needs {needed:,} "
-        f"bytes{kept} of {miss.limit:,.0f}, {too_many:,} too many{done}: expected devices with "
+        f"bytes{kept} of {most:,}, {needed - most:,} too many{done}: expected devices with "
         f"that much memory, more devices, a smaller microbatch, or an optimizer with less state"
     )

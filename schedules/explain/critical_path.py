@@ -160,8 +160,9 @@ class _PathWalk:
             return PathKind.DATA
         if latest is None:
             return PathKind.NOT_SEEN
-        before_update = _is_update(node.what) and not _is_update(latest.what)
-        return PathKind.BEFORE_UPDATE if before_update else PathKind.UNEXPLAINED
+        if _is_update(node.what) and not _is_update(latest.what):
+            return PathKind.BEFORE_UPDATE
+        return PathKind.UNEXPLAINED if self._timeline.measured else PathKind.MESSAGE  # its own has not left
 
     def _latest_input(self, node: PathStep, start: float) -> PathStep | None:
         """Last of what `node` waited for; None where the timeline has it not. Of equals the first in `_inputs`."""

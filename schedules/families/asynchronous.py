@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from ..ir import Action, Op, Schedule
+from ..kinds import at_least
 from .recognise import Family
 from .warmup import plain_warmup, replica_counts
 
@@ -23,8 +24,7 @@ def check_update_every(update_every: int, num_microbatches: int, counts: Sequenc
             f"num_microbatches={num_microbatches} with replicas={tuple(counts)}: expected a multiple of {common}, so "
             f"that each replica adds to each update"
         )
-    is_count = isinstance(update_every, int) and not isinstance(update_every, bool)
-    if not is_count or update_every < 1 or num_microbatches % update_every:
+    if at_least(1).read(update_every) is None or num_microbatches % update_every:
         raise ValueError(
             f"update_every={update_every!r} for {num_microbatches} microbatches: expected a number that divides "
             f"{num_microbatches}, such as 1 or {num_microbatches}"
@@ -61,7 +61,7 @@ def build_stream(
     deepest = math.ceil(max(warmup * count for warmup, count in zip(warmups, counts, strict=True)) / num_microbatches)
     if num_batches is None:
         num_batches = 2 * deepest + 6
-    if not isinstance(num_batches, int) or num_batches < 1:
+    if at_least(1).read(num_batches) is None:
         raise ValueError(f"num_batches={num_batches!r}: expected a whole number, at least 1")
     placement: list[tuple[int, ...]] = []
     programs = []
@@ -225,7 +225,7 @@ def _warmups(warmup: Warmup, counts: Sequence[int], num_microbatches: int) -> li
             f"for each replica of a stage"
         )
     depths = list(warmup)
-    if len(depths) != num_stages or not all(isinstance(d, int) and 0 <= d <= num_microbatches for d in depths):
+    if len(depths) != num_stages or None in map(at_least(0).read, depths) or max(depths) > num_microbatches:
         raise ValueError(
             f"warmup={depths} for {num_stages} stages: expected {num_stages} whole numbers from 0 to "
             f"num_microbatches={num_microbatches}"

@@ -8,10 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from numbers import Real
+from typing import NamedTuple
 
 from ..ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
+from ..liveness import activations
 from ..placement import Placement
 from ..timing.costs import UNIT_COSTS, Costs, CostTable
+from ..timing.simulate import run_once
+from ..timing.wiring import ScheduleWiring
 from ..wording import count
 
 _NEVER = float("inf")
@@ -73,13 +77,26 @@ class _RankProgram:
         return self.free
 
 
-class Listed:
+class Listed(NamedTuple):
     """Programs of all ranks, and what they take [s]: the longest span of a rank, and until the last end."""
 
-    def __init__(self, ranks: Sequence[_RankProgram]) -> None:
-        self.programs = tuple(tuple(rank.program) for rank in ranks)
-        self.span = max(rank.free - rank.first for rank in ranks)
-        self.makespan = max(rank.free for rank in ranks)
+    programs: tuple[tuple[Action, ...], ...]
+    span: float
+    makespan: float
+
+
+def _listed(ranks: Sequence[_RankProgram]) -> Listed:
+    programs = tuple(tuple(rank.program) for rank in ranks)
+    return Listed(programs, max(rank.free - rank.first for rank in ranks), max(rank.free for rank in ranks))
+
+
+def as_named(schedules: Iterable[Schedule], table: CostTable, memory_limit: float) -> Iterator[Listed]:
+    """Those that are in the limit, as they are."""
+    for each in schedules:
+        held = max(sum(alive.values()) for program in each.programs for _, alive in activations(program))
+        if held <= memory_limit + 1e-9:
+            timeline = run_once(ScheduleWiring(each, table, None), table, messages=False)
+            yield Listed(each.compute_programs, timeline.span, timeline.makespan)
 
 
 def list_order(
@@ -119,7 +136,7 @@ def list_order(
         for each in (rank,) if other is rank else (rank, other):
             choices[each.number] = each.choose(most_idle)
             starts[each.number] = choices[each.number][0]
-    return Listed(ranks)
+    return _listed(ranks)
 
 
 class _RankList(_RankProgram):
@@ -232,10 +249,11 @@ def best_order(
     table: CostTable,
     candidates: Iterable[Rules | Listed],
     *,
+    named: Iterable[Listed],
     seconds: float = _NEVER,
 ) -> Schedule:
     """The schedule with the least span, of these the least makespan, of these the first; of those that are listed in
-    so many seconds (wall clock), one at least."""
+    so many seconds (wall clock), one at least, and the named ones."""
     until = time.monotonic() + seconds
     best: Listed | None = None
     passes = [(op, k) for op in (Op.F, Op.I, Op.W) for k in range(num_microbatches)]
@@ -258,6 +276,7 @@ def best_order(
         if time.monotonic() >= until:
             break
     assert best is not None, "the first candidate holds one microbatch at a time, at least"
+    best = min((best, *named), key=lambda each: each[1:])
     return Schedule(name=name, placement=placement, programs=best.programs, num_microbatches=num_microbatches)
 
 
@@ -277,7 +296,7 @@ def with_weights(
             weights = _Weights(placement, table, memory_limit, kept, allowed)
             if not weights.place(order, before_i=before_i, before_f=before_f) or weights.most_idle() >= least:
                 break
-            yield Listed(weights.ranks)
+            yield _listed(weights.ranks)
             least = weights.most_idle()
             allowed = [least - rank.idle for rank in weights.ranks]
 

@@ -11,6 +11,7 @@ Interleaved 1F1B (Narayanan et al., 2021, Megatron-LM PTD-P). GIS, the generalis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from ..ir import Action, Op, Schedule
 from .recognise import Family
@@ -175,7 +176,7 @@ def gis(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_siz
     """
     smallest = (num_ranks + 1) // 2
     size = num_ranks if group_size is None else group_size
-    if not isinstance(size, int) or isinstance(size, bool) or size < smallest:
+    if not isinstance(size, Integral) or isinstance(size, bool) or size < smallest:
         raise ValueError(
             f"group_size={group_size!r} for num_ranks={num_ranks}: expected a whole number, at least {smallest} (half "
             f"of the ranks, GIS-H; with fewer, ranks would wait for each other for ever)"

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from .. import families as builders
 from ..ir import Schedule
+from ..kinds import at_least
 from ..wording import count
 from .recognise import Family
 
@@ -74,15 +75,14 @@ def build(
     (0F0, 0F1, 0B0, 0F2, 0B1, 0B2)
     """
     chosen = family(name)
-    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    num_slices = options.pop("num_slices", None)
+    whole = at_least(1)
+    sizes, num_slices = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}, options.pop("num_slices", None)
     for option, value in {**sizes, "num_chunks": num_chunks, "num_slices": num_slices}.items():
-        if value is None and option not in sizes:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{option}={value!r} for schedule {chosen.name!r}: expected a whole number, at least 1")
+        if whole.read(value) is None and (value is not None or option in sizes):
+            raise ValueError(f"{option}={value!r} for schedule {chosen.name!r}: expected {whole.expected}")
+    sizes = {option: int(value) for option, value in sizes.items()}  # numpy's, too
     if num_chunks is not None and chosen.takes_chunks:
-        options["num_chunks"] = num_chunks
+        options["num_chunks"] = int(num_chunks)
     elif num_chunks not in (None, chosen.num_chunks):
         looping = ", ".join(each.name for each in FAMILIES.values() if each.takes_chunks)
         stages = "one stage" if chosen.num_chunks == 1 else count(chosen.num_chunks, "stage")
@@ -91,7 +91,7 @@ def build(
             f"expected {chosen.num_chunks}, or a schedule that interleaves ({looping})"
         )
     if num_slices is not None and chosen.takes_slices:
-        options["num_slices"] = num_slices
+        options["num_slices"] = whole.read(num_slices)
     elif num_slices not in (None, 1):
         slicing = ", ".join(each.name for each in FAMILIES.values() if each.takes_slices)
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 from ..ir import Action, Op, Schedule
@@ -37,7 +38,7 @@ def replica_counts(replicas: Sequence[int] | None, num_ranks: int) -> list[int]:
     if replicas is None:
         return [1] * num_ranks
     counts = list(replicas)
-    if not all(isinstance(count, int) and count >= 1 for count in counts) or sum(counts) != num_ranks:
+    if not all(isinstance(count, Integral) and count >= 1 for count in counts) or sum(counts) != num_ranks:
         raise ValueError(
             f"replicas={tuple(counts)} on {num_ranks} ranks: expected a count of at least 1 for each stage, "
             f"{num_ranks} in all"

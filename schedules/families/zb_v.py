@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from ..ir import Action, Op, Schedule, ScheduleError
 from ..placement import snake_placement
 from ..timing.costs import Costs, CostTable
-from .greedy import Listed, Rules, best_order, either_fill, read_costs, read_memory, with_weights
+from .greedy import Listed, Rules, as_named, best_order, either_fill, read_costs, read_memory, with_weights
 from .recognise import Family
+from .v_blocks import v_half, v_min
 
 
 def v_rounds(
@@ -159,11 +160,14 @@ def zb_v(
     limit = read_memory(memory_limit, kept, default=2 * num_ranks, least=2)
     table = read_costs(costs, num_stages=2 * num_ranks)
     placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    programs = handcrafted(num_ranks, num_microbatches)
+    paper = Schedule(name="zb-v", placement=placement, programs=programs, num_microbatches=num_microbatches)
     if costs is None and limit == 2 * num_ranks:
-        programs = handcrafted(num_ranks, num_microbatches)
-        return Schedule(name="zb-v", placement=placement, programs=programs, num_microbatches=num_microbatches)
+        return paper
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    named = as_named([paper, *(build(**sizes, costs=costs) for build in (v_half, v_min))], table, limit)
     candidates = _candidates(num_ranks, num_microbatches, limit, kept, table)
-    return best_order("zb-v", placement, num_microbatches, table, candidates, seconds=seconds)
+    return best_order("zb-v", placement, num_microbatches, table, candidates, named=named, seconds=seconds)
 
 
 def handcrafted(num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:

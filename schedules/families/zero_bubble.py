@@ -13,7 +13,7 @@ from statistics import fmean
 from ..ir import Action, Op, Schedule
 from ..placement import cyclic_placement
 from ..timing.costs import Costs, CostTable
-from .greedy import Listed, Rules, best_order, either_fill, read_costs, read_memory, with_weights
+from .greedy import Listed, Rules, as_named, best_order, either_fill, read_costs, read_memory, with_weights
 from .recognise import Family
 from .warmup import in_turn, one_by_one, put_off_weights
 
@@ -100,8 +100,9 @@ def zb_automatic(
     limit = read_memory(memory_limit, kept, default=most * num_ranks, least=1)
     table = read_costs(costs, num_stages=num_ranks)
     placement = cyclic_placement(num_ranks=num_ranks, num_chunks=1)
-    candidates = _candidates(num_microbatches, table, limit, kept)
-    return best_order(name, placement, num_microbatches, table, candidates, seconds=seconds)
+    made = (build(num_ranks=num_ranks, num_microbatches=num_microbatches) for build in (zb_h1, zb_h2))
+    candidates, named = _candidates(num_microbatches, table, limit, kept), as_named(made, table, limit)
+    return best_order(name, placement, num_microbatches, table, candidates, named=named, seconds=seconds)
 
 
 def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: float) -> Iterator[Rules | Listed]:

@@ -12,6 +12,8 @@ from itertools import accumulate, combinations, pairwise
 from random import Random
 from typing import cast
 
+import numpy as np
+
 from ..ir import Schedule
 from ..kinds import above_zero, at_least, option
 from ..placement import Placement, place
@@ -53,7 +55,7 @@ class Layer:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not (isinstance(value, int | float) and 0 <= value < math.inf):
+            if not (isinstance(value, int | float | np.number) and 0 <= value < math.inf):
                 raise ValueError(f"{each.name}={value!r} of a layer: expected a finite number, at least 0")
         if self.forward == 0:
             raise ValueError("forward=0 of a layer: expected more than 0 seconds")
@@ -148,10 +150,10 @@ def synthesize_jointly(
     cuts, evaluations, seconds, seed = (known | budget).values()
     cuts = option("cuts", cuts, at_least(1, "a whole number above 0"))
     evaluations = option("evaluations", evaluations, at_least(1, "a whole number above 0"))
-    if not (isinstance(num_ranks, int) and 1 <= num_ranks <= len(layers)):
+    if not (isinstance(num_ranks, int | np.integer) and 1 <= num_ranks <= len(layers)):
         raise ValueError(f"num_ranks={num_ranks!r} for {len(layers)} layers: expected 1 to {len(layers)}")
     option("seconds", seconds, above_zero("a time budget above 0"))
-    if not isinstance(seed, int):  # Random(None) would be another search each time
+    if not isinstance(seed, int | np.integer):  # Random(None) would be another search each time
         raise ValueError(f"seed={seed!r}: expected a whole number")
     if not placements or isinstance(placements, str):
         raise ValueError(f"placements={placements!r}: expected at least one name, such as ['plain', 'v']")
@@ -168,7 +170,7 @@ def synthesize_jointly(
         objective=objective,
         activations=tuple(layer.activation for layer in layers),
     )
-    search = _CutSearch(layers, request, Budget(seconds=seconds, evaluations=evaluations, seed=seed))
+    search = _CutSearch(layers, request, Budget(seconds=seconds, evaluations=evaluations, seed=int(seed)))
     return search.run(tuple(dict.fromkeys(placements)), cuts, bool(budget.keys() & _COUNTS.keys()))
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain as joined
 from itertools import pairwise
-from operator import add
+from operator import add, sub
 from typing import Any
 
 from ..ir import Op, Schedule
@@ -225,7 +225,9 @@ class Portfolio:
                 self._search_each(posed, list(with_more_room(problem, costs)), "moves", len(tasks) - at)
             elif recompute is not None:
                 shares = numbers("recompute", recompute, problem.num_stages, "stage", is_share=True)
-                self._search_each(posed, list(recomputing(problem, costs, shares)), "recompute", len(tasks) - at)
+                variants = list(recomputing(problem, costs, shares, needs := list[float]()))
+                self.least = min([self.least, *needs])
+                self._search_each(posed, variants, "recompute", len(tasks) - at)
 
     def _plain(
         self, posed: Posed, start: Schedule | None, *, left: int, problem: Problem | None = None
@@ -401,17 +403,17 @@ def with_more_room(problem: Problem, costs: Costs) -> Iterator[Variant]:
         yield Variant(problem=seen, costs=costs, offloads=True)
 
 
-def recomputing(problem: Problem, costs: Costs, shares: Sequence[float]) -> Iterator[Variant]:
+def recomputing(problem: Problem, costs: Costs, shares: Sequence[float], needs: list[float]) -> Iterator[Variant]:
     """Problems in which some stages recompute, as far as their orders can fit; `shares`: [S] of an activation, the
-    inputs."""
+    inputs. The limits with which each would fit are added to `needs`."""
     assert problem.memory_limit is not None
     S, M = problem.num_stages, problem.num_microbatches
     for number in dict.fromkeys(max(1, round(part * S)) for part in _PARTS):
         waiting = tuple(tuple(h * shares[s] for h in row) if s < number else row for s, row in enumerate(problem.held))
-        limits = []
-        for limit, own in zip(problem.memory_limit, problem.placement, strict=True):
-            again = [h - w for s in own for h, w in zip(problem.held[s], waiting[s], strict=True)]
-            limits.append(limit - max(again))
+        rows = (
+            [h - w for s in own for h, w in zip(problem.held[s], waiting[s], strict=True)] for own in problem.placement
+        )
+        again = [*map(max, rows)]
         own_costs = _recomputing_costs(costs, number, S)
         table = own_costs.table(num_stages=S)
         seen = replace(
@@ -419,8 +421,9 @@ def recomputing(problem: Problem, costs: Costs, shares: Sequence[float]) -> Iter
             seconds={op: tuple(row * (M // len(row)) for row in table.rows[op]) for op in COST_OF_OP},
             held=waiting,
             kept=tuple(tuple(map(min, *rows)) for rows in zip(problem.kept, waiting, strict=True)),
-            memory_limit=tuple(limits),
+            memory_limit=tuple(map(sub, problem.memory_limit, again)),
         )
+        needs.append(max(map(add, seen.smallest_memory, again)))
         if seen.fits(seen.smallest_memory):
             yield Variant(problem=seen, costs=own_costs, num_recomputed=number, waiting=waiting)
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import cast
 
+import numpy as np
+
 from ..kinds import at_least, option
 from ..placement import PLACEMENTS, place, read_placement
 from ..timing.costs import COST_OF_OP, Costs, Row
@@ -241,9 +243,9 @@ def numbers(
     name: str, value: float | Sequence[float], number: int, each: str, *, is_share: bool = False
 ) -> tuple[float, ...]:
     """One number for each of so many; shares are at most 1."""
-    given = (value,) * number if isinstance(value, int | float) else tuple(value)
+    given = (value,) * number if isinstance(value, int | float | np.number) else tuple(value)
     most = 1.0 if is_share else sys.float_info.max
-    if len(given) != number or not all(isinstance(n, int | float) and 0 <= n <= most for n in given):
+    if len(given) != number or not all(isinstance(n, int | float | np.number) and 0 <= n <= most for n in given):
         expected = "a part from 0 to 1" if is_share else "a finite number of at least 0"
         raise ValueError(f"{name}={value!r:.60}: expected {expected}, or {number}, one a {each}")
     return tuple(map(float, given))
@@ -251,7 +253,7 @@ def numbers(
 
 def _rows(name: str, value: float | Sequence[float | Sequence[float]], S: int, M: int) -> Table:
     """[S][M] of one number, one a stage, or a row a stage."""
-    each = [value] * S if isinstance(value, int | float) else list(value)
+    each = [value] * S if isinstance(value, int | float | np.number) else list(value)
     if len(each) != S:
         raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {S}, one a stage")
     return tuple(numbers(f"{name} of stage {s}", row, M, "microbatch") for s, row in enumerate(each))
@@ -263,7 +265,7 @@ def _behind(latency: float, links: Links | None, rank_of: Sequence[int], src: in
     way = links.way(rank_of[src], rank_of[dst])
     back = links.activation_bytes if links.gradient_bytes is None else links.gradient_bytes
     size = links.activation_bytes if src < dst else back  # one number, or one an edge of the chain
-    num_bytes = size if isinstance(size, int | float) else size[min(src, dst)]
+    num_bytes = size if isinstance(size, int | float | np.number) else size[min(src, dst)]
     return latency + way.latency + num_bytes * way.seconds_per_byte
 
 

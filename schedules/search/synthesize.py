@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 from ..ir import Schedule
 from ..kinds import above_zero, at_least, option
@@ -68,8 +69,9 @@ def synthesize(
             of the chain. None: no stage recomputes.
         start: a schedule to begin with, besides the named ones.
         seconds: at most so long it searches (wall clock).
-        evaluations: at most so many orders it tries, and as many again with moves or recomputation, and where less is
-            kept, so that these never make it worse; None: as many as there is time for.
+        evaluations: at most so many orders it tries, each that differs by one action included, and as many again with
+            moves or recomputation, and where less is kept, so that these never make it worse; None: as many as there is
+            time for.
         seed: of its random choices.
         on_progress: is told each improvement.
 
@@ -83,7 +85,7 @@ def synthesize(
     option("seconds", seconds, above_zero("a time budget above 0"))
     if evaluations is not None:
         option("evaluations", evaluations, at_least(1, "a whole number above 0, or None"))
-    if not isinstance(seed, int):  # Random(None) would be another search each time
+    if not isinstance(seed, Integral):  # Random(None) would be another search each time
         raise ValueError(f"seed={seed!r}: expected a whole number")
     if not isinstance(costs, Costs):
         raise ValueError(f"costs={costs!r}: expected Costs(forward=..., input_grad=..., weight_grad=...)")
@@ -101,5 +103,5 @@ def synthesize(
         kept_share=kept_share,
         links=links,
     )
-    budget = Budget(seconds=seconds, evaluations=evaluations, seed=seed)
+    budget = Budget(seconds=seconds, evaluations=evaluations, seed=int(seed))
     return solve(request, budget, moves=moves, recompute=recompute, start=start, on_progress=on_progress)

@@ -3,6 +3,7 @@
     rank 0 |   0F3   |                     made and arrived are those of the latest input
     rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
 
+Simulated links that block hold a rank until its own message has left: transfer, too.
 A rank that waits for its batch waits for data first of all; in front of the step so does one that reads none, until
 the first rank acts.
 Activations that come back are made when both ranks have begun that, and arrive when it is through.
@@ -24,6 +25,7 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
     spans = [span for rank in timeline.ranks for span in rank.compute]
     made_at = {what: end for what, _, end in spans}
     moves = {span.what: span for rank in timeline.ranks for span in rank.moves}
+    sent_until = {} if timeline.measured else {what: end for rank in timeline.ranks for what, _, end in rank.comm}
     last = max((span.end for span in spans if span.what.op is not Op.U), default=0.0)
 
     def before_update(previous: float, start: float) -> Idle:
@@ -32,7 +34,7 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
         return Idle(drain=drain, update=start - previous - drain)
 
     def before_compute(
-        action: Action, previous: float, start: float, arrived: dict[Message, tuple[float, float]]
+        action: Action, before: Action, previous: float, start: float, arrived: dict[Message, tuple[float, float]]
     ) -> Idle:
         made = arrival = previous
         for message, maker, *_ in needs.arrivals(action):
@@ -42,6 +44,8 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
         for move in needs.of(action) if moves else ():  # activations that come back for it
             if move in moves:
                 made, arrival = max(made, moves[move].start), max(arrival, moves[move].end)
+        for delivery in needs.departures(before):
+            arrival = max(arrival, sent_until.get(delivery.message, previous))
         made, arrival = min(made, start), min(max(arrival, made), start)
         return Idle(late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)
 
@@ -60,7 +64,7 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
                 elif action.op is Op.U:
                     gap = before_update(previous, start)
                 else:
-                    gap = before_compute(action, previous, start, arrived)
+                    gap = before_compute(action, rank.compute[at - 1].what, previous, start, arrived)
                 gaps[action] = gap._replace(data=data, fill=fill)
             previous = end
         return gaps

@@ -29,6 +29,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from ..dependencies import Wire
@@ -40,7 +41,7 @@ ON_CARD = "card"
 
 def _check(**numbers: float) -> None:
     for name, value in numbers.items():
-        if not (isinstance(value, int | float) and value >= 0 and math.isfinite(value)):
+        if not (isinstance(value, Real) and value >= 0 and math.isfinite(value)):
             raise ValueError(f"{name}={value!r}: expected a finite number, at least 0")
 
 
@@ -83,7 +84,7 @@ class LinkLevel:
     def __post_init__(self) -> None:
         _check(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
         for name, value in (("num_ranks", self.num_ranks), ("ranks_per_card", self.ranks_per_card)):
-            if not ((value is None and name == "ranks_per_card") or (isinstance(value, int) and value >= 1)):
+            if not ((value is None and name == "ranks_per_card") or (isinstance(value, Integral) and value >= 1)):
                 raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
 
     def way(self, src: int, dst: int) -> Link:

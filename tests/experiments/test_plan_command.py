@@ -106,7 +106,7 @@ def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     path.write_text(Cluster.parse("2x2:nvlink=300GB/s,net=12GB/s").to_json(), encoding="utf-8")
-    arguments = ["--transformer", SHAPE, "--device", "v100", "--cluster", str(path), "--batch", "16"]
+    arguments = ["--transformer", f"{SHAPE},kv_heads=2", "--device", "v100", "--cluster", str(path), "--batch", "16"]
     assert main(["plan", *arguments, "--tensor", "1", "2", "--memory", "16GB"]) == 0
     assert "on 4 devices" in capsys.readouterr().out
     assert main(["plan", *arguments, "--memory", "1MB"]) == 2

@@ -6,12 +6,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import simulated_simulated as simulated
 
-from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, plan
+from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, partition, plan
 from stagewright.schedules import AllReduce, Costs, Link, Links, build, simulate
 
 from .test_planner_brute_force import CLUSTERS, chains
@@ -304,3 +305,34 @@ def test_tensor_sums_go_over_their_own_links() -> None:
     for inside, each in ((1000.0, 4 / 1000), (2.0, 4 / 2)):
         sums = 2 * 3 * each + 2 * 4 / 1000
         assert step(two_hosts(ways=[(0, 0, inside, 0.0)]), groups, source=divided) == pytest.approx(12 + 2 * 1 + sums)
+
+
+def test_numbers_may_be_numpys() -> None:
+    """As those of a sweep are: what is made of them is written and read as ever."""
+    i, f = np.int64, np.float32
+    nodes = [Node(name=n, forward_seconds=f(1), backward_seconds=2, parameter_bytes=i(10)) for n in "ab"]
+    profile, cluster = Profile(nodes=nodes, microbatch_size=i(1)), Cluster.from_levels([(i(2), f(1e9))])
+    assert Profile.from_json(profile.to_json()) == profile
+    plans = (
+        plan(profile, cluster, global_batch=i(4), memory_limit=i(1000), microbatch_sizes=(i(1),)),
+        partition(profile, cluster, num_microbatches=i(4)),
+        evaluate(profile, cluster, [GivenStage("a", np.arange(1)), GivenStage("b", [i(1)])], num_microbatches=i(4)),
+    )
+    for each in plans:
+        assert Plan.from_json(each.to_json()) == each
+    for name, options in {"1f1b": {"replicas": (i(1), i(1))}, "2bw": {"num_batches": i(6)}, "zb-v": {}}.items():
+        schedule = build(name, num_ranks=i(2), num_microbatches=i(4), **options)
+        assert type(schedule).from_json(schedule.to_json()) == schedule
+    with pytest.raises(ValueError, match="ranks of stage 0"):
+        evaluate(profile, cluster, [GivenStage("ab", [True])], num_microbatches=4)
+    with pytest.raises(TypeError, match=r"^partition\(\) got an unexpected option 'micro': expected one of "):
+        partition(profile, cluster, micro=4)
+
+
+def test_bytes_that_are_too_many_by_a_part_of_one_add_up() -> None:
+    nodes = [Node(name="a", forward_seconds=1, backward_seconds=2, stash_bytes=10)]
+    options: dict[str, Any] = {"global_batch": 1, "recompute": ("none",), "memory_limit": 9.9999}
+    with pytest.raises(ValueError, match="needs 10 bytes of 9, 1 too many"):
+        plan(Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(1, 1e9)]), **options)
+    with pytest.raises(ValueError, match="needs 10 bytes on a device of 9, 1 too many"):
+        partition(Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(1, 1e9)]), memory_limit=9.9999)

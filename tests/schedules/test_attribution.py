@@ -13,6 +13,8 @@ from stagewright.schedules import (
     Action,
     Costs,
     Idle,
+    Link,
+    Links,
     Op,
     RankTrace,
     Schedule,
@@ -34,6 +36,19 @@ def check_sums(timeline: Timeline) -> None:
     for rank, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
         assert sum(idle) == timeline.makespan - rank.busy
         assert all(seconds >= 0 for seconds in idle)
+
+
+@steady
+@given(schedules_with_costs(), quarters)
+def test_a_rank_that_waits_for_its_own_message_to_leave_waits_for_a_transfer(
+    case: tuple[Schedule, Costs], a_byte: float
+) -> None:
+    schedule, costs = case
+    links = Links(network=Link(seconds_per_byte=a_byte, blocks=True), activation_bytes=1.0)
+    timeline = simulate(schedule, costs, links)
+    check_sums(timeline)
+    assert all(idle.unexplained == 0 for idle in attribute_idle(timeline))
+    assert "unexplained" not in [kind.value for kind in critical_path(timeline).by_kind]
 
 
 @pytest.mark.thorough

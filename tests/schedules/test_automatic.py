@@ -112,6 +112,22 @@ def test_any_costs_and_limits(data: st.DataObject) -> None:
     assert timeline.makespan >= lower_bound(schedule, costs) * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("sizes", [(4, 12), (8, 16), (3, 3)])
+def test_none_is_worse_than_a_named_one_that_fits(sizes: tuple[int, int]) -> None:
+    """On the same placement, with what that one holds for a limit."""
+    P, M = sizes
+    for auto, names in {"zb-v": ("v-min", "v-half", "zb-v"), "zb-1p": ("zb-h1", "zb-h2")}.items():
+        costs = Costs(forward=10, input_grad=11, weight_grad=7, latency=1)
+        for name in names:
+            given = {"costs": costs} if name.startswith("v-") else {}
+            named = build(name, num_ranks=P, num_microbatches=M, **given)
+            limit = max(check(named).peak_activations)
+            found = build(auto, num_ranks=P, num_microbatches=M, costs=costs, memory_limit=limit, seconds=0.0)
+            assert found.name == auto
+            assert simulate(found, costs).span <= simulate(named, costs).span
+            assert max(check(found).peak_activations) <= limit
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "costs", "limit", "seconds"),
     [

@@ -251,3 +251,11 @@ def value_of(schedule: Schedule, costs: Costs, limit: int) -> float | None:
         return None
     fits = all(peak <= most for peak, most in zip(timeline.peak_activations, (limit, 2), strict=True))
     return timeline.makespan if fits else None
+
+
+@pytest.mark.parametrize(("ranks", "placement"), [(1, "v"), (2, [[0, 2], [1, 3]])])
+def test_a_limit_that_is_too_small_to_recompute_in_is_told_with_one_that_is_not(ranks: int, placement: Any) -> None:
+    given = {"num_ranks": ranks, "num_microbatches": 2, "placement": placement, "recompute": 0.1, "evaluations": 5}
+    with pytest.raises(MemoryLimitError, match=r"expected at least 1\.1, the least"):
+        synthesize(costs=Costs(), memory_limit=1, **given)
+    assert synthesize(costs=Costs(), memory_limit=1.1, **given).recompute.count("full") == 2 * ranks
