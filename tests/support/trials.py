@@ -70,6 +70,8 @@ def fails(error: BaseException, *, on: int = 0) -> Any:
     """An optimizer whose step raises on a rank."""
 
     class Failing(torch.optim.SGD):
+        separable = "parameters"
+
         def step(self, closure: Any = None) -> None:
             if not dist.is_initialized() or dist.get_rank() == on:
                 raise error

@@ -79,9 +79,10 @@ def refuse_packed(path: str, arguments: Sequence[object]) -> None:
         raise RefusedError(f"{module_at(path)} takes a PackedSequence, whose sizes are values")
 
 
-def refuse_distribution(output: object, tensors: Sequence[torch.Tensor]) -> None:
+def refuse_distribution(output: object) -> None:
     """RefusedError for one that a loss would compute with, unless the model returns its own loss."""
-    for leaf in pytree.tree_leaves(output) if all(x.dim() for x in tensors) else ():
+    leaves = pytree.tree_leaves(output)
+    for leaf in leaves if all(x.dim() for x in leaves if isinstance(x, torch.Tensor)) else ():
         if isinstance(leaf, torch.distributions.Distribution):
             what = f"the model returns a {type(leaf).__name__}, which no message carries"
             raise RefusedError(what, expected="what it is made of as tensors, and the distribution made in loss_fn")

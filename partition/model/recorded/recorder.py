@@ -403,8 +403,8 @@ class ForwardRecorder:
     def finish(self, output: object) -> Record:
         self._draws.check()
         self._is_busy = self._has_ended = True
+        refuse_distribution(output)
         form, tensors = Form.of_output(output)
-        refuse_distribution(output, tensors)
         results = [self._values.tensor(leaf) for leaf in tensors]
         self._note_stores()
         self._tables.finish()
