@@ -32,6 +32,7 @@ from .compare import Outcome, first_difference
 from .plain import NotVerifiableError, PlainModule, Watch
 from .regions import Regions
 
+_LARGE = 2**26
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
 
 
@@ -81,10 +82,10 @@ class Verifier:
 
     def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
         """See PipelineModule.verify. Collective over the processes. Unless it `evaluates`, it owes that."""
-        try:
-            return self._verified(given, evaluates=evaluates)
-        finally:
+        found = self._verified(given, evaluates=evaluates)
+        if found.copy_bytes > _LARGE:  # what is less, steps may use again without asking the system
             give_back(self._options.device)
+        return found
 
     def _verified(self, given: Given, *, evaluates: bool) -> Verification:
         self._options.require_loss()

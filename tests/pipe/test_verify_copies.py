@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import plain
+from support.inside import plain, verification
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -143,6 +143,7 @@ def held() -> int:
 def test_it_holds_one_copy_of_the_weights_and_gradients_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """There were three copies of weights, and three of gradients."""
     found: list[int] = []
+    freed: list[str] = []
     run = plain.PlainModule.run
 
     def counted(self: Any, *given: Any, **options: Any) -> Any:
@@ -151,6 +152,8 @@ def test_it_holds_one_copy_of_the_weights_and_gradients_of_both(monkeypatch: pyt
         return outcome
 
     monkeypatch.setattr(plain.PlainModule, "run", counted)
+    monkeypatch.setattr(verification, "_LARGE", 2**20)  # the model's bytes are just above
+    monkeypatch.setattr(verification, "give_back", lambda device: freed.append(device.type))
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     pipe, before = pipe_of(model), held()
     pipe.train_step(torch.randn(4, 256), torch.randn(4, 256))
@@ -159,6 +162,7 @@ def test_it_holds_one_copy_of_the_weights_and_gradients_of_both(monkeypatch: pyt
     for p in model.parameters():
         p.grad = None
     assert held() - before < 0.1 * weights
+    assert freed == ["cpu"]
 
 
 def test_a_copy_that_uses_the_model_is_no_check(caplog: pytest.LogCaptureFixture) -> None:

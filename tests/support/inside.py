@@ -332,6 +332,7 @@ _MODULES = {
     "building": "pipe.build",
     "lock": "pipe.checkpoint.lock",
     "plain": "pipe.verify.plain",
+    "verification": "pipe.verify.verification",
     "tracer": "pipe.trace.tracer",
     "runtime_seconds": "pipe.auto.runtime_seconds",
     "trial": "pipe.auto.trial",
