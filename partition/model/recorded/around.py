@@ -88,6 +88,18 @@ def has_fake(values: Iterable[object], deep: int = _DEEP) -> bool:
     return False
 
 
+def refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in pytree.tree_leaves((args, kwargs)):
+        cells = getattr(value, "__closure__", None) or ()
+        for cell in cells:
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                continue
+            if has_fake([content], 0):
+                raise RefusedError("a function that is passed on closes over a tensor of this forward")
+
+
 def _modes_of_torch() -> list[Any]:
     functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return [*functions, *_get_current_dispatch_mode_stack()]

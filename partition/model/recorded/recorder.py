@@ -17,7 +17,7 @@ from ..made_up import Shaped, call_for_shapes
 from ..memory import memory_of
 from ..source_line import line_now, module_at
 from ..surroundings import Surroundings
-from .around import AroundCalls, has_fake
+from .around import AroundCalls, refuse_fakes_in_closures
 from .calls import (
     READS,
     Call,
@@ -315,7 +315,7 @@ class ForwardRecorder:
         if templates is None:
             assert refused is not None
             raise refused
-        _refuse_fakes_in_closures(args, kwargs)
+        refuse_fakes_in_closures(args, kwargs)
         record = build(self._fields(templates, given, modes, structure))
         self._calls.append(record)
         if isinstance(record, UnitCall) or record.is_random:
@@ -453,15 +453,3 @@ class ForwardRecorder:
 
 def _refuse(reason: str) -> None:
     raise RefusedError(reason)
-
-
-def _refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for value in pytree.tree_leaves((args, kwargs)):
-        cells = getattr(value, "__closure__", None) or ()
-        for cell in cells:
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                continue
-            if has_fake([content], 0):
-                raise RefusedError("a function that is passed on closes over a tensor of this forward")
