@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.inside import Copies
 from torch import Tensor, nn
-
-from stagewright.partition.model.copies import Copies
 
 KNOWN: dict[str, nn.Module] = {}
 

@@ -95,6 +95,7 @@ _NAMES = {
     "partition.analytic.device_model": "DeviceModel PRESETS",
     "partition.analytic.layers": "LAYER_KERNELS TransformerSource transformer_profile",
     "partition.analytic.transformer": "Head Split Transformer",
+    "partition.model.copies": "Copies",
     "partition.model.chain": "given_stages",
     "partition.model.cut": "SLACK cut_evenly",
     "partition.model.fakes": "stand_ins",
