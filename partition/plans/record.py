@@ -123,8 +123,7 @@ class RunnerUp:
 
 
 OUTSIDE = (
-    "replicas that do not divide the microbatches or differ by stage, but for those that the dynamic program finds "
-    "without tensor ranks",
+    "replicas that differ by stage, but for those that the dynamic program finds without tensor ranks",
     "layouts that leave more than an eighth of more than 64 devices idle, while others fit",
     "tensor ranks beyond the innermost links",
     "microbatches and chunks that differ by stage; tensor ranks that do, where there are replicas, chunks, streams or "

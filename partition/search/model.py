@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 
@@ -64,24 +64,42 @@ class Model:
         """A configuration with each cut of its sequences that is worth a simulation.
 
         Lengths are multiples of a unit, of which a sequence has MAX_UNITS at most. Of up to ALL_SLICINGS ways to cut it
-        each is among them. Of more, for 2, 4, 8, .. slices, those whose longest takes least: others may be faster;
-        under "terapipe" also those that pass P equal stages over free links soonest: no others are faster there.
+        each is among them. Of more, for 2, 4, 8, .. slices, those whose longest takes least, and equal ones: those next
+        to the best are looked at later (`next_slicings`), and others may be faster; under "terapipe" also those that
+        pass P equal stages over free links soonest: no others are faster there.
         """
         cost, tokens = self.profile.slice_cost, self.profile.sequence_tokens or 1
-        units = max(each for each in range(1, min(tokens, MAX_UNITS) + 1) if not tokens % each)
-        unit, sizes = tokens // units, {"num_ranks": whole.pipeline, "num_microbatches": whole.batch // whole.data}
+        unit, sizes = self._unit(tokens), {"num_ranks": whole.pipeline, "num_microbatches": whole.batch // whole.data}
+        units = tokens // unit
         if 2 ** (units - 1) <= ALL_SLICINGS:
             inner = (each for n in range(1, units) for each in combinations(range(unit, tokens, unit), n))
             found = [tuple(b - a for a, b in pairwise((0, *each, tokens))) for each in inner]
         else:
             numbers = [2**n for n in range(1, units.bit_length())]
             found = [equal_work_lengths(tokens, n, cost, multiple=unit) for n in numbers]
+            found += [(tokens // n,) * n for n in numbers if units % n == 0]
             if whole.schedule == "terapipe":
                 found.append(shortest_lengths(tokens, cost, multiple=unit, **sizes))
         for lengths in dict.fromkeys(each for each in found if len(each) > 1):
-            seconds = slice_seconds(lengths, cost)
-            shares = tuple(each / (sum(seconds) or 1.0) for each in seconds)
-            yield replace(whole, lengths=lengths, shares=shares)
+            yield self._sliced(whole, lengths)
+
+    def _sliced(self, whole: Configuration, lengths: tuple[int, ...]) -> Configuration:
+        seconds = slice_seconds(lengths, self.profile.slice_cost)
+        return replace(whole, lengths=lengths, shares=tuple(each / (sum(seconds) or 1.0) for each in seconds))
+
+    def next_slicings(self, c: Configuration) -> Iterator[Configuration]:
+        """Those one step away: an end between two slices moved, left out, or put into one."""
+        tokens, ends = sum(c.lengths), [*accumulate(c.lengths, initial=0)]
+        unit = self._unit(tokens)
+        found = {tuple(sorted({*ends} ^ {at})) for at in range(unit, tokens, unit)}
+        found |= {tuple(sorted({*ends} ^ {at, at + by})) for at in ends[1:-1] for by in (-unit, unit)}
+        for each in sorted(found):
+            if len(each) > 2 and (each[0], each[-1]) == (0, tokens):
+                yield self._sliced(c, tuple(b - a for a, b in pairwise(each)))
+
+    @staticmethod
+    def _unit(tokens: int) -> int:
+        return tokens // max(each for each in range(1, min(tokens, MAX_UNITS) + 1) if not tokens % each)
 
     def at_least(self, others: Sequence[Model]) -> Model:
         """The same model with the least of each figure of a node; the same cuts."""

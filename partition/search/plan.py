@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -270,7 +270,8 @@ def _refuse_endless(global_batch: int, largest: int, num_devices: int) -> None:
 
 
 def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
-    """Every configuration, and the same along other orders of unequal nodes; of many orders the slow ones last."""
+    """Every configuration, the same with each replica in a row, so that messages stay on its nodes and sums leave
+    them, and along other orders of unequal nodes; of many orders the slow ones last."""
     size = cluster.levels[0].size
     given = tuple(range(len(cluster.nodes or ())))
     orders = node_orders(cluster)[0]
@@ -278,6 +279,10 @@ def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuratio
         orders = [given, given[::-1]]
     for configuration in space.configurations():
         yield configuration
+        c = configuration
+        if c.num_devices > size and min(c.data, c.pipeline) > 1 and c.sizes is None:
+            of_replica = [[*range(d * c.tensor, (d + 1) * c.tensor)] for d in range(c.data * c.pipeline)]
+            yield replace(c, ranks=tuple(tuple(chain(*of_replica[p :: c.pipeline])) for p in range(c.pipeline)))
         for order in orders if configuration.sizes is None else ():
             if order != given:
                 ranks = tuple(own_ranks(order, size, each) for each in configuration.stage_ranks)

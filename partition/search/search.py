@@ -139,7 +139,9 @@ class PlanSearch:
         rows = [row for least, find in every if least < _least_seconds(found) for row in find()]
 
         def moves(e: Evaluated) -> Iterator[Layout]:
-            return (each for row in rows for each in row.next_to(e) if is_new(each[1]))
+            yield from (each for row in rows for each in row.next_to(e) if is_new(each[1]))
+            sliced = e.model.next_slicings(e.configuration) if e.configuration.lengths else ()
+            yield from sorted(((self.evaluator.least_seconds(c, e.ends), c, e.ends) for c in sliced), key=itemgetter(0))
 
         for most, limit in (_LAYOUTS, math.inf), (4 * _LAYOUTS, 0.0):
             left, layouts = math.inf, merge(*(row.best_first(_least_seconds(found)) for row in rows), key=itemgetter(0))
@@ -150,9 +152,9 @@ class PlanSearch:
                 if (c, ends) not in looked:
                     looked.add((c, ends))
                     found += self._simulated(c, {ends: least}, limit or _least_seconds(found))
-            starts = dict[int, Evaluated]()
+            starts = dict[tuple[int, int], Evaluated]()
             for each in sorted(found, key=_rank):
-                starts.setdefault(each.configuration.num_stages, each)
+                starts.setdefault((each.configuration.num_stages, len(each.configuration.lengths)), each)
             climbed = [self._climbed(each, moves, looked) for each in [*starts.values()][:_STARTS]]
             found += self._refined([each for each in climbed if each not in found], most=1)
         self._least_left = min(self._least_left, left)

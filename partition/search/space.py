@@ -177,7 +177,7 @@ class SearchSpace:
     mixed_sizes: bool = True
 
     def configurations(self) -> Iterator[Configuration]:
-        """Configurations with equal replicas: D T P devices, each replica with the same number of microbatches."""
+        """Configurations with equal replicas: D T P devices; where D does not divide M, some have one more."""
         for tensor in self.tensor_sizes:
             for size in self.microbatch_sizes:
                 if self.global_batch % size:
@@ -218,10 +218,10 @@ class SearchSpace:
                     yield (one,) * number + (other,) * rest
 
     def _layouts(self, num_microbatches: int, tensor: int) -> Iterator[tuple[int, int]]:
-        """(D, P) with D a divisor of M."""
+        """(D, P); without tensor ranks with D a divisor of M, else the dynamic program finds them."""
         room = self.num_devices // tensor
         for data in range(1, min(num_microbatches, room) + 1) if self.data_sizes is None else self.data_sizes:
-            if num_microbatches % data or data > room:
+            if data > room or (tensor == 1 and num_microbatches % data):
                 continue
             longest = min(room // data, self.max_stages)
             for pipeline in range(1, longest + 1) if self.pipeline_sizes is None else self.pipeline_sizes:
@@ -236,6 +236,8 @@ class SearchSpace:
                     continue  # chunks of one rank follow each other; with replicas sums go on beside the next one's
                 if num_chunks * pipeline > self.max_stages:
                     continue
+                if self.global_batch // size % data and schedule != "1f1b":
+                    continue  # of no other one have replicas different numbers of microbatches
                 whole = Configuration(
                     pipeline=pipeline,
                     data=data,

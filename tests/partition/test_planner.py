@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.inside import Configuration
 
-from stagewright.partition import Cluster, partition, plan
+from stagewright.partition import Cluster, GivenStage, Node, Profile, evaluate, partition, plan
 from stagewright.schedules import Costs, Op, build, simulate
 
 from .small import chain
@@ -243,3 +244,34 @@ def test_profiles_of_several_models(other: dict[str, object], message: str) -> N
     second = replace(chain(4), microbatch_size=2, **other)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"profiles of microbatches of 1 and of 2: {message}"):
         plan({1: chain(4), 2: second}, FOUR, global_batch=8)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 5])
+def test_replicas_of_tensor_groups_need_not_divide_the_microbatches(batch: int) -> None:
+    """Memory for two of two: stages on half of the devices each, as without such replicas, take a quarter longer."""
+
+    def over(tensor: int) -> Profile:
+        sizes = {"parameter_bytes": 10 / tensor, "stash_bytes": 1 / tensor}
+        seconds = {"a": 1 / tensor, "b": 3 / tensor}
+        nodes = [Node(name=n, forward_seconds=s, backward_seconds=2 * s, **sizes) for n, s in seconds.items()]
+        return Profile(nodes=nodes, microbatch_size=1, tensor=tensor, optimizer_ratio=2.0)
+
+    profiles, cluster = [over(1), over(2)], Cluster.from_levels([(4, 1e6)])
+    given = evaluate(profiles, cluster, [GivenStage("ab", range(4), tensor=2)], num_microbatches=batch)
+    options: dict[str, Any] = {"recompute": ("none",), "optimizer_sharding": ("none",), "memory_limit": 55.0}
+    found = plan(profiles, cluster, global_batch=batch, schedules=("1f1b",), **options)
+    assert found.simulated_step_time == given.simulated_step_time
+    assert [(s.nodes, len(s.ranks), s.tensor) for s in found.stages] == [(("a", "b"), 4, 2)]
+
+
+def test_replicas_of_a_stage_may_be_on_several_nodes() -> None:
+    """Where messages are long and weights small: sums leave the nodes, messages do not."""
+    sizes = {"activation_bytes": 1e9, "parameter_bytes": 1e6, "buffer_bytes": 9e9}
+    nodes = [Node(name=n, forward_seconds=1, backward_seconds=2, **sizes) for n in "ab"]
+    cluster = Cluster.parse("2x2:nvlink=100GB/s,net=250MB/s:17GB")
+    found = plan(Profile(nodes=nodes, microbatch_size=1), cluster, global_batch=8)
+    assert [stage.ranks for stage in found.stages] == [(0, 2), (1, 3)]
+    assert found.build_schedule().owners == ((0, 2), (1, 3))
+    stages = [GivenStage("a", (0, 2)), GivenStage("b", (1, 3))]
+    given = evaluate(Profile(nodes=nodes, microbatch_size=1), cluster, stages, num_microbatches=8)
+    assert found.simulated_step_time == given.simulated_step_time
