@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product, takewhile
 from numbers import Real
 from typing import NamedTuple
 
@@ -253,7 +253,7 @@ def best_order(
     seconds: float = _NEVER,
 ) -> Schedule:
     """The schedule with the least span, of these the least makespan, of these the first; of those that are listed in
-    so many seconds (wall clock), one at least, and the named ones."""
+    so many seconds (wall clock), one at least, the named ones last."""
     until = time.monotonic() + seconds
     best: Listed | None = None
     passes = [(op, k) for op in (Op.F, Op.I, Op.W) for k in range(num_microbatches)]
@@ -276,7 +276,8 @@ def best_order(
         if time.monotonic() >= until:
             break
     assert best is not None, "the first candidate holds one microbatch at a time, at least"
-    best = min((best, *named), key=lambda each: each[1:])
+    for each in takewhile(lambda _: time.monotonic() < until, chain([best], named)):
+        best = min(best, each, key=lambda one: one[1:])
     return Schedule(name=name, placement=placement, programs=best.programs, num_microbatches=num_microbatches)
 
 

@@ -90,6 +90,7 @@ def equal(model: nn.Module, twin: nn.Module, *, atol: float = 1e-12) -> None:
         assert plain == {key: vars(other)[key] for key in plain}, name
 
 
+@pytest.mark.filterwarnings("ignore:.*changes attribute 'last' of the model.* once, while the model is recorded")
 @pytest.mark.thorough(
     but=["reentrant checkpoint between units", "autocast between units", "counts in an object between units"]
 )
