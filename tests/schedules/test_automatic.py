@@ -122,7 +122,7 @@ def test_none_is_worse_than_a_named_one_that_fits(sizes: tuple[int, int]) -> Non
             given = {"costs": costs} if name.startswith("v-") else {}
             named = build(name, num_ranks=P, num_microbatches=M, **given)
             limit = max(check(named).peak_activations)
-            found = build(auto, num_ranks=P, num_microbatches=M, costs=costs, memory_limit=limit, seconds=0.0)
+            found = build(auto, num_ranks=P, num_microbatches=M, costs=costs, memory_limit=limit)
             assert found.name == auto
             assert simulate(found, costs).span <= simulate(named, costs).span
             assert max(check(found).peak_activations) <= limit
