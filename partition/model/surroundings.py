@@ -103,18 +103,24 @@ class Changed:
 
     @property
     def setting(self) -> Setting:
-        return Setting(self.name, self.now, self._within)
+        value = _fresh(self.now)
+        return Setting(self.name, value, partial(self._within, value))
 
     @contextmanager
-    def _within(self) -> Iterator[None]:
-        """Within, the entry is as it is now; what is another one at the end stays."""
-        before = self.table.read().get(self.key, MISSING)
-        self.table.set(self.key, self.now)
+    def _within(self, value: Any) -> Iterator[None]:
+        """Within, the entry is as it was when this was a change; what is another one at the end stays."""
+        before, now = self.table.read().get(self.key, MISSING), _fresh(value)
+        self.table.set(self.key, now)
         try:
             yield
         finally:
-            if _is_same(self.table.read().get(self.key, MISSING), self.now):
+            if _is_same(self.table.read().get(self.key, MISSING), now):
                 self.table.set(self.key, before)
+
+
+def _fresh(value: Any) -> Any:
+    """The value, with dicts and lists of its own: what a unit collects in them is its run's."""
+    return pytree.tree_map(lambda leaf: leaf, value) if isinstance(value, dict | list) else value
 
 
 class Surroundings:

@@ -111,6 +111,23 @@ def variable(i: int) -> Iterator[None]:
         VARIABLE.reset(token)
 
 
+COLLECTED: ContextVar[list[Tensor] | None] = ContextVar("collected", default=None)
+
+
+@contextmanager
+def collecting(i: int) -> Iterator[None]:
+    token = COLLECTED.set([])
+    yield
+    COLLECTED.reset(token)
+
+
+def collect(x: Tensor) -> float:
+    found = COLLECTED.get()
+    assert found is not None
+    found.append(x)
+    return float(len(found))
+
+
 @contextmanager
 def globally(i: int) -> Iterator[None]:
     global SCALE  # noqa: PLW0603
@@ -169,6 +186,7 @@ class Doubling(TorchFunctionMode):
 
 AROUND: dict[str, tuple[Callable[[int], AbstractContextManager[Any]], Callable[[Tensor], Any]]] = {
     "context variable": (variable, lambda x: VARIABLE.get()),
+    "list that is filled": (collecting, collect),
     "global": (globally, lambda x: SCALE),
     "thread-local": (in_this_thread, lambda x: getattr(LOCAL, "scale", 1.0)),
     "attribute of an object": (lambda i: attribute(SETTINGS, i), lambda x: SETTINGS.scale),
