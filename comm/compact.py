@@ -10,7 +10,7 @@ import torch
 
 
 class CompactPickler(pickle.Pickler):
-    """Of a tensor that is a view it writes what the view has: torch writes all memory behind it, such as a data set."""
+    """A pickler that writes only the elements of a view: torch writes all memory under it, such as a data set."""
 
     def reducer_override(self, value: Any) -> Any:
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided

@@ -1,4 +1,4 @@
-"""What a process keeps from its children: a worker of a DataLoader that outlives it would hide its death.
+"""Connections and locks that children do not inherit: a DataLoader worker that outlives a rank would hide its death.
 
 A connection closes, and a lock is let go, when the last process that has it ends. gloo lets children inherit all of
 its sockets. Here each is closed in a child that is forked, and by the system in one that runs another program.
@@ -34,7 +34,7 @@ def keep_from_children(descriptor: int) -> None:
 
 
 def _connections() -> dict[int, tuple[str, int]]:
-    """What a descriptor leads to, and its local port."""
+    """TCP sockets by descriptor: the target and the local port."""
     found = {}
     with suppress(OSError):
         for descriptor in map(int, os.listdir(_OPEN)):

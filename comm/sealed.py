@@ -1,4 +1,4 @@
-"""What processes of one run believe, and from whom: a secret that whoever starts them hands to each in its environment.
+"""Seals of one run: a secret that the launcher hands to each process in its environment decides what is believed.
 
     store     whoever reaches its port may write there: what is acted on carries a seal, made with the secret, of its
               key and value. Without one it does not count

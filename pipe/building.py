@@ -269,7 +269,7 @@ class Building:
         finish: Callable[[], T],
         take_back: Callable[[], None],
     ) -> T:
-        """What a call gives, behind whose end all have what it is made of: who `is_ready` finishes it alone then.
+        """The result of a call. A rank that `is_ready` has all that it is made of, and finishes it alone.
 
         Arguments:
             admits: whether processes that were started again may join in front of it.

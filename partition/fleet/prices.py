@@ -188,7 +188,7 @@ class _Job:
         number("samples", self.samples, positive=True)
 
     def price(self, plan: PricedPlan | None, part: int) -> float | None:
-        """Of a plan's devices; None where they are not to be had."""
+        """The price of a plan's devices; None where they are not to be had."""
         begin = self.trace.times[part]
         prices = self.trace.prices.get(plan.kind) if plan is not None and begin < self.end else None
         price = None if prices is None else prices[part]

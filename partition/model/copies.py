@@ -171,7 +171,7 @@ def _leads_to(wanted: Collection[int], value: object, others: dict[int, object])
 
 
 def _held(value: Any) -> Collection[Any]:
-    """What copy.deepcopy copies of it."""
+    """The parts that copy.deepcopy copies."""
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
         return () if len(value) > _MOST else value.values() if isinstance(value, dict) else value
     if isinstance(value, partial):

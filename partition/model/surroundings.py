@@ -1,4 +1,4 @@
-"""What a model's code finds around it, and may change: its process's own, in which other code lives, too.
+"""The state of the process that a model's code finds around it and may change, and that other code shares.
 
 globals            that functions of the model's classes name, and through them: entries of dicts, lists and sets,
                    attributes of objects, classes and the user's Python modules, thread-locals
@@ -63,7 +63,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """What holds around a call: a value by name, and what makes it hold again."""
+    """A value by name that holds around a call, and the context manager that restores it there."""
 
     name: str
     value: object
@@ -124,7 +124,7 @@ def _fresh(value: Any) -> Any:
 
 
 class Surroundings:
-    """What some classes and functions of the user's find around them, as it is when this is made."""
+    """The state that some classes and functions find around them, as it is when this is made."""
 
     def __init__(self, kinds: Collection[type], functions: Collection[FunctionType]) -> None:
         found = [_torch_settings(), _context_variables(), *_Search(kinds, functions).tables]
@@ -149,7 +149,7 @@ class Surroundings:
                     table.set(key, before.get(key, MISSING))
 
     def changes(self) -> list[Changed]:
-        """What of the user's and torch's is another one than at the start, but for what `apart` has left out."""
+        """Entries of the user's and torch's that differ from the start, without those that `apart` has left out."""
         found = []
         for table, before in zip(self._watched, self._base, strict=True):
             now = table.read()
@@ -158,14 +158,14 @@ class Surroundings:
         return found
 
     def torch_changes(self) -> list[Changed]:
-        """Of torch's settings alone."""
+        """Changes of torch's settings alone."""
         now = self._watched[0].read()
         keys = _differing(self._base[0], now)
         return [Changed(self._watched[0], key, self._base[0][key], now[key]) for key in keys]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What changes within is no change."""
+        """Within, changes do not count."""
         before = [table.read() for table in self._watched]
         try:
             yield
@@ -197,7 +197,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class _Content(tuple[Any, ...]):
-    """What a list, set or deque holds."""
+    """The elements of a list, set or deque."""
 
 
 def _torch_settings() -> Namespace:

@@ -86,7 +86,7 @@ class StateSnapshot:
 
     @cached_property
     def surroundings(self) -> Surroundings:
-        """What the code of all classes and functions here finds around it."""
+        """The state that the code of all classes and functions here finds around it."""
         return Surroundings(self.kinds, [value for value in self._seen.values() if isinstance(value, FunctionType)])
 
     def new_tensors(self) -> Places:

@@ -37,7 +37,7 @@ def keys_of(root: nn.Module) -> dict[str, str]:
 
 
 def extra_states(root: nn.Module, modules: Collection[nn.Module]) -> dict[str, Any]:
-    """What `get_extra_state` of these modules returns, by key."""
+    """The results of `get_extra_state` of these modules, by key."""
     return {
         _joined(path, EXTRA): module.get_extra_state()
         for path, module in root.named_modules()

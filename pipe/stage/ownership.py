@@ -174,7 +174,7 @@ class Ownership:
             return keys_of(root)
 
     def extra_states(self) -> dict[str, Any]:
-        """What the modules of this process keep beside tensors."""
+        """The extra states of this process's modules."""
         stages = self.model.train.stages
         used = [{*stage.module.modules()} for stage in stages]
         own = {module for stage in self._local for module in used[stage]}

@@ -1,4 +1,4 @@
-"""What the code between the units has changed around their calls, and what it leaves changed behind it.
+"""Changes that the code between the units makes around their calls, and side effects that it leaves.
 
 with scale(2.0):                a global, a context variable, a thread-local: holds again whenever a stage runs the unit
     x = layer(x)
@@ -37,7 +37,7 @@ class AroundCalls:
         self._modes: set[int] = set()
 
     def begin(self) -> None:
-        """What is in force now is around the model."""
+        """The modes in force now are around the model."""
         self._modes = {id(mode) for mode in _modes_of_torch()}
 
     @property
@@ -45,7 +45,7 @@ class AroundCalls:
         return _saved_tensor_hooks() != self._hooks
 
     def settings(self, unit: str | None) -> tuple[Setting, ...]:
-        """What has changed around a call of a unit; of a function, torch's settings alone. A unit that finds a tensor
+        """Changes around a call of a unit; of a function, torch's settings alone. A unit that finds a tensor
         of this forward there is refused when it takes it."""
         if unit is None:
             return tuple(each.setting for each in self._surroundings.torch_changes())
@@ -64,8 +64,8 @@ class AroundCalls:
         return tuple(found)
 
     def effects(self, follows: Callable[[object], bool]) -> list[str]:
-        """What is left changed. `follows`: whether a value follows from the batch or parameters; a tensor that does not
-        is kept to be used again, and so is what a dict had no entry for, or a context no variable."""
+        """Entries that stay changed. `follows`: whether a value follows from the batch or parameters. A tensor that
+        does not is a cache; a new entry of a dict and a new context variable are no effects either."""
 
         def is_effect(change: Changed) -> bool:
             if any(isinstance(leaf, torch.Tensor) for leaf in change.leaves):
