@@ -3,15 +3,17 @@
 from .codecs import Codec, Compress, LinkCodecs, LinkName, read_compress
 from .collectives import Collectives
 from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
-from .groups import Groups, link_lanes
+from .groups import BACKEND, Groups, link_lanes, own_device
 from .host_clocks import HostClocks, machine
 from .mesh import Coordinates, MeshPlace, ProcessMesh, World, read_mesh
 from .parts import PartsTransport
 from .process_group import ProcessGroupTransport
 from .rendezvous import join_world
+from .staged import staged
 from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
 __all__ = [
+    "BACKEND",
     "Codec",
     "Collectives",
     "Compress",
@@ -38,6 +40,8 @@ __all__ = [
     "link_lanes",
     "machine",
     "make_guard",
+    "own_device",
     "read_compress",
     "read_mesh",
+    "staged",
 ]

@@ -71,8 +71,9 @@ class Collectives:
     def all_reduce(self, tensor: torch.Tensor, *, what: str, largest: bool = False) -> None:
         """Sum `tensor` in place over all processes; or take the largest value of each element, which no NaN may be."""
         if not self.alone:
-            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            self._run(lambda group: dist.all_reduce(tensor, op, group=group), self._everyone, what)
+            op, wire = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, self._on_wire(tensor)
+            self._run(lambda group: dist.all_reduce(wire, op, group=group), self._everyone, what)
+            _put_back(wire, tensor)
 
     def begin_all_reduce(
         self,
@@ -99,12 +100,14 @@ class Collectives:
             tensor.zero_()  # what all members of its group hold counts once
         options = dist.AllreduceOptions()  # of a sum
         limit = self._in_the_background(options)
-        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        wire = self._on_wire(tensor)
+        values = torch.view_as_real(wire) if tensor.is_complex() else wire
         work = self._run(lambda group: group.allreduce([values], options), processes, what)
         _tell(work, on_through)
 
         def wait() -> None:
             self._run(lambda _: work.wait(*limit), processes, what)
+            _put_back(wire, tensor)
 
         return wait
 
@@ -197,8 +200,9 @@ class Collectives:
         outgoing = [sum(piece.numel() for piece in each) for each in pieces]
         incoming = [sizes[i] if processes[i] != own else 0 for i in order]
         wire = torch.cat([none, *chain.from_iterable(pieces)]).view(torch.uint8)  # backends know few types
+        wire = wire.to(self.groups.wire)
         del pieces
-        received = torch.empty(sum(incoming), dtype=kind, device=self.device)
+        received = torch.empty(sum(incoming), dtype=kind, device=self.groups.wire)
         width = received.element_size()
 
         options = dist.AllToAllOptions()
@@ -219,7 +223,7 @@ class Collectives:
 
         def wait() -> list[torch.Tensor]:
             self._run(lambda group: work.wait(*limit), group_of, what)
-            by_place = dict(zip(order, torch.split(received, incoming), strict=True))
+            by_place = dict(zip(order, torch.split(received.to(self.device), incoming), strict=True))
             return [by_place[i] for i in range(len(ranks))]
 
         return wait
@@ -233,7 +237,7 @@ class Collectives:
         """After an error: let nobody wait for this rank any longer."""
         for processes, group in self._groups.items():
             if self.rank in processes:
-                break_group(group, self.device)
+                break_group(group, self.groups.wire)
 
     def close(self) -> None:
         """Destroy all groups, those of the links too. No process may wait for another in them any more."""
@@ -255,20 +259,21 @@ class Collectives:
         NCCL's own watch ends what takes too long: there waiting blocks no host.
         """
         options.asyncOp = True
-        if self.device.type == "cuda":
+        if self.groups.backend == "nccl":
             return []
         options.timeout = _EVER
         return [timedelta(seconds=self._timeout)]
 
     def _broadcast(self, tensor: torch.Tensor, source: int, processes: tuple[int, ...], what: str) -> torch.Tensor:
+        over = self.groups.wire
         buffer = (
-            tensor.to(self.device).contiguous()
+            tensor.to(over).contiguous()
             if self.rank == source
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device=over)
         )
         wire = _bytes(buffer)
         self._run(lambda group: dist.broadcast(wire, src=source, group=group), processes, what)
-        return buffer
+        return buffer.to(self.device)
 
     def _gather(self, mine: T, processes: tuple[int, ...], what: str) -> list[T]:
         if self.alone:
@@ -287,6 +292,10 @@ class Collectives:
                 )
         return [given for _, given in everyone]
 
+    def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is summed in place: the tensor itself, or a copy where it goes through the host's memory."""
+        return tensor.to(self.groups.wire, copy=True) if self.groups.is_staged else tensor
+
     def _run(self, collective: Callable[[dist.ProcessGroup], T], processes: tuple[int, ...], what: str) -> T:
         group = self._groups[processes]
         return self.groups.as_one(lambda: collective(group), what=what, processes=processes)
@@ -295,6 +304,11 @@ class Collectives:
 def _tell(work: dist.Work, on_through: Callable[[], None] | None) -> None:
     if on_through is not None:
         work.get_future().add_done_callback(lambda _: on_through())
+
+
+def _put_back(wire: torch.Tensor, tensor: torch.Tensor) -> None:
+    if wire is not tensor:
+        tensor.copy_(wire)
 
 
 def _own(process: int, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

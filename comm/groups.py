@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import threading
@@ -12,7 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,63 @@ _LOOKS = 8  # of them to a look at whether one has failed
 _LEAST = 0.1  # [s] for what still has to be tried when the time is up
 
 
-def backend_for(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+BACKEND = "STAGEWRIGHT_BACKEND"  # in the environment: gloo, for CUDA devices between which NCCL has no way; or nccl
+_CPU = torch.device("cpu")
+
+
+def own_device(device: torch.device) -> torch.device:
+    """Of a CUDA device without a number, this process's: the current one, where somebody has chosen one, else that of
+    LOCAL_RANK, counted round where processes share devices."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    index, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
+    if index == 0 and local.isdecimal():
+        index = int(local) % torch.cuda.device_count()
+    return torch.device("cuda", index)
+
+
+class DeviceOf(NamedTuple):
+    """What a process says of its device. uuid: empty on a CPU, which many may share; backend: that it was told."""
+
+    uuid: str
+    backend: str
+
+    @classmethod
+    def here(cls, device: torch.device) -> DeviceOf:
+        if device.type != "cuda":
+            return cls("", "gloo")
+        wanted = os.environ.get(BACKEND, "")
+        if wanted not in ("", "gloo", "nccl"):
+            raise ValueError(f"{BACKEND}={wanted}: expected gloo or nccl, or leave it out")
+        return cls(str(torch.cuda.get_device_properties(device).uuid), wanted)
+
+
+def backend_for(devices: Sequence[DeviceOf], names: Callable[[Sequence[int]], str]) -> str:
+    """gloo where a process is told so, or two share a device, which NCCL refuses; else NCCL.
+
+    Raises ValueError, the same on all, for processes that were told otherwise than others, and for NCCL on one device.
+    """
+    wanted = {each.backend for each in devices}
+    if len(wanted) > 1:
+        said = ", ".join(f"{each.backend or 'nothing'} in process {one}" for one, each in enumerate(devices))
+        raise ValueError(f"{BACKEND} is {said} (of a CPU always gloo): expected the same in every process")
+    if wanted == {"gloo"}:
+        return "gloo"
+    sharing = shared_device(devices)
+    if sharing and wanted == {"nccl"}:
+        raise ValueError(
+            f"{BACKEND}=nccl, and {names(sharing)} use one device: expected a device a process, as by "
+            f"model.to(f\"cuda:{{os.environ['LOCAL_RANK']}}\"), or {BACKEND}=gloo"
+        )
+    return "gloo" if sharing else "nccl"
+
+
+def shared_device(devices: Sequence[DeviceOf]) -> list[int]:
+    """Processes that share the first device which several of them use; none where each has its own."""
+    places: dict[str, list[int]] = {}
+    for process, each in enumerate(devices):
+        places.setdefault(each.uuid or str(process), []).append(process)
+    return next((each for each in places.values() if len(each) > 1), [])
 
 
 class Groups:
@@ -39,6 +95,11 @@ class Groups:
 
     Before each one, and behind the last, all processes meet at the rendezvous store: they connect at the same time, and
     one that does not come is known by name. A group holds threads and descriptors until `close`.
+
+    Attributes:
+        backend: gloo or nccl.
+        wire: device of the tensors that it carries.
+        sharing: processes that share a CUDA device, if any do.
     """
 
     @kept_from_children()
@@ -54,8 +115,13 @@ class Groups:
             # A connection of its own: one that another thread waits at, as in connecting, answers nobody.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._name = f"groups/{self._store.add(f'groups/of process {world.rank}', 1)}"
-            if backend_for(device) == "nccl":
-                self._claim_device()
+        self.backend, self.sharing = self._backend()
+        self.wire = _CPU if self.backend == "gloo" else device
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether what a device has computed is carried by way of the host's memory."""
+        return self.wire.type != self.device.type
 
     def make(self, *wanted: Sequence[int], backend: str | None = None) -> list[dist.ProcessGroup]:
         """Groups of these processes, all within one time-out. Collective over all processes of the world.
@@ -68,7 +134,7 @@ class Groups:
         if not self.world.distributed:
             return []
         started = time.monotonic()
-        kind = backend_for(self.device) if backend is None else backend
+        kind = self.backend if backend is None else backend
         until = started + self._timeout
         made = [self._make(members, backend=kind, until=until) for members in wanted]
         self._meet(until)  # nobody leaves, as one whose caller fails at once does, while others still connect
@@ -95,16 +161,16 @@ class Groups:
         self._made.clear()
         vars(self).pop("_store", None)  # and its connection
 
-    def _claim_device(self) -> None:
-        """NCCL would refuse two processes on one device, as an invalid usage by nobody."""
-        rank = self.world.rank
-        key = f"{self._name}/device {torch.cuda.get_device_properties(self.device).uuid}"
-        first = int(self._store.compare_set(key, "", str(rank)))
-        if first != rank:
-            raise ValueError(
-                f"{self.place.name_of(rank)} and {self.place.name_of(first)} use one device, here {self.device}: "
-                "expected a device a process, as by model.to(f\"cuda:{os.environ['LOCAL_RANK']}\")"
-            )
+    def _backend(self) -> tuple[str, list[int]]:
+        """Collective over the processes of a run on CUDA: each says which device it uses."""
+        if self.device.type != "cuda" or not self.world.distributed:
+            return ("nccl" if self.device.type == "cuda" else "gloo"), []
+        torch.cuda.set_device(self.device)  # NCCL puts objects on the current one
+        keys = [f"{self._name}/device of {one}" for one in range(self.world.size)]
+        self._store.set(keys[self.world.rank], json.dumps(DeviceOf.here(self.device)))
+        self._meet(time.monotonic() + self._timeout)
+        devices = [DeviceOf(*json.loads(each)) for each in self._store.multi_get(keys)]
+        return backend_for(devices, self.place.names_of), shared_device(devices)
 
     def _make(self, members: Sequence[int], *, backend: str, until: float) -> dist.ProcessGroup:
         self._meet(until)
@@ -212,7 +278,7 @@ def link_lanes(links: Iterable[Link], groups: Groups) -> dict[Link, tuple[Lanes,
         for t, process in enumerate(members(link[1]))
     ]
     ways: list[tuple[tuple[dist.ProcessGroup, ...], Sequence[int]]]  # by pair: groups, and the processes in them
-    if backend_for(groups.device) == "gloo":
+    if groups.backend == "gloo":
         everyone = range(groups.world.size)
         both = groups.make(*[everyone] * (2 * GLOO_LANES))
         up, down = tuple(both[:GLOO_LANES]), tuple(both[GLOO_LANES:])

@@ -27,9 +27,10 @@ import torch
 
 from ..schedules import Message, MessageKind
 from .collectives import Collectives
-from .groups import backend_for, link_lanes
+from .groups import link_lanes
 from .mesh import MeshPlace, World
 from .process_group import ProcessGroupTransport
+from .staged import staged
 from .transport import TensorSpec, Transport
 
 _ROUNDS = 30
@@ -174,9 +175,10 @@ def measure_links(
     hosts = list(by_host.values())
     wanted = [("host", _inside(hosts)[:_PAIRS]), ("network", _between(hosts)[:_PAIRS])]
     both = sorted({link for _, pairs in wanted for a, b in pairs for link in ((a, b), (b, a))})
-    lanes = link_lanes(both, together.groups)
-    transport = ProcessGroupTransport(world.rank, lanes, device=device, timeout=timeout)
-    rings = "flat" if backend_for(device) == "gloo" else "levels"
+    groups = together.groups
+    lanes = link_lanes(both, groups)
+    transport = staged(ProcessGroupTransport(world.rank, lanes, device=groups.wire, timeout=timeout), groups)
+    rings = "flat" if groups.backend == "gloo" else "levels"
     levels = []
     for name, pairs in wanted:
         times: list[list[PingPong]] = []  # by pair: of each size, then of the smallest one with cold caches

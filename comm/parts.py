@@ -16,7 +16,7 @@ import torch
 
 from ..schedules import Message
 from .collectives import Collectives
-from .process_group import Lanes, Link, ProcessGroupTransport
+from .process_group import Lanes, Link, ProcessGroupTransport, in_layout
 from .transport import TensorSpec
 
 
@@ -38,7 +38,7 @@ class PartsTransport(ProcessGroupTransport):
         least_bytes: int,
         timeout: float,
     ) -> None:
-        super().__init__(rank, lanes, device=collectives.device, timeout=timeout)
+        super().__init__(rank, lanes, device=collectives.groups.wire, timeout=timeout)
         self._collectives = collectives
         self._peers = frozenset(peers)
         self._least_bytes = least_bytes
@@ -89,9 +89,7 @@ class PartsTransport(ProcessGroupTransport):
     def _cut(self, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         if not self._is_cut(spec):
             return tensor
-        if tensor.stride() != spec.stride:
-            tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
-        size, flat = self._size(spec), tensor.as_strided((prod(spec.shape),), (1,))
+        size, flat = self._size(spec), in_layout(tensor, spec).as_strided((prod(spec.shape),), (1,))
         part = flat[self._index * size : (self._index + 1) * size]
         return part if len(part) == size else torch.cat([part, part.new_zeros(size - len(part))])
 

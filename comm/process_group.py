@@ -71,6 +71,7 @@ class ProcessGroupTransport(Transport):
             self._processes.setdefault(sender + receiver - rank, set()).update(lane.process for lane in each)
         self._device = device
         self._timeout = timeout
+        self.pins = False  # whether buffers of receives are pinned, to be copied to a device
         self._blocking = device.type != "cuda"
         self._counts: dict[Link, int] = dict.fromkeys(lanes, 0)  # tensors
         self._turns: dict[Link, int] = dict.fromkeys(lanes, 0)  # messages
@@ -89,7 +90,9 @@ class ProcessGroupTransport(Transport):
         ((group, index),) = self._next_lanes((peer, self.rank))
         buffers, works = [], []
         for spec in specs:
-            buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device)
+            buffer = torch.empty_strided(
+                spec.shape, spec.stride, dtype=spec.dtype, device=self._device, pin_memory=self.pins
+            )
             buffers.append(buffer)
             if self.is_watched and self._blocking and buffer.numel():
                 self._watched.setdefault(message, []).append(_last_bytes(buffer).fill_(_UNTOUCHED))
@@ -108,11 +111,7 @@ class ProcessGroupTransport(Transport):
         lanes = self._next_lanes((self.rank, peer))
         kept, works = [], []
         for tensor, spec in zip(tensors, specs, strict=True):
-            whole = tensor
-            if tensor.stride() != spec.stride:
-                whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device)
-                whole.copy_(tensor)
-            kept.append(whole)
+            kept.append(whole := in_layout(tensor, spec))
             tag = self._next_tag((self.rank, peer), spec)
             for group, index in lanes if whole.numel() else ():
                 works.append(self._start(group.send, whole, index, tag, message=message, peer=peer))
@@ -231,6 +230,13 @@ def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
         if peer != group.rank():
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def in_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The tensor as it is sent: itself, or a copy without its gaps and overlaps."""
+    if tensor.stride() == spec.stride:
+        return tensor
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
 
 
 @cache

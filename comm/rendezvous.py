@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from .failures import PeerLost, short_reason
 from .forked import kept_from_children
-from .groups import backend_for, no_more_files
+from .groups import DeviceOf, backend_for, no_more_files
 from .mesh import World
 
 _LOOPBACK = "127.0.0.1"
@@ -50,22 +50,24 @@ def join_world(*, device: torch.device, timeout: float) -> World:
     if size <= 1:
         return World(rank=0, size=1)
     world = World(rank=_environment("RANK"), size=size)
-    limit, gloo = timedelta(seconds=timeout), backend_for(device) == "gloo"
+    limit = timedelta(seconds=timeout)
     address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    place = json.dumps(Place(socket.gethostname(), gloo_address())) if gloo else ""
+    place = json.dumps(Place(socket.gethostname(), gloo_address(), *DeviceOf.here(device)))
     try:
-        store, places = _meet(world, limit, place)
+        store, said = _meet(world, limit, place)
     except Exception as error:
         raise RuntimeError(
             f"rank {world.rank} of {size} found no rendezvous at {address} within {timeout:g} s "
             f"({short_reason(error)}): expected all {size} ranks to be started with the same MASTER_ADDR and "
             f"MASTER_PORT, each with its own RANK"
         ) from error
-    story = unreached(store, [read_place(each) for each in places], world.rank, limit=timeout) if gloo else ""
+    places = [read_place(each) for each in said]
+    kind = backend_for([DeviceOf(*each[2:]) for each in places], lambda ranks: f"ranks {', '.join(map(str, ranks))}")
+    story = unreached(store, places, world.rank, limit=timeout) if kind == "gloo" else ""
     if story:
         raise PeerLost(f"rank {world.rank} of {size} cannot be connected with all others: {story}")
     try:
-        dist.init_process_group(backend_for(device), store=store, rank=world.rank, world_size=world.size, timeout=limit)
+        dist.init_process_group(kind, store=store, rank=world.rank, world_size=world.size, timeout=limit)
         connected = [f"connected/{rank}" for rank in range(size)]
         store.set(connected[world.rank], "")
         store.wait(connected, limit)  # whose caller fails at once must not leave while others still connect
@@ -131,10 +133,12 @@ def _environment(name: str, *, default: int | None = None) -> int:
 
 
 class Place(NamedTuple):
-    """Where a rank is: its host, and the address at which gloo will listen there."""
+    """Where a rank is: its host, the address at which gloo will listen there, its device (see `DeviceOf`)."""
 
     host: str
     address: str
+    device: str = ""
+    backend: str = "gloo"
 
 
 def read_place(text: str) -> Place:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..comm import Collectives, Guard, LinkCodecs, MeshPlace, ProcessMesh, World, read_mesh
+from ..comm import BACKEND, Collectives, Guard, LinkCodecs, MeshPlace, ProcessMesh, World, read_mesh
 from ..partition.plans.plan import Plan
 from ..partition.stage_cost import OFFLOAD
 from ..schedules import Schedule, build, canonical_name
@@ -26,6 +26,7 @@ from .guards.randomness import Seeder
 from .options import REROUTE, Options
 from .shards.shard import DATA_PARALLEL, SYNC, Sharding, sharding_of, sharding_over
 from .stage.recompute import Recompute, read_recompute
+from .telling import tell
 
 DEFAULT_SCHEDULE = "1f1b"
 _SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slices": "{} slices a microbatch"}
@@ -75,8 +76,30 @@ class Run:
         device, timeout, place = options.device, options.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
         guard.on_failure(self.collectives.abort)
+        self._check_backend()
         runs_again = layout.recompute.runs_again
         self.seeder = Seeder(options.seed, device, runs_again=runs_again, member=place.tensor[0])
+
+    def _check_backend(self) -> None:
+        """ValueError for what does not go with what carries a run's tensors; how it goes, where it is not by NCCL."""
+        groups, place, device = self.collectives.groups, self.layout.place, self.options.device
+        if groups.is_staged and max(place.mesh.tensor_sizes) > 1:
+            raise ValueError(
+                f"a tensor group on {device.type.upper()} over gloo, through the host's memory: expected "
+                f"Mesh(tensor=1), or a device a process and NCCL"
+            )
+        if groups.backend == "nccl" and place.world.distributed and self.options.mesh.on_failure == REROUTE:
+            raise ValueError(
+                f'Mesh(on_failure="reroute") beside NCCL, whose groups were never broken: expected {BACKEND}=gloo in '
+                f'the environment, or on_failure="stop"'
+            )
+        if groups.sharing:
+            tell(
+                f"{place.names_of(groups.sharing)} share one GPU: messages go over gloo, through the host's memory, "
+                f'and not by NCCL. For a GPU a process write PipelineModule(..., device="cuda") and give it a model '
+                f"on the CPU",
+                rank=place.world.rank,
+            )
 
     @property
     def has_loss(self) -> bool:

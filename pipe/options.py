@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..comm import Compress, read_compress
+from ..comm import Compress, own_device, read_compress
 from ..partition.model.batch_dims import BatchDims, check_batch_dims
 from ..partition.model.fingerprint import told_apart
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
@@ -33,6 +33,7 @@ from .batch.results import StepRecord
 from .shards.tensor_option import SENDS
 from .stage.compiled import read_compile
 from .stage.recompute import RecomputeLike
+from .telling import tell_of_gpus
 from .update.delay_correction import ErrorFeedback, read_delay_correction
 from .update.loss_scale import read_grad_scaler, refuse_float16_parameters
 from .update.optimizers import SchedulerFactory
@@ -233,7 +234,6 @@ class Options:
         given = {
             "a loss scale, which moves with each try": self.grad_scaler is not None,
             "post_validation=True, which is ahead of the others": self.post_validation,
-            "a CUDA device, whose groups were never broken": self.device.type == "cuda",
             "an optimizer of your own": self.optimizer is None,
         }
         for what, is_given in given.items():
@@ -387,11 +387,11 @@ def device_of(root: nn.Module, device: torch.device | str | None = None) -> torc
     """Where a run is: on the device that is wanted, or else where the model is, with all its parameters."""
     if device is not None:
         try:
-            torch.empty(0, device=device)
+            torch.empty(0, device=(found := own_device(torch.device(device))))
         except (AssertionError, RuntimeError, TypeError) as error:
             problem = str(error).partition("\n")[0]
             raise ValueError(f"device={device!r}: {problem}. Expected a device of this host, such as 'cpu'") from None
-        return torch.device(device)
+        return found
     for name, parameter in root.named_parameters():
         if parameter.is_meta:
             raise ValueError(
@@ -401,7 +401,9 @@ def device_of(root: nn.Module, device: torch.device | str | None = None) -> torc
     devices = {p.device for p in root.parameters()} or {torch.device("cpu")}
     if len(devices) > 1:
         raise ValueError(f"the model's parameters are on {sorted(map(str, devices))}: expected one device, or device=")
-    return devices.pop()
+    if (found := devices.pop()).type == "cpu":
+        tell_of_gpus(torch.cuda.device_count())
+    return found
 
 
 def _check_called(name: str, value: object) -> None:

@@ -7,11 +7,13 @@ logging.getLogger("stagewright").setLevel(logging.WARNING).
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from ..partition.plans.as_text import describe
 from ..partition.plans.plan import Plan
@@ -28,6 +30,17 @@ def tell(text: str, *, rank: int) -> None:
         _log.info("%s", text)
     elif _log.level <= logging.INFO:
         print(text, file=sys.stderr, flush=True)
+
+
+@cache  # once a process
+def tell_of_gpus(number: int) -> None:
+    """Of a model on the CPU, on a host with GPUs."""
+    if number:
+        tell(
+            f"the model is on the CPU, and so is the run; torch sees {count(number, 'GPU')} here: to train there write "
+            f'PipelineModule(..., device="cuda"); device="cpu" leaves this line out',
+            rank=int(os.environ.get("RANK", "0")),
+        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import torch
 
-from ...comm import InProcessTransport, Mailbox, PartsTransport, TensorSpec, Transport, link_lanes
+from ...comm import InProcessTransport, Mailbox, PartsTransport, TensorSpec, Transport, link_lanes, staged
 from ...comm.links import ping_pong, waking_seconds
 from ...comm.process_group import Link
 from ...partition.model.forms import Arguments, Tensors
@@ -69,9 +69,10 @@ class RankLinks:
             lanes = link_lanes(sorted(between), run.collectives.groups)
             (rank,) = place.local_ranks
             timeout, least_bytes = options.timeout, LEAST_BYTES if run.options.mesh.sends == "auto" else 0
-            self.transports[rank] = PartsTransport(
+            whole = PartsTransport(
                 rank, lanes, run.collectives, peers=peers_in_parts, least_bytes=least_bytes, timeout=timeout
             )
+            self.transports[rank] = staged(whole, run.collectives.groups)
         for transport in self.transports.values():
             run.guard.on_failure(transport.abort)
         self._options = options

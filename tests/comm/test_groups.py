@@ -10,7 +10,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -375,21 +374,3 @@ def test_a_board_with_other_texts_is_no_report_of_other_ranks() -> None:
     store.set("failure/1/1", '[["x", [], -1, 7, 2], {}, 5]')
     told = board.explain(PipelineTimeout("waited", peers=[1]))
     assert "cause: rank 2, which rank 1 waited for, reports nothing" in str(told)
-
-
-def test_two_processes_on_one_device_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each has its own, all is well; gloo doesn't mind."""
-    store, devices = dist.HashStore(), {0: "a", 1: "b", 2: "a"}
-
-    def groups(rank: int, device: str = "cuda:0") -> Groups:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=devices[rank]))
-        place = MeshPlace.line(World(rank=rank, size=3))
-        return Groups(place, device=torch.device(device), timeout=1.0)
-
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    for rank in range(3):
-        groups(rank, "cpu")
-    groups(0)
-    groups(1)
-    with pytest.raises(ValueError, match=r"rank 2 and rank 0 use one device, here cuda:0: expected a device a process"):
-        groups(2)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from support.inside import arguments, plain
+from support.inside import arguments, device_of, plain, tell_of_gpus
 from support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -274,3 +276,45 @@ def test_a_model_in_evaluation_mode_is_told_before_it_trains() -> None:
     model.train()
     model[1].eval()  # some modules alone: meant so
     sw.PipelineModule(model, **options).train_step(X, Y)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, *, number: int, current: int = 0, local_rank: str | None = None) -> None:
+    """A host with so many, of which one is this process's current one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+
+def test_a_gpu_without_a_number_is_the_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(torch, "empty", mock.Mock())  # there is no such device here
+    for current, local, index in ((0, None, 0), (0, "1", 1), (0, "5", 1), (3, "1", 3), (3, None, 3)):
+        gpus(monkeypatch, number=4, current=current, local_rank=local)
+        assert device_of(model, "cuda").index == index
+    gpus(monkeypatch, number=4, local_rank="1")
+    assert device_of(model, "cuda:2") == torch.device("cuda:2")
+    assert device_of(model, "cpu") == torch.device("cpu")
+
+
+def test_who_trains_on_the_cpu_beside_gpus_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    gpus(monkeypatch, number=2)
+    for device in ("cpu", None, None):
+        tell_of_gpus.cache_clear() if device else None
+        device_of(nn.Linear(2, 2), device)
+    assert capsys.readouterr().err == (
+        "the model is on the CPU, and so is the run; torch sees 2 GPUs here: to train there write "
+        'PipelineModule(..., device="cuda"); device="cpu" leaves this line out\n'
+    )
+    tell_of_gpus.cache_clear()
+    monkeypatch.setenv("RANK", "1")
+    device_of(nn.Linear(2, 2))
+    gpus(monkeypatch, number=0)
+    monkeypatch.setenv("RANK", "0")
+    device_of(nn.Linear(2, 2))
+    assert capsys.readouterr().err == ""

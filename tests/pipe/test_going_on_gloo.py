@@ -76,6 +76,14 @@ def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
     assert seen[1] == [4, 8, 12, 16, 24]  # step 3 stood when rank 0 died: nobody has done it again
 
 
+@pytest.mark.thorough
+def test_it_goes_on_over_the_hosts_memory(tmp_path: Path) -> None:
+    """As on CUDA devices over gloo."""
+    result = start(tmp_path, ("1f1b", 2, 2), 4, strikes="3:1:B,0:3:ready", STAGED="1")
+    assert result.status == 0, result.report
+    check_losses(tmp_path, ("1f1b", 2, 2), 4, {1, 2})
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("at", ["1:E", "1:save", "1:saving", "1:snapshot", "1:update", "2:update", "2:close"])
 def test_evaluations_and_saves_outlast_a_death(tmp_path: Path, at: str) -> None:

@@ -7,7 +7,8 @@ behind each step), save, saving and snapshot (in front of that and in it), close
 ready (between them), voted, update, form (before the world is formed anew), formed, again (before the pipeline has
 links again), joined, or so many milliseconds from the beginning of the step. A step may be "first", of this process, or
 "start", the process's own. A signal may be "raise". Each rank writes a line a step: step, loss, seconds, when it ended,
-microbatches that a layer of it has seen; and its number into the file KILLS when it is struck.
+microbatches that a layer of it has seen; and its number into the file KILLS when it is struck. STAGED: see
+`support.staged`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,7 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
         PipeTrainingTraining,
         report_to_launcher,
     )
+    from support.staged import staging
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -182,7 +185,8 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
     strikes.around(FlushUpdate, "prepare", "norm", behind="ready")
     strikes.around(PipeTrainingTraining, "_vote", "vote", behind="voted")
     strikes.around(PipeStateState, "snapshot", "saving", behind="snapshot")
-    with report_to_launcher(), Path(folder, f"{rank}.log").open("a", buffering=1) as log:
+    staged = staging() if "STAGED" in os.environ else nullcontext()
+    with staged, report_to_launcher(), Path(folder, f"{rank}.log").open("a", buffering=1) as log:
         limit = os.environ.get("LIMIT", "60")
         run = make_pipe(schedule, int(pipe), int(data), strikes, timeout=float(limit if life else "60"))
         for step in range(run.num_steps, int(steps)):

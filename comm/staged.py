@@ -1,0 +1,127 @@
+"""Messages of a CUDA device through the host's memory, where NCCL cannot be: gloo carries pinned copies.
+
+    send   compute ── event ──> copy to the host, a stream of its own ── event ──> a thread: the transport's send
+    wait   the transport's wait ──> copy to the device, a stream of its own ── event ──> compute
+
+Neither direction holds up compute, nor the thread that launches it. Messages leave in the order in which they were
+sent. Pinned memory is that of torch's allocator, which gives a buffer again once the copies from and to it are through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ..schedules import Message
+from .groups import Groups
+from .process_group import ProcessGroupTransport, in_layout
+from .transport import TensorSpec, Transport
+
+
+def staged(transport: ProcessGroupTransport, groups: Groups) -> Transport:
+    """The transport as the run's device needs it: through the host's memory where gloo carries what CUDA computes."""
+    return StagedTransport(transport, CudaSide(groups.device)) if groups.is_staged else transport
+
+
+class CudaSide:
+    """Copies between a CUDA device and pinned memory, each direction on a stream of its own.
+
+    pins: whether buffers on the host are to be pinned.
+    """
+
+    pins = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._back = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def to_host(
+        self, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]
+    ) -> tuple[list[torch.Tensor], Callable[[], object]]:
+        """Copies laid out as `specs` say, and what blocks until they are whole."""
+        whole = [in_layout(x, spec) for x, spec in zip(tensors, specs, strict=True)]
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        hosts = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, pin_memory=self.pins) for spec in specs]
+        with torch.cuda.stream(self._out):
+            for host, x in zip(hosts, whole, strict=True):
+                _flat(host).copy_(_flat(x), non_blocking=True)
+                x.record_stream(self._out)  # its memory is taken again only after the copy
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            copied.record(self._out)
+        return hosts, copied.synchronize
+
+    def to_device(self, hosts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Copies on the device, there for what is launched on the current stream from here on."""
+        compute, found = torch.cuda.current_stream(self._device), []
+        with torch.cuda.stream(self._back):  # memory of this stream: nothing that compute still reads
+            for host in hosts:
+                x = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
+                _flat(x).copy_(_flat(host), non_blocking=True)
+                x.record_stream(compute)
+                found.append(x)
+        compute.wait_stream(self._back)
+        return tuple(found)
+
+
+class StagedTransport(Transport):
+    """A transport around one of tensors on the host."""
+
+    def __init__(self, inner: ProcessGroupTransport, side: CudaSide) -> None:
+        super().__init__(inner.rank)
+        inner.pins = side.pins
+        self._inner, self._side = inner, side
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stagewright-staged")
+        self._leaving: dict[Message, Future[None]] = {}
+
+    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
+        self._inner.is_watched = self.is_watched
+        self._inner.post(message, peer, specs)
+
+    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        hosts, wait = self._side.to_host(tensors, specs)
+
+        def leave() -> None:
+            wait()
+            self._inner.send(message, peer, hosts, specs)
+
+        self._leaving[message] = self._thread.submit(leave)
+
+    def is_here(self, message: Message) -> bool:
+        return self._inner.is_here(message)
+
+    def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
+        return self._side.to_device(self._inner.wait(message, timeout))
+
+    def acknowledged(self, messages: Sequence[Message]) -> None:
+        self._have_left(messages)
+        self._inner.acknowledged(messages)
+
+    def end_of_program(self) -> None:
+        self._have_left([*self._leaving])
+        self._inner.end_of_program()
+
+    def drain(self, timeout: float) -> None:
+        self._have_left([*self._leaving])
+        self._inner.drain(timeout)
+
+    def abort(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._leaving.clear()
+        self._inner.abort()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._inner.close()
+
+    def _have_left(self, messages: Sequence[Message]) -> None:
+        """Wait until these are with the inner transport. Raises what its send has raised."""
+        for message in messages:
+            if (leaving := self._leaving.pop(message, None)) is not None:
+                leaving.result()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor without gaps, in order: one copy, whatever the strides."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
