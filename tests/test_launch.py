@@ -8,11 +8,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import Nodes, Shape, network, what_is_missing
 from torch.distributed.run import config_from_args, get_args_parser
 
 import stagewright
@@ -134,6 +137,65 @@ def test_slurm_gives_each_node_its_number(tmp_path: Path, monkeypatch: pytest.Mo
         options, config = parsed(line.split(), monkeypatch)
         assert (options.node_rank, config.min_nodes, config.max_nodes, config.nproc_per_node) == (node, 4, 4, 1)
         assert (options.master_addr, options.master_port, config.rdzv_backend) == ("first", 23456, "static")
+
+
+TWO_NODES = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import stagewright as sw
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        if os.environ.get("GROUP_RANK") == "1" and step == 2:
+            Path("stands").touch()
+            time.sleep(600)  # until its node dies
+        return super().forward(x)
+
+step = 0
+torch.manual_seed(0)
+model = nn.Sequential(*[Layer(8, 8) for _ in range(4)])
+x, y = torch.randn(2, 3, 16, 8)
+pipe = sw.PipelineModule(
+    model, num_microbatches=4, loss_fn=nn.functional.mse_loss, mesh={"pipe": 4}, timeout=60.0, verify=False,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+)
+for step in range(int(sys.argv[1])):
+    print(f"rank {pipe.rank}, step {step}: {pipe.train_step(x[step], y[step]).loss!r}", flush=True)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.gloo
+@pytest.mark.skipif(bool(what_is_missing()), reason="needs root and network namespaces")
+def test_two_nodes_train_as_one_process_and_the_survivor_names_the_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/guides/nodes.md as it stands there: the same line on each node, in a network of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TWO_NODES)
+    for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    alone = subprocess.run([sys.executable, "train.py", "2"], capture_output=True, text=True, timeout=300, check=True)
+    line = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 train.py 3"
+    with network(Nodes(num_nodes=2, shape=Shape()), has_netem=False) as nodes, ExitStack() as stack:
+        logs = [stack.enter_context((tmp_path / f"{host.name}.log").open("wb")) for host in nodes.hosts]
+        words = [sys.executable, "-m", "torch.distributed.run", *line.split()]
+        agents = [host.start(words, output=log) for host, log in zip(nodes.hosts, logs, strict=True)]
+        until = time.monotonic() + 240.0
+        while not (tmp_path / "stands").exists() and agents[0].poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        nodes.hosts[1].crash()
+        assert agents[0].wait(240.0) == 1
+        agents[1].wait(60.0)
+    said = "".join((tmp_path / f"node{node}.log").read_text() for node in range(2))
+    for told in alone.stdout.splitlines():
+        ranks = [told.replace("rank 0", f"rank {rank}") for rank in range(4)]
+        assert [each in said for each in ranks] == [True] * 4, said
+    survivor = (tmp_path / "node0.log").read_text()
+    assert "PeerLost: rank 1: lost the connection to rank 2" in survivor
+    assert "cause: rank 2, which rank 1 waited for, reports nothing: it died" in survivor
 
 
 RAY = """
