@@ -67,10 +67,13 @@ def backend_for(devices: Sequence[DeviceOf], names: Callable[[Sequence[int]], st
 
     Raises ValueError, the same on all, for processes that were told otherwise than others, and for NCCL on one device.
     """
-    wanted = {each.backend for each in devices}
+    kinds, wanted = ["CUDA" if each.uuid else "the CPU" for each in devices], {each.backend for each in devices}
+    if len({*kinds}) > 1:
+        said = ", ".join(f"process {one} on {kind}" for one, kind in enumerate(kinds))
+        raise ValueError(f'{said}: expected the same kind of device in every process, as by device="cuda"')
     if len(wanted) > 1:
         said = ", ".join(f"{each.backend or 'nothing'} in process {one}" for one, each in enumerate(devices))
-        raise ValueError(f"{BACKEND} is {said} (of a CPU always gloo): expected the same in every process")
+        raise ValueError(f"{BACKEND} is {said}: expected the same in every process")
     if wanted == {"gloo"}:
         return "gloo"
     sharing = shared_device(devices)

@@ -107,6 +107,7 @@ def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     with sw.PipelineModule(
         model,
+        device="cuda" if torch.cuda.is_available() else "cpu",
         schedule="1f1b",
         mesh={"pipe": max(2, ranks)},
         num_microbatches=4,

@@ -112,7 +112,7 @@ class PipelineModule(RunFigures):
             known, in order; it must not call what is collective.
         seed: of dropout and the like.
         timeout: of every wait for another rank [s].
-        device: of the run; where the model's parameters are, by default.
+        device: of the run; where the model's parameters are, by default. "cuda": of LOCAL_RANK (docs/guides/gpus.md).
 
     BatchNorm normalises each microbatch by itself; under replicas, and schedules such as "chimera" that have each
     stage on two ranks, its running statistics see only the microbatches of their own rank (in one process they are

@@ -192,8 +192,10 @@ def test_what_does_not_go_together_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         backends("aba", monkeypatch, **{BACKEND: "nccl"})
     with pytest.raises(ValueError, match="STAGEWRIGHT_BACKEND=mpi: expected gloo or nccl"):
         backends("ab", monkeypatch, **{BACKEND: "mpi"})
-    with pytest.raises(ValueError, match=r"is gloo in process 0, nothing in process 1 .*: expected the same in every"):
+    with pytest.raises(ValueError, match=r"is gloo in process 0, nothing in process 1: expected the same in every"):
         backend_for([DeviceOf("a", "gloo"), DeviceOf("b", "")], str)
+    with pytest.raises(ValueError, match=r"process 0 on CUDA, process 1 on the CPU: expected the same kind of device"):
+        backend_for([DeviceOf("a", "gloo"), DeviceOf.here(CPU)], str)
 
 
 def backend_of_a_world() -> str:
