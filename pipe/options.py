@@ -402,7 +402,7 @@ def device_of(root: nn.Module, device: torch.device | str | None = None) -> torc
     if len(devices) > 1:
         raise ValueError(f"the model's parameters are on {sorted(map(str, devices))}: expected one device, or device=")
     if (found := devices.pop()).type == "cpu":
-        tell_of_gpus(torch.cuda.device_count())
+        tell_of_gpus()
     return found
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+import torch
+
 from ..partition.plans.as_text import describe
 from ..partition.plans.plan import Plan
 from ..schedules.wording import count, duration
@@ -33,9 +35,9 @@ def tell(text: str, *, rank: int) -> None:
 
 
 @cache  # once a process
-def tell_of_gpus(number: int) -> None:
+def tell_of_gpus() -> None:
     """Of a model on the CPU, on a host with GPUs."""
-    if number:
+    if number := torch.cuda.device_count():
         tell(
             f"the model is on the CPU, and so is the run; torch sees {count(number, 'GPU')} here: to train there write "
             f'PipelineModule(..., device="cuda"); device="cpu" leaves this line out',

@@ -99,14 +99,11 @@ def _world(device: str, timeout: float) -> Iterator[tuple[World, torch.device]]:
     import torch
     import torch.distributed as dist
 
-    from ...comm import join_world
+    from ...comm import join_world, own_device
     from ..launcher import report_to_launcher
 
     with report_to_launcher():
-        on = torch.device(device)
-        if on.type == "cuda":
-            on = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(on)
+        on = own_device(torch.device(device))
         yield join_world(device=on, timeout=timeout), on
     if dist.is_initialized():
         dist.destroy_process_group()

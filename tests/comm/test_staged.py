@@ -19,7 +19,17 @@ from support.staged import HostSide, staging
 from torch import Tensor, nn
 
 import stagewright as sw
-from stagewright.comm import BACKEND, Groups, MeshPlace, PeerLost, ProcessGroupTransport, TensorSpec, World, join_world
+from stagewright.comm import (
+    BACKEND,
+    Collectives,
+    Groups,
+    MeshPlace,
+    PeerLost,
+    ProcessGroupTransport,
+    TensorSpec,
+    World,
+    join_world,
+)
 from stagewright.schedules import Message, MessageKind
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -235,6 +245,21 @@ def test_reroute_is_for_gloo_and_tensor_groups_are_for_nccl() -> None:
 
 
 # --- the same numbers ---
+
+
+def places() -> list[bool]:
+    """Whether what a broadcast and an exchange give is on the run's device; the meta one stands for it."""
+    collectives = Collectives(MeshPlace.line(World(rank=dist.get_rank(), size=2)), device=CPU, timeout=120.0)
+    collectives.device = torch.device("meta")
+    with mock.patch.object(Groups, "is_staged", True):
+        whole = collectives.broadcast(torch.ones(2), 0, what="a test")
+        parts = collectives.exchange([[torch.ones(3)]] * 2, [3, 3], what="a test", ranks=[0, 1])()
+    collectives.close()
+    return [whole.is_meta, *(part.is_meta for part in parts)]
+
+
+def test_what_comes_is_on_the_device(gloo: Pool) -> None:
+    assert gloo.run(places, ranks=2) == [[True] * 3] * 2
 
 
 def train(schedule: str, mesh: sw.Mesh, *, is_staged: bool = True) -> tuple[list[float | None], dict[str, Tensor]]:

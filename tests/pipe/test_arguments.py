@@ -314,6 +314,7 @@ def test_who_trains_on_the_cpu_beside_gpus_is_told_once(
     tell_of_gpus.cache_clear()
     monkeypatch.setenv("RANK", "1")
     device_of(nn.Linear(2, 2))
+    tell_of_gpus.cache_clear()
     gpus(monkeypatch, number=0)
     monkeypatch.setenv("RANK", "0")
     device_of(nn.Linear(2, 2))
