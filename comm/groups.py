@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 def own_device(device: torch.device) -> torch.device:
     """Of a CUDA device without a number, this process's: the current one, where somebody has chosen one, else that of
-    LOCAL_RANK, counted round where processes share devices."""
+    LOCAL_RANK; where there are more processes than devices, they share them in turn."""
     if device.type != "cuda" or device.index is not None:
         return device
     index, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
@@ -70,7 +70,7 @@ def backend_for(devices: Sequence[DeviceOf], names: Callable[[Sequence[int]], st
     kinds, wanted = ["CUDA" if each.uuid else "the CPU" for each in devices], {each.backend for each in devices}
     if len({*kinds}) > 1:
         said = ", ".join(f"process {one} on {kind}" for one, kind in enumerate(kinds))
-        raise ValueError(f'{said}: expected the same kind of device in every process, as by device="cuda"')
+        raise ValueError(f'{said}: expected the same kind of device in every process, as with device="cuda"')
     if len(wanted) > 1:
         said = ", ".join(f"{each.backend or 'nothing'} in process {one}" for one, each in enumerate(devices))
         raise ValueError(f"{BACKEND} is {said}: expected the same in every process")
@@ -79,8 +79,8 @@ def backend_for(devices: Sequence[DeviceOf], names: Callable[[Sequence[int]], st
     sharing = shared_device(devices)
     if sharing and wanted == {"nccl"}:
         raise ValueError(
-            f"{BACKEND}=nccl, and {names(sharing)} use one device: expected a device a process, as by "
-            f"model.to(f\"cuda:{{os.environ['LOCAL_RANK']}}\"), or {BACKEND}=gloo"
+            f"{BACKEND}=nccl, and {names(sharing)} use one device: expected one device per process, as "
+            f'with device="cuda" and the model on the CPU, or {BACKEND}=gloo'
         )
     return "gloo" if sharing else "nccl"
 

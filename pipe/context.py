@@ -81,23 +81,23 @@ class Run:
         self.seeder = Seeder(options.seed, device, runs_again=runs_again, member=place.tensor[0])
 
     def _check_backend(self) -> None:
-        """ValueError for what does not go with what carries a run's tensors; how it goes, where it is not by NCCL."""
+        """ValueError for what NCCL, or gloo on CUDA, cannot do here; tell where processes share a GPU."""
         groups, place, device = self.collectives.groups, self.layout.place, self.options.device
         if groups.is_staged and max(place.mesh.tensor_sizes) > 1:
             raise ValueError(
                 f"a tensor group on {device.type.upper()} over gloo, through the host's memory: expected "
-                f"Mesh(tensor=1), or a device a process and NCCL"
+                f"Mesh(tensor=1), or one device per process and NCCL"
             )
         if groups.backend == "nccl" and place.world.distributed and self.options.mesh.on_failure == REROUTE:
             raise ValueError(
-                f'Mesh(on_failure="reroute") beside NCCL, whose groups were never broken: expected {BACKEND}=gloo in '
+                f'Mesh(on_failure="reroute") with NCCL, whose groups were never broken: expected {BACKEND}=gloo in '
                 f'the environment, or on_failure="stop"'
             )
         if groups.sharing:
             tell(
                 f"{place.names_of(groups.sharing)} share one GPU: messages go over gloo, through the host's memory, "
-                f'and not by NCCL. For a GPU a process write PipelineModule(..., device="cuda") and give it a model '
-                f"on the CPU",
+                f"not over NCCL. To give each process its own GPU, leave the model on the CPU and write "
+                f'PipelineModule(..., device="cuda")',
                 rank=place.world.rank,
             )
 

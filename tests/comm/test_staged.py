@@ -197,7 +197,7 @@ def test_nccl_unless_two_processes_share_a_device(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_does_not_go_together_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = r"STAGEWRIGHT_BACKEND=nccl, and the ranks 0, 2 use one device: expected a device a process, .*gloo"
+    message = r"STAGEWRIGHT_BACKEND=nccl, and the ranks 0, 2 use one device: expected one device per process, .*gloo"
     with pytest.raises(ValueError, match=message):
         backends("aba", monkeypatch, **{BACKEND: "nccl"})
     with pytest.raises(ValueError, match="STAGEWRIGHT_BACKEND=mpi: expected gloo or nccl"):
@@ -238,7 +238,7 @@ def test_reroute_is_for_gloo_and_tensor_groups_are_for_nccl() -> None:
     reroute = sw.Mesh(on_failure="reroute")
     refused(over_gloo, reroute)()
     refused(over_nccl, sw.Mesh(), 2)()
-    with pytest.raises(ValueError, match=r'"reroute"\) beside NCCL, .*: expected STAGEWRIGHT_BACKEND=gloo'):
+    with pytest.raises(ValueError, match=r'"reroute"\) with NCCL, .*: expected STAGEWRIGHT_BACKEND=gloo'):
         refused(over_nccl, reroute)()
     with pytest.raises(ValueError, match=r"a tensor group on CUDA over gloo, .*: expected Mesh\(tensor=1\)"):
         refused(over_gloo, sw.Mesh(), 2)()
