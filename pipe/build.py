@@ -37,6 +37,7 @@ from .shards.cutting import in_ways
 from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
 from .shards.tensor_option import peers_in_parts, read_tensor_parallel
 from .stage.build import CutModel, cut_model, look_at_loss
+from .stage.filling import fill
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
 from .stage.unchanged import Unchanged
@@ -267,6 +268,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages
         ownership = Ownership(run, parts, group=group, by_name=by_name)
+        fill(parts.root, ownership.held(), device=options.device, seed=options.seed)
         unchanged = Unchanged(run, parts)
         for stage in local:
             for mode in parts.prepared:

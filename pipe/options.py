@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm import Compress, read_compress
+from ..partition.deferred.recipes import device_where_built
 from ..partition.model.batch_dims import BatchDims, check_batch_dims
 from ..partition.model.fingerprint import told_apart
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
@@ -392,13 +393,7 @@ def device_of(root: nn.Module, device: torch.device | str | None = None) -> torc
             problem = str(error).partition("\n")[0]
             raise ValueError(f"device={device!r}: {problem}. Expected a device of this host, such as 'cpu'") from None
         return torch.device(device)
-    for name, parameter in root.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is a meta tensor, without values: expected a model made anew; over processes a "
-                f"PipelineModule leaves each of them the weights of its own stages (full_state_dict() has them all)"
-            )
-    devices = {p.device for p in root.parameters()} or {torch.device("cpu")}
+    devices = {device_where_built(p) for p in root.parameters()} or {torch.device("cpu")}
     if len(devices) > 1:
         raise ValueError(f"the model's parameters are on {sorted(map(str, devices))}: expected one device, or device=")
     return devices.pop()

@@ -156,6 +156,12 @@ class Ownership:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.parameters() if self.is_local(name)]
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers of this process, those with several names under each."""
+        root = self.model.root
+        named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+        return {name: x for name, x in named if self.is_local(name)}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self._tensors().items() if self.is_local(name)}
 

@@ -1,0 +1,280 @@
+"""Recipes: how the values of tensors without memory are made.
+
+The storage of a deferred tensor, which is a meta tensor, has a `Value`: one result of a `Call`, an operation that the
+constructor made, whose inputs are Values in turn. A tensor that is written in place has another Value afterwards, so
+that a Value never changes; views share that of their storage. What draws random numbers keeps the state that its
+generator had: each Value can be made alone, in any order, with the same bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+_ATTRIBUTE = "_stagewright_value"  # of a storage, which lives as long as a tensor that has it
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where in a storage a tensor lies."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Region:
+        return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset())
+
+    def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """An operation of a constructor.
+
+    Arguments:
+        args: with a Read or Written in the place of each deferred tensor.
+        default_dtype: torch's, at that time.
+        bases: by slot of what is written in place, the Value before; None: all of it is overwritten.
+        made: by slot of a new tensor, its place among the results, and its region.
+        state: of the generator that is drawn from.
+        is_skipped: nothing was drawn, and there is no state.
+    """
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    device: torch.device
+    default_dtype: torch.dtype
+    bases: dict[int, Value | None] = field(default_factory=dict)
+    made: dict[int, tuple[int, Region]] = field(default_factory=dict)
+    num_bytes: dict[int, int] = field(default_factory=dict)
+    state: torch.Tensor | None = None
+    is_skipped: bool = False
+
+    def needs(self) -> list[Value]:
+        """Each Value that it reads, or writes a part of, once."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        found = [leaf.value for leaf in leaves if isinstance(leaf, Read)] + [x for x in self.bases.values() if x]
+        return list({value.key: value for value in found}.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """All bytes of a storage: what `call` leaves in its `slot`."""
+
+    call: Call
+    slot: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return id(self.call), self.slot
+
+    @property
+    def device(self) -> torch.device:
+        return self.call.device
+
+    def is_drawn(self) -> bool:
+        """Whether all that is drawn on the way to it was drawn."""
+        return not any(call.is_skipped for call in _calls([self]))
+
+    def checksum(self) -> float:
+        """A whole number of 32 bits over the operations and the random numbers that it is made of."""
+        number = 0
+        for call in _calls([self]):
+            number = zlib.crc32(str(call.function).encode(), number)
+            number = number if call.state is None else zlib.crc32(call.state.numpy().tobytes(), number)
+        return float(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    value: Value
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    slot: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A large tensor that had values: it is not copied, and must stay as it was."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def now(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise ValueError(
+                f"a tensor of shape {tuple(self.tensor.shape)} from which the constructor of a deferred model computed "
+                f"has changed since: expected it unchanged until the stages are built"
+            )
+        return self.tensor
+
+
+def value_of(tensor: torch.Tensor) -> Value | None:
+    """Of a deferred tensor; None of any other."""
+    with torch._C.DisableTorchFunction():
+        value = getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if tensor.is_meta else None
+    assert value is None or isinstance(value, Value)
+    return value
+
+
+def give_value(tensor: torch.Tensor, value: Value) -> None:
+    with torch._C.DisableTorchFunction():
+        setattr(tensor.untyped_storage(), _ATTRIBUTE, value)
+
+
+def device_where_built(tensor: torch.Tensor) -> torch.device:
+    """Where plain construction would have put it; what was built on the meta device is for the CPU."""
+    if (value := value_of(tensor)) is not None:
+        return value.device
+    return torch.device("cpu") if tensor.is_meta else tensor.device
+
+
+def filled(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Tensors with values, one for each deferred one, in order. What several need is made once, and let go after the
+    last of them. Tensors of one storage share one; a single part of a storage has memory of its own."""
+    values = [value for value in map(value_of, tensors) if value is not None]
+    assert len(values) == len(tensors), "a tensor that is not deferred"
+    with torch._C.DisableTorchFunction():
+        regions = [Region.of(tensor) for tensor in tensors]
+    parts = Counter(value.key for value, _ in {(value, region) for value, region in zip(values, regions, strict=True)})
+    work = _Work(values)
+    for value, region in zip(values, regions, strict=True):
+        with plainly():
+            storage = work.take(value)
+            found = region.within(storage)
+            if parts[value.key] == 1 and found.nbytes < storage.nbytes():
+                found = found.clone()
+        yield found
+
+
+def draw(call: Call, generator: torch.Generator) -> None:
+    """Carry out a call for what it does to the generator alone."""
+    with plainly():
+        _Work(call.needs()).run(call, draws_from=generator)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+        yield
+
+
+def _calls(wanted: Collection[Value]) -> Iterator[Call]:
+    pending, seen = [value.call for value in wanted], set()
+    while pending:
+        call = pending.pop()
+        if id(call) not in seen:
+            seen.add(id(call))
+            yield call
+            pending += [value.call for value in call.needs()]
+
+
+class _Work:
+    """Storages that are made, each kept until its last use."""
+
+    def __init__(self, wanted: Collection[Value]) -> None:
+        self._made: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._wanted = {value.key for value in wanted}  # whoever has them keeps them: nobody writes to them
+        self._uses = Counter(value.key for value in wanted)
+        for call in _calls(wanted):
+            self._uses.update(value.key for value in call.needs())
+
+    def take(self, wanted: Value) -> torch.UntypedStorage:
+        """The storage, for one use of it."""
+        pending = [wanted]
+        while wanted.key not in self._made:
+            value = pending[-1]
+            missing = [] if value.key in self._made else [x for x in value.call.needs() if x.key not in self._made]
+            pending += missing
+            if not missing:
+                pending.pop()
+                if value.key not in self._made:
+                    self.run(value.call)
+        self._uses[wanted.key] -= 1
+        return self._made[wanted.key] if self._uses[wanted.key] else self._made.pop(wanted.key)
+
+    def run(self, call: Call, *, draws_from: torch.Generator | None = None) -> None:
+        """Carry out a call whose needs are made; it draws from this generator, or from one in its state at that time."""
+        storages = {value.key: self.take(value) for value in call.needs()}
+        written: dict[int, torch.UntypedStorage] = {}
+        for slot, base in call.bases.items():
+            if base is None:
+                written[slot] = torch.UntypedStorage(call.num_bytes[slot], device=call.device)
+            else:
+                is_needed = base.key in self._made or base.key in self._wanted
+                written[slot] = storages[base.key].clone() if is_needed else storages[base.key]
+
+        def real(leaf: object) -> object:
+            if isinstance(leaf, Read):
+                return leaf.region.within(storages[leaf.value.key])
+            if isinstance(leaf, Written):
+                return leaf.region.within(written[leaf.slot])
+            return leaf.now() if isinstance(leaf, Held) else leaf
+
+        args, kwargs = pytree.tree_map(real, (tuple(call.args), dict(call.kwargs)))
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(call.default_dtype)
+            with nullcontext() if call.state is None else _drawing(call, kwargs, draws_from):
+                results = pytree.tree_leaves(call.function(*args, **kwargs))
+        finally:
+            torch.set_default_dtype(before)
+        for slot, (place, region) in call.made.items():
+            written[slot] = _storage(results[place], region)
+        self._made |= {(id(call), slot): x for slot, x in written.items() if self._uses[id(call), slot]}
+
+
+@contextmanager
+def _drawing(call: Call, kwargs: dict[str, Any], draws_from: torch.Generator | None) -> Iterator[None]:
+    if draws_from is not None:
+        if kwargs.get("generator") is not None:
+            kwargs["generator"] = draws_from
+        yield
+    elif kwargs.get("generator") is not None:
+        kwargs["generator"] = torch.Generator(call.device)
+        kwargs["generator"].set_state(call.state)
+        yield
+    else:
+        default = default_generator(call.device)
+        before = default.get_state()
+        assert call.state is not None
+        try:
+            default.set_state(call.state)
+            yield
+        finally:
+            default.set_state(before)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator
+
+
+def _storage(result: torch.Tensor, region: Region) -> torch.UntypedStorage:
+    """That of a result, laid out as was foreseen."""
+    found = result.untyped_storage()
+    if Region.of(result) != region:
+        made = torch.empty_strided(region.size, region.stride, dtype=region.dtype, device=result.device)
+        found = made.copy_(result).untyped_storage()
+    return found
+

@@ -1,0 +1,293 @@
+"""`deferred`: within it, constructors run without memory for large tensors, and what they compute is kept as recipes.
+
+Small tensors have values, and operations on them run. One that makes a large tensor, or takes a deferred one, becomes a
+`Call`; where Python asks for a value, it is computed there, and let go. Random numbers are drawn where they are in plain
+construction, into memory that is let go, so that what is drawn afterwards is the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..model.source_line import line_now
+from .parameters import DeferredParameter, is_recording, recording
+from .recipes import Call, Held, Read, Region, Value, Written, default_generator, draw, filled, give_value, value_of
+
+SMALL = 16_384  # [bytes] below which a tensor has values
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_OVERWRITING = frozenset(
+    "zero_ fill_ copy_ normal_ uniform_ exponential_ random_ bernoulli_ log_normal_ cauchy_ geometric_".split()
+)
+_REFUSED = frozenset("resize_ set_ resize_as_ _resize_output_".split())
+
+
+@contextmanager
+def deferred(*, draw: bool = True) -> Iterator[None]:
+    """Within, models are built without memory for their weights: parameters and large buffers are meta tensors, and
+    PipelineModule makes those of each process's own stages, bit-equal to those of plain construction.
+
+    Conversions (`model.bfloat16()`) and initialisation (`model.apply(init)`) stand within, too. A value that Python asks
+    for (`.item()`, `if x.any()`) is computed there. Random numbers are drawn as in plain construction, one tensor at a
+    time.
+
+    Arguments:
+        draw: False: of large tensors no random numbers are drawn, for weights that come from files: it takes next to no
+            time, and what is drawn afterwards differs from plain construction.
+
+    Raises ValueError, with the line, for what needs the memory of a large tensor (`data_ptr()`, `resize_`).
+    """
+    if is_recording():
+        raise ValueError("stagewright.deferred() within stagewright.deferred(): expected the outer one alone")
+    with ExitStack() as stack:
+        recording.add(threading.get_ident())
+        stack.callback(recording.discard, threading.get_ident())
+        stack.enter_context(patch.object(nn.Parameter, "__new__", staticmethod(_new_parameter)))
+        stack.enter_context(patch.object(nn.init, "_no_grad_trunc_normal_", partial(_in_one, draws=draw)))
+        stack.enter_context(_Questions())
+        stack.enter_context(_Operations(draws=draw))
+        yield
+
+
+_make_parameter = nn.Parameter.__new__
+
+
+def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    if cls is nn.Parameter and isinstance(data, torch.Tensor) and value_of(data) is not None:
+        cls = DeferredParameter
+        if type(data) is DeferredParameter:
+            data = data.data
+    return _make_parameter(cls, data, requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What an operation does with its arguments, by its schema."""
+
+    names: tuple[str, ...]
+    writes: frozenset[int]
+    is_view: bool
+    reads_values: bool
+    draws: bool
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    formal, returned, tags = func._schema.arguments, func._schema.returns, func.tags
+    is_view = bool(returned) and all(x.alias_info is not None and not x.alias_info.is_write for x in returned)
+    return _Kind(
+        names=tuple(x.name for x in formal),
+        writes=frozenset(i for i, x in enumerate(formal) if x.alias_info is not None and x.alias_info.is_write),
+        is_view=is_view or torch.Tag.inplace_view in tags,
+        reads_values=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
+        draws=torch.Tag.nondeterministic_seeded in tags,
+    )
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, *, draws: bool) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == _META:  # as that of a deferred tensor is known below autograd
+            kwargs["device"] = next((v.device for v in map(value_of, _tensors((args, kwargs))) if v is not None), _CPU)
+        kind = _kind(func)
+        tensors = _tensors((args, kwargs))
+        if not any(value_of(x) is not None for x in tensors):
+            return self._with_values(func, args, kwargs, kind)
+        if kind.is_view:
+            return func(*args, **kwargs)
+        written = [x for i, x in _arguments(kind, args, kwargs) if i in kind.writes for x in _tensors(x)]
+        if func.overloadpacket.__name__ in _REFUSED:
+            raise _cannot(func.overloadpacket.__name__)
+        if kind.reads_values or any(value_of(x) is None for x in written):
+            return self._of_real(func, args, kwargs, written)
+        on_meta = {"generator": None} if "generator" in kwargs else {}
+        if kwargs.get("device") is not None:
+            on_meta["device"] = _META
+        try:
+            found = func(*pytree.tree_map_only(torch.Tensor, _on_meta, args), **_metas(kwargs) | on_meta)
+        except Exception:  # of a value that decides on a shape, or of the caller's own
+            return self._of_real(func, args, kwargs, written)
+        device = kwargs.get("device") or next(v.device for v in map(value_of, tensors) if v is not None)
+        note(func, args, kwargs, written, found, device=device, draws=kind.draws, is_skipped=not self._draws)
+        return found
+
+    def _with_values(self, func: Any, args: Any, kwargs: dict[str, Any], kind: _Kind) -> Any:
+        """Of no deferred tensor: it runs, and what is large of the result becomes one."""
+        state, is_skipped = None, False
+        device = torch.device(kwargs.get("device") or next((x.device for x in _tensors((args, kwargs))), _CPU))
+        if kind.draws and not kind.writes:
+            if self._draws:
+                state = (kwargs.get("generator") or default_generator(device)).get_state()
+            else:
+                found = func(*_metas(args), **_metas(kwargs) | {"device": _META} | ({"generator": None} if "generator" in kwargs else {}))
+                if is_skipped := any(x.nbytes >= SMALL for x in _tensors(found)):
+                    note(func, args, kwargs, [], found, device=device, draws=True, is_skipped=True)
+                    return found
+        found = func(*args, **kwargs)
+        before = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        large = {
+            id(x)
+            for x in _tensors(found)
+            if x.layout == torch.strided and x.nbytes >= SMALL and x.untyped_storage()._cdata not in before
+        }
+        if not large:
+            return found
+        metas = pytree.tree_map_only(torch.Tensor, lambda x: _on_meta(x) if id(x) in large else x, found)
+        note(func, args, kwargs, [], metas, device=device, state=state)
+        return metas
+
+    def _of_real(self, func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[torch.Tensor]) -> Any:
+        """With values that are made now, and let go."""
+        if any(value_of(x) is not None for x in written):
+            raise _cannot(func.overloadpacket.__name__)
+        real = _real((args, kwargs))
+        found = func(*real[0], **real[1])
+        large = {id(x) for x in _tensors(found) if x.nbytes >= SMALL and all(x is not y for y in written)}
+        if not large:
+            return found
+        metas = pytree.tree_map_only(torch.Tensor, lambda x: _on_meta(x) if id(x) in large else x, found)
+        note(func, args, kwargs, [], metas, device=next(iter(_tensors(found))).device)
+        return metas
+
+
+def note(
+    func: Any,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    written: Sequence[torch.Tensor],
+    found: Any,
+    *,
+    device: torch.device,
+    draws: bool = False,
+    is_skipped: bool = False,
+    state: torch.Tensor | None = None,
+) -> None:
+    """Keep an operation as the recipe of what it makes and writes to, and draw as it does."""
+    call = Call(func, (), {}, device, torch.get_default_dtype(), state=state)
+    storages = list({x.untyped_storage()._cdata: x for x in written}.values())
+    slots = {x.untyped_storage()._cdata: slot for slot, x in enumerate(storages)}
+    leaves = _tensors((args, kwargs))
+    name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
+    for slot, x in enumerate(storages):
+        is_alone = sum(slots.get(y.untyped_storage()._cdata) == slot for y in leaves) == 1
+        is_over = (name in _OVERWRITING or func in _IN_ONE) and is_alone and _is_whole(x)
+        call.bases[slot] = None if is_over else value_of(x)
+        call.num_bytes[slot] = x.untyped_storage().nbytes()
+
+    def kept(x: torch.Tensor) -> object:
+        if (slot := slots.get(x.untyped_storage()._cdata)) is not None:
+            return Written(slot, Region.of(x))
+        if (value := value_of(x)) is not None:
+            return Read(value, Region.of(x))
+        return x.detach().clone() if x.nbytes < SMALL else Held(x, x._version)
+
+    call.args, call.kwargs = pytree.tree_map_only(torch.Tensor, kept, (tuple(args), dict(kwargs)))
+    for place, x in enumerate(pytree.tree_leaves(found)):
+        if isinstance(x, torch.Tensor) and x.is_meta and value_of(x) is None:
+            slot = len(slots) + len(call.made)
+            call.made[slot] = (place, Region.of(x))
+            give_value(x, Value(call, slot))
+    if draws and is_skipped:
+        call.is_skipped = True
+    elif draws:
+        generator = kwargs.get("generator") or default_generator(device)
+        call.state = generator.get_state()
+        draw(call, generator)
+    for slot, x in enumerate(storages):
+        give_value(x, Value(call, slot))
+
+
+def _in_one(tensor: torch.Tensor, *args: Any, draws: bool, **kwargs: Any) -> torch.Tensor:
+    """torch's trunc_normal_, which draws again until nothing is outside: one operation."""
+    if (value := value_of(tensor)) is None:
+        return _trunc_normal(tensor, *args, **kwargs)
+    data = tensor.detach()
+    note(_trunc_normal, (data, *args), kwargs, [data], None, device=value.device, draws=True, is_skipped=not draws)
+    return tensor
+
+
+_trunc_normal = nn.init._no_grad_trunc_normal_  # type: ignore[attr-defined]
+_IN_ONE = frozenset([_trunc_normal])
+
+
+class _Questions(TorchFunctionMode):
+    """Answers of deferred tensors in Python: where plain construction would have them, and values where asked."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
+        if name in _ASKED and args and isinstance(args[0], torch.Tensor) and (value := value_of(args[0])) is not None:
+            if name in ("data_ptr", "__cuda_array_interface__"):
+                raise _cannot(name)
+            if name in _DEVICE:
+                return _DEVICE[name](value.device)
+            (real,) = filled(args[:1])
+            found = func(real, *args[1:], **(kwargs or {}))
+            if name in ("numpy", "__array__"):
+                found.flags.writeable = False  # what is written to it would be lost
+            return found
+        return func(*args, **(kwargs or {}))
+
+
+_DEVICE: dict[str, Any] = {
+    "device": lambda device: device,
+    "is_meta": lambda device: False,
+    "is_cpu": lambda device: device.type == "cpu",
+    "is_cuda": lambda device: device.type == "cuda",
+    "get_device": lambda device: -1 if device.index is None else device.index,
+}
+_ASKED = frozenset([*_DEVICE, "tolist", "numpy", "__array__", "__repr__", "__format__", "data_ptr", "__cuda_array_interface__"])
+
+
+def _is_whole(x: torch.Tensor) -> bool:
+    """Whether it has each element of its storage, once."""
+    end = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.size(), strict=True) if size > 1):
+        if stride != end:
+            return False
+        end *= size
+    return x.nbytes == x.untyped_storage().nbytes()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def _arguments(kind: _Kind, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+    yield from enumerate(args)
+    yield from ((kind.names.index(name), x) for name, x in kwargs.items() if name in kind.names)
+
+
+def _on_meta(x: torch.Tensor) -> torch.Tensor:
+    return x if x.is_meta else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+
+
+def _metas(tree: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, _on_meta, tree)
+
+
+def _real(tree: Any) -> Any:
+    made = iter([*filled([x for x in _tensors(tree) if value_of(x) is not None])])
+    return pytree.tree_map_only(torch.Tensor, lambda x: x if value_of(x) is None else next(made), tree)
+
+
+def _cannot(name: str) -> ValueError:
+    return ValueError(
+        f"{name}{line_now()} needs the memory of a large tensor, which has none within stagewright.deferred(): expected "
+        f"operations of torch on the tensor itself"
+    )

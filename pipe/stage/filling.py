@@ -1,0 +1,118 @@
+"""Values for the tensors of this process's stages, of a model that was built without them.
+
+    built within deferred()       by its recipe, bit-equal to plain construction
+    built on the meta device      by its module: `reset_parameters()`, or `_init_weights(module)` of the model around it
+
+Each tensor stays the object that it was, so that whoever holds it sees the values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...partition.deferred.recipes import filled, value_of
+from ..guards.randomness import mix
+
+_WAYS = ("reset_parameters", "_reset_parameters")
+
+
+def fill(root: nn.Module, named: Mapping[str, torch.Tensor], *, device: torch.device, seed: int) -> None:
+    """Give values to those of these parameters and buffers that have none.
+
+    Arguments:
+        named: by the name in `root`, tensors that this process holds; one with several names, under each of them.
+        device: where they go.
+        seed: of what modules draw themselves.
+
+    Raises ValueError that names what cannot be filled; then nothing is.
+    """
+    absent = {name: x for name, x in named.items() if x.is_meta}
+    first = {id(x): name for name, x in reversed(absent.items())}
+    recipes = {name: x for name, x in absent.items() if first[id(x)] == name and value_of(x) is not None}
+    for name, x in recipes.items():
+        if not value_of(x).is_drawn():
+            raise ValueError(
+                f"{name!r} is drawn at random in the constructor, and stagewright.deferred(draw=False) leaves that out: "
+                f"expected weights=, whose files have it, or deferred()"
+            )
+    with ExitStack() as undo:
+        for x, values in zip(recipes.values(), filled([*recipes.values()]), strict=True):
+            undo.callback(put(root, x, values.to(device)))
+        others = {id(x): name for name, x in absent.items() if value_of(x) is None and x.is_meta}
+        for path, module in [*root.named_modules()][::-1] if others else ():  # the parts of a module before it
+            own = {id(x): x for x in _own(module) if id(x) in others}
+            if own:
+                names = [others.pop(key) for key in own]
+                for x in own.values():
+                    undo.callback(put(root, x, _unset(x, device)))
+                with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                    torch.manual_seed(mix(seed, 0, 0, zlib.crc32(path.encode())))
+                    _way(root, path, module, names[0])()
+                if unset := [name for name, x in zip(names, own.values(), strict=True) if _is_unset(x)]:
+                    raise _nothing_fills(unset[0], module)
+        undo.pop_all()
+
+
+def put(root: nn.Module, x: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
+    """Put values into a tensor without any, which stays the object that it is; returns what undoes it."""
+    made = nn.Parameter(values, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else values
+    made.__dict__.update(x.__dict__)
+    if isinstance(x, nn.Parameter):
+        made._backward_hooks = x._backward_hooks
+        made._post_accumulate_grad_hooks = x._post_accumulate_grad_hooks
+
+    def swap() -> None:
+        refs = [rnn for rnn in root.modules() if isinstance(rnn, nn.RNNBase) and any(p is x for p in rnn._flat_weights)]
+        for rnn in refs:
+            rnn._flat_weight_refs = []
+        torch.utils.swap_tensors(x, made)
+        for rnn in refs:
+            rnn._init_flat_weights()
+
+    swap()
+    return swap
+
+
+def _own(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from (x for table in (module._parameters, module._buffers) for x in table.values() if x is not None)
+
+
+def _way(root: nn.Module, path: str, module: nn.Module, name: str) -> Callable[[], Any]:
+    way = next((getattr(module, each) for each in _WAYS if callable(getattr(module, each, None))), None)
+    parts = path.split(".") if path else []
+    for depth in range(len(parts), -1, -1):
+        around = root.get_submodule(".".join(parts[:depth]))
+        if callable(getattr(around, "_init_weights", None)):
+            return partial(around._init_weights, module)
+    if way is None:
+        raise _nothing_fills(name, module)
+    return way
+
+
+def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+    return made.fill_(_mark(made))
+
+
+def _mark(x: torch.Tensor) -> float | bool:
+    return float("nan") if x.is_floating_point() or x.is_complex() else False if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+
+
+def _is_unset(x: torch.Tensor) -> bool:
+    values = x.detach()
+    return bool((values.isnan() if values.is_floating_point() or values.is_complex() else values == _mark(values)).any())
+
+
+def _nothing_fills(name: str, module: nn.Module) -> ValueError:
+    return ValueError(
+        f"{name!r} is on the meta device, and nothing fills it: {type(module).__name__} has no reset_parameters() that "
+        f"does, nor a model around it _init_weights(module). Expected `with stagewright.deferred():` around the model's "
+        f"constructor, or weights= with files that have it"
+    )
