@@ -1,11 +1,13 @@
 """The runtime: PipelineModule, stages, and the engine that executes a schedule."""
 
+from ..partition.deferred.recording import deferred
 from ..partition.profiler.optimizers import named
 from .arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous
 from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepRecord, StepResult
 from .checkpoint.persist import SaveResult
 from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpoint
+from .checkpoint.weights import Weights
 from .edits import Edits, edit
 from .module import PipelineModule
 from .stage.slices import first_position
@@ -30,6 +32,8 @@ __all__ = [
     "Synchronous",
     "Verification",
     "VerificationError",
+    "Weights",
+    "deferred",
     "edit",
     "export_checkpoint",
     "first_position",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_sample
 from .batch.results import EvalResult, StepRecord, StepResult
 from .batch.shared import share_on_host
 from .building import Building, meet
+from .checkpoint.weights import Weights, read_weights, take_weights
 from .context import choose_layout
 from .edits import Edits
 from .figures import RunFigures
@@ -113,6 +115,7 @@ class PipelineModule(RunFigures):
         seed: of dropout and the like.
         timeout: of every wait for another rank [s].
         device: of the run; where the model's parameters are, by default.
+        weights: files with the model's weights, of which each process reads those of its stages (`stagewright.Weights`).
 
     BatchNorm normalises each microbatch by itself; under replicas, and schedules such as "chimera" that have each
     stage on two ranks, its running statistics see only the microbatches of their own rank (in one process they are
@@ -145,6 +148,7 @@ class PipelineModule(RunFigures):
         seed: int = 0,
         timeout: float = 300.0,
         device: torch.device | str | None = None,
+        weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Weights | None = None,
         **old: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "old")}
@@ -153,7 +157,10 @@ class PipelineModule(RunFigures):
             if isinstance(model, Edits):
                 again = partial(model.applied, [*model])
                 given["model"] = model = model.model
+            weights = read_weights(given.pop("weights"))
             options = read_options(read_arguments(given, old, edits))
+            if weights is not None:
+                take_weights(options.root, weights)
             make_layout = choose_layout(options)
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(model).__name__

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ class Call:
         made: by slot of a new tensor, its place among the results, and its region.
         state: of the generator that is drawn from.
         is_skipped: nothing was drawn, and there is no state.
+        is_read: its result is a file's memory, which nobody may keep or write to.
     """
 
     function: Callable[..., Any]
@@ -63,6 +66,7 @@ class Call:
     num_bytes: dict[int, int] = field(default_factory=dict)
     state: torch.Tensor | None = None
     is_skipped: bool = False
+    is_read: bool = False
 
     def needs(self) -> list[Value]:
         """Each Value that it reads, or writes a part of, once."""
@@ -140,6 +144,15 @@ def give_value(tensor: torch.Tensor, value: Value) -> None:
         setattr(tensor.untyped_storage(), _ATTRIBUTE, value)
 
 
+def reading(read: Callable[[], torch.Tensor], dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A deferred tensor that is read, of the file's type, when it is filled."""
+    with plainly():
+        made = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    call = Call(read, (), {}, device, torch.get_default_dtype(), made={0: (0, Region.of(made))}, is_read=True)
+    give_value(made, Value(call, 0))
+    return made
+
+
 def device_where_built(tensor: torch.Tensor) -> torch.device:
     """Where plain construction would have put it; what was built on the meta device is for the CPU."""
     if (value := value_of(tensor)) is not None:
@@ -160,7 +173,7 @@ def filled(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         with plainly():
             storage = work.take(value)
             found = region.within(storage)
-            if parts[value.key] == 1 and found.nbytes < storage.nbytes():
+            if value.call.is_read or (parts[value.key] == 1 and found.nbytes < storage.nbytes()):
                 found = found.clone()
         yield found
 
@@ -217,9 +230,11 @@ class _Work:
         written: dict[int, torch.UntypedStorage] = {}
         for slot, base in call.bases.items():
             if base is None:
-                written[slot] = torch.UntypedStorage(call.num_bytes[slot], device=call.device)
+                scratch = draws_from is not None and call.device.type == "cpu"
+                made = _mapped if scratch else partial(torch.UntypedStorage, device=call.device)
+                written[slot] = made(call.num_bytes[slot])
             else:
-                is_needed = base.key in self._made or base.key in self._wanted
+                is_needed = base.key in self._made or base.key in self._wanted or base.call.is_read
                 written[slot] = storages[base.key].clone() if is_needed else storages[base.key]
 
         def real(leaf: object) -> object:
@@ -261,6 +276,11 @@ def _drawing(call: Call, kwargs: dict[str, Any], draws_from: torch.Generator | N
             yield
         finally:
             default.set_state(before)
+
+
+def _mapped(num_bytes: int) -> torch.UntypedStorage:
+    """Memory that goes back to the system with it; an allocator would keep it."""
+    return torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
 
 
 def default_generator(device: torch.device) -> torch.Generator:
