@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..comm import HostClocks, LinkCodecs, machine
+from ..partition.deferred.filling import fill
 from ..partition.model.forms import Arguments
 from ..partition.model.recorded.words import modules
 from ..partition.profiler.clock import clock_for
@@ -37,7 +38,6 @@ from .shards.cutting import in_ways
 from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
 from .shards.tensor_option import peers_in_parts, read_tensor_parallel
 from .stage.build import CutModel, cut_model, look_at_loss
-from .stage.filling import fill
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
 from .stage.unchanged import Unchanged

@@ -11,10 +11,49 @@ from ..model.source_line import line_now
 from .recipes import Region, give_value, plainly, value_of
 
 _WITHOUT_VALUES = frozenset(
-    "device is_meta is_cpu is_cuda is_sparse is_quantized is_nested shape dtype layout ndim itemsize nbytes requires_grad "
-    "grad grad_fn is_leaf retains_grad _backward_hooks _post_accumulate_grad_hooks _version size stride numel dim nelement "
-    "element_size storage_offset untyped_storage is_contiguous is_floating_point is_complex is_signed is_inference "
-    "requires_grad_ register_hook register_post_accumulate_grad_hook get_device __hash__ __len__ __repr__".split()
+    [
+        "device",
+        "is_meta",
+        "is_cpu",
+        "is_cuda",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "shape",
+        "dtype",
+        "layout",
+        "ndim",
+        "itemsize",
+        "nbytes",
+        "requires_grad",
+        "grad",
+        "grad_fn",
+        "is_leaf",
+        "retains_grad",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_version",
+        "size",
+        "stride",
+        "numel",
+        "dim",
+        "nelement",
+        "element_size",
+        "storage_offset",
+        "untyped_storage",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_inference",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "get_device",
+        "__hash__",
+        "__len__",
+        "__repr__",
+    ]
 )
 recording: set[int] = set()  # threads
 

@@ -144,7 +144,9 @@ def give_value(tensor: torch.Tensor, value: Value) -> None:
         setattr(tensor.untyped_storage(), _ATTRIBUTE, value)
 
 
-def reading(read: Callable[[], torch.Tensor], dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+def reading(
+    read: Callable[[], torch.Tensor], dtype: torch.dtype, shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
     """A deferred tensor that is read, of the file's type, when it is filled."""
     with plainly():
         made = torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -297,4 +299,3 @@ def _storage(result: torch.Tensor, region: Region) -> torch.UntypedStorage:
         made = torch.empty_strided(region.size, region.stride, dtype=region.dtype, device=result.device)
         found = made.copy_(result).untyped_storage()
     return found
-

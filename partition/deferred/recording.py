@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -29,9 +29,21 @@ SMALL = 16_384  # [bytes] below which a tensor has values
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _OVERWRITING = frozenset(
-    "zero_ fill_ copy_ normal_ uniform_ exponential_ random_ bernoulli_ log_normal_ cauchy_ geometric_".split()
+    [
+        "zero_",
+        "fill_",
+        "copy_",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "random_",
+        "bernoulli_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+    ]
 )
-_REFUSED = frozenset("resize_ set_ resize_as_ _resize_output_".split())
+_REFUSED = frozenset(["resize_", "set_", "resize_as_", "_resize_output_"])
 
 
 @contextmanager
@@ -59,6 +71,12 @@ def deferred(*, draw: bool = True) -> Iterator[None]:
         stack.enter_context(_Questions())
         stack.enter_context(_Operations(draws=draw))
         yield
+
+
+def as_recipes(root: nn.Module) -> AbstractContextManager[None]:
+    """Within, what is done to parameters of a deferred model, such as cutting them, is added to their recipes."""
+    is_deferred = any(value_of(p) is not None for p in root.parameters())
+    return deferred() if is_deferred and not is_recording() else nullcontext()
 
 
 _make_parameter = nn.Parameter.__new__
@@ -135,7 +153,10 @@ class _Operations(TorchDispatchMode):
             if self._draws:
                 state = (kwargs.get("generator") or default_generator(device)).get_state()
             else:
-                found = func(*_metas(args), **_metas(kwargs) | {"device": _META} | ({"generator": None} if "generator" in kwargs else {}))
+                found = func(
+                    *_metas(args),
+                    **_metas(kwargs) | {"device": _META} | ({"generator": None} if "generator" in kwargs else {}),
+                )
                 if is_skipped := any(x.nbytes >= SMALL for x in _tensors(found)):
                     note(func, args, kwargs, [], found, device=device, draws=True, is_skipped=True)
                     return found
@@ -251,7 +272,9 @@ _DEVICE: dict[str, Any] = {
     "is_cuda": lambda device: device.type == "cuda",
     "get_device": lambda device: -1 if device.index is None else device.index,
 }
-_ASKED = frozenset([*_DEVICE, "tolist", "numpy", "__array__", "__repr__", "__format__", "data_ptr", "__cuda_array_interface__"])
+_ASKED = frozenset(
+    [*_DEVICE, "tolist", "numpy", "__array__", "__repr__", "__format__", "data_ptr", "__cuda_array_interface__"]
+)
 
 
 def _is_whole(x: torch.Tensor) -> bool:

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ...partition.deferred.filling import put, rnns_of
 from ...partition.deferred.recipes import device_where_built, reading
-from ..stage.filling import put
 from ..stage.own_state import keys_of, tensors_of
 from .foreign import plain_file
 from .manifest import model_key
@@ -67,7 +67,9 @@ def take_weights(root: nn.Module, weights: Weights) -> None:
     start = _start([name for each in names.values() for name in each], stored)
     found = {key: next((start + name for name in each if start + name in stored), "") for key, each in names.items()}
     missing = [each[0] for key, each in names.items() if not found[key]]
-    known = {start + name for each in names.values() for name in each} | {start + name for name, _ in root.named_buffers()}
+    known = {start + name for each in names.values() for name in each} | {
+        start + name for name, _ in root.named_buffers()
+    }
     unexpected = sorted(stored.keys() - known)
     if missing or unexpected:
         raise ValueError(
@@ -80,12 +82,13 @@ def take_weights(root: nn.Module, weights: Weights) -> None:
             raise ValueError(
                 f"weights of {where}: {found[key]!r} has shape {stored[found[key]].shape}: expected {tuple(x.shape)}"
             )
+    rnns = rnns_of(root)
     for key, x in by_id.items():
         one = stored[found[key]]
         is_float = one.dtype.is_floating_point and weights.dtype is not None
         dtype = weights.dtype if is_float and weights.dtype is not None else one.dtype
         read = partial(_read_as, one.read, dtype) if dtype != one.dtype else one.read
-        put(root, x, reading(read, dtype, one.shape, device_where_built(x)))
+        put(rnns, x, reading(read, dtype, one.shape, device_where_built(x)))
 
 
 def read_weights(value: object) -> Weights | None:
@@ -170,7 +173,9 @@ def _of_dcp(folder: Path) -> dict[str, _Stored]:
     from .dcp import DcpTensors
 
     found = DcpTensors(folder)
-    return {name: _Stored(shape, dtype, partial(found.tensor, name)) for name, (shape, dtype) in found.described.items()}
+    return {
+        name: _Stored(shape, dtype, partial(found.tensor, name)) for name, (shape, dtype) in found.described.items()
+    }
 
 
 def _start(names: Sequence[str], stored: Mapping[str, _Stored]) -> str:

@@ -220,7 +220,8 @@ class Ownership:
             if len(ranks) > 1:
                 value = collectives.broadcast(value, ranks[0], what=f"spreading {name!r} from rank {ranks[0]}")
             if self.is_local(name):
-                value = collectives.tensor_first(value, what=f"spreading {name!r}")
+                if self.group.is_whole_here(name):
+                    value = collectives.tensor_first(value, what=f"spreading {name!r}")
                 tensor.data.copy_(self.group.own_part(name, tensor, value))
 
     def _ordered(self, named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:

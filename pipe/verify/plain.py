@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...partition.deferred.filling import put, rnns_of
 from ...partition.deferred.recipes import filled
 from ...partition.model.copies import Copies
 from ...partition.model.forms import Arguments, Form, Tensors
@@ -19,7 +20,6 @@ from ...partition.profiler.memory import device_memory
 from ..batch.given import Given
 from ..guards.randomness import Seeder
 from ..stage.autocast import Autocast
-from ..stage.filling import put
 from ..stage.loss import with_loss
 from ..stage.own_state import tensors_of
 from ..stage.stage import LossValue
@@ -108,12 +108,12 @@ class PlainModule:
 
     def _give_memory(self) -> None:
         """To the copies of what was built without; state is loaded before each run, and buffers beside it stay."""
-        state = {id(x) for x in self._state().values()}
+        rnns, state = rnns_of(self.root), {id(x) for x in self._state().values()}
         places = [[*root.parameters(), *root.buffers()] for root in (self.root, self._original)]
         for own, theirs in zip(*places, strict=True):
             if own.is_meta:
                 values = torch.empty(0, dtype=own.dtype) if id(own) in state else next(filled([theirs]))
-                put(self.root, own, values)
+                put(rnns, own, values)
 
     def _state(self) -> dict[str, torch.Tensor]:
         return tensors_of(self.root)

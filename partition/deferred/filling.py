@@ -8,28 +8,36 @@ Each tensor stays the object that it was, so that whoever holds it sees the valu
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...partition.deferred.recipes import filled, value_of
-from ..guards.randomness import mix
+from .recipes import device_where_built, filled, value_of
 
 _WAYS = ("reset_parameters", "_reset_parameters")
 
 
-def fill(root: nn.Module, named: Mapping[str, torch.Tensor], *, device: torch.device, seed: int) -> None:
+def fill(
+    root: nn.Module,
+    named: Mapping[str, torch.Tensor],
+    *,
+    device: torch.device,
+    seed: int,
+    undo: ExitStack | None = None,
+) -> None:
     """Give values to those of these parameters and buffers that have none.
 
     Arguments:
         named: by the name in `root`, tensors that this process holds; one with several names, under each of them.
         device: where they go.
         seed: of what modules draw themselves.
+        undo: takes what puts everything back.
 
     Raises ValueError that names what cannot be filled; then nothing is.
     """
@@ -42,26 +50,63 @@ def fill(root: nn.Module, named: Mapping[str, torch.Tensor], *, device: torch.de
                 f"{name!r} is drawn at random in the constructor, and stagewright.deferred(draw=False) leaves that out: "
                 f"expected weights=, whose files have it, or deferred()"
             )
-    with ExitStack() as undo:
+    rnns = rnns_of(root)
+    with ExitStack() as done:
         for x, values in zip(recipes.values(), filled([*recipes.values()]), strict=True):
-            undo.callback(put(root, x, values.to(device)))
+            done.callback(put(rnns, x, values.to(device)))
         others = {id(x): name for name, x in absent.items() if value_of(x) is None and x.is_meta}
         for path, module in [*root.named_modules()][::-1] if others else ():  # the parts of a module before it
             own = {id(x): x for x in _own(module) if id(x) in others}
             if own:
                 names = [others.pop(key) for key in own]
                 for x in own.values():
-                    undo.callback(put(root, x, _unset(x, device)))
+                    done.callback(put(rnns, x, _unset(x, device)))
                 with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                    torch.manual_seed(mix(seed, 0, 0, zlib.crc32(path.encode())))
+                    torch.manual_seed(zlib.crc32(path.encode(), seed % 2**32))
                     _way(root, path, module, names[0])()
                 if unset := [name for name, x in zip(names, own.values(), strict=True) if _is_unset(x)]:
                     raise _nothing_fills(unset[0], module)
-        undo.pop_all()
+        kept = done.pop_all()
+        if undo is not None:
+            undo.push(kept)
 
 
-def put(root: nn.Module, x: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
-    """Put values into a tensor without any, which stays the object that it is; returns what undoes it."""
+@contextmanager
+def lent(*roots: nn.Module, alike: bool = False) -> Iterator[None]:
+    """Within, modules that were built without values have some, to be tried and timed; afterwards as before.
+
+    Arguments:
+        alike: tensors of one name but for numbers in it, as of equal layers, share the values of the first of them.
+    """
+    first: dict[object, torch.Tensor] = {}
+    with ExitStack() as undo:
+        for root in roots:
+            rnns = rnns_of(root)
+            for path, module in root.named_modules():
+                layer = re.sub(r"\b\d+\b", "*", path)
+                for name, x in [*module._parameters.items(), *module._buffers.items()]:
+                    if x is None or not x.is_meta:
+                        continue
+                    key = (layer, name, x.shape, x.dtype) if alike else id(x)
+                    if key not in first:
+                        whole = {f"{path}.{name}" if path else name: x}
+                        fill(root, whole, device=device_where_built(x), seed=0, undo=undo)
+                        first[key] = x
+                    else:
+                        undo.callback(put(rnns, x, first[key].detach()))
+        yield
+
+
+def rnns_of(root: nn.Module) -> list[nn.RNNBase]:
+    return [module for module in root.modules() if isinstance(module, nn.RNNBase)]
+
+
+def put(rnns: Sequence[nn.RNNBase], x: torch.Tensor, values: torch.Tensor) -> Callable[[], None]:
+    """Put values into a tensor without any, which stays the object that it is; returns what undoes it.
+
+    Arguments:
+        rnns: of the model, which know their parameters by weak references.
+    """
     made = nn.Parameter(values, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else values
     made.__dict__.update(x.__dict__)
     if isinstance(x, nn.Parameter):
@@ -69,11 +114,14 @@ def put(root: nn.Module, x: torch.Tensor, values: torch.Tensor) -> Callable[[], 
         made._post_accumulate_grad_hooks = x._post_accumulate_grad_hooks
 
     def swap() -> None:
-        refs = [rnn for rnn in root.modules() if isinstance(rnn, nn.RNNBase) and any(p is x for p in rnn._flat_weights)]
-        for rnn in refs:
+        holders = [rnn for rnn in rnns if any(p is x for p in rnn._flat_weights)]
+        for rnn in holders:
             rnn._flat_weight_refs = []
-        torch.utils.swap_tensors(x, made)
-        for rnn in refs:
+        # As torch.utils.swap_tensors, which would refuse where a graph of a trial, soon gone, still has it.
+        x.__class__, made.__class__ = made.__class__, x.__class__
+        x.__dict__, made.__dict__ = made.__dict__, x.__dict__
+        torch._C._swap_tensor_impl(x, made)  # type: ignore[attr-defined]
+        for rnn in holders:
             rnn._init_flat_weights()
 
     swap()
@@ -102,12 +150,20 @@ def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _mark(x: torch.Tensor) -> float | bool:
-    return float("nan") if x.is_floating_point() or x.is_complex() else False if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+    return (
+        float("nan")
+        if x.is_floating_point() or x.is_complex()
+        else False
+        if x.dtype == torch.bool
+        else torch.iinfo(x.dtype).max
+    )
 
 
 def _is_unset(x: torch.Tensor) -> bool:
     values = x.detach()
-    return bool((values.isnan() if values.is_floating_point() or values.is_complex() else values == _mark(values)).any())
+    return bool(
+        (values.isnan() if values.is_floating_point() or values.is_complex() else values == _mark(values)).any()
+    )
 
 
 def _nothing_fills(name: str, module: nn.Module) -> ValueError:
