@@ -72,11 +72,12 @@ def fill(
 
 
 @contextmanager
-def lent(*roots: nn.Module, alike: bool = False) -> Iterator[None]:
+def lent(*roots: nn.Module, alike: bool = False, device: torch.device | None = None) -> Iterator[None]:
     """Within, modules that were built without values have some, to be tried and timed; afterwards as before.
 
     Arguments:
         alike: tensors of one name but for numbers in it, as of equal layers, share the values of the first of them.
+        device: where the values are; where plain construction would have put them, by default.
     """
     first: dict[object, torch.Tensor] = {}
     with ExitStack() as undo:
@@ -90,7 +91,7 @@ def lent(*roots: nn.Module, alike: bool = False) -> Iterator[None]:
                     key = (layer, name, x.shape, x.dtype) if alike else id(x)
                     if key not in first:
                         whole = {f"{path}.{name}" if path else name: x}
-                        fill(root, whole, device=device_where_built(x), seed=0, undo=undo)
+                        fill(root, whole, device=device or device_where_built(x), seed=0, undo=undo)
                         first[key] = x
                     else:
                         undo.callback(put(rnns, x, first[key].detach()))

@@ -17,12 +17,16 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..model.source_line import line_now
-from .parameters import DeferredParameter, is_recording, recording
+from .parameters import DeferredBuffer, DeferredParameter, is_recording, recording
 from .recipes import Call, Held, Read, Region, Value, Written, default_generator, draw, filled, give_value, value_of
 
 SMALL = 16_384  # [bytes] below which a tensor has values
@@ -68,6 +72,8 @@ def deferred(*, draw: bool = True) -> Iterator[None]:
         stack.callback(recording.discard, threading.get_ident())
         stack.enter_context(patch.object(nn.Parameter, "__new__", staticmethod(_new_parameter)))
         stack.enter_context(patch.object(nn.init, "_no_grad_trunc_normal_", partial(_in_one, draws=draw)))
+        stack.callback(register_module_buffer_registration_hook(_known).remove)
+        stack.callback(register_module_parameter_registration_hook(_known).remove)
         stack.enter_context(_Questions())
         stack.enter_context(_Operations(draws=draw))
         yield
@@ -88,6 +94,14 @@ def _new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> An
         if type(data) is DeferredParameter:
             data = data.data
     return _make_parameter(cls, data, requires_grad)
+
+
+def _known(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+    """A tensor becomes a module's: it refuses uses by that name."""
+    if tensor is not None and value_of(tensor) is not None:
+        if type(tensor) is torch.Tensor:
+            tensor.__class__ = DeferredBuffer
+        tensor.known_as = f"{name!r} of a {type(module).__name__}"  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +141,11 @@ class _Operations(TorchDispatchMode):
         tensors = _tensors((args, kwargs))
         if not any(value_of(x) is not None for x in tensors):
             return self._with_values(func, args, kwargs, kind)
+        if func.overloadpacket.__name__ in _REFUSED:
+            raise _cannot(func.overloadpacket.__name__)
         if kind.is_view:
             return func(*args, **kwargs)
         written = [x for i, x in _arguments(kind, args, kwargs) if i in kind.writes for x in _tensors(x)]
-        if func.overloadpacket.__name__ in _REFUSED:
-            raise _cannot(func.overloadpacket.__name__)
         if kind.reads_values or any(value_of(x) is None for x in written):
             return self._of_real(func, args, kwargs, written)
         on_meta = {"generator": None} if "generator" in kwargs else {}
