@@ -115,7 +115,8 @@ class PipelineModule(RunFigures):
         seed: of dropout and the like.
         timeout: of every wait for another rank [s].
         device: of the run; where the model's parameters are, by default.
-        weights: files with the model's weights, of which each process reads those of its stages (`stagewright.Weights`).
+        weights: files with the model's weights, of which each process reads those of its own stages: a path, or
+            `stagewright.Weights` (docs/guides/large_models.md).
 
     BatchNorm normalises each microbatch by itself; under replicas, and schedules such as "chimera" that have each
     stage on two ranks, its running statistics see only the microbatches of their own rank (in one process they are

@@ -45,10 +45,10 @@ def fill(
     first = {id(x): name for name, x in reversed(absent.items())}
     recipes = {name: x for name, x in absent.items() if first[id(x)] == name and value_of(x) is not None}
     for name, x in recipes.items():
-        if not value_of(x).is_drawn():
+        if (value := value_of(x)) is not None and not value.is_drawn():
             raise ValueError(
-                f"{name!r} is drawn at random in the constructor, and stagewright.deferred(draw=False) leaves that out: "
-                f"expected weights=, whose files have it, or deferred()"
+                f"{name!r} is drawn at random in the constructor, which stagewright.deferred(draw=False) leaves out: "
+                f"expected weights= with files that have it, or deferred()"
             )
     rnns = rnns_of(root)
     with ExitStack() as done:
@@ -121,7 +121,7 @@ def put(rnns: Sequence[nn.RNNBase], x: torch.Tensor, values: torch.Tensor) -> Ca
         # As torch.utils.swap_tensors, which would refuse where a graph of a trial, soon gone, still has it.
         x.__class__, made.__class__ = made.__class__, x.__class__
         x.__dict__, made.__dict__ = made.__dict__, x.__dict__
-        torch._C._swap_tensor_impl(x, made)  # type: ignore[attr-defined]
+        torch._C._swap_tensor_impl(x, made)
         for rnn in holders:
             rnn._init_flat_weights()
 
@@ -133,16 +133,16 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from (x for table in (module._parameters, module._buffers) for x in table.values() if x is not None)
 
 
-def _way(root: nn.Module, path: str, module: nn.Module, name: str) -> Callable[[], Any]:
-    way = next((getattr(module, each) for each in _WAYS if callable(getattr(module, each, None))), None)
+def _way(root: nn.Module, path: str, module: nn.Module, name: str) -> Callable[[], object]:
     parts = path.split(".") if path else []
     for depth in range(len(parts), -1, -1):
-        around = root.get_submodule(".".join(parts[:depth]))
-        if callable(getattr(around, "_init_weights", None)):
-            return partial(around._init_weights, module)
-    if way is None:
+        whole: Any = root.get_submodule(".".join(parts[:depth]))
+        if callable(getattr(whole, "_init_weights", None)):
+            return partial(whole._init_weights, module)
+    ways: list[Callable[[], object]] = [way for each in _WAYS if callable(way := getattr(module, each, None))]
+    if not ways:
         raise _nothing_fills(name, module)
-    return way
+    return ways[0]
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -170,6 +170,6 @@ def _is_unset(x: torch.Tensor) -> bool:
 def _nothing_fills(name: str, module: nn.Module) -> ValueError:
     return ValueError(
         f"{name!r} is on the meta device, and nothing fills it: {type(module).__name__} has no reset_parameters() that "
-        f"does, nor a model around it _init_weights(module). Expected `with stagewright.deferred():` around the model's "
-        f"constructor, or weights= with files that have it"
+        f"does, nor a model around it _init_weights(module). Expected `with stagewright.deferred():` around the "
+        f"model's constructor, or weights= with files that have it"
     )

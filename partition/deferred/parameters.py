@@ -11,13 +11,15 @@ from torch import nn
 from ..model.source_line import line_now
 from .recipes import Region, give_value, plainly, value_of
 
-_WITHOUT_VALUES = """
-    device is_meta is_cpu is_cuda is_sparse is_quantized is_nested shape dtype layout ndim itemsize nbytes requires_grad
-    grad grad_fn is_leaf retains_grad _backward_hooks _post_accumulate_grad_hooks _version size stride numel dim nelement
-    element_size storage_offset untyped_storage is_contiguous is_floating_point is_complex is_signed is_inference
-    requires_grad_ register_hook register_post_accumulate_grad_hook get_device __hash__ __len__ __repr__
-""".split()
-_CONVERTING = "to half float double bfloat16 cuda cpu".split()
+_WITHOUT_VALUES = {
+    "device", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested", "shape", "dtype", "layout",
+    "ndim", "itemsize", "nbytes", "grad", "requires_grad", "grad_fn", "is_leaf", "retains_grad", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "_version", "size", "stride", "numel", "dim", "nelement", "element_size",
+    "storage_offset", "untyped_storage", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
+    "is_inference", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "get_device",
+    "__hash__", "__len__", "__repr__",
+}  # fmt: skip
+_CONVERTING = ("to", "half", "float", "double", "bfloat16", "cuda", "cpu")
 recording: set[int] = set()  # threads
 
 
@@ -39,7 +41,9 @@ class DeferredBuffer(torch.Tensor):
         if id(self) not in memo:
             value = value_of(self)
             with plainly():
-                storage = torch.UntypedStorage(self.untyped_storage().nbytes(), device="meta")
+                storage = torch.empty(
+                    self.untyped_storage().nbytes(), dtype=torch.uint8, device="meta"
+                ).untyped_storage()
                 made = Region.of(self).within(storage)
                 if isinstance(self, DeferredParameter):
                     made = DeferredParameter(made, self.requires_grad)
@@ -51,7 +55,7 @@ class DeferredBuffer(torch.Tensor):
             memo[id(self)] = made
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:  # type: ignore[override]
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse(self, "pickling")
 
 
@@ -67,7 +71,8 @@ def refuse(tensor: torch.Tensor, what: str) -> NoReturn:
     with torch._C.DisableTorchFunction():
         name = tensor.__dict__.get("known_as", f"a tensor of shape {tuple(tensor.shape)}")
     raise ValueError(
-        f"{what}(...) of {name}{line_now()}, which was built within stagewright.deferred() and has no values yet. Expected "
-        f"PipelineModule(model, ...), which fills each process's own stages (weights= with files); or, before that, within "
-        f"stagewright.deferred() what changes the model: its initialisation, a conversion such as model.bfloat16()"
+        f"{what}(...) of {name}{line_now()}, which was built within stagewright.deferred() and has no values yet. "
+        f"Expected PipelineModule(model, ...), which fills each process's own stages (weights= with files); or, before "
+        f"that, within stagewright.deferred() what changes the model: its initialisation, a conversion such as "
+        f"model.bfloat16()"
     )

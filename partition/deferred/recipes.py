@@ -35,11 +35,11 @@ class Region:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Region:
-        return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset())
+        return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload,no-any-return]
+        return made.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +188,7 @@ def draw(call: Call, generator: torch.Generator) -> None:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
 
 
@@ -227,17 +227,17 @@ class _Work:
         return self._made[wanted.key] if self._uses[wanted.key] else self._made.pop(wanted.key)
 
     def run(self, call: Call, *, draws_from: torch.Generator | None = None) -> None:
-        """Carry out a call whose needs are made; it draws from this generator, or from one in its state at that time."""
+        """Carry out a call; it draws from this generator, or from one in the state of that time."""
         storages = {value.key: self.take(value) for value in call.needs()}
         written: dict[int, torch.UntypedStorage] = {}
         for slot, base in call.bases.items():
             if base is None:
                 scratch = draws_from is not None and call.device.type == "cpu"
-                made = _mapped if scratch else partial(torch.UntypedStorage, device=call.device)
+                made: Any = _mapped if scratch else partial(torch.UntypedStorage, device=call.device)
                 written[slot] = made(call.num_bytes[slot])
             else:
                 is_needed = base.key in self._made or base.key in self._wanted or base.call.is_read
-                written[slot] = storages[base.key].clone() if is_needed else storages[base.key]
+                written[slot] = copied(storages[base.key]) if is_needed else storages[base.key]
 
         def real(leaf: object) -> object:
             if isinstance(leaf, Read):
@@ -280,6 +280,11 @@ def _drawing(call: Call, kwargs: dict[str, Any], draws_from: torch.Generator | N
             default.set_state(before)
 
 
+def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    found: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    return found
+
+
 def _mapped(num_bytes: int) -> torch.UntypedStorage:
     """Memory that goes back to the system with it; an allocator would keep it."""
     return torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
@@ -287,7 +292,7 @@ def _mapped(num_bytes: int) -> torch.UntypedStorage:
 
 def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator
 

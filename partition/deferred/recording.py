@@ -1,8 +1,8 @@
 """`deferred`: within it, constructors run without memory for large tensors, and what they compute is kept as recipes.
 
-Small tensors have values, and operations on them run. One that makes a large tensor, or takes a deferred one, becomes a
-`Call`; where Python asks for a value, it is computed there, and let go. Random numbers are drawn where they are in plain
-construction, into memory that is let go, so that what is drawn afterwards is the same.
+Small tensors have values, and operations on them run. One that makes a large tensor, or takes a deferred one, becomes
+a `Call`; where Python asks for a value, it is computed there, and let go. Random numbers are drawn where they are in
+plain construction, into memory that is let go, so that what is drawn afterwards is the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OVERWRITING = frozenset(
         "geometric_",
     ]
 )
-_REFUSED = frozenset(["resize_", "set_", "resize_as_", "_resize_output_"])
+_REFUSED = frozenset(["resize_", "resize_as_", "_resize_output_"])
 
 
 @contextmanager
@@ -55,9 +55,9 @@ def deferred(*, draw: bool = True) -> Iterator[None]:
     """Within, models are built without memory for their weights: parameters and large buffers are meta tensors, and
     PipelineModule makes those of each process's own stages, bit-equal to those of plain construction.
 
-    Conversions (`model.bfloat16()`) and initialisation (`model.apply(init)`) stand within, too. A value that Python asks
-    for (`.item()`, `if x.any()`) is computed there. Random numbers are drawn as in plain construction, one tensor at a
-    time.
+    Conversions (`model.bfloat16()`) and initialisation (`model.apply(init)`) belong within, too. A value that Python
+    asks for (`.item()`, `if x.any()`) is computed there. Random numbers are drawn as in plain construction, one tensor
+    at a time.
 
     Arguments:
         draw: False: of large tensors no random numbers are drawn, for weights that come from files: it takes next to no
@@ -128,76 +128,61 @@ def _kind(func: Any) -> _Kind:
     )
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, draws: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") == _META:  # as that of a deferred tensor is known below autograd
-            kwargs["device"] = next((v.device for v in map(value_of, _tensors((args, kwargs))) if v is not None), _CPU)
-        kind = _kind(func)
+        kwargs, kind = dict(kwargs or {}), _kind(func)
         tensors = _tensors((args, kwargs))
-        if not any(value_of(x) is not None for x in tensors):
-            return self._with_values(func, args, kwargs, kind)
-        if func.overloadpacket.__name__ in _REFUSED:
-            raise _cannot(func.overloadpacket.__name__)
-        if kind.is_view:
-            return func(*args, **kwargs)
+        first = next((value for value in map(value_of, tensors) if value is not None), None)
+        if kwargs.get("device") == _META:  # as that of a deferred tensor is known below autograd
+            kwargs["device"] = _CPU if first is None else first.device
         written = [x for i, x in _arguments(kind, args, kwargs) if i in kind.writes for x in _tensors(x)]
-        if kind.reads_values or any(value_of(x) is None for x in written):
-            return self._of_real(func, args, kwargs, written)
-        on_meta = {"generator": None} if "generator" in kwargs else {}
-        if kwargs.get("device") is not None:
-            on_meta["device"] = _META
+        are_deferred = {value_of(x) is not None for x in written}
+        if first is not None and func.overloadpacket.__name__ in _REFUSED:
+            raise _cannot(func.overloadpacket.__name__)
+        if first is not None and kind.is_view:
+            return func(*args, **kwargs)
+        skips = kind.draws and not self._draws and not written  # then its size is known by its shape alone
+        if (first is None and not skips) or kind.reads_values or False in are_deferred:
+            return self._carried_out(func, args, kwargs, kind, written)
+        on_meta = {
+            name: x
+            for name, x in (("generator", None), ("device", _META))
+            if name in kwargs or (name == "device" and skips)
+        }
         try:
-            found = func(*pytree.tree_map_only(torch.Tensor, _on_meta, args), **_metas(kwargs) | on_meta)
+            found = func(*_metas(args), **_metas(kwargs) | on_meta)
         except Exception:  # of a value that decides on a shape, or of the caller's own
-            return self._of_real(func, args, kwargs, written)
-        device = kwargs.get("device") or next(v.device for v in map(value_of, tensors) if v is not None)
+            return self._carried_out(func, args, kwargs, kind, written)
+        if first is None and all(x.nbytes < SMALL for x in _tensors(found)):
+            return func(*args, **kwargs)
+        device = torch.device(kwargs.get("device") or (_CPU if first is None else first.device))
         note(func, args, kwargs, written, found, device=device, draws=kind.draws, is_skipped=not self._draws)
         return found
 
-    def _with_values(self, func: Any, args: Any, kwargs: dict[str, Any], kind: _Kind) -> Any:
-        """Of no deferred tensor: it runs, and what is large of the result becomes one."""
-        state, is_skipped = None, False
-        device = torch.device(kwargs.get("device") or next((x.device for x in _tensors((args, kwargs))), _CPU))
-        if kind.draws and not kind.writes:
-            if self._draws:
-                state = (kwargs.get("generator") or default_generator(device)).get_state()
-            else:
-                found = func(
-                    *_metas(args),
-                    **_metas(kwargs) | {"device": _META} | ({"generator": None} if "generator" in kwargs else {}),
-                )
-                if is_skipped := any(x.nbytes >= SMALL for x in _tensors(found)):
-                    note(func, args, kwargs, [], found, device=device, draws=True, is_skipped=True)
-                    return found
-        found = func(*args, **kwargs)
-        before = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
-        large = {
-            id(x)
-            for x in _tensors(found)
-            if x.layout == torch.strided and x.nbytes >= SMALL and x.untyped_storage()._cdata not in before
-        }
-        if not large:
-            return found
-        metas = pytree.tree_map_only(torch.Tensor, lambda x: _on_meta(x) if id(x) in large else x, found)
-        note(func, args, kwargs, [], metas, device=device, state=state)
-        return metas
-
-    def _of_real(self, func: Any, args: Any, kwargs: dict[str, Any], written: Sequence[torch.Tensor]) -> Any:
-        """With values that are made now, and let go."""
+    def _carried_out(
+        self, func: Any, args: Any, kwargs: dict[str, Any], kind: _Kind, written: Sequence[torch.Tensor]
+    ) -> Any:
+        """With values, those of deferred tensors made for it; what is large of the result becomes a deferred one."""
         if any(value_of(x) is not None for x in written):
             raise _cannot(func.overloadpacket.__name__)
-        real = _real((args, kwargs))
-        found = func(*real[0], **real[1])
-        large = {id(x) for x in _tensors(found) if x.nbytes >= SMALL and all(x is not y for y in written)}
-        if not large:
+        real_args, real_kwargs = _real((args, kwargs))
+        tensors = _tensors((real_args, real_kwargs))
+        device = torch.device(kwargs.get("device") or next((x.device for x in tensors), _CPU))
+        state = (kwargs.get("generator") or default_generator(device)).get_state() if kind.draws else None
+        found = func(*real_args, **real_kwargs)
+        before = {x.untyped_storage()._cdata for x in tensors if x.layout == torch.strided}
+
+        def is_large(x: torch.Tensor) -> bool:
+            return x.layout == torch.strided and x.nbytes >= SMALL and x.untyped_storage()._cdata not in before
+
+        if not any(map(is_large, _tensors(found))):
             return found
-        metas = pytree.tree_map_only(torch.Tensor, lambda x: _on_meta(x) if id(x) in large else x, found)
-        note(func, args, kwargs, [], metas, device=next(iter(_tensors(found))).device)
+        metas = pytree.tree_map_only(torch.Tensor, lambda x: _on_meta(x) if is_large(x) else x, found)
+        note(func, args, kwargs, [], metas, device=device, state=state)
         return metas
 
 
@@ -213,7 +198,12 @@ def note(
     is_skipped: bool = False,
     state: torch.Tensor | None = None,
 ) -> None:
-    """Keep an operation as the recipe of what it makes and writes to, and draw as it does."""
+    """Keep an operation as the recipe of what it makes and writes to.
+
+    Arguments:
+        draws: from its generator, now and in the recipe; unless the draw `is_skipped`.
+        state: of its generator, where it has drawn already.
+    """
     call = Call(func, (), {}, device, torch.get_default_dtype(), state=state)
     storages = list({x.untyped_storage()._cdata: x for x in written}.values())
     slots = {x.untyped_storage()._cdata: slot for slot, x in enumerate(storages)}
@@ -257,7 +247,7 @@ def _in_one(tensor: torch.Tensor, *args: Any, draws: bool, **kwargs: Any) -> tor
     return tensor
 
 
-_trunc_normal = nn.init._no_grad_trunc_normal_  # type: ignore[attr-defined]
+_trunc_normal = nn.init._no_grad_trunc_normal_
 _IN_ONE = frozenset([_trunc_normal])
 
 
@@ -325,6 +315,6 @@ def _real(tree: Any) -> Any:
 
 def _cannot(name: str) -> ValueError:
     return ValueError(
-        f"{name}{line_now()} needs the memory of a large tensor, which has none within stagewright.deferred(): expected "
-        f"operations of torch on the tensor itself"
+        f"{name}{line_now()} needs the memory of a large tensor, which has none within stagewright.deferred(): "
+        f"expected operations of torch on the tensor itself"
     )

@@ -24,8 +24,8 @@ from torch import nn
 
 from ...comm import Collectives, Guard, MeshPlace, World, join_world, make_guard, read_mesh
 from ...comm.links import MeasuredLevel, MeasuredLinks, measure_links
-from ...partition.deferred.filling import lent
 from ...partition.cluster import Cluster, DeviceKind, Level
+from ...partition.deferred.filling import lent
 from ...partition.host_speeds import host_speeds, with_host_speeds
 from ...partition.model.batch_dims import parameter_names
 from ...partition.model.forms import Arguments

@@ -111,7 +111,7 @@ class DcpTensors:
             self.described = {
                 name: (tuple(entry.size), entry.properties.dtype)
                 for name, entry in known.state_dict_metadata.items()
-                if hasattr(entry, "chunks")
+                if isinstance(entry, metadata.TensorStorageMetadata)
             }
         self._reader.read_metadata = lambda *args, **options: known  # type: ignore[method-assign]
 
@@ -120,7 +120,7 @@ class DcpTensors:
         found = {name: torch.empty(shape, dtype=dtype)}
         planner = default_planner.DefaultLoadPlanner(flatten_state_dict=False)
         with _refusing(self._place):
-            _load_state_dict(found, self._reader, planner=planner, no_dist=True)  # type: ignore[no-untyped-call]
+            _load_state_dict(found, self._reader, planner=planner, no_dist=True)
         return found[name]
 
 

@@ -54,9 +54,10 @@ class Regions:
     """A model's regions; to be made before it is cut. `styles`: by module name, in the model's order."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
-        empty: dict[int, Any] = {
-            id(p): nn.Parameter(torch.empty(0, dtype=p.dtype, device=device_where_built(p)), requires_grad=p.requires_grad) for p in model.parameters()
-        }
+        empty: dict[int, Any] = {}
+        for p in model.parameters():
+            values = torch.empty(0, dtype=p.dtype, device=device_where_built(p))
+            empty[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
         plain = Copies(model, memo=empty).of(model)
         self._regions = [
             DividedRegion(
