@@ -2,12 +2,11 @@
 
 from ..partition.deferred.recording import deferred
 from ..partition.profiler.optimizers import named
-from .arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous
+from .arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous, Weights
 from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepRecord, StepResult
 from .checkpoint.persist import SaveResult
 from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpoint
-from .checkpoint.weights import Weights
 from .edits import Edits, edit
 from .module import PipelineModule
 from .stage.slices import first_position

@@ -19,13 +19,13 @@ from ..comm import Guard, PipelineError, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
-from .arguments import AnySchedule, Inputs, MeshLike, Precision, read_arguments
+from .arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments
 from .batch.given import Given
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
 from .batch.results import EvalResult, StepRecord, StepResult
 from .batch.shared import share_on_host
 from .building import Building, meet
-from .checkpoint.weights import Weights, read_weights, take_weights
+from .checkpoint.weights import take_weights
 from .context import choose_layout
 from .edits import Edits
 from .figures import RunFigures
@@ -158,10 +158,9 @@ class PipelineModule(RunFigures):
             if isinstance(model, Edits):
                 again = partial(model.applied, [*model])
                 given["model"] = model = model.model
-            weights = read_weights(given.pop("weights"))
             options = read_options(read_arguments(given, old, edits))
-            if weights is not None:
-                take_weights(options.root, weights)
+            if options.weights is not None:
+                take_weights(options.root, options.weights)
             make_layout = choose_layout(options)
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(model).__name__

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..model.source_line import line_now
-from .recipes import Region, give_value, plainly, value_of
+from .recipes import Window, give_value, plainly, value_of
 
 _WITHOUT_VALUES = {
     "device", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested", "shape", "dtype", "layout",
@@ -44,7 +44,7 @@ class DeferredBuffer(torch.Tensor):
                 storage = torch.empty(
                     self.untyped_storage().nbytes(), dtype=torch.uint8, device="meta"
                 ).untyped_storage()
-                made = Region.of(self).within(storage)
+                made = Window.of(self).within(storage)
                 if isinstance(self, DeferredParameter):
                     made = DeferredParameter(made, self.requires_grad)
                 else:

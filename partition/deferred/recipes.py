@@ -1,9 +1,9 @@
 """Recipes: how the values of tensors without memory are made.
 
-The storage of a deferred tensor, which is a meta tensor, has a `Value`: one result of a `Call`, an operation that the
-constructor made, whose inputs are Values in turn. A tensor that is written in place has another Value afterwards, so
-that a Value never changes; views share that of their storage. What draws random numbers keeps the state that its
-generator had: each Value can be made alone, in any order, with the same bits.
+The storage of a deferred tensor, which is a meta tensor, has a `Value`: one result of a `Computation`, an operation
+that the constructor made, whose inputs are Values in turn. A tensor that is written in place has another Value
+afterwards, so that a Value never changes; views share that of their storage. What draws random numbers keeps the state
+that its generator had: each Value can be made alone, in any order, with the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ATTRIBUTE = "_stagewright_value"  # of a storage, which lives as long as a tens
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class Window:
     """Where in a storage a tensor lies."""
 
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Region:
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Region:
+    def of(cls, tensor: torch.Tensor) -> Window:
         return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -43,14 +43,14 @@ class Region:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class Computation:
     """An operation of a constructor.
 
     Arguments:
         args: with a Read or Written in the place of each deferred tensor.
         default_dtype: torch's, at that time.
         bases: by slot of what is written in place, the Value before; None: all of it is overwritten.
-        made: by slot of a new tensor, its place among the results, and its region.
+        made: by slot of a new tensor, its place among the results, and its window.
         state: of the generator that is drawn from.
         is_skipped: nothing was drawn, and there is no state.
         is_read: its result is a file's memory, which nobody may keep or write to.
@@ -62,7 +62,7 @@ class Call:
     device: torch.device
     default_dtype: torch.dtype
     bases: dict[int, Value | None] = field(default_factory=dict)
-    made: dict[int, tuple[int, Region]] = field(default_factory=dict)
+    made: dict[int, tuple[int, Window]] = field(default_factory=dict)
     num_bytes: dict[int, int] = field(default_factory=dict)
     state: torch.Tensor | None = None
     is_skipped: bool = False
@@ -79,7 +79,7 @@ class Call:
 class Value:
     """All bytes of a storage: what `call` leaves in its `slot`."""
 
-    call: Call
+    call: Computation
     slot: int
 
     @property
@@ -92,12 +92,12 @@ class Value:
 
     def is_drawn(self) -> bool:
         """Whether all that is drawn on the way to it was drawn."""
-        return not any(call.is_skipped for call in _calls([self]))
+        return not any(call.is_skipped for call in _computations([self]))
 
     def checksum(self) -> float:
         """A whole number of 32 bits over the operations and the random numbers that it is made of."""
         number = 0
-        for call in _calls([self]):
+        for call in _computations([self]):
             number = zlib.crc32(str(call.function).encode(), number)
             number = number if call.state is None else zlib.crc32(call.state.numpy().tobytes(), number)
         return float(number)
@@ -106,13 +106,13 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Read:
     value: Value
-    region: Region
+    window: Window
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
     slot: int
-    region: Region
+    window: Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def reading(
     """A deferred tensor that is read, of the file's type, when it is filled."""
     with plainly():
         made = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    call = Call(read, (), {}, device, torch.get_default_dtype(), made={0: (0, Region.of(made))}, is_read=True)
+    call = Computation(read, (), {}, device, torch.get_default_dtype(), made={0: (0, Window.of(made))}, is_read=True)
     give_value(made, Value(call, 0))
     return made
 
@@ -168,19 +168,19 @@ def filled(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     values = [value for value in map(value_of, tensors) if value is not None]
     assert len(values) == len(tensors), "a tensor that is not deferred"
     with torch._C.DisableTorchFunction():
-        regions = [Region.of(tensor) for tensor in tensors]
-    parts = Counter(value.key for value, _ in {(value, region) for value, region in zip(values, regions, strict=True)})
+        windows = [Window.of(tensor) for tensor in tensors]
+    parts = Counter(value.key for value, _ in {(value, window) for value, window in zip(values, windows, strict=True)})
     work = _Work(values)
-    for value, region in zip(values, regions, strict=True):
+    for value, window in zip(values, windows, strict=True):
         with plainly():
             storage = work.take(value)
-            found = region.within(storage)
+            found = window.within(storage)
             if value.call.is_read or (parts[value.key] == 1 and found.nbytes < storage.nbytes()):
                 found = found.clone()
         yield found
 
 
-def draw(call: Call, generator: torch.Generator) -> None:
+def draw(call: Computation, generator: torch.Generator) -> None:
     """Carry out a call for what it does to the generator alone."""
     with plainly():
         _Work(call.needs()).run(call, draws_from=generator)
@@ -192,7 +192,7 @@ def plainly() -> Iterator[None]:
         yield
 
 
-def _calls(wanted: Collection[Value]) -> Iterator[Call]:
+def _computations(wanted: Collection[Value]) -> Iterator[Computation]:
     pending, seen = [value.call for value in wanted], set()
     while pending:
         call = pending.pop()
@@ -209,7 +209,7 @@ class _Work:
         self._made: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._wanted = {value.key for value in wanted}  # whoever has them keeps them: nobody writes to them
         self._uses = Counter(value.key for value in wanted)
-        for call in _calls(wanted):
+        for call in _computations(wanted):
             self._uses.update(value.key for value in call.needs())
 
     def take(self, wanted: Value) -> torch.UntypedStorage:
@@ -226,7 +226,7 @@ class _Work:
         self._uses[wanted.key] -= 1
         return self._made[wanted.key] if self._uses[wanted.key] else self._made.pop(wanted.key)
 
-    def run(self, call: Call, *, draws_from: torch.Generator | None = None) -> None:
+    def run(self, call: Computation, *, draws_from: torch.Generator | None = None) -> None:
         """Carry out a call; it draws from this generator, or from one in the state of that time."""
         storages = {value.key: self.take(value) for value in call.needs()}
         written: dict[int, torch.UntypedStorage] = {}
@@ -241,9 +241,9 @@ class _Work:
 
         def real(leaf: object) -> object:
             if isinstance(leaf, Read):
-                return leaf.region.within(storages[leaf.value.key])
+                return leaf.window.within(storages[leaf.value.key])
             if isinstance(leaf, Written):
-                return leaf.region.within(written[leaf.slot])
+                return leaf.window.within(written[leaf.slot])
             return leaf.now() if isinstance(leaf, Held) else leaf
 
         args, kwargs = pytree.tree_map(real, (tuple(call.args), dict(call.kwargs)))
@@ -254,13 +254,13 @@ class _Work:
                 results = pytree.tree_leaves(call.function(*args, **kwargs))
         finally:
             torch.set_default_dtype(before)
-        for slot, (place, region) in call.made.items():
-            written[slot] = _storage(results[place], region)
+        for slot, (place, window) in call.made.items():
+            written[slot] = _storage(results[place], window)
         self._made |= {(id(call), slot): x for slot, x in written.items() if self._uses[id(call), slot]}
 
 
 @contextmanager
-def _drawing(call: Call, kwargs: dict[str, Any], draws_from: torch.Generator | None) -> Iterator[None]:
+def _drawing(call: Computation, kwargs: dict[str, Any], draws_from: torch.Generator | None) -> Iterator[None]:
     if draws_from is not None:
         if kwargs.get("generator") is not None:
             kwargs["generator"] = draws_from
@@ -297,10 +297,10 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def _storage(result: torch.Tensor, region: Region) -> torch.UntypedStorage:
+def _storage(result: torch.Tensor, window: Window) -> torch.UntypedStorage:
     """That of a result, laid out as was foreseen."""
     found = result.untyped_storage()
-    if Region.of(result) != region:
-        made = torch.empty_strided(region.size, region.stride, dtype=region.dtype, device=result.device)
+    if Window.of(result) != window:
+        made = torch.empty_strided(window.size, window.stride, dtype=window.dtype, device=result.device)
         found = made.copy_(result).untyped_storage()
     return found

@@ -1,8 +1,8 @@
 """`deferred`: within it, constructors run without memory for large tensors, and what they compute is kept as recipes.
 
 Small tensors have values, and operations on them run. One that makes a large tensor, or takes a deferred one, becomes
-a `Call`; where Python asks for a value, it is computed there, and let go. Random numbers are drawn where they are in
-plain construction, into memory that is let go, so that what is drawn afterwards is the same.
+a `Computation`; where Python asks for a value, it is computed there, and let go. Random numbers are drawn where they
+are in plain construction, into memory that is let go, so that what is drawn afterwards is the same.
 """
 
 from __future__ import annotations
@@ -27,9 +27,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..model.source_line import line_now
 from .parameters import DeferredBuffer, DeferredParameter, is_recording, recording
-from .recipes import Call, Held, Read, Region, Value, Written, default_generator, draw, filled, give_value, value_of
+from .recipes import (
+    Computation,
+    Held,
+    Read,
+    Value,
+    Window,
+    Written,
+    default_generator,
+    draw,
+    filled,
+    give_value,
+    value_of,
+)
 
-SMALL = 16_384  # [bytes] below which a tensor has values
+SMALL = 4096  # elements, below which a tensor has values; a conversion leaves their number as it is
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _OVERWRITING = frozenset(
@@ -75,7 +87,7 @@ def deferred(*, draw: bool = True) -> Iterator[None]:
         stack.callback(register_module_buffer_registration_hook(_known).remove)
         stack.callback(register_module_parameter_registration_hook(_known).remove)
         stack.enter_context(_Questions())
-        stack.enter_context(_Operations(draws=draw))
+        stack.enter_context(_Recorder(draws=draw))
         yield
 
 
@@ -128,7 +140,7 @@ def _kind(func: Any) -> _Kind:
     )
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
@@ -157,10 +169,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = func(*_metas(args), **_metas(kwargs) | on_meta)
         except Exception:  # of a value that decides on a shape, or of the caller's own
             return self._carried_out(func, args, kwargs, kind, written)
-        if first is None and all(x.nbytes < SMALL for x in _tensors(found)):
+        if first is None and all(x.numel() < SMALL for x in _tensors(found)):
             return func(*args, **kwargs)
         device = torch.device(kwargs.get("device") or (_CPU if first is None else first.device))
-        note(func, args, kwargs, written, found, device=device, draws=kind.draws, is_skipped=not self._draws)
+        note(func, args, kwargs, written, found, device=device, drawn=self._draws if kind.draws else None)
         return found
 
     def _carried_out(
@@ -177,12 +189,12 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = {x.untyped_storage()._cdata for x in tensors if x.layout == torch.strided}
 
         def is_large(x: torch.Tensor) -> bool:
-            return x.layout == torch.strided and x.nbytes >= SMALL and x.untyped_storage()._cdata not in before
+            return x.layout == torch.strided and x.numel() >= SMALL and x.untyped_storage()._cdata not in before
 
         if not any(map(is_large, _tensors(found))):
             return found
         metas = pytree.tree_map_only(torch.Tensor, lambda x: _on_meta(x) if is_large(x) else x, found)
-        note(func, args, kwargs, [], metas, device=device, state=state)
+        note(func, args, kwargs, [], metas, device=device, drawn=state)
         return metas
 
 
@@ -194,17 +206,15 @@ def note(
     found: Any,
     *,
     device: torch.device,
-    draws: bool = False,
-    is_skipped: bool = False,
-    state: torch.Tensor | None = None,
+    drawn: torch.Tensor | bool | None,
 ) -> None:
     """Keep an operation as the recipe of what it makes and writes to.
 
     Arguments:
-        draws: from its generator, now and in the recipe; unless the draw `is_skipped`.
-        state: of its generator, where it has drawn already.
+        drawn: None: it draws nothing. True: it draws now, too. False: its draw is left out. Or the state of its
+            generator, before it drew.
     """
-    call = Call(func, (), {}, device, torch.get_default_dtype(), state=state)
+    call = Computation(func, (), {}, device, torch.get_default_dtype())
     storages = list({x.untyped_storage()._cdata: x for x in written}.values())
     slots = {x.untyped_storage()._cdata: slot for slot, x in enumerate(storages)}
     leaves = _tensors((args, kwargs))
@@ -217,20 +227,21 @@ def note(
 
     def kept(x: torch.Tensor) -> object:
         if (slot := slots.get(x.untyped_storage()._cdata)) is not None:
-            return Written(slot, Region.of(x))
+            return Written(slot, Window.of(x))
         if (value := value_of(x)) is not None:
-            return Read(value, Region.of(x))
-        return x.detach().clone() if x.nbytes < SMALL else Held(x, x._version)
+            return Read(value, Window.of(x))
+        return x.detach().clone() if x.numel() < SMALL else Held(x, x._version)
 
     call.args, call.kwargs = pytree.tree_map_only(torch.Tensor, kept, (tuple(args), dict(kwargs)))
     for place, x in enumerate(pytree.tree_leaves(found)):
         if isinstance(x, torch.Tensor) and x.is_meta and value_of(x) is None:
             slot = len(slots) + len(call.made)
-            call.made[slot] = (place, Region.of(x))
+            call.made[slot] = (place, Window.of(x))
             give_value(x, Value(call, slot))
-    if draws and is_skipped:
-        call.is_skipped = True
-    elif draws:
+    call.is_skipped = drawn is False
+    if isinstance(drawn, torch.Tensor):
+        call.state = drawn
+    elif drawn:
         generator = kwargs.get("generator") or default_generator(device)
         call.state = generator.get_state()
         draw(call, generator)
@@ -243,7 +254,7 @@ def _in_one(tensor: torch.Tensor, *args: Any, draws: bool, **kwargs: Any) -> tor
     if (value := value_of(tensor)) is None:
         return _trunc_normal(tensor, *args, **kwargs)
     data = tensor.detach()
-    note(_trunc_normal, (data, *args), kwargs, [data], None, device=value.device, draws=True, is_skipped=not draws)
+    note(_trunc_normal, (data, *args), kwargs, [data], None, device=value.device, drawn=draws)
     return tensor
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from ...partition.deferred.filling import put, rnns_of
 from ...partition.deferred.recipes import device_where_built, reading
+from ..arguments import Weights
 from ..stage.own_state import keys_of, tensors_of
 from .foreign import plain_file
 from .manifest import model_key
@@ -30,20 +31,6 @@ from .tensor_file import MappedFile
 from .values import DTYPES
 
 _INDEX = ".safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Where the model's weights are (docs/guides/large_models.md).
-
-    Arguments:
-        source: a file of safetensors, an index of several, a folder that has one or the other, of
-            torch.distributed.checkpoint or of pipe.save; or a state dict.
-        dtype: of the parameters, and buffers of floating point; that of the files by default.
-    """
-
-    source: str | os.PathLike[str] | Mapping[str, torch.Tensor]
-    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +76,6 @@ def take_weights(root: nn.Module, weights: Weights) -> None:
         dtype = weights.dtype if is_float and weights.dtype is not None else one.dtype
         read = partial(_read_as, one.read, dtype) if dtype != one.dtype else one.read
         put(rnns, x, reading(read, dtype, one.shape, device_where_built(x)))
-
-
-def read_weights(value: object) -> Weights | None:
-    """`weights=` as it is given. Raises ValueError for what is none."""
-    if value is None or isinstance(value, Weights):
-        return value
-    if not isinstance(value, str | os.PathLike | Mapping):
-        raise ValueError(
-            f"weights={value!r}: expected a file of safetensors, a folder, a state dict, or stagewright.Weights(...)"
-        )
-    return Weights(value)
 
 
 def _stored(source: str | os.PathLike[str] | Mapping[str, torch.Tensor]) -> dict[str, _Stored]:
