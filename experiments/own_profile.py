@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..partition import Profile
+from ..partition.deferred.recording import as_recipes
 from ..pipe.auto.runtime_seconds import clipping, measure_runtime_seconds
 from ..pipe.shards.cutting import profile_cut
 from ..schedules.wording import count
@@ -53,7 +54,9 @@ def profile_own(
             f"--data {options.data} gives batches of {batch.num_samples}, smaller than one microbatch of {max(sizes)}: "
             f"expected {max(sizes)} samples or more"
         )
-    model, loss = own.make_model(options, seed=0).to(device, dtype), own.make_loss(options, batch)
+    model, loss = own.make_model(options, seed=0), own.make_loss(options, batch)
+    with as_recipes(model):
+        model.to(device, dtype)
 
     def moved(x: Tensor) -> Tensor:
         return x.to(device, dtype if x.is_floating_point() else None)

@@ -1,7 +1,8 @@
 """The runtime: PipelineModule, stages, and the engine that executes a schedule."""
 
+from ..partition.deferred.recording import deferred
 from ..partition.profiler.optimizers import named
-from .arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous
+from .arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous, Weights
 from .batch.batches import NonFiniteLossError
 from .batch.results import EvalResult, StepRecord, StepResult
 from .checkpoint.persist import SaveResult
@@ -30,6 +31,8 @@ __all__ = [
     "Synchronous",
     "Verification",
     "VerificationError",
+    "Weights",
+    "deferred",
     "edit",
     "export_checkpoint",
     "first_position",

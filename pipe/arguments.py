@@ -5,6 +5,7 @@
                 Synchronous, Asynchronous, Slices     a schedule, with what only such a schedule has
     inputs      Inputs        what a batch looks like
     precision   Precision     in which numbers units compute, and whether compiled
+    weights     Weights       files with them
 
 Each name, dict or object that stands for a record with nothing but defaults may be given in its place.
 """
@@ -198,6 +199,20 @@ class Precision:
     compile: bool | Mapping[str, Any] = False
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Where the model's weights are (docs/guides/large_models.md).
+
+    Arguments:
+        source: a file of safetensors, an index of several, a folder that has one or the other, of
+            torch.distributed.checkpoint or of pipe.save; or a state dict.
+        dtype: of the parameters, and buffers of floating point; that of the files by default.
+    """
+
+    source: str | os.PathLike[str] | Mapping[str, torch.Tensor]
+    dtype: torch.dtype | None = None
+
+
 MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str"
 AnySchedule: TypeAlias = "ScheduleLike | PlanLike | Auto | Asynchronous | Synchronous | Slices"
 
@@ -265,6 +280,7 @@ def read_arguments(
         options |= {"model": None, "stages": list(model)}
     options |= _mesh_options(given["mesh"]) | _schedule_options(given["schedule"])
     options |= _input_options(given["example_inputs"]) | _precision_options(given["precision"])
+    options["weights"] = _weights(given["weights"])
     for name, value in (edits or {}).items():
         before = getattr(options["mesh"], name) if name in _OF_MESH else options[name]
         if before not in (None, "none"):
@@ -396,6 +412,16 @@ def _input_options(inputs: object) -> dict[str, Any]:
         return {"example_inputs": inputs}
     named = {field.name: getattr(inputs, field.name) for field in fields(Inputs)}
     return {"example_inputs": named.pop("example"), **named}
+
+
+def _weights(weights: object) -> Weights | None:
+    if weights is None or isinstance(weights, Weights):
+        return weights
+    if not isinstance(weights, str | os.PathLike | Mapping):
+        raise ValueError(
+            f"weights={weights!r}: expected a file of safetensors, a folder, a state dict, or stagewright.Weights(...)"
+        )
+    return Weights(weights)
 
 
 def _precision_options(precision: object) -> dict[str, Any]:

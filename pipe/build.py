@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..comm import HostClocks, LinkCodecs, machine
+from ..partition.deferred.filling import fill
 from ..partition.model.forms import Arguments
 from ..partition.model.recorded.words import modules
 from ..partition.profiler.clock import clock_for
@@ -267,6 +268,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages
         ownership = Ownership(run, parts, group=group, by_name=by_name)
+        fill(parts.root, ownership.held(), device=options.device, seed=options.seed)
         unchanged = Unchanged(run, parts)
         for stage in local:
             for mode in parts.prepared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -18,12 +19,13 @@ from ..comm import Guard, PipelineError, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
-from .arguments import AnySchedule, Inputs, MeshLike, Precision, read_arguments
+from .arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments
 from .batch.given import Given
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
 from .batch.results import EvalResult, StepRecord, StepResult
 from .batch.shared import share_on_host
 from .building import Building, meet
+from .checkpoint.weights import take_weights
 from .context import choose_layout
 from .edits import Edits
 from .figures import RunFigures
@@ -113,6 +115,8 @@ class PipelineModule(RunFigures):
         seed: of dropout and the like.
         timeout: of every wait for another rank [s].
         device: of the run; where the model's parameters are, by default. "cuda": of LOCAL_RANK (docs/guides/gpus.md).
+        weights: files with the model's weights, of which each process reads those of its own stages: a path, or
+            `stagewright.Weights` (docs/guides/large_models.md).
 
     BatchNorm normalises each microbatch by itself; under replicas, and schedules such as "chimera" that have each
     stage on two ranks, its running statistics see only the microbatches of their own rank (in one process they are
@@ -145,6 +149,7 @@ class PipelineModule(RunFigures):
         seed: int = 0,
         timeout: float = 300.0,
         device: torch.device | str | None = None,
+        weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Weights | None = None,
         **old: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "old")}
@@ -154,6 +159,8 @@ class PipelineModule(RunFigures):
                 again = partial(model.applied, [*model])
                 given["model"] = model = model.model
             options = read_options(read_arguments(given, old, edits))
+            if options.weights is not None:
+                take_weights(options.root, options.weights)
             make_layout = choose_layout(options)
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(model).__name__

@@ -19,13 +19,15 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..comm import Compress, own_device, read_compress
+from ..partition.deferred.parameters import DeferredParameter
+from ..partition.deferred.recipes import device_where_built
 from ..partition.model.batch_dims import BatchDims, check_batch_dims
 from ..partition.model.fingerprint import told_apart
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
 from ..schedules import Schedule
 from ..schedules.kinds import FLAG, Kind, above_zero, at_least, one_of, option
 from ..schedules.transform import schedule_without
-from .arguments import AUTO, Mesh, PlanLike, ScheduleLike
+from .arguments import AUTO, Mesh, PlanLike, ScheduleLike, Weights
 from .batch.agreement import describe
 from .batch.given import CallReader, Given, signature_of
 from .batch.model_loss import ModelLoss, read_loss_option
@@ -116,6 +118,7 @@ class Options:
     flush_first: int = 0
     on_step: Callable[[StepRecord], object] | None = None
     verify: bool | int | str = False
+    weights: Weights | None = None
     seed: int = 0
     device: torch.device
     timeout: float
@@ -393,12 +396,12 @@ def device_of(root: nn.Module, device: torch.device | str | None = None) -> torc
             raise ValueError(f"device={device!r}: {problem}. Expected a device of this host, such as 'cpu'") from None
         return found
     for name, parameter in root.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta and type(parameter) not in (nn.Parameter, DeferredParameter):
             raise ValueError(
                 f"parameter {name!r} is a meta tensor, without values: expected a model made anew; over processes a "
                 f"PipelineModule leaves each of them the weights of its own stages (full_state_dict() has them all)"
             )
-    devices = {p.device for p in root.parameters()} or {torch.device("cpu")}
+    devices = {device_where_built(p) for p in root.parameters()} or {torch.device("cpu")}
     if len(devices) > 1:
         raise ValueError(f"the model's parameters are on {sorted(map(str, devices))}: expected one device, or device=")
     if (found := devices.pop()).type == "cpu":

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...schedules.actions import Op
 from ...schedules.messages import ALONE_BYTES
+from ..deferred.filling import lent
 from ..model.batch_dims import BatchDims, check_batch_dims, parameter_names, with_dims
 from ..model.chain import is_sequential
 from ..model.forms import Arguments, Tensors, copied, counted_changes
@@ -98,6 +99,14 @@ def profile_model(
     Raises ValueError for a model that cannot be recorded, inputs that do not fit, a loss without target, and an
     optimizer that needs a closure.
     """
+    loss_fn = options.get("loss_fn")
+    with lent(model, *([loss_fn] if isinstance(loss_fn, nn.Module) else []), alike=True):
+        return _measured(model, example_inputs, options)
+
+
+def _measured(
+    model: nn.Module, example_inputs: Sequence[object] | Mapping[str, object] | Arguments, options: dict[str, Any]
+) -> Profile:
     given = made_of(ProfileOptions, options, "profile_model")
     tell = given.progress or (lambda text: None)
     arguments = _arguments(model, example_inputs, given.batch_dims)

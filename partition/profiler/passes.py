@@ -336,8 +336,12 @@ def profiled(*roots: nn.Module, device: torch.device) -> Iterator[None]:
     hooks = [(table, dict(table)) for table in tables_of_hooks]
     with untouched(*roots, device=device):
         try:
+            zeros: dict[object, torch.Tensor] = {}  # those that share memory, as of layers built without, share it too
             for parameter, _ in gradients:
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+                key = parameter.data_ptr() or id(parameter), parameter.shape
+                if parameter.requires_grad and key not in zeros:
+                    zeros[key] = torch.zeros_like(parameter)
+                parameter.grad = zeros.get(key)
             for table, _ in hooks:
                 table.clear()
             yield

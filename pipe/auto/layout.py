@@ -25,6 +25,7 @@ from torch import nn
 from ...comm import Collectives, Guard, MeshPlace, World, join_world, make_guard, read_mesh
 from ...comm.links import MeasuredLevel, MeasuredLinks, measure_links
 from ...partition.cluster import Cluster, DeviceKind, Level
+from ...partition.deferred.filling import lent
 from ...partition.host_speeds import host_speeds, with_host_speeds
 from ...partition.model.batch_dims import parameter_names
 from ...partition.model.forms import Arguments
@@ -275,7 +276,10 @@ class AutoLayout:
         same = SamePrograms(self._collectives, self._guard, str(Signature.of(first.arguments)))
 
         def measure() -> tuple[str, str]:
-            with untouched(*options.user_code, device=options.device):
+            with (
+                untouched(*options.user_code, device=options.device),
+                lent(self._model, alike=True, device=options.device),
+            ):
                 found = profile_model(
                     self._model.to(options.device),
                     first.arguments,

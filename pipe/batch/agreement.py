@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...comm import Collectives, Guard, MeshPlace
+from ...partition.deferred.recipes import value_of
 from ...partition.model.recorded.words import digest
 from ...partition.model.units import Step, Steps
 from ...schedules import Schedule
@@ -41,14 +42,16 @@ def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str
 def unequal_weights(root: nn.Module, schedule: Schedule, place: MeshPlace, collectives: Collectives) -> str | None:
     """In words, the first parameter that ranks of a pipeline have made otherwise; None: there is none. Collective.
 
-    Each stage begins with the weights of its first replica's first process, so that only these count. Weights without
-    values (on the meta device) are not compared.
+    Each stage begins with the weights of its first replica's first process, so that only these count. Of a deferred
+    model its tensor group does: each member makes its own part. Weights of the meta device are not compared.
     """
     if collectives.alone:
         return None
     begin = dict.fromkeys(place.process_of(owners[0], tensor=0) for owners in schedule.owners)
+    if any(value_of(p) is not None for p in root.parameters()):
+        begin |= dict.fromkeys(process for owners in schedule.owners for process in place.mesh.members(owners[0]))
     counts = collectives.rank in begin
-    mine = {name: checksum(p.detach()) for name, p in root.named_parameters()} if counts else {}
+    mine = {name: _checksum(p) for name, p in root.named_parameters()} if counts else {}
     sums = collectives.gather(mine, what="comparing the weights that ranks begin with")
     for name in sums[next(iter(begin))]:
         known = {process: own for process in begin if (own := sums[process].get(name, UNKNOWN)) != UNKNOWN}
@@ -61,6 +64,11 @@ def unequal_weights(root: nn.Module, schedule: Schedule, place: MeshPlace, colle
                 f"or before the first batch load(folder), or build(*batch) and load_state_dict(state)"
             )
     return None
+
+
+def _checksum(parameter: torch.Tensor) -> float:
+    value = value_of(parameter)
+    return checksum(parameter.detach()) if value is None else value.checksum()
 
 
 def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, what: str) -> T:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -96,17 +97,50 @@ class _DcpPlanner(default_planner._EmptyStateDictLoadPlanner):
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], content)
 
 
-def read_dcp(place: Path) -> dict[str, Any]:
-    """{"model": state dict, ...}, whoever saved it. Raises ValueError for what is no such folder."""
-    state: dict[str, Any] = {}
+class DcpTensors:
+    """Tensors of a folder, read one by one. Raises ValueError for what is no such folder.
+
+    Attributes:
+        described: shape and type by name.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._place, self._reader = place, _DcpReader(place)
+        with _refusing(place):
+            known = self._reader.read_metadata()
+            self.described = {
+                name: (tuple(entry.size), entry.properties.dtype)
+                for name, entry in known.state_dict_metadata.items()
+                if isinstance(entry, metadata.TensorStorageMetadata)
+            }
+        self._reader.read_metadata = lambda *args, **options: known  # type: ignore[method-assign]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        shape, dtype = self.described[name]
+        found = {name: torch.empty(shape, dtype=dtype)}
+        planner = default_planner.DefaultLoadPlanner(flatten_state_dict=False)
+        with _refusing(self._place):
+            _load_state_dict(found, self._reader, planner=planner, no_dist=True)
+        return found[name]
+
+
+@contextmanager
+def _refusing(place: Path) -> Iterator[None]:
     try:
-        reader = _DcpReader(place)
-        reader.read_metadata()  # `_load_state_dict` would log its errors
-        _load_state_dict(state, reader, planner=_DcpPlanner(), no_dist=True)  # type: ignore[no-untyped-call]
+        yield
     except (Exception, CheckpointException) as error:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         said = f"{type(cause).__name__}: {str(cause)[:300]}".splitlines()[0]
         raise ValueError(f"{place} cannot be read as a folder of torch.distributed.checkpoint: {said}") from None
+
+
+def read_dcp(place: Path) -> dict[str, Any]:
+    """{"model": state dict, ...}, whoever saved it. Raises ValueError for what is no such folder."""
+    state: dict[str, Any] = {}
+    with _refusing(place):
+        reader = _DcpReader(place)
+        reader.read_metadata()  # `_load_state_dict` would log its errors
+        _load_state_dict(state, reader, planner=_DcpPlanner(), no_dist=True)  # type: ignore[no-untyped-call]
     while len(state) == 1 and "model" not in state and isinstance(inner := next(iter(state.values())), dict):
         state = inner  # {"app": {"model": ...
     model = {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}

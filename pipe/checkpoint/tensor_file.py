@@ -91,6 +91,15 @@ class MappedFile:
     def names(self) -> list[str]:
         return sorted(self._names)
 
+    def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of a tensor. Raises ValueError for a type that torch does not have."""
+        with _as_value_errors():
+            part = self._file.get_slice(name)  # type: ignore[no-untyped-call]
+        kinds = {said: DTYPES[kind] for kind, said in reversed(FORMAT_NAMES.items())}
+        if part.get_dtype() not in kinds:
+            raise ValueError(f"tensor {name!r} is of type {part.get_dtype()}: expected one of {', '.join(kinds)}")
+        return tuple(part.get_shape()), kinds[part.get_dtype()]
+
     def tensor(self, name: str, dtype: str | None = None) -> torch.Tensor:
         """A tensor; of this type, which must be the file's, or of the file's. Raises ValueError for none like that."""
         if name not in self._names:

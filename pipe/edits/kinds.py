@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...partition.deferred.recording import as_recipes
 from ...partition.model.keep_less import find, keep_less
 from ..shards.tensor_option import WORDS
 from ..stage.nested import mapped
@@ -217,7 +218,8 @@ def _convert(name: str, module: nn.Module, root: nn.Module, *, dtype: str) -> No
     wanted = _DTYPES[dtype]
     own = [p.dtype for p in module.parameters() if p.is_floating_point()]
     given: list[torch.dtype] = []  # types of the inputs of a call, which a module without weights returns
-    module.to(wanted)
+    with as_recipes(module):
+        module.to(wanted)
     module.register_forward_pre_hook(partial(_cast_inputs, wanted, given), with_kwargs=True)
     module.register_forward_hook(partial(_cast_outputs, own[:1] or given), prepend=True)
 

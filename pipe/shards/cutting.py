@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from ...partition.deferred.recording import as_recipes
 from ...partition.model.chain import is_sequential
 from ...partition.model.copies import Copies
 from ...partition.model.forms import Arguments
@@ -198,5 +199,6 @@ def profile_cut(
         progress(f"one of {tensor} tensor ranks\n{styles.table(model)}")
     traffic, part = Traffic(), Copies(model).of(model)
     group = TensorGroup(None, index=0, count=tensor, on_bytes=traffic.tell)
-    cut_by_styles(part, styles.styles, group)
+    with as_recipes(part):
+        cut_by_styles(part, styles.styles, group)
     return profile_model(part, example_inputs, tensor=tensor, traffic=traffic, progress=progress, **options)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives
+from ...partition.deferred.recording import as_recipes
 from ..context import Run
 from .cutting import cut_by_styles
 from .shard import Shard
@@ -132,6 +133,10 @@ class MemberShards:
         is_full = tuple(value.shape) == shard.full and shard.full != shard.local
         return shard.take(value) if is_full else value
 
+    def is_whole_here(self, name: str) -> bool:
+        """Whether this process was given the whole tensor; of a deferred model each member makes its part alone."""
+        return name not in self._by_member or name in self._originals
+
     def original(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The full tensor as this process was given it, within `undone_on_error`."""
         return self._originals.get(name, local)
@@ -151,19 +156,22 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
         return MemberShards(collectives, {}, {})
     _refuse_hooks(root)
     parameters = dict(root.named_parameters(remove_duplicate=False))
-    full = {id(parameter): parameter.data for parameter in parameters.values()}
+    with as_recipes(root):
+        full = {id(parameter): parameter.data for parameter in parameters.values()}
     # DTensor remembers what it did on an equal mesh, with the groups of that one: of another pipeline, maybe closed.
     unique = f"tensor_{uuid4().hex}"
     mesh = DeviceMesh.from_group(collectives.tensor_group, run.options.device.type, mesh_dim_names=(unique,))
     group = TensorGroup(
         collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=run.seeder.region
     )
-    shards = cut_by_styles(root, styles, group, mesh=mesh)
+    with as_recipes(root):
+        shards = cut_by_styles(root, styles, group, mesh=mesh)
 
     def undo() -> None:
         uncut(root)
-        for parameter in parameters.values():
-            parameter.data = full[id(parameter)]
+        with as_recipes(root):
+            for parameter in parameters.values():
+                parameter.data = full[id(parameter)]
 
     by_id = {id(parameters[name]): shard for name, shard in shards.items()}
     own = {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
@@ -179,7 +187,7 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
     found = MemberShards(
         collectives,
         {name: [theirs[name] for theirs in everyone] for name in own},
-        {name: full[id(parameters[name])] for name in own},
+        {name: x for name in own if not (x := full[id(parameters[name])]).is_meta},
     )
     found._undo = undo
     return found

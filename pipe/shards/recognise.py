@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ...partition.deferred.filling import lent
 from ...partition.model.fakes import on_fakes
 from ...partition.model.forms import Arguments, Form, tensors_in
 from ...partition.model.made_up import call_for_shapes
@@ -73,10 +74,7 @@ class Recogniser:
         return self._known[key]
 
     def _tried(self, module: nn.Module, children: Mapping[str, nn.Module], *, is_layer: bool) -> Region | None:
-        parameter = next(module.parameters())
-        if parameter.is_meta:
-            return None
-        with untouched(module, device=parameter.device), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with lent(module), untouched(module, device=None), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             module.eval()
             torch.manual_seed(0)
             trial = _Trial(module, children)

@@ -156,6 +156,12 @@ class Ownership:
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.parameters() if self.is_local(name)]
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """All parameters and buffers of this process, those with several names under each."""
+        root = self.model.root
+        named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+        return {name: x for name, x in named if self.is_local(name)}
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self._tensors().items() if self.is_local(name)}
 
@@ -214,7 +220,8 @@ class Ownership:
             if len(ranks) > 1:
                 value = collectives.broadcast(value, ranks[0], what=f"spreading {name!r} from rank {ranks[0]}")
             if self.is_local(name):
-                value = collectives.tensor_first(value, what=f"spreading {name!r}")
+                if self.group.is_whole_here(name):
+                    value = collectives.tensor_first(value, what=f"spreading {name!r}")
                 tensor.data.copy_(self.group.own_part(name, tensor, value))
 
     def _ordered(self, named: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:

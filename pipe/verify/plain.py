@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...partition.deferred.filling import put, rnns_of
+from ...partition.deferred.recipes import filled
 from ...partition.model.copies import Copies
 from ...partition.model.forms import Arguments, Form, Tensors
 from ...partition.model.units import Entering
@@ -60,6 +62,7 @@ class PlainModule:
             for hook in (parameter._backward_hooks or {}).values():  # deepcopy leaves them behind
                 own.register_hook(copies.instead(hook))  # type: ignore[no-untyped-call]
         self._given, self._loss_fn = given, loss_fn
+        self._give_memory()
         self.unload()
 
     def load(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -102,6 +105,15 @@ class PlainModule:
         for tensor in self._state().values():
             tensor.data = tensor.data.new_empty(0)
             tensor.grad = None
+
+    def _give_memory(self) -> None:
+        """To the copies of what was built without; state is loaded before each run, and buffers beside it stay."""
+        rnns, state = rnns_of(self.root), {id(x) for x in self._state().values()}
+        places = [[*root.parameters(), *root.buffers()] for root in (self.root, self._original)]
+        for own, theirs in zip(*places, strict=True):
+            if own.is_meta:
+                values = torch.empty(0, dtype=own.dtype) if id(own) in state else next(filled([theirs]))
+                put(rnns, own, values)
 
     def _state(self) -> dict[str, torch.Tensor]:
         return tensors_of(self.root)

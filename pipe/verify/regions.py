@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
+from ...partition.deferred.recipes import device_where_built
 from ...partition.model.calls import Calls
 from ...partition.model.copies import Copies
 from ..shards.attention import Experts, Heads
@@ -53,9 +54,10 @@ class Regions:
     """A model's regions; to be made before it is cut. `styles`: by module name, in the model's order."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
-        empty: dict[int, Any] = {
-            id(p): nn.Parameter(p.data.new_empty(0), requires_grad=p.requires_grad) for p in model.parameters()
-        }
+        empty: dict[int, Any] = {}
+        for p in model.parameters():
+            values = torch.empty(0, dtype=p.dtype, device=device_where_built(p))
+            empty[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
         plain = Copies(model, memo=empty).of(model)
         self._regions = [
             DividedRegion(

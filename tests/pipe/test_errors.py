@@ -179,8 +179,13 @@ def test_options(options: dict[str, Any], message: str) -> None:
         make(**options)
 
 
+class _Elsewhere(torch.Tensor):
+    """As a pipeline leaves them."""
+
+
 def test_a_model_whose_weights_another_process_holds() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = nn.Parameter(torch.empty(2, 2, device="meta").as_subclass(_Elsewhere))
     with pytest.raises(ValueError, match=r"parameter '1\.weight' is a meta tensor, .*: expected a model made anew"):
         PipelineModule(model)
 

@@ -1,0 +1,348 @@
+"""Pipelines of models that are built without memory, or on the meta device: equal to those of plain models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from support.pool import Pool
+from torch import nn
+
+import stagewright as sw
+from stagewright.partition.deferred import recording
+from stagewright.partition.profiler import profile_model
+from stagewright.pipe.checkpoint.tensor_file import MappedFile
+
+WIDTH, VOCABULARY = 16, 24
+TOKENS = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(0))
+Build = Callable[[], AbstractContextManager[object]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """An LSTM, blocks, a tied head and a buffer that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("positions", torch.randn(6, WIDTH).cumsum(0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) + self.positions
+        x = x + self.lstm(x)[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+@contextmanager
+def deferred(**options: Any) -> Iterator[None]:
+    """All tensors are large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "SMALL", 1)
+        with sw.deferred(**options):
+            yield
+
+
+def make(model: nn.Module, **options: Any) -> sw.PipelineModule:
+    given: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 4, "loss_fn": loss, "optimizer": sgd, **options}
+    return sw.PipelineModule(model, **given)
+
+
+def trained(build: Build, **options: Any) -> tuple[list[float | None], dict[str, torch.Tensor]]:
+    """Losses of three steps, and the weights then."""
+    torch.manual_seed(3)
+    with build():
+        model = Net()
+    pipe = make(model, **options)
+    losses = [pipe.train_step(TOKENS, TOKENS.flip(0)).loss for _ in range(3)]
+    return losses, {name: x.clone() for name, x in pipe.full_state_dict().items()}
+
+
+def compare(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    for name, x in expected[1].items():
+        assert torch.equal(found[1][name], x), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "interleaved", "verify": False},
+        {"schedule": "2bw", "verify": False},
+        {"recompute": "full", "verify": False},
+        {"mesh": {"pipe": 2, "data": 2}, "verify": False},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "verified",
+)
+def test_trains_as_the_plain_model(options: dict[str, Any]) -> None:
+    compare(trained(deferred, **options), trained(nullcontext, **options))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"pipe": 2, "data": 2},
+        {"pipe": 2, "data": 2, "data_parallel": "fsdp"},
+        {"pipe": 2, "tensor": 2, "tensor_parallel": {"blocks.*.up": "column", "blocks.*.down": "row"}},
+    ],
+    ids=lambda mesh: "-".join(map(str, mesh.values()))[:11],
+)
+def test_trains_as_the_plain_model_over_processes(gloo: Pool, mesh: dict[str, Any]) -> None:
+    expected = gloo.run(trained, ranks=4, args=(nullcontext,), kwargs={"mesh": sw.Mesh(**mesh)})
+    for found, plain in zip(
+        gloo.run(trained, ranks=4, args=(deferred,), kwargs={"mesh": sw.Mesh(**mesh)}), expected, strict=True
+    ):
+        compare(found, plain)
+
+
+def told_of_seeds(tensor: int) -> str:
+    torch.manual_seed(torch.distributed.get_rank())
+    with deferred():
+        model = Net()
+    styles = {"blocks.*.up": "column", "blocks.*.down": "row"} if tensor > 1 else None
+    try:
+        make(model, mesh=sw.Mesh(pipe=2 // tensor, tensor=tensor, tensor_parallel=styles)).train_step(TOKENS, TOKENS)
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_other_seeds_in_other_processes_are_told(gloo: Pool, tensor: int) -> None:
+    """Members of a tensor group make their parts alone: they would be parts of different tensors."""
+    for told in gloo.run(told_of_seeds, ranks=2, args=(tensor,)):
+        assert "has made other weights than process 0, first 'embed.weight'" in told
+
+
+def test_objects_stay_the_same() -> None:
+    """An optimizer made before, hooks, attributes, references of the user's own."""
+    seen: list[int] = []
+    with deferred():
+        model = Net()
+    weight = model.blocks[0].up.weight
+    weight.no_decay = True
+    weight.register_hook(lambda gradient: seen.append(gradient.numel()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipe = make(model, optimizer=None, verify=False)
+    pipe.forward_backward(TOKENS, TOKENS)
+    assert model.blocks[0].up.weight is weight
+    assert type(weight) is nn.Parameter
+    assert weight.no_decay
+    assert sum(seen) == 4 * weight.numel()
+    before = weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(weight, before)
+
+
+def test_a_model_of_the_meta_device_fills_itself() -> None:
+    """By reset_parameters, each module with random numbers of its own, whatever the cut; else it is named."""
+
+    def states(ranks: int) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = Net()
+        model.positions = torch.zeros(6, WIDTH)
+        pipe = make(model, mesh={"pipe": ranks}, seed=5)
+        pipe.build(TOKENS, TOKENS)
+        state = {name: x.clone() for name, x in pipe.full_state_dict().items()}
+        assert pipe.train_step(TOKENS, TOKENS).loss is not None
+        return state
+
+    compare(([], states(1)), ([], states(2)))
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(
+        ValueError, match=r"^'positions' is on the meta device, and nothing fills it: Net has no reset_p"
+    ):
+        make(model).train_step(TOKENS, TOKENS)
+    assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))  # nothing half filled
+
+
+def test_what_was_not_drawn_is_named() -> None:
+    with deferred(draw=False):
+        model = Net()
+    with pytest.raises(
+        ValueError, match=r"drawn at random in the constructor, which .*draw=False\) leaves out: expected w"
+    ):
+        make(model).train_step(TOKENS, TOKENS)
+    assert all(x.is_meta for x in model.parameters())
+
+
+def test_a_kind_of_layer_is_measured_once() -> None:
+    with deferred():
+        model = Net()
+    found = profile_model(model, (TOKENS[:2],), target=TOKENS[:2], loss_fn=loss, seconds=0.1, repetitions=3)
+    assert {node.parameter_bytes for node in found.nodes} == {
+        node.parameter_bytes
+        for node in profile_model(
+            Net(), (TOKENS[:2],), target=TOKENS[:2], loss_fn=loss, seconds=0.1, repetitions=3
+        ).nodes
+    }
+    assert all(x.is_meta and x.grad is None for x in model.parameters())
+
+
+# Weights from files
+
+
+@pytest.fixture(scope="module")
+def saved() -> dict[str, torch.Tensor]:
+    torch.manual_seed(9)
+    return Net().state_dict()
+
+
+def _one_file(state: Mapping[str, torch.Tensor], folder: Path) -> Path:
+    save_file({name: x for name, x in state.items() if name != "head.weight"}, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def _index(state: Mapping[str, torch.Tensor], folder: Path) -> Path:
+    names = [name for name in state if name != "embed.weight"]
+    files = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(names)}
+    for file in {*files.values()}:
+        save_file({name: state[name] for name in names if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
+def _dcp(state: Mapping[str, torch.Tensor], folder: Path) -> Path:
+    dcp.save({"app": {"model": dict(state)}}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def _checkpoint(state: Mapping[str, torch.Tensor], folder: Path) -> Path:
+    sw.import_checkpoint(state, folder)
+    return folder
+
+
+SOURCES = {"one": _one_file, "index": _index, "dcp": _dcp, "checkpoint": _checkpoint, "state": lambda state, _: state}
+BUILDS: dict[str, Build] = {
+    "deferred": lambda: deferred(draw=False),
+    "meta": lambda: torch.device("meta"),
+    "plain": nullcontext,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*no_dist.*", "ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.thorough(but=["deferred-one", "meta-index", "plain-dcp", "deferred-checkpoint"])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("build", BUILDS)
+def test_weights_of_files(build: str, source: str, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    with BUILDS[build]():
+        model = Net()
+    model.positions = torch.zeros(6, WIDTH)  # which is in no file
+    pipe = make(model, weights=SOURCES[source](saved, tmp_path))
+    pipe.build(TOKENS, TOKENS)
+    compare(([], pipe.full_state_dict()), ([], saved))
+    assert model.head.weight is model.embed.weight
+    assert pipe.train_step(TOKENS, TOKENS).loss is not None
+
+
+def test_the_files_type_unless_told(saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    half = {name: x.bfloat16() for name, x in saved.items()}
+    for told, dtype in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        with deferred(draw=False):
+            model = Net()
+        model.positions = torch.zeros(6, WIDTH, dtype=dtype)
+        pipe = make(model, weights=sw.Weights(_one_file(half, tmp_path), dtype=told), loss_fn=loss)
+        assert pipe.train_step(TOKENS, TOKENS).loss is not None
+        assert {x.dtype for x in model.parameters()} == {dtype}
+
+
+def bytes_read(file: Path) -> tuple[int, int]:
+    """[bytes] that this process read of a file, and of its own weights."""
+    total, plain = 0, MappedFile.tensor
+
+    def counted(own: MappedFile, *args: Any) -> torch.Tensor:
+        nonlocal total
+        found = plain(own, *args)
+        total += found.nbytes
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MappedFile, "tensor", counted)
+        with deferred(draw=False):
+            model = Net()
+        model.positions = torch.zeros(6, WIDTH)
+        pipe = make(model, weights=file, verify=False)
+        pipe.build(TOKENS, TOKENS)
+    return total, sum(parameter.nbytes for _, parameter in pipe.named_parameters())
+
+
+@pytest.mark.gloo
+def test_each_process_reads_its_own(gloo: Pool, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    for read, own in gloo.run(bytes_read, ranks=2, args=(_one_file(saved, tmp_path),)):
+        assert read == own < sum(x.nbytes for x in saved.values())
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "missing": (
+        lambda state: {name: x for name, x in state.items() if "lstm" not in name},
+        r"^weights of the state dict: missing \['lstm\.weight_ih_l0', .*\], unexpected none: expected the 30 names",
+    ),
+    "unexpected": (lambda state: {**state, "tail": state["head.weight"]}, r"missing none, unexpected \['tail'\]"),
+    "shape": (
+        lambda state: {**state, "blocks.1.up.bias": torch.zeros(3)},
+        r"'blocks\.1\.up\.bias' has shape \(3,\): expected \(32,\)",
+    ),
+    "another model": (lambda _: {"a.b": torch.zeros(2)}, r"\] and 24 more, unexpected \['a\.b'\]"),
+    "nowhere": (lambda _: "/nowhere/model.safetensors", r"^weights='/nowhere/model\.safetensors' is not there"),
+    "no file": (
+        lambda _: __file__,
+        r"expected a file that ends in \.safetensors or \.safetensors\.index\.json, or a f",
+    ),
+    "number": (lambda _: 5, r"^weights=5: expected a file of safetensors, a folder, a state dict"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_weights_change_nothing(name: str, saved: dict[str, torch.Tensor]) -> None:
+    with deferred():
+        model = Net()
+    given, said = WRONG[name]
+    before = {key: id(x) for key, x in model.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        make(model, weights=given(saved))
+    assert before == {key: id(x) for key, x in model.named_parameters()}
+    assert make(model, verify=False).train_step(TOKENS, TOKENS).loss is not None
+
+
+def test_a_name_in_front_of_all_names(saved: dict[str, torch.Tensor]) -> None:
+    with deferred(draw=False):
+        model = Net()
+    model.positions = torch.zeros(6, WIDTH)
+    pipe = make(model, weights={f"module.{name}": x for name, x in saved.items()})
+    pipe.build(TOKENS, TOKENS)
+    compare(([], pipe.full_state_dict()), ([], saved))
