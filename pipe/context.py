@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ..comm import BACKEND, Collectives, Guard, LinkCodecs, MeshPlace, ProcessMesh, World, read_mesh
+from ..partition.deferred.recipes import value_of
 from ..partition.plans.plan import Plan
 from ..partition.stage_cost import OFFLOAD
 from ..schedules import Schedule, build, canonical_name
@@ -61,6 +62,7 @@ class Run:
         verifies: whether there is a copy of the plain model to verify with.
         evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
         codecs: of its links, once the stages are cut; None: everything goes as it is.
+        spares_memory: whether the model was built without memory: then what is freed goes back to the system.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Run:
         self.options = options
         self.guard = guard
         self.root = options.root
+        self.spares_memory = any(value_of(parameter) is not None for parameter in options.root.parameters())
         self.verifies = verifies
         self.evaluates = evaluates
         self.codecs: LinkCodecs | None = None

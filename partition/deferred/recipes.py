@@ -98,7 +98,7 @@ class Value:
         """A whole number of 32 bits over the operations and the random numbers that it is made of."""
         number = 0
         for call in _computations([self]):
-            number = zlib.crc32(str(call.function).encode(), number)
+            number = zlib.crc32(getattr(call.function, "__name__", "").encode(), number)
             number = number if call.state is None else zlib.crc32(call.state.numpy().tobytes(), number)
         return float(number)
 

@@ -159,7 +159,7 @@ class Ranks:
         *,
         links: RankLinks | None = None,
     ) -> Engine:
-        if self._run.options.device.type == "cpu":
+        if self._run.options.device.type == "cpu" and not self._run.spares_memory:
             keep_freed_memory()
         ranks, links = [], links or self.links
         for rank, transport in links.transports.items():

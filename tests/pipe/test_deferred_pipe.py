@@ -18,6 +18,7 @@ from torch import nn
 
 import stagewright as sw
 from stagewright.partition.deferred import recording
+from stagewright.partition.deferred.recipes import value_of
 from stagewright.partition.profiler import profile_model
 from stagewright.pipe.checkpoint.tensor_file import MappedFile
 
@@ -305,6 +306,19 @@ def bytes_read(file: Path) -> tuple[int, int]:
 def test_each_process_reads_its_own(gloo: Pool, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
     for read, own in gloo.run(bytes_read, ranks=2, args=(_one_file(saved, tmp_path),)):
         assert read == own < sum(x.nbytes for x in saved.values())
+
+
+def test_who_reads_a_file_does_not_count(saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Processes compare what they begin with; the objects that read stand elsewhere in each."""
+    file, sums = _one_file(saved, tmp_path), set()
+    for _ in range(2):
+        with deferred(draw=False):
+            model = Net()
+        make(model, weights=file)
+        value = value_of(model.embed.weight)
+        assert value is not None
+        sums.add(value.checksum())
+    assert len(sums) == 1
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
