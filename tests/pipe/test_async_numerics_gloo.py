@@ -24,6 +24,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough(but=["tied, clipped"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_it_equals_one_process(gloo: Pool, case: AsyncCase) -> None:
     """Every rank has all losses in the end, and the same full_state_dict."""

@@ -157,7 +157,7 @@ def test_in_one_process(name: str) -> None:
 FEWER = ("2-1-1", "optimizer sharded", "backwards", "idle rank", "chunks", "recompute of a record")
 
 
-@pytest.mark.thorough(but=["optimizer sharded"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name if name in FEWER else nightly(name) for name in PLANS])
 def test_over_processes(gloo: Pool, name: str) -> None:
     wanted = run_alone(name)

@@ -80,6 +80,7 @@ def _in_small_buckets(one: AsyncCase, num_bytes: int) -> Any:
         gradients.BUCKET_BYTES = before
 
 
+@pytest.mark.thorough
 def test_gradients_are_summed_bucket_by_bucket(gloo: Pool) -> None:
     """Each alone and in its own place; several at once and the rest."""
     one = case((2, 1), optimizer="adamw")

@@ -400,6 +400,7 @@ def over_processes() -> list[list[str]]:
     return [train_with_cache(cache) for cache in CACHES]
 
 
+@pytest.mark.thorough
 def test_both_hold_over_processes(gloo: Pool) -> None:
     """Of which the first one alone runs the plain model that is compared."""
     for found in gloo.run(over_processes, ranks=2):
