@@ -1,7 +1,7 @@
 """A GPT each of whose blocks reads the outputs of all blocks before it (DenseNet, attention residuals), float64.
 
 An ordinary module: a loop and a list. Each output crosses each pair of ranks once, however many chunks there take it,
-and its gradient comes back once.
+and its gradient comes back once. That the numbers are those of one process: test_fuzz.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.alone import train_alone
 from support.records import records
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from stagewright.comm import InProcessTransport
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import MessageKind
 
-VOCABULARY, WIDTH, BLOCKS, MICROBATCHES, STEPS = 11, 8, 6, 4, 3
+VOCABULARY, WIDTH, BLOCKS, MICROBATCHES = 11, 8, 6, 4
 
 
 class Block(nn.Module):
@@ -78,42 +77,6 @@ def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 120.0}
     settings |= {"loss_fn": loss_fn, "optimizer": sgd, "example_inputs": batch(0)[:1]}
     return PipelineModule(model, **records(**(settings | options)))
-
-
-def by_hand(delay: int) -> dict[str, Tensor]:
-    """One process: the gradient of each step is taken at the weights of `delay` steps before it."""
-    return train_alone(make_model(), map(batch, range(STEPS)), sgd, loss_fn=loss_fn, delay=delay).state
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "1f1b": {"mesh": {"pipe": 3}},
-    "interleaved": {"schedule": "interleaved", "num_chunks": 3},
-    "interleaved replicas": {
-        "schedule": "interleaved",
-        "num_chunks": 2,
-        "num_microbatches": 2,
-        "mesh": {"pipe": 2, "data": 2},
-    },
-    "2bw": {"schedule": "2bw", "mesh": {"pipe": 3}},
-}
-
-
-def differences(options: dict[str, Any]) -> list[str]:
-    model = make_model()
-    pipe = make_pipe(model, **options)
-    for step in range(STEPS):
-        pipe.train_step(*batch(step))
-    pipe.flush()
-    found = pipe.full_state_dict()
-    pipe.close()
-    wanted = by_hand(delay=int(options.get("schedule") == "2bw"))
-    return [name for name, value in wanted.items() if not torch.allclose(found[name], value, rtol=0, atol=1e-12)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_exact(options: dict[str, Any]) -> None:
-    assert differences(options) == []
 
 
 class Counting:

@@ -181,7 +181,7 @@ class Counted(nn.Linear):
     ],
 )
 def test_as_many_units_run_again_as_planned(make: Any, nodes: tuple[str, str], again: list[int]) -> None:
-    """Of a graph a unit has several modules: a linear, and what stands around it without parameters."""
+    """A unit of a graph has several modules: a linear, and those around it without parameters."""
     model = make()
     for module in model.modules():
         if type(module) is nn.Linear:
