@@ -1,7 +1,7 @@
 """A GPT each of whose blocks reads the outputs of all blocks before it (DenseNet, attention residuals), float64.
 
 An ordinary module: a loop and a list. Each output crosses each pair of ranks once, however many chunks there take it,
-and its gradient comes back once. That the numbers are those of one process: test_fuzz.py.
+and its gradient comes back once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alone import train_alone
 from support.records import records
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from stagewright.comm import InProcessTransport
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import MessageKind
 
-VOCABULARY, WIDTH, BLOCKS, MICROBATCHES = 11, 8, 6, 4
+VOCABULARY, WIDTH, BLOCKS, MICROBATCHES, STEPS = 11, 8, 6, 4, 3
 
 
 class Block(nn.Module):
@@ -77,6 +78,23 @@ def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": MICROBATCHES, "timeout": 120.0}
     settings |= {"loss_fn": loss_fn, "optimizer": sgd, "example_inputs": batch(0)[:1]}
     return PipelineModule(model, **records(**(settings | options)))
+
+
+# Other schedules, which have one stage a rank: test_fuzz.py.
+CHUNKS: dict[str, dict[str, Any]] = {
+    "one": {"num_chunks": 3},
+    "replicas": {"num_chunks": 2, "num_microbatches": 2, "mesh": {"pipe": 2, "data": 2}},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", CHUNKS.values(), ids=CHUNKS)
+def test_several_stages_of_a_rank_take_one_output(options: dict[str, Any]) -> None:
+    pipe = make_pipe(make_model(), schedule="interleaved", **options)
+    for step in range(STEPS):
+        pipe.train_step(*batch(step))
+    wanted = train_alone(make_model(), map(batch, range(STEPS)), sgd, loss_fn=loss_fn).state
+    torch.testing.assert_close(dict(pipe.full_state_dict()), wanted, rtol=0, atol=1e-12)
 
 
 class Counting:
