@@ -74,7 +74,7 @@ def plans() -> Iterator[tuple[str, Plan]]:
 
 
 def held(name: str, found: dict[str, Any], update: bool) -> dict[str, Any]:
-    """What stands in the file; with `update` it is written."""
+    """The content of the file; with `update` it is written."""
     path = PINS / f"{name}.json"
     if update:
         PINS.mkdir(exist_ok=True)

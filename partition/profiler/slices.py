@@ -63,6 +63,7 @@ def slice_shares(
         known[Size(1, tokens)] = shorter.step_seconds or 0.0
     law = fitted(known)
     fixed, all_of_it = law(Size(1, 0)), law(Size(1, total))
-    pairs = max(0.0, (law(Size(1, 2 * total)) - fixed) / 2 - (all_of_it - fixed))
+    pairs = (law(Size(1, 2 * total)) - fixed) / 2 - (all_of_it - fixed)
+    pairs = min(max(pairs, 0.0), all_of_it)  # a law is never 0: where all grows with pairs, `fixed` is too much
     rest = min(fixed, all_of_it - pairs)
     return {"sequence_tokens": total, "pair_share": pairs / all_of_it, "slice_share": rest / all_of_it}

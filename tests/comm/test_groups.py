@@ -280,6 +280,7 @@ def not_all_come(where: str) -> tuple[str, str, float]:
     return type(raised.value).__name__, str(raised.value), seconds
 
 
+@pytest.mark.thorough(but=["connecting"])
 @pytest.mark.gloo
 @pytest.mark.parametrize("where", ["away", "counted", "connecting", "connected"])
 def test_a_process_that_stops_while_groups_are_made_is_named(request: pytest.FixtureRequest, where: str) -> None:

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from support.inside import LaunchResult, launch, launcher
 
-pytestmark = pytest.mark.gloo
-
 LIMIT = 400.0  # [s] guards against hangs alone
 
 PRELUDE = """
@@ -32,6 +30,7 @@ def run(program: str, *, num_ranks: int = 2, grace: float = 5.0, timeout: float 
     return launch([sys.executable, "-c", PRELUDE + program], num_ranks=num_ranks, grace=grace, timeout=timeout)
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_ranks_meet_in_the_launchers_store(capfd: pytest.CaptureFixture[str]) -> None:
     result = run(
@@ -51,6 +50,7 @@ with report_to_launcher():
     assert "1 of 2" not in out  # only rank 0 talks
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net here")
 def test_the_store_listens_on_loopback_alone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +65,7 @@ with report_to_launcher():
     assert "True" in capfd.readouterr().out
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_the_first_failure_is_named_with_its_last_lines_and_the_others_end(capfd: pytest.CaptureFixture[str]) -> None:
     result = run(
@@ -84,6 +85,7 @@ with report_to_launcher():
     assert "rank 0 was still running and was stopped" in result.report
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_the_rank_that_failed_first_is_not_the_one_that_ended_first() -> None:
     # Rank 1 fails, and takes long to be torn down; rank 0 fails of it and is gone at once.
@@ -105,6 +107,7 @@ with report_to_launcher():
     assert "rank 0 failed after it (exit status 1); its last line: RuntimeError: rank 0 lost" in result.report
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     result = run("import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(400)", grace=0.2)
@@ -113,6 +116,7 @@ def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     assert "killed by SIGKILL" in result.report
 
 
+@pytest.mark.gloo
 def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> None:
     """They would keep its connections, and the others wait for it."""
     os.mkfifo(tmp_path / "lives")
@@ -124,6 +128,7 @@ def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> No
     os.close(lives)
 
 
+@pytest.mark.gloo
 def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose stream takes text alone: what nobody took would fill the pipe, and the rank stand still."""
     shown = io.StringIO()
@@ -132,6 +137,7 @@ def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch
     assert shown.getvalue().count("x" * 99) == 2000
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_an_abort_after_the_results_are_out_is_reported_and_not_fatal() -> None:
     result = run("with report_to_launcher(): pass\nif rank == 1: os.abort()")
@@ -140,6 +146,7 @@ def test_an_abort_after_the_results_are_out_is_reported_and_not_fatal() -> None:
     assert result.report == "rank 1: killed by SIGABRT after its results were out"
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_a_rank_that_hangs_after_its_results_are_out_is_stopped() -> None:
     result = run("with report_to_launcher(): pass\nif rank == 1: time.sleep(400)", grace=0.3)
@@ -147,6 +154,7 @@ def test_a_rank_that_hangs_after_its_results_are_out_is_stopped() -> None:
     assert "rank 1: stopped before it had ended" in result.report
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_the_whole_has_a_time_limit() -> None:
     result = run("time.sleep(400 * rank)", timeout=2.0)
@@ -154,6 +162,7 @@ def test_the_whole_has_a_time_limit() -> None:
     assert result.report in (f"rank {late}: not done after 2 s; stopped" for late in ("1", "0, 1"))  # a busy machine
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
 def test_ranks_that_all_stand_still_are_ended_and_the_report_says_where() -> None:
@@ -193,6 +202,7 @@ def test_threads_that_wait_in_gloo_do_not_compute_and_who_waits_for_a_core_does_
     assert barked == barks
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
 def test_ranks_of_which_one_computes_are_left_alone() -> None:
@@ -208,6 +218,7 @@ with report_to_launcher():
     assert launch([sys.executable, "-c", PRELUDE + program], num_ranks=2, timeout=LIMIT, stall=1.0).status == 0
 
 
+@pytest.mark.gloo
 def test_a_rank_that_leaves_with_status_0_within_its_work_has_failed() -> None:
     """It counted as success. `sys.exit()` is an end of one's own."""
     left = run("with report_to_launcher():\n    os._exit(0) if rank == 1 else time.sleep(400)", grace=0.2)
@@ -216,23 +227,19 @@ def test_a_rank_that_leaves_with_status_0_within_its_work_has_failed() -> None:
     assert run("with report_to_launcher():\n    sys.exit()") == LaunchResult(status=0, first_failed=None, report="")
 
 
-@pytest.mark.thorough
-def test_ending_the_launcher_politely_ends_the_ranks(tmp_path: Path) -> None:
-    _end_launcher(tmp_path, signal.SIGTERM)
-
-
-@pytest.mark.thorough
-def test_killing_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
-    _end_launcher(tmp_path, signal.SIGKILL)
-
-
+@pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process that is stopped")
-def test_killing_the_launcher_ends_a_rank_that_is_stopped(tmp_path: Path) -> None:
-    _end_launcher(tmp_path, signal.SIGKILL, "__import__('signal').raise_signal(19)")
-
-
-def _end_launcher(tmp_path: Path, number: signal.Signals, meanwhile: str = "time.sleep(100)") -> None:
+@pytest.mark.parametrize(
+    ("number", "meanwhile"),
+    [
+        (signal.SIGTERM, "time.sleep(100)"),
+        (signal.SIGKILL, "time.sleep(100)"),
+        (signal.SIGKILL, "__import__('signal').raise_signal(19)"),
+    ],
+    ids=["politely", "killed", "killed beside a rank that is stopped"],
+)
+def test_ranks_end_with_the_launcher(tmp_path: Path, number: signal.Signals, meanwhile: str) -> None:
     program = PRELUDE + (
         f"with report_to_launcher():\n"
         f"    open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(str(os.getpid()))\n"
@@ -271,6 +278,7 @@ def test_no_ranks_at_all_is_a_mistake() -> None:
         launch(["true"], num_ranks=1, restarts=-1)
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_ranks_that_fail_alike_are_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     result = run("import sys\nprint('stagewright: error: no such thing', file=sys.stderr)\nsys.exit(2)")

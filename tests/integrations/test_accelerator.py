@@ -16,8 +16,6 @@ import stagewright
 pytest.importorskip("accelerate", reason="needs accelerate: make extras")
 pytest.importorskip("transformers", reason="needs transformers: make extras")
 
-pytestmark = pytest.mark.gloo
-
 
 def loop(folder: Path, kind: str, *, num_ranks: int) -> Any:
     done = run_forked([str(Path(__file__).parent / "loop.py"), kind, str(folder)], num_ranks=num_ranks)
@@ -25,6 +23,7 @@ def loop(folder: Path, kind: str, *, num_ranks: int) -> Any:
     return json.loads((folder / "history.json").read_text())
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_two_replicas_of_two_stages_train_measure_save_and_load_as_two_processes(tmp_path: Path) -> None:
     expected = loop(tmp_path, "plain", num_ranks=2)

@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("lightning") is None, reason='needs lightning: pip install "stagewright[lightning]"'
     ),
-    pytest.mark.gloo,
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -31,6 +30,7 @@ def script(folder: Path, kind: str, *, num_ranks: int | None) -> Any:
     return json.loads((folder / "history.json").read_text())
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_two_ranks_log_validate_keep_the_best_and_resume_as_one_process(tmp_path: Path) -> None:
     folders = [tmp_path / "plain", tmp_path / "pipe"]

@@ -144,7 +144,7 @@ LINKS = "2:link=10GB/s@20us"
 
 
 def made(name: str, figures: tuple[float, float, float], samples: int, *, tensor: int = 1) -> Node:
-    """Of 32 samples, or so many of them; a linear layer is also as slow as its weights are read."""
+    """Costs of 32 samples, or of so many; a linear layer is also as slow as its weights are read."""
     took, weights, out = figures
     read = weights / 50 / tensor * (name in LINEARS)
     sums = 1.0 if tensor > 1 and name in LINEARS else 0.0

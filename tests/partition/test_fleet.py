@@ -62,7 +62,7 @@ def grid(steps: int, kinds: int) -> list[tuple[float, ...]]:
 
 
 def goal(policy: str, shares: Any, x: np.ndarray) -> float:
-    """What the policy makes small."""
+    """The figure that the policy makes small."""
     with np.errstate(divide="ignore"):
         rate = shares.rate(x)
         match policy:
@@ -140,7 +140,7 @@ def test_the_cheapest_knows_what_comes() -> None:
 
 
 def test_the_cheapest_is_that_of_all_choices() -> None:
-    """Of each part's plan; also where only a change of plan, or a wait, makes the samples in time."""
+    """Every choice of a plan for each part; also where only a change of plan, or a wait, makes the samples in time."""
     rng, feasible = np.random.default_rng(5), 0
     for _ in range(40):
         times = (0.0, *np.cumsum(rng.choice([10.0, 50.0, 100.0, 300.0], 4)).tolist())

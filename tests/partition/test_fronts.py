@@ -291,7 +291,7 @@ class OverTwo:
 
 
 def test_a_heavy_stage_has_two_ranks() -> None:
-    """Of four devices two have the heavy unit, and each of the others one: with two for both two are slower."""
+    """Two of four devices have the heavy unit, and each of the others one: with two for both, two are slower."""
     named = (("heavy", 4.0), ("b", 3.0), ("c", 3.0))
     nodes = tuple(
         Node(name=n, forward_seconds=f, backward_seconds=f, activation_bytes=8.0, parameter_bytes=64.0)
@@ -330,7 +330,7 @@ def test_too_little_memory_names_the_least_that_fits() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", range(0, 100, 50))
 def test_as_fast_as_the_best_of_all_tensor_sizes(first: int) -> None:
-    """Of stages in a row on four devices: every size of each, every cut, simulated from the profiles alone."""
+    """Stages in a row on four devices: every size of each, every cut, simulated from the profiles alone."""
     mixed = 0
     for seed in range(first, first + 50):
         rng = random.Random(seed)

@@ -283,7 +283,7 @@ class FromAList(nn.Module):
 
 
 class FromAnObject(FromAList):
-    """Of a class of which the model has one, too, so that reads of it are noted."""
+    """The model has one of this class, too, so that reads of it are noted."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -223,7 +223,7 @@ def test_what_slices_do_not_go_with_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(("pairs", "fixed", "schedule"), [(0.6, 0.05, "seq1f1b"), (0.6, 0.05, "terapipe")])
 def test_slices_are_moved_from_the_first_ones_to_better_ones(pairs: float, fixed: float, schedule: str) -> None:
-    """Of a sequence with more ways to be cut than are looked at, within half a percent of the best of all."""
+    """A sequence has more ways to be cut than are looked at: the plan is within half a percent of the best of all."""
     seconds = {"a": 2.0, "b": 1.1}
     nodes = [Node(name=n, forward_seconds=s, backward_seconds=2 * s, activation_bytes=0.5) for n, s in seconds.items()]
     shares = {"pair_share": pairs, "slice_share": fixed, "kv_share": 0.1}

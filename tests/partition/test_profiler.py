@@ -431,19 +431,21 @@ def test_hooks_that_step_an_optimizer_do_not_run() -> None:
     assert len(calls) == 4
 
 
-def test_what_a_slice_costs_is_told_apart_by_three_lengths() -> None:
-    """Seconds that are 2 of any slice, 3 of tokens and 5 of pairs, of 10; other tensors stay whole."""
+@pytest.mark.parametrize(("fixed", "tokens", "pairs"), [(2, 3, 5), (0, 0, 10), (0, 10, 0), (10, 0, 0)])
+def test_what_a_slice_costs_is_told_apart_by_three_lengths(fixed: float, tokens: float, pairs: float) -> None:
+    """Seconds of any slice, of tokens and of pairs of them, 10 together; other tensors stay whole."""
 
     def again(cut: Arguments, *, target: Any) -> Profile:
-        (name, whole), tokens = target, cut.tensors[1].shape[1]
+        (name, whole), part = target, cut.tensors[1].shape[1] / 60
         assert (name, tuple(whole.shape), tuple(cut.tensors[0].shape)) == ("none", (2, 7), (3,))
         node = Node(name="a", forward_seconds=1, backward_seconds=2)
-        return Profile(nodes=(node,), step_seconds=2 + 3 * tokens / 60 + 5 * (tokens / 60) ** 2)
+        return Profile(nodes=(node,), step_seconds=fixed + tokens * part + pairs * part**2)
 
     given = Arguments.of((torch.zeros(3), torch.zeros(2, 60)))
     found = slice_shares(given, ("none", torch.zeros(2, 7)), 1, 10.0, again)
     assert found.pop("sequence_tokens") == 60
-    assert found == pytest.approx({"pair_share": 0.5, "slice_share": 0.2})
+    assert found == pytest.approx({"pair_share": pairs / 10, "slice_share": fixed / 10}, abs=1e-9)
+    assert min(found.values()) >= 0.0  # Profile takes no less, and a law's constant is 1e-9 where it should be 0
     with pytest.raises(ValueError, match=r"sequence_dim=2 with .*: expected a dimension of 4 tokens"):
         slice_shares(given, None, 2, 10.0, again)
 

@@ -12,7 +12,7 @@ from support.inside import Rows
 
 from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, partition, plan
 
-# Of these each was beaten: plan() by 4 to 16%, since layouts were tried with one cut alone, partition() by 6%, since
+# Each of these was beaten: plan() by 4 to 16%, since layouts were tried with one cut alone, partition() by 6%, since
 # idle devices stayed in front.
 DAILY = (56, 312, 358)
 SHAPES = [(3,), (4,), (5,), (6,), (2, 2), (3, 2), (2, 3)]

@@ -9,13 +9,13 @@ What every case runs is in support/async_pipeline.py, what is right in support/a
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from support.async_pipeline import run
-from support.async_reference import UNEVEN, AsyncCase, agree, assert_exact, replay
+from support.async_reference import UNEVEN, AsyncCase, agree, replay
 from support.grids import one_in
 
 OPTIMIZERS = ("sgd", "adamw", "adamw-foreach", "adamw-fused")
@@ -28,127 +28,100 @@ RULES: dict[str, dict[str, Any]] = {
     "vertical-k2": {"schedule": "pipedream", "update_every": 2, "vertical_sync": True},
 }
 ONE_OF_EACH = {name: RULES[name] for name in ("2bw", "pipedream", "vertical-k2")}
-one_of_each = pytest.mark.parametrize("rule", ONE_OF_EACH.values(), ids=ONE_OF_EACH.keys())
+CONV: dict[str, Any] = {"task": "conv-norm", "num_ranks": 3}
+Options = dict[str, Any]
 
 
-def check(case: AsyncCase) -> None:
+def each(name: str, *values: Any) -> dict[str, Options]:
+    """An axis: values of one option."""
+    return {str(value): {name: value} for value in values}
+
+
+def grid(what: str, count: int, *axes: Mapping[str, Options], **common: Any) -> list[Any]:
+    """pytest parameters: one in `count` of the products of the axes every day."""
+    found = []
+    for row in one_in(count, *axes):
+        options = dict(common)
+        for more in row.values:
+            options |= more
+        found.append(pytest.param(AsyncCase(**options), id=f"{what}: {row.id}", marks=row.marks))
+    return found
+
+
+DRAINS = {
+    "a flush": {"flushes": (3,)},
+    "an evaluation": {"evals": (4,)},
+    "both": {"flushes": (0, 4), "evals": (2, 4)},
+    "each batch": {"flushes": tuple(range(6))},
+}
+REPLICAS = {
+    "2-1, sgd": {"num_ranks": 3, "replicas": (2, 1)},
+    "1-2, adamw": {"num_ranks": 3, "replicas": (1, 2), "optimizer": "adamw"},
+    "2-2, momentum": {"num_ranks": 4, "replicas": (2, 2), "optimizer": "momentum"},
+    "3-1, sgd": {"num_ranks": 4, "replicas": (3, 1)},
+    "2-1, adamw": {"num_ranks": 3, "replicas": (2, 1), "optimizer": "adamw"},
+}
+# Deeper than plain, and with as few microbatches as a rule takes.
+WARMUPS = {f"{P} {warmup}": {"num_ranks": P, "warmup": warmup} for P, warmup in
+           [(2, "eager"), (4, "eager"), (3, (3, 2, 0)), (3, (6, 3, 0))]}  # fmt: skip
+FEWEST = {f"{P}-{M}": {"num_ranks": P, "num_microbatches": M} for P, M in
+          [(2, 1), (2, 2), (3, 2), (4, 3), (3, 8), (2, 7)]}  # fmt: skip
+SHORT = {f"{P}-{M}": {"num_ranks": P, "num_microbatches": M} for P, M in [(4, 1), (4, 2), (3, 5)]}
+SKIPS = {"unet": {"task": "unet", "sizes": UNEVEN}, "batchnorm-cnn": {"task": "batchnorm-cnn", "sizes": (19,) * 6}}
+CLIPPED = {
+    "sgd": CONV,
+    "adamw": CONV | {"optimizer": "adamw"},
+    "tied": {"task": "small-tied", "optimizer": "adamw"},
+    "counts": {"task": "small-masked"},
+}
+AGAIN = each("recompute", "full", "layer", "selective")
+# The cache of casted weights must not outlive a version.
+CASTS = {f"{task} {word}": {"task": task, "recompute": word} for task, word in
+         [("conv-norm", "none"), ("small-gpt", "full"), ("small-gpt", "selective")]}  # fmt: skip
+COUNTS = {"2bw adamw": RULES["2bw"] | {"optimizer": "adamw"}, "pipedream sgd": RULES["pipedream-kM"]}
+
+CASES = [
+    *grid("ranks", 2, each("num_ranks", 1, 2, 3, 4), RULES, task="conv-norm", optimizer="momentum", sizes=UNEVEN),
+    *grid("optimizer", 2, each("optimizer", *OPTIMIZERS), ONE_OF_EACH, task="conv-norm", num_ranks=4),
+    *grid("warm-up", 1, WARMUPS, task="small-gpt", num_microbatches=6, optimizer="adamw", flushes=(4,)),
+    *grid("replicas", 1, REPLICAS, task="conv-norm", sizes=UNEVEN),
+    *grid("2bw, fewest", 1, FEWEST, task="conv-norm", evals=(4,)),
+    *grid("short batches", 1, SHORT, each("vertical_sync", False, True), task="conv-norm", schedule="pipedream",
+          flushes=(4,), optimizer="momentum"),
+    *grid("drained", 2, ONE_OF_EACH, DRAINS, task="mlp", num_ranks=3, optimizer="momentum"),
+    *grid("model", 3, each("task", "mlp", "lstm", "masked-stages", "sequential-stages"), ONE_OF_EACH, num_ranks=3,
+          optimizer="adamw", sizes=UNEVEN, flushes=(3,)),
+    # The backward runs the forward again: under the version of the microbatch, with its random numbers.
+    *grid("recompute", 3, each("task", "small-gpt", "conv-norm", "lstm"), AGAIN,
+          each("schedule", "2bw", "pipedream"), num_ranks=3, optimizer="momentum", flushes=(4,)),
+    *grid("running statistics", 2, each("recompute", "none", "full"), ONE_OF_EACH, task="batchnorm", num_ranks=3,
+          sizes=(19, 23, 16, 18, 20, 11), evals=(3,)),
+    # Stages begin with an activation, a convolution, a LayerNorm.
+    *grid("cut", 2, ONE_OF_EACH, each("bounds", (2, 9), (10, 12)), each("as_stages", False, True), **CONV,
+          optimizer="adamw"),
+    *grid("nothing to train", 1, ONE_OF_EACH, task="mlp", num_ranks=4, bounds=(1, 3, 6), optimizer="momentum"),
+    *grid("skips", 1, SKIPS, num_ranks=3, optimizer="momentum", flushes=(4,)),
+    *grid("autocast", 3, ONE_OF_EACH, CASTS, num_ranks=3, autocast=True, optimizer="adamw", flushes=(4,)),
+    *grid("sum and count", 1, COUNTS, task="small-masked", num_ranks=3, sizes=UNEVEN, evals=(4,)),
+    *grid("clipped", 1, CLIPPED, num_ranks=3, max_grad_norm=0.05, sizes=UNEVEN, flushes=(2,)),
+    *grid("rates", 1, ONE_OF_EACH, **CONV, optimizer="momentum", decay=True, flushes=(1,)),
+]  # fmt: skip
+
+
+@pytest.mark.thorough(
+    but=[
+        "ranks: 1-pipedream-k2",
+        "2bw, fewest: 2-1",
+        "short batches: 4-1-False",
+        "short batches: 3-5-True",
+        "sum and count: pipedream sgd",
+        "rates: 2bw",
+    ]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_the_replay(case: AsyncCase) -> None:
+    assert case.max_grad_norm is None or min(replay(case).grad_norms) > case.max_grad_norm
     agree(run(case), case)
-
-
-# --- the rules ---
-
-
-@pytest.mark.thorough(but=["1-pipedream-k2"])
-@pytest.mark.parametrize(("num_ranks", "rule"), one_in(2, (1, 2, 3, 4), RULES))
-def test_every_rule_on_every_number_of_ranks(rule: dict[str, Any], num_ranks: int) -> None:
-    check(AsyncCase(task="conv-norm", num_ranks=num_ranks, optimizer="momentum", sizes=UNEVEN, **rule))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("optimizer", "rule"), one_in(2, OPTIMIZERS, ONE_OF_EACH))
-def test_every_optimizer(rule: dict[str, Any], optimizer: str) -> None:
-    check(AsyncCase(task="conv-norm", num_ranks=4, optimizer=optimizer, **rule))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("num_ranks", "warmup"), [(2, "eager"), (4, "eager"), (3, (3, 2, 0)), (3, (6, 3, 0))], ids=str)
-def test_a_deeper_warmup_changes_no_number(num_ranks: int, warmup: Any) -> None:
-    plain = AsyncCase(task="small-gpt", num_ranks=num_ranks, num_microbatches=6, optimizer="adamw", flushes=(4,))
-    outcome = run(replace(plain, warmup=warmup))
-    assert_exact(outcome, replay(plain))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("replicas", "optimizer"),
-    [((2, 1), "sgd"), ((1, 2), "adamw"), ((2, 2), "momentum"), ((3, 1), "sgd"), ((2, 1), "adamw")],
-    ids=str,
-)
-def test_replicas_change_no_number(replicas: tuple[int, ...], optimizer: str) -> None:
-    case = AsyncCase(task="conv-norm", num_ranks=sum(replicas), replicas=replicas, optimizer=optimizer, sizes=UNEVEN)
-    check(case)
-
-
-@pytest.mark.thorough(but=["2-1"])
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 1), (2, 2), (3, 2), (4, 3), (3, 8), (2, 7)])
-def test_2bw_from_the_fewest_microbatches_on(num_ranks: int, num_microbatches: int) -> None:
-    check(AsyncCase(task="conv-norm", num_ranks=num_ranks, num_microbatches=num_microbatches, evals=(4,)))
-
-
-@pytest.mark.thorough(but=["False-4-1", "True-3-5"])
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 1), (4, 2), (3, 5)])
-@pytest.mark.parametrize("vertical_sync", [False, True])
-def test_pipedream_with_batches_shorter_than_the_pipeline(
-    num_ranks: int, num_microbatches: int, vertical_sync: bool
-) -> None:
-    case = AsyncCase(
-        task="conv-norm",
-        schedule="pipedream",
-        num_ranks=num_ranks,
-        num_microbatches=num_microbatches,
-        vertical_sync=vertical_sync,
-        flushes=(4,),
-        optimizer="momentum",
-    )
-    check(case)
-
-
-# --- draining in the middle ---
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("rule", "flushes_and_evals"),
-    one_in(2, ONE_OF_EACH, [((3,), ()), ((), (4,)), ((0, 4), (2, 4)), (tuple(range(6)), ())]),
-)
-def test_flush_and_eval_step_in_the_middle(
-    rule: dict[str, Any], flushes_and_evals: tuple[tuple[int, ...], tuple[int, ...]]
-) -> None:
-    flushes, evals = flushes_and_evals
-    case = AsyncCase(task="mlp", num_ranks=3, optimizer="momentum", flushes=flushes, evals=evals, **rule)
-    check(case)
-
-
-# --- models ---
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("task", "rule"), one_in(3, ("mlp", "lstm", "masked-stages", "sequential-stages"), ONE_OF_EACH)
-)
-def test_every_model(task: str, rule: dict[str, Any]) -> None:
-    check(AsyncCase(task=task, num_ranks=3, optimizer="adamw", sizes=UNEVEN, flushes=(3,), **rule))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("task", "recompute", "rule"),
-    one_in(3, ("small-gpt", "conv-norm", "lstm"), ("full", "layer", "selective"), ("2bw", "pipedream")),
-)
-def test_recompute(task: str, recompute: str, rule: str) -> None:
-    """The backward runs the forward again: under the version of the microbatch, with its random numbers."""
-    check(AsyncCase(task=task, num_ranks=3, recompute=recompute, optimizer="momentum", flushes=(4,), **RULES[rule]))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("recompute", "rule"), one_in(2, ("none", "full"), ONE_OF_EACH))
-def test_batchnorm_and_its_running_statistics(rule: dict[str, Any], recompute: str) -> None:
-    sizes = (19, 23, 16, 18, 20, 11)
-    check(AsyncCase(task="batchnorm", num_ranks=3, sizes=sizes, recompute=recompute, evals=(3,), **rule))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("rule", "bounds"), one_in(2, ONE_OF_EACH, [(2, 9), (10, 12)]))
-def test_stages_of_the_users_own_cut(rule: dict[str, Any], bounds: tuple[int, ...]) -> None:
-    """One by one, and as split_points; stages begin with an activation, a convolution, a LayerNorm."""
-    for as_stages in (False, True):
-        check(AsyncCase(task="conv-norm", num_ranks=3, bounds=bounds, as_stages=as_stages, optimizer="adamw", **rule))
-
-
-@pytest.mark.thorough
-@one_of_each
-def test_stages_with_nothing_to_train(rule: dict[str, Any]) -> None:
-    check(AsyncCase(task="mlp", num_ranks=4, bounds=(1, 3, 6), optimizer="momentum", **rule))
 
 
 @pytest.mark.thorough
@@ -159,49 +132,3 @@ def test_tied_weights_of_the_first_and_last_stage(num_ranks: int, optimizer: str
     outcome = run(case)
     agree(outcome, case)
     assert torch.equal(outcome.state["0.weight"], outcome.state["5.weight"])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("task", ["unet", "batchnorm-cnn"])
-def test_traced_models(task: str) -> None:
-    sizes = (19,) * 6 if task == "batchnorm-cnn" else UNEVEN
-    check(AsyncCase(task=task, num_ranks=3, optimizer="momentum", sizes=sizes, flushes=(4,)))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("rule", "task_and_recompute"),
-    one_in(3, ONE_OF_EACH, [("conv-norm", "none"), ("small-gpt", "full"), ("small-gpt", "selective")]),
-)
-def test_autocast_around_the_whole_loop(rule: dict[str, Any], task_and_recompute: tuple[str, str]) -> None:
-    """Its cache of casted weights must not outlive a version."""
-    task, recompute = task_and_recompute
-    check(
-        AsyncCase(task=task, num_ranks=3, autocast=True, optimizer="adamw", recompute=recompute, flushes=(4,), **rule)
-    )
-
-
-# --- losses, norms, learning rates ---
-
-
-@pytest.mark.thorough(but=["{'schedule': 'pipedream', 'update_every': 4}-sgd"])
-@pytest.mark.parametrize(("rule", "optimizer"), [(RULES["2bw"], "adamw"), (RULES["pipedream-kM"], "sgd")], ids=str)
-def test_losses_given_as_sum_and_count(rule: dict[str, Any], optimizer: str) -> None:
-    check(AsyncCase(task="small-masked", num_ranks=3, optimizer=optimizer, sizes=UNEVEN, evals=(4,), **rule))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("task", "optimizer"),
-    [("conv-norm", "sgd"), ("conv-norm", "adamw"), ("small-tied", "adamw"), ("small-masked", "sgd")],
-)
-def test_max_grad_norm(task: str, optimizer: str) -> None:
-    case = AsyncCase(task=task, num_ranks=3, optimizer=optimizer, max_grad_norm=0.05, sizes=UNEVEN, flushes=(2,))
-    assert min(replay(case).grad_norms) > 0.05
-    check(case)
-
-
-@pytest.mark.thorough(but=["2bw"])
-@one_of_each
-def test_learning_rate_scheduler(rule: dict[str, Any]) -> None:
-    check(AsyncCase(task="conv-norm", num_ranks=3, optimizer="momentum", decay=True, flushes=(1,), **rule))

@@ -20,10 +20,15 @@ CASES = {
     "replicas": AsyncCase(
         task="small-gpt", num_ranks=3, replicas=(1, 2), num_microbatches=5, sizes=UNEVEN, flushes=(3,)
     ),
+    "replicas with a flush": AsyncCase(
+        **{"task": "small-tied", "schedule": "1f1b", "num_ranks": 4, "replicas": (2, 1, 1), "num_microbatches": 5},
+        **{"optimizer": "adamw", "max_grad_norm": 0.05, "decay": True, "recompute": "full", "evals": (1,)},
+    ),
     "skips": AsyncCase(task="unet", num_ranks=3, optimizer="momentum", sizes=UNEVEN),
 }
 
 
+@pytest.mark.thorough(but=["tied, clipped"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_it_equals_one_process(gloo: Pool, case: AsyncCase) -> None:
     """Every rank has all losses in the end, and the same full_state_dict."""

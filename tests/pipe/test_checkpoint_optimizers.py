@@ -230,7 +230,7 @@ def test_a_tensor_without_a_name_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def unfrozen(count: int) -> nn.Sequential:
-    """Of four layers the last `count` learn."""
+    """The last `count` of four layers learn."""
     torch.manual_seed(3)
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)], nn.Linear(6, 2)).double()
     for layer in list(model)[: 4 - count]:

@@ -59,6 +59,7 @@ def test_a_loader_that_shuffles_by_itself_is_told_on_every_rank(gloo: Pool, sche
         assert "pipe.loader(dataset, batch_size=...)" in told
 
 
+@pytest.mark.thorough
 def test_loaders_with_equal_seeds_are_told_nothing(gloo: Pool) -> None:
     assert gloo.run(train_unseeded, ranks=2, args=("2bw", 0)) == ["nothing"] * 2
 
@@ -126,7 +127,7 @@ def train_from_own_weights(how: str, folder: str) -> str:
             return str(error)
 
 
-@pytest.mark.thorough(but=["nothing", "load_state_dict"])
+@pytest.mark.thorough(but=["nothing"])
 @pytest.mark.parametrize("how", ["nothing", "load", "load_state_dict"])
 def test_weights_that_processes_made_each_for_itself_are_told(gloo: Pool, how: str, tmp_path: Path) -> None:
     told = gloo.run(train_from_own_weights, ranks=2, args=(how, str(tmp_path)))

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
@@ -102,6 +103,7 @@ def averaged() -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.thorough
 def test_an_average_of_the_weights(gloo: Pool) -> None:
     torch.manual_seed(0)
     model = layers()

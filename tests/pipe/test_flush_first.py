@@ -174,6 +174,7 @@ def _over_processes(case: AsyncCase, folder: str) -> tuple[AsyncOutcome, dict[st
     return outcome, state, told
 
 
+@pytest.mark.thorough
 def test_replicas_tied_weights_and_divided_updates_over_processes(gloo: Pool, tmp_path: Path) -> None:
     case = AsyncCase(
         task="small-tied",

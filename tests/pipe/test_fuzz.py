@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
+from support.fuzz.blocks import BLOCKS
 from support.fuzz.campaign import Report, campaign, checked
 from support.fuzz.cases import Case, Model
 from support.fuzz.generate import generate
+from support.fuzz.models import STYLES
 
 SAMPLE = range(16)
 CHUNKS = 8
@@ -27,6 +30,37 @@ FIRST = int(os.environ.get("FUZZ_FIRST", time.strftime("%y%j0000")))  # others e
 def test_a_sample(number: int) -> None:
     verdict = checked(generate(number))
     assert verdict.is_good, f"{verdict.what}\n{verdict.text}"
+
+
+ONCE = ("counter", "stash")  # would count again; is refused, since it leaves a tensor for others
+CALLS = (("train", 9, 3), ("train", 8, 3), ("eval", 8, 3))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "pop"])
+def test_modules_of_every_kind_in_a_chain_and_in_code_of_ones_own(name: str) -> None:
+    for style, recompute in (("sequential", "full"), ("loop", "none"), ("loop", "layer")):
+        model = Model(style=style, blocks=("linear", name, "norm", name, "mlp"))
+        options = () if name in ONCE else (("recompute", recompute),)
+        verdict = checked(Case(model=model, P=3, M=4, options=options, calls=CALLS))
+        assert verdict.kind == "equal", f"{style}: {verdict.what}\n{verdict.text}"
+
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "1f1b": {"P": 3, "M": 4},
+    "zb-h1": {"schedule": "zb-h1", "P": 2, "M": 4},
+    "interleaved replicas": {"schedule": "interleaved", "P": 2, "V": 2, "M": 2, "data": 2},
+    "2bw": {"schedule": "2bw", "P": 2, "M": 4},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("style", STYLES)
+def test_code_of_every_kind_around_modules(style: str, order: str) -> None:
+    model = Model(style=style, blocks=("linear", "mlp", "norm", "attention", "raw"))
+    verdict = checked(Case(model=model, calls=CALLS, **ORDERS[order]))
+    assert verdict.kind == "equal", f"{verdict.what}\n{verdict.text}"
 
 
 def test_a_case_is_its_number_and_its_own_text() -> None:

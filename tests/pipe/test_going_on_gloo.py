@@ -21,8 +21,6 @@ from torch.distributed import HashStore
 import stagewright as sw
 from stagewright.comm import PeerLost, PipelineTimeout, World
 
-pytestmark = pytest.mark.gloo
-
 LIMIT = 300.0  # [s] guards against ranks that compute for ever
 STILL = 90.0  # [s] that all may do nothing: longer than the pipeline's own time-out
 POINTS = ["begin", "F", "B", "vote", "ready", "voted", "update"]
@@ -65,6 +63,7 @@ def check_losses(folder: Path, mesh: tuple[str, int, int], steps: int, survivors
         assert (len(made) == steps) == (rank in survivors), (rank, len(made))
 
 
+@pytest.mark.gloo
 @pytest.mark.nightly
 def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
     """Buffers count each microbatch once; a step whose gradients are whole is not run again."""
@@ -76,6 +75,7 @@ def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
     assert seen[1] == [4, 8, 12, 16, 24]  # step 3 stood when rank 0 died: nobody has done it again
 
 
+@pytest.mark.gloo
 @pytest.mark.thorough
 def test_it_goes_on_over_the_hosts_memory(tmp_path: Path) -> None:
     """As on CUDA devices over gloo."""
@@ -84,6 +84,7 @@ def test_it_goes_on_over_the_hosts_memory(tmp_path: Path) -> None:
     check_losses(tmp_path, ("1f1b", 2, 2), 4, {1, 2})
 
 
+@pytest.mark.gloo
 @pytest.mark.nightly
 @pytest.mark.parametrize("at", ["1:E", "1:save", "1:saving", "1:snapshot", "1:update", "2:update", "2:close"])
 def test_evaluations_and_saves_outlast_a_death(tmp_path: Path, at: str) -> None:
@@ -99,6 +100,7 @@ def test_evaluations_and_saves_outlast_a_death(tmp_path: Path, at: str) -> None:
     going_on.make_pipe(*mesh, going_on.Strikes("", 0)).load(saved)
 
 
+@pytest.mark.gloo
 @pytest.mark.nightly
 def test_a_stage_without_a_holder_ends_the_run_by_name(tmp_path: Path) -> None:
     result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="2:1:F,3:2:F")
@@ -107,6 +109,7 @@ def test_a_stage_without_a_holder_ends_the_run_by_name(tmp_path: Path) -> None:
     assert "a checkpoint, of which this run has none" in result.report
 
 
+@pytest.mark.gloo
 @pytest.mark.nightly
 def test_a_ranks_own_error_ends_the_run_by_name(tmp_path: Path) -> None:
     result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="3:1:loss:raise")
@@ -114,6 +117,7 @@ def test_a_ranks_own_error_ends_the_run_by_name(tmp_path: Path) -> None:
     assert result.report.count("rank 3 failed: ArithmeticError: so it was told") >= 3, result.report
 
 
+@pytest.mark.gloo
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [("1f1b", 2, 2), ("interleaved", 2, 3)])
 def test_a_process_that_was_started_again_joins(tmp_path: Path, mesh: tuple[str, int, int]) -> None:
@@ -126,6 +130,7 @@ def test_a_process_that_was_started_again_joins(tmp_path: Path, mesh: tuple[str,
     assert seen[-1] - seen[-2] == seen[0]  # of the microbatches, rank 0 has its own alone
 
 
+@pytest.mark.gloo
 @pytest.mark.nightly
 def test_the_others_go_on_without_one_that_was_started_again_as_another(tmp_path: Path) -> None:
     result = start(tmp_path, ("1f1b", 2, 2), 6, strikes="3:1:B", restarts=1, WAITS="4", DROPOUT1="0.3")
@@ -151,6 +156,7 @@ def check_rejoined(folder: Path, mesh: tuple[str, int, int], steps: int, before:
         assert [line[1] for line in made] == pytest.approx([wanted[at] for at in numbers], rel=1e-12)
 
 
+@pytest.mark.gloo
 @pytest.mark.nightly
 @pytest.mark.parametrize("again", ["form", "B"])
 def test_one_that_joins_dies_again_and_another_while_it_joins(tmp_path: Path, again: str) -> None:
@@ -167,6 +173,7 @@ def test_one_that_joins_dies_again_and_another_while_it_joins(tmp_path: Path, ag
         assert made[-1][0] == 11, (rank, made)
 
 
+@pytest.mark.gloo
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(24))
 def test_deaths_at_random_moments(tmp_path: Path, seed: int) -> None:

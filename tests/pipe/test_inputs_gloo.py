@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.keyword_models import LABELS, MASK, POSITIONS, TARGET, TOKENS, WORDS, Language, Tagger, loss_in, loss_of
@@ -65,6 +66,7 @@ def train_own_loss() -> tuple[float, float, float]:
     return abs(result.loss - loss.item()), differences(pipe, twin), off
 
 
+@pytest.mark.thorough
 def test_a_model_that_returns_its_own_loss(gloo: Pool) -> None:
     for errors in gloo.run(train_own_loss, ranks=4):
         assert max(errors) < 1e-12

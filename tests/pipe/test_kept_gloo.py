@@ -35,7 +35,7 @@ def open_and_close(count: int) -> list[tuple[int, int]]:
 
 
 def grown(before: tuple[int, int], after: tuple[int, int]) -> list[int]:
-    """What has become more; less is what a case before has left to the collector."""
+    """How much there is more of each; less is garbage of a case before that was collected."""
     return [more - less for less, more in zip(before, after, strict=True) if more > less]
 
 
@@ -99,7 +99,7 @@ def most_bytes_unconsumed(schedule: str, num_microbatches: int) -> int:
 
 
 def bytes_by_microbatches(schedule: str) -> list[int]:
-    """Of messages of which 16 MiB hold less than four."""
+    """Messages are so large that 16 MiB hold less than four."""
     with mock.patch("stagewright.schedules.messages.AHEAD_BYTES", 1):
         return [most_bytes_unconsumed(schedule, count) for count in (4, 8, 32)]
 

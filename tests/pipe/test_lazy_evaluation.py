@@ -202,7 +202,7 @@ def test_a_tensor_that_evaluation_alone_uses_has_its_stage_at_once(walks: list[b
 
 
 def test_an_output_of_small_values_is_compared_by_the_size_of_all_microbatches() -> None:
-    """Of a microbatch alone rounding would be a difference."""
+    """Compared with the size of one microbatch alone, rounding would be a difference."""
     model = Model(lambda model, x: x)
     pipe = pipe_of(model, num_microbatches=4)
     with torch.no_grad():

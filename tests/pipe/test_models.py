@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -153,54 +152,3 @@ def test_images(name: str, ranks: int) -> None:
     assert pipe.forward_backward(**case.batch()).loss == pytest.approx(loss, rel=1e-13)
     compare(gradients(model), gradients(expected))
     compare(dict(model.named_buffers()), dict(expected.named_buffers()))
-
-
-class Cell:
-    """One layer of a memory."""
-
-    def __init__(self) -> None:
-        self.kept: torch.Tensor | None = None
-
-    def add(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = x if self.kept is None else self.kept + x
-        return self.kept
-
-
-class Memory:
-    """An object that a forward makes, of objects of its own."""
-
-    def __init__(self, count: int) -> None:
-        self.cells = [Cell() for _ in range(count)]
-
-
-class Remembering(nn.Module):
-    """Blocks that pass a memory along, each with a cell of its own."""
-
-    class Block(nn.Module):
-        def __init__(self, place: int) -> None:
-            super().__init__()
-            self.place, self.linear = place, nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
-            return memory.cells[self.place].add(self.linear(x)).tanh()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Block(place) for place in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        memory = Memory(3)
-        for block in self.blocks:
-            x = block(x, memory)
-        return x
-
-
-def test_objects_within_an_object_stay_apart() -> None:
-    """A bug: the object and the first one in it were taken for one, as in transformers' caches of caches."""
-    torch.manual_seed(0)
-    plain, x = Remembering().double(), torch.randn(4, 3, dtype=torch.float64)
-    model = copy.deepcopy(plain)
-    expected = [part.square().mean() for part in plain(x).chunk(M)]
-    torch.stack(expected).mean().backward()
-    make_pipe(model, ranks=3, loss_fn=lambda output, _: output.square().mean()).forward_backward(x, None)
-    compare(gradients(model), gradients(plain))

@@ -62,71 +62,72 @@ def test_every_model_under_every_schedule(case: Case, layout: Layout) -> None:
 
 # --- what a case may ask for ---
 
+INTERLEAVED = {"schedule": "interleaved", "num_ranks": 2, "num_chunks": 2}
+FROZEN: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # task, split points, prefixes
+    "here and there": ("mlp", ("6", "12"), ("3.", "9.bias", "12.")),
+    "first stage": ("mlp", ("6", "12"), ("0.", "3.")),
+    "middle stage": ("mlp", ("6", "12"), ("6.", "9.")),
+    "last stage": ("mlp", ("6", "12"), ("12.", "15.", "18.")),
+    "embedding and blocks": ("gpt", ("4", "7"), ("0.", "2.", "3.")),
+    "batchnorm still counts": ("batchnorm", ("4", "12"), ("0.", "1.")),
+    "skip without gradient": ("unet", ("down.1", "up.0"), ("stem", "down.0")),
+}
+CUTS = {
+    "mlp": ("1", "2", "17"),
+    "gpt": ("2", "6", "11"),
+    "unet": ("down.1", "middle", "up.1"),
+    "tied-gpt": ("blocks.0", "blocks.2", "head"),
+}
+ASKED: dict[str, tuple[str, Layout, int, dict[str, Any]]] = {  # task, layout, M, options of the case
+    **{
+        f"frozen: {name}, {recompute}": (
+            task, Layout(num_ranks=3, split_points=points, recompute=recompute), 5, {"frozen": frozen}
+        )
+        for name, (task, points, frozen) in FROZEN.items()
+        for recompute in ("none", "full")
+    },
+    **{
+        f"recompute stage by stage: {task}, {words}": (task, Layout(**INTERLEAVED, recompute=words), 5, {})
+        for task in ("gpt", "batchnorm")
+        for words in (("full", "none", "none", "full"), ("none", "full", "full", "none"))
+    },
+    **{f"cut: {task}": (task, Layout(**INTERLEAVED, split_points=points), 5, {}) for task, points in CUTS.items()},
+    # Larger and smaller than the example; 5 samples are microbatches of one.
+    **{
+        f"sizes: {task}": (task, Layout(num_ranks=3), 5, {"sizes": (11, 13, 5, 10, 7)})
+        for task in ("mlp", "gpt", "unet", "tied-gpt", "masked-stages")
+    },
+    **{
+        f"sizes: {task}": (task, Layout(num_ranks=3, recompute="full"), 3, {"sizes": (9, 13, 6, 11, 7)})
+        for task in ("batchnorm", "batchnorm-cnn")
+    },
+    # Over all stages at once; a tied weight counts once. SGD does not amplify the rounding of the norm.
+    **{
+        f"clipped: {task}": (task, Layout(**INTERLEAVED), 5, {"max_grad_norm": 0.05, "optimizer": "momentum"})
+        for task in ("mlp", "batchnorm", "gpt-masked", "masked-stages", "tied-gpt")
+    },
+    **{
+        f"rates: {optimizer}": (
+            "mlp", Layout(schedule="looped-bfs", num_ranks=2, num_chunks=3), 4, {"decay": True, "optimizer": optimizer}
+        )
+        for optimizer in ("adamw", "momentum")
+    },
+    # Tied embeddings on one rank of a V; blocks that run again in front of their I.
+    "zb-v": ("tied-gpt", Layout(schedule="zb-v", num_ranks=2, num_chunks=2), 5, {}),
+    "v-half": ("gpt", Layout(schedule="v-half", num_ranks=2, num_chunks=2, recompute="full"), 5, {}),
+    "zb-h1: gpt": ("gpt", Layout(schedule="zb-h1", num_ranks=2, recompute="layer"), 3, {}),
+    "zb-h1: tied-gpt": ("tied-gpt", Layout(schedule="zb-h1", num_ranks=2), 4, {}),
+    "zb-h1: unet": ("unet", Layout(schedule="zb-h1", num_ranks=2, recompute="full"), 4, {}),
+}  # fmt: skip
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("task", ["gpt", "batchnorm"])
-@pytest.mark.parametrize("words", [("full", "none", "none", "full"), ("none", "full", "full", "none")])
-def test_recompute_named_stage_by_stage(task: str, words: tuple[str, ...]) -> None:
-    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2, recompute=words)
-    check(make_case(task, layout, 5), layout)
 
-
-@pytest.mark.thorough(but=["first-stage-none"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize(
-    ("task", "split_points", "frozen"),
-    [
-        pytest.param("mlp", ("6", "12"), ("3.", "9.bias", "12."), id="here-and-there"),
-        pytest.param("mlp", ("6", "12"), ("0.", "3."), id="first-stage"),
-        pytest.param("mlp", ("6", "12"), ("6.", "9."), id="middle-stage"),
-        pytest.param("mlp", ("6", "12"), ("12.", "15.", "18."), id="last-stage"),
-        pytest.param("gpt", ("4", "7"), ("0.", "2.", "3."), id="embedding-and-blocks"),
-        pytest.param("batchnorm", ("4", "12"), ("0.", "1."), id="batchnorm-still-counts"),
-        pytest.param("unet", ("down.1", "up.0"), ("stem", "down.0"), id="skip-without-gradient"),
-    ],
-)
-def test_frozen_parameters(task: str, split_points: tuple[str, ...], frozen: tuple[str, ...], recompute: str) -> None:
-    layout = Layout(num_ranks=3, split_points=split_points, recompute=recompute)
-    check(make_case(task, layout, 5, frozen=frozen), layout)
-
-
-@pytest.mark.thorough(but=["mlp-uneven"])
-@pytest.mark.parametrize(
-    ("task", "split_points"),
-    [
-        pytest.param("mlp", ("1", "2", "17"), id="mlp-uneven"),
-        pytest.param("gpt", ("2", "6", "11"), id="gpt"),
-        pytest.param("unet", ("down.1", "middle", "up.1"), id="unet"),
-        pytest.param("tied-gpt", ("blocks.0", "blocks.2", "head"), id="tied-gpt"),
-    ],
-)
-def test_split_points_of_the_user(task: str, split_points: tuple[str, ...]) -> None:
-    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2, split_points=split_points)
-    check(make_case(task, layout, 5), layout)
-
-
-@pytest.mark.thorough(but=["mlp"])
-@pytest.mark.parametrize("task", ["mlp", "gpt", "unet", "tied-gpt", "masked-stages"])
-def test_batches_of_other_sizes(task: str) -> None:
-    """Larger and smaller than the example; 5 samples are microbatches of one."""
-    layout = Layout(num_ranks=3)
-    check(make_case(task, layout, 5, sizes=(11, 13, 5, 10, 7)), layout)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("task", ["batchnorm", "batchnorm-cnn"])
-def test_batchnorm_on_batches_of_other_sizes(task: str) -> None:
-    layout = Layout(num_ranks=3, recompute="full")
-    check(make_case(task, layout, 3, sizes=(9, 13, 6, 11, 7)), layout)
-
-
-@pytest.mark.thorough(but=["batchnorm"])
-@pytest.mark.parametrize("task", ["mlp", "batchnorm", "gpt-masked", "masked-stages", "tied-gpt"])
-def test_max_grad_norm(task: str) -> None:
-    """Over all stages at once; a tied weight counts once. SGD does not amplify the rounding of the norm."""
-    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
-    case = make_case(task, layout, 5, max_grad_norm=0.05, optimizer="momentum")
-    assert all(norm is not None and norm > 0.05 for norm in reference(case).grad_norms)
+@pytest.mark.thorough(but=["frozen: first stage, none", "cut: mlp", "sizes: mlp", "clipped: batchnorm", "rates: adamw"])
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_case_may_ask_for(name: str) -> None:
+    task, layout, num_microbatches, options = ASKED[name]
+    case = make_case(task, layout, num_microbatches, **options)
+    limit = case.max_grad_norm
+    assert limit is None or all(norm is not None and norm > limit for norm in reference(case).grad_norms)
     check(case, layout)
 
 
@@ -135,13 +136,6 @@ def test_gradients_below_max_grad_norm_are_left_alone() -> None:
     clipped, free = (make_case("mlp", layout, 4, max_grad_norm=norm) for norm in (1e6, None))
     outcome, expected = run(clipped, layout), reference(free)
     assert all(difference(outcome.state[name], expected.state[name]) == 0.0 for name in expected.state)
-
-
-@pytest.mark.thorough(but=["adamw"])
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
-def test_learning_rate_scheduler(optimizer: str) -> None:
-    layout = Layout(schedule="looped-bfs", num_ranks=2, num_chunks=3)
-    check(make_case("mlp", layout, 4, decay=True, optimizer=optimizer), layout)
 
 
 @pytest.mark.thorough

@@ -30,17 +30,20 @@ def test_every_model_under_every_schedule(gloo: Pool, case: Case, layout: Layout
     check(gloo, case, layout)
 
 
+@pytest.mark.thorough
 def test_max_grad_norm(gloo: Pool) -> None:
     layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
     check(gloo, make_case("tied-gpt", layout, 5, max_grad_norm=0.05, optimizer="momentum"), layout)
 
 
+@pytest.mark.thorough
 def test_batches_of_other_sizes(gloo: Pool) -> None:
     """Receive buffers were sized for the example; 5 samples are microbatches of one."""
     layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
     check(gloo, make_case("gpt", layout, 5, sizes=(11, 13, 5, 10, 7)), layout)
 
 
+@pytest.mark.thorough
 def test_a_stage_without_gradients(gloo: Pool) -> None:
     layout = Layout(num_ranks=3, split_points=("6", "12"))
     check(gloo, make_case("mlp", layout, 5, frozen=("6.", "9.")), layout)

@@ -157,7 +157,7 @@ def test_in_one_process(name: str) -> None:
 FEWER = ("2-1-1", "optimizer sharded", "backwards", "idle rank", "chunks", "recompute of a record")
 
 
-@pytest.mark.thorough(but=["optimizer sharded"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name if name in FEWER else nightly(name) for name in PLANS])
 def test_over_processes(gloo: Pool, name: str) -> None:
     wanted = run_alone(name)
@@ -181,7 +181,7 @@ class Counted(nn.Linear):
     ],
 )
 def test_as_many_units_run_again_as_planned(make: Any, nodes: tuple[str, str], again: list[int]) -> None:
-    """Of a graph a unit has several modules: a linear, and what stands around it without parameters."""
+    """A unit of a graph has several modules: a linear, and those around it without parameters."""
     model = make()
     for module in model.modules():
         if type(module) is nn.Linear:

@@ -101,7 +101,7 @@ def random_plan(seed: int) -> Plan | None:
 
 
 def prove(found: Plan) -> None:
-    """That it is one which runs."""
+    """The plan is one that runs."""
     schedule = found.build_schedule()
     check(schedule)
     if schedule.num_ranks <= 24:

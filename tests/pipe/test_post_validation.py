@@ -114,6 +114,7 @@ def test_to_the_last_bit_whatever_is_clipped(schedule: str) -> None:
     assert calls[1] > calls[0]  # batches began again
 
 
+@pytest.mark.thorough
 def test_over_processes(gloo: Pool) -> None:
     plain, ahead = (gloo.run(train, ranks=4, args=(is_ahead, "interleaved", 2, 2)) for is_ahead in (False, True))
     for one, other in zip(plain, ahead, strict=True):

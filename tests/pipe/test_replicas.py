@@ -36,24 +36,6 @@ def test_in_one_process(replicas: tuple[int, ...], num_microbatches: int) -> Non
     agree(run(one), one)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"replicas": (2, 1)},
-        {"replicas": (1, 3), "num_microbatches": 2},
-        {"replicas": (2, 1, 1), "optimizer": "adamw", "max_grad_norm": 0.5, "decay": True},
-        {"replicas": (3, 1), "task": "masked-stages", "evals": (1,)},
-        {"replicas": (2, 2), "task": "small-tied"},
-        {"replicas": (2, 1), "task": "small-gpt", "recompute": "full"},
-    ],
-    ids=str,
-)
-def test_over_processes(gloo: Pool, options: dict[str, Any]) -> None:
-    one = case(**options)
-    agree(gloo.run(run, ranks=one.num_ranks, args=(one,)), one)
-
-
 def _replicas_that_start_apart() -> list[float]:
     torch.manual_seed(torch.distributed.get_rank() == 1)  # the second replica of the first stage makes other weights
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
@@ -80,6 +62,7 @@ def _in_small_buckets(one: AsyncCase, num_bytes: int) -> Any:
         gradients.BUCKET_BYTES = before
 
 
+@pytest.mark.thorough
 def test_gradients_are_summed_bucket_by_bucket(gloo: Pool) -> None:
     """Each alone and in its own place; several at once and the rest."""
     one = case((2, 1), optimizer="adamw")

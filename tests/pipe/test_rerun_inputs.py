@@ -262,7 +262,7 @@ def kept_mask(context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def test_a_policy_may_keep_what_was_drawn() -> None:
-    """What is drawn behind it is what the first run drew."""
+    """Numbers drawn after it are those of the first run."""
     gradients = []
     for recompute in ("none", kept_mask):
         model = made(lambda: nn.Sequential(Drops(), Drops()))

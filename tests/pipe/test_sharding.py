@@ -232,7 +232,7 @@ def untied() -> nn.Module:
     return model
 
 
-@pytest.mark.thorough(but=["2bw"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

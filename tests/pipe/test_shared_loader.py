@@ -158,7 +158,7 @@ def test_a_dead_readers_samples_are_taken_over(tmp_path: Path, how: str, caplog:
 
 @pytest.mark.parametrize("are_views", [False, True])
 def test_a_cache_keeps_about_as_many_bytes_as_it_may(tmp_path: Path, are_views: bool) -> None:
-    """Of a view it kept all that it is a view of, as samples of a TensorDataset are, and so hardly any."""
+    """A cache of a view kept all the memory behind it, as of samples of a TensorDataset, and so held hardly any."""
     whole = torch.arange(50.0)[:, None].repeat(1, 100)
     for number in range(50):
         sample = whole[number] if are_views else whole[number].clone()

@@ -400,7 +400,8 @@ def over_processes() -> list[list[str]]:
     return [train_with_cache(cache) for cache in CACHES]
 
 
+@pytest.mark.thorough
 def test_both_hold_over_processes(gloo: Pool) -> None:
-    """Of which the first one alone runs the plain model that is compared."""
+    """The first of these processes alone runs the plain model that is compared."""
     for found in gloo.run(over_processes, ranks=2):
         assert not any("FakeTensor" in held for held in found)

@@ -168,6 +168,7 @@ def adapt(skew: float, steps: int) -> list[Averaging]:
     return found
 
 
+@pytest.mark.thorough
 def test_adaptive_averages_seldom_where_data_are_alike_and_often_where_labels_differ(gloo: Pool) -> None:
     alike, skewed = (gloo.run(adapt, ranks=2, args=(skew, 60)) for skew in (0.0, 3.0))
     for one, other in (alike, skewed):

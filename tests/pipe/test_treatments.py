@@ -106,7 +106,7 @@ def test_the_first_stage_keeps_no_results_of_gelus(gloo: Pool) -> None:
     assert "recompute keep_less in 1 of 2 stages" in found.explain().replace("\n  ", " ")
     assert Plan.from_json(found.to_json()) == found
     for rank, peaks in enumerate(agree(found, plain, gloo)):
-        # Of the gradients that it posted two have come when the first stage is fullest.
+        # Two of the gradients that it posted have come when the first stage is fullest.
         assert [each.memory_bytes[rank] for each in (found, plain)] == pytest.approx(peaks, rel=0.06)
 
 

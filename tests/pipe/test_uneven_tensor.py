@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
 DAILY = ("2-1", "1-2-1", "1-1-2", "2-1-1", "replicas")
 
 
-@pytest.mark.thorough(but=["replicas"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [case if case in DAILY else nightly(case) for case in CASES])
 def test_it_equals_one_process(gloo: Pool, case: str) -> None:
     plan, options = CASES[case]
@@ -194,6 +194,7 @@ def attend(options: dict[str, Any]) -> tuple[list[float | None], dict[str, Tenso
         return [pipe.train_step(x, x).loss for _ in range(3)], pipe.full_state_dict()
 
 
+@pytest.mark.thorough
 def test_programs_may_differ_with_the_size_of_the_group(gloo: Pool) -> None:
     losses, state = attend({"mesh": {"pipe": 1}})
     options = {"plan": in_a_row(2, 1, nodes=("q k v o", "last")), "num_microbatches": None}

@@ -31,26 +31,6 @@ from torch import Tensor, nn
 # --- code that reads values ---
 
 
-class SparseExperts(nn.Module):
-    """Each sample goes to one expert, found by `nonzero`; an expert without samples is not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(linear() for _ in range(4))
-        self.register_buffer("load", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
-        best = weights.argmax(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (best == number).nonzero()[:, 0]
-            if rows.numel():
-                self.load[number] += rows.numel()
-                out[rows] = weights[rows, number, None] * expert(x[rows])
-        return x + out
-
-
 class Masked(nn.Module):
     """A boolean mask, a number read from a tensor, numpy, sizes in a buffer."""
 
@@ -74,7 +54,6 @@ class ScalesItsInput(nn.Module):
 
 
 READ_VALUES: dict[str, Callable[[], nn.Module]] = {
-    "experts": SparseExperts,
     "masks": Masked,
     "in place": ScalesItsInput,
     "cumulative statistics": lambda: nn.BatchNorm1d(WIDTH, momentum=None),

@@ -45,6 +45,7 @@ def trained(kind: str, mesh: dict[str, int]) -> str | float:
         return str(error)
 
 
+@pytest.mark.thorough(but=["loss"])
 @pytest.mark.parametrize("kind", ["unit", "loss"])
 def test_processes_that_do_not_run_the_stage_would_never_come(gloo: Pool, kind: str) -> None:
     """It hung, and the error named the network."""

@@ -16,33 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from stagewright.pipe import PipelineModule
 
 
-class Reversed(torch.autograd.Function):
-    """Gradient reversal."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return -ctx.scale * gradient, None
-
-
-class Rounded(torch.autograd.Function):
-    """Straight-through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return (x * 8).round() / 8
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return gradient * (x.abs() <= 1)
-
-
 class Calls(nn.Module):
     """A module from a function of its linear layer and its input."""
 
@@ -54,12 +27,9 @@ class Calls(nn.Module):
         return self.function(self, x)
 
 
-def checkpointed(reentrant: bool) -> Callable[[], nn.Module]:
-    def run(module: Any, x: Tensor) -> Tensor:
-        value: Tensor = checkpoint(lambda h: torch.tanh(module.linear(h)).sin(), x, use_reentrant=reentrant)
-        return value
-
-    return lambda: Calls(run)
+def checkpointed(module: Any, x: Tensor) -> Tensor:
+    value: Tensor = checkpoint(lambda h: torch.tanh(module.linear(h)).sin(), x, use_reentrant=True)
+    return value
 
 
 def cast(module: Any, x: Tensor) -> Tensor:
@@ -102,10 +72,7 @@ class Tempered(nn.Module):
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "gradient reversal": lambda: Calls(lambda m, x: Reversed.apply(m.linear(x), 0.5)),
-    "straight-through": lambda: Calls(lambda m, x: Rounded.apply(m.linear(x))),
-    "checkpoint": checkpointed(False),
-    "reentrant checkpoint": checkpointed(True),
+    "reentrant checkpoint": lambda: Calls(checkpointed),
     "autocast": lambda: Calls(cast),
     "buffers": Ema,
 }
@@ -131,7 +98,7 @@ def test_modules_do_what_they_do_in_one_process(middle: Callable[[], nn.Module],
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_a_reentrant_checkpoint_at_the_front_gives_no_gradients_in_either() -> None:
     """Plain PyTorch's own behaviour, with its warning."""
-    one, other = agree(lambda: nn.Sequential(checkpointed(True)(), linear(), nn.Tanh(), linear()))
+    one, other = agree(lambda: nn.Sequential(Calls(checkpointed), linear(), nn.Tanh(), linear()))
     assert one[0].linear.weight.grad is None
     assert other[0].linear.weight.grad is None
 

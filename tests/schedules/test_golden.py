@@ -116,7 +116,7 @@ def test_golden_holds_nothing_else() -> None:
 # --- pictures in docstrings ---
 
 
-# Of each microbatch by rank, the version that the picture says.
+# The version of each microbatch by rank, as the picture says.
 @pytest.mark.parametrize(
     ("documented", "schedule", "said"),
     [

@@ -303,7 +303,7 @@ def test_places_of_a_pipeline_are_ways_with_a_card_a_rank(replicas: tuple[int, .
 
 @pytest.mark.parametrize(("latency", "seconds", "forward"), [(8.0, 1.0, 1.0), (8.0, 3.0, 1.0), (5.0, 0.5, 4.0)])
 def test_messages_wait_for_their_receives(latency: float, seconds: float, forward: float) -> None:
-    """Of GPipe's forwards, by hand: four receives are posted, and one more behind each forward that takes one."""
+    """Four receives of GPipe's forwards are posted, by hand, and one more after each forward that takes one."""
     size, M = float(1 << 23), 12
     link = Link(latency=latency, seconds_per_byte=seconds / size)
     schedule = build("gpipe", num_ranks=2, num_microbatches=M)
@@ -313,7 +313,7 @@ def test_messages_wait_for_their_receives(latency: float, seconds: float, forwar
         free = max(free, (k + 1) * forward, heard) + seconds
         ends.append(max([free + latency, *ends[-1:]]) + forward)
     assert [span.end for span in made.ranks[1].compute[:M]] == pytest.approx(ends)
-    # Of small messages as many are posted as there are; and a link that is busy all the time waits for no word.
+    # All receives of small messages are posted at once; and a link that is busy all the time waits for no word.
     small = simulate(schedule, Costs(forward=forward), Links(network=link, activation_bytes=size / 64))
     assert small.ranks[1].compute[M - 1].end == pytest.approx(M * forward + seconds / 64 + latency + forward)
     quick = replace(link, latency=0.9 * seconds)
@@ -323,7 +323,7 @@ def test_messages_wait_for_their_receives(latency: float, seconds: float, forwar
 
 @pytest.mark.parametrize("name", ["interleaved", "1f1b", "zb-h1"])
 def test_every_order_ends_whatever_is_posted(name: str) -> None:
-    """Of two ranks one link carries all chunks and gradients: what an order takes late may not shut out the rest."""
+    """One link of two ranks carries all chunks and gradients: what an order takes late may not shut out the rest."""
     link = Link(latency=8.0, seconds_per_byte=1e-9)
     schedule = build(name, num_ranks=2, num_microbatches=12)
     waits, free = (

@@ -126,7 +126,7 @@ def test_random_moves_of_every_family_run_as_they_are_counted(name: str) -> None
                 assert sum(idle) == pytest.approx(timeline.makespan - rank.busy)
                 assert idle.unexplained == pytest.approx(0.0, abs=1e-9)
             curves = memory_curves(timeline, [StageBytes(activations=1)] * schedule.num_stages)
-            # Of what leaves and comes at one moment, the curve has the first first, and a count the program's order.
+            # Where one leaves as another comes, the curve takes the leaving first, and a count goes by the program.
             pairs = list(zip((curve.peak for curve in curves), timeline.peak_activations, strict=True))
             assert all(one == other if timeline is slow else one <= other for one, other in pairs)
             assert all(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,13 +92,6 @@ class Stack(nn.Module):
 # --- in units ---
 
 
-class FunctionBlock(Block):
-    """Two custom functions, one of them bound to a name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return reversal(super().forward(Rounded.apply(x)))
-
-
 class CheckpointedBlock(Block):
     """Keeps its input alone."""
 
@@ -113,89 +105,6 @@ class ReentrantBlock(CheckpointedBlock):
     """The older way."""
 
     use_reentrant = True
-
-
-class HookedBlock(Block):
-    """Hooks of all kinds, each of which changes gradients or values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.up.register_full_backward_hook(self._scale)
-        self.norm.register_forward_hook(lambda module, args, output: output * 1.25)
-        self.down.register_forward_pre_hook(lambda module, args: (args[0] * 0.75,))
-        self.register_full_backward_pre_hook(lambda module, grads: tuple(1.5 * g for g in grads))
-
-    def _scale(self, module: nn.Module, given: Any, _: Any) -> Any:
-        self.seen.append("backward")
-        return tuple(None if g is None else 0.5 * g for g in given)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: 2 * grad)
-        return y
-
-
-class AssigningBlock(Block):
-    """Its buffer is another tensor after each forward."""
-
-    average: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
-        return super().forward(x - self.average)
-
-
-class CountingBlock(Block):
-    """Counts its calls, and does something else at every third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.sizes: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.sizes.append(x.shape[0])
-        return super().forward(2 * x if self.calls % 3 == 0 else x)
-
-
-class AutocastBlock(Block):
-    """Some of it in half precision, whatever is around it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.up(self.norm(x))
-        return x + self.down(torch.tanh(y.to(x.dtype)))
-
-
-class SparseBlock(nn.Module):
-    """A mixture of experts: each sees the samples that choose it, by nonzero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(linear() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, choice = self.gate(x).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            (rows,) = (choice == number).nonzero(as_tuple=True)
-            out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
-        return x + out
-
-
-class BranchingBlock(Block):
-    """A branch on a value."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
 
 
 # --- between units ---
@@ -266,15 +175,6 @@ class AutocastBetween(Stack):
         return self.head(fourth(y + frozen))
 
 
-class Twice(Stack):
-    """A block that runs again, and a skip over everything."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third, _ = self.blocks
-        h = first(x)
-        return self.head(second(third(second(h)))) + h
-
-
 class EncoderDecoder(nn.Module):
     """Every block of the decoder takes what the encoder made, and a mask."""
 
@@ -333,20 +233,6 @@ class MakesOnce(Carries):
     def keep(self, y: Tensor) -> Tensor:
         self.last = y.detach()
         return y
-
-
-class InPlaceBetween(Stack):
-    """Values, parts of them and an input, changed in place between the blocks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third, fourth = self.blocks
-        h = first(x)
-        h = second(h.add_(1))
-        part = h[:, :4]
-        part.mul_(2)
-        h = third(F.relu(h, inplace=True))
-        h[:, 0] = 0.5
-        return self.head(fourth(h))
 
 
 class Averaging(Stack):

@@ -68,7 +68,7 @@ class LayeredBlock(Block):
 
 
 class WithNestedObjects(Stack):
-    """As transformers passes on its caches: objects within an object."""
+    """As transformers passes on its caches: objects within an object, which were taken for the first one in it."""
 
     def __init__(self) -> None:
         super().__init__(LayeredBlock)

@@ -236,7 +236,7 @@ def start_rank(process: Any, rank: int) -> None:
 
 
 def ports_of_this_worker() -> range:
-    """Of one worker of pytest, so that no two tests that begin at the same moment meet at one port."""
+    """Ports of one worker of pytest, so that no two tests that begin at the same moment meet at one."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _MOST_WORKERS
     return PORTS[worker::_MOST_WORKERS]
 

@@ -15,7 +15,7 @@ from .test_explorer import example, view
 
 
 def names(looked: Any) -> list[list[str]]:
-    """Of the rows by timeline, from the top: pinned ones first."""
+    """Names of the rows by timeline, from the top: pinned ones first."""
     found: list[list[str]] = looked.evaluate(
         "[...stagewright.view.pins, ...stagewright.view.panels].map(({ rows }) => rows.map(({ name }) => name))"
     )

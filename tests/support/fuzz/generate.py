@@ -43,7 +43,7 @@ class _Drawn(Draws):
         is_cast = ("autocast", True) in options  # types between stages are known inside of it
         is_lazy = is_cast or (schedule not in ("pipedream", "paci") and not draws and self.often(0.5))
         if self.gloo and not is_lazy and model.loss == "model" and calls[0][0] == "bad":
-            # Of built stages whose labels all processes weigh: it ends the run, docs/guides/debugging.md.
+            # All processes weigh the labels of stages that are built: it ends the run, docs/guides/debugging.md.
             calls = calls[1:]
         return Case(
             model=model,

@@ -170,7 +170,7 @@ class Piped:
         return batch.part(lambda tensor: put(str(next(counter)), tensor))
 
     def batch(self, at: int, size: int, length: int, number: int = 0) -> Batch:
-        """That of a call, of this process's data replica."""
+        """The batch of a call, of this process's data replica."""
         return local(self.case, make_batch(self.case, 100 * at + number, size, length))
 
     def called(self, method: Callable[..., Any], batch: Batch, at: int) -> Any:
