@@ -27,6 +27,7 @@ LEARNT = {
     "train_gpt": r"step 40: loss [0-3]\.\d+\n(?s:.*)def ",
     "gpt2": r"step 30: loss (0|1\.[0-3])(?s:.*)hgfe>",
     "resnet": r"(9\d|100)% of 192 new pictures",
+    "large_model": r"losses 0\.\d+, 0\.\d+; \d+ MiB before the model, 1\d\d of weights",
     "notebook": r"(9\d|100)% of the points are told apart",
 }
 
