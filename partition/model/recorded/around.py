@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..reach import closed_over
 from ..surroundings import MISSING, Changed, Setting, Surroundings
 from .intercept import RefusedError
 from .reads import CodeReads
@@ -48,7 +49,7 @@ class AroundCalls:
         """Changes around a call of a unit; of a function, torch's settings alone. A unit that finds a tensor
         of this forward there is refused when it takes it."""
         if unit is None:
-            return tuple(each.setting for each in self._surroundings.torch_changes())
+            return tuple(each.setting for each in self._surroundings.changes(1))
         found = []
         for change in self._surroundings.changes():
             if not any(isinstance(leaf, torch.Tensor) for leaf in change.leaves):
@@ -58,7 +59,7 @@ class AroundCalls:
         found += [Setting("record_function", name, partial(record_function, *name)) for name in self._reads.regions]
         for mode in _modes_of_torch():
             if id(mode) not in self._modes:
-                found.append(Setting(f"a {type(mode).__name__}", None, partial(_same, mode)))
+                found.append(Setting(f"a {type(mode).__name__}", None, lambda mode=mode: mode))
                 if has_fake(vars(mode).values()):
                     raise RefusedError(f"{found[-1].name} that holds tensors of this forward is entered around {unit}")
         return tuple(found)
@@ -89,24 +90,12 @@ def has_fake(values: Iterable[object], deep: int = _DEEP) -> bool:
 
 
 def refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for value in pytree.tree_leaves((args, kwargs)):
-        cells = getattr(value, "__closure__", None) or ()
-        for cell in cells:
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                continue
-            if has_fake([content], 0):
-                raise RefusedError("a function that is passed on closes over a tensor of this forward")
+    if any(has_fake(closed_over(value), 0) for value in pytree.tree_leaves((args, kwargs))):
+        raise RefusedError("a function that is passed on closes over a tensor of this forward")
 
 
 def _modes_of_torch() -> list[Any]:
-    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [*functions, *_get_current_dispatch_mode_stack()]
-
-
-def _same(mode: Any) -> Any:
-    return mode
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
 
 
 def _saved_tensor_hooks() -> object:
