@@ -1,5 +1,5 @@
-"""Caches in modules that several units call: rotary tables of all layers, masks by length. None of their tensors is handed
-on from unit to unit: over processes, each makes its own.
+"""Caches in modules that several units call: rotary tables of all layers, masks by length. No tensor of theirs is
+handed on from unit to unit: over processes, each makes its own.
 """
 
 from __future__ import annotations

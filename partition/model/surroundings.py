@@ -1,9 +1,6 @@
-"""The state of the process that a model's code finds around it and may change, and that other code shares.
-
-globals            that functions of the model's classes name, and through them: entries of dicts, lists and sets,
-                   attributes of objects, classes and the user's Python modules, thread-locals
-context variables  all
-torch              settings that decide how operations compute
+"""The state of the process that a model's code finds around it and may change, and that other code shares: torch's
+settings, context variables, and globals that functions of the model's classes name, and through them entries of dicts,
+lists and sets, attributes of objects, classes and the user's Python modules, thread-locals.
 
 Kept are entries, by identity: a list that is put back holds the same objects as before. Code of the user's and of
 libraries is followed, but for Python's own and torch's; libraries' entries are put back, and not watched.
@@ -84,16 +81,13 @@ class Changed:
         if self.table.where is None:
             return ""
         code, name = self.table.where
-        line = code.co_firstlineno
-        for each in get_instructions(code):
-            line = each.starts_line or line
-            if each.argval == name:
-                break
+        lines = (each.positions.lineno for each in get_instructions(code) if each.positions and each.argval == name)
+        line = next(lines, code.co_firstlineno)
         return f" at {code.co_filename}:{line}, in {code.co_name}"
 
     @property
     def leaves(self) -> list[object]:
-        return pytree.tree_leaves(list(self.now) if isinstance(self.now, _Content) else self.now)
+        return pytree.tree_leaves(self.now)
 
     @property
     def setting(self) -> Setting:
@@ -180,13 +174,9 @@ def _differing(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, _Content) and isinstance(other, _Content):
+    if type(one) is type(other) is tuple:
         return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
     return one is other or (type(one) is type(other) and isinstance(one, int | float | str) and bool(one == other))
-
-
-class _Content(tuple[Any, ...]):
-    """The elements of a list, set or deque."""
 
 
 def _torch_settings() -> Namespace:
@@ -267,7 +257,7 @@ class _Search:
             held = [getattr(value, name, None) for name in ("__wrapped__", "__func__", "fget", "func")]
         elif type(value) in _DICTS | _LISTS:
             if len(value) <= _LARGE and type(value) in _DICTS:
-                self._attributes(found, lambda: value, is_dict=True)
+                self._attributes(found, lambda: value)
             elif len(value) <= _LARGE:
                 self._content(found)
             held = () if len(value) > _MOST else value.values() if type(value) in _DICTS else value
@@ -297,21 +287,21 @@ class _Search:
         name, key = found.name, (id(names), found.name)
         if (is_stored or isinstance(found.value, _Wrapper)) and key not in self._globals:
             self._globals.add(key)
-            named = found._replace(name=f"module {names.get('__name__')}")
+            named = found._replace(value=None, name=f"module {names.get('__name__')}")
             self._add(named, lambda: {name: names[name]} if name in names else {}, partial(_put, names))
         self._pending.append(found)
 
-    def _attributes(self, found: _Found, now: Callable[[], dict[Any, Any]], *, is_dict: bool = False) -> None:
-        self._add(found, lambda: dict(now()), lambda key, value: _put(now(), key, value), is_dict=is_dict)
+    def _attributes(self, found: _Found, now: Callable[[], dict[Any, Any]]) -> None:
+        self._add(found, lambda: dict(now()), lambda key, value: _put(now(), key, value))
 
     def _content(self, found: _Found) -> None:
         held = found.value
 
-        def put(_: None, values: _Content) -> None:
+        def put(_: None, values: tuple[Any, ...]) -> None:
             held.clear()
             (held.update if isinstance(held, set) else held.extend)(values)
 
-        self._add(found, lambda: {None: _Content(held)}, put)
+        self._add(found, lambda: {None: tuple(held)}, put)
 
     def _class(self, kind: type) -> None:
         def read() -> dict[str, Any]:
@@ -325,17 +315,10 @@ class _Search:
 
         self._add(_Found(kind, f"class {kind.__qualname__}", kind.__module__), read, put)
 
-    def _add(
-        self,
-        found: _Found,
-        read: Callable[[], Mapping[Any, Any]],
-        put: Callable[[Any, Any], object],
-        *,
-        is_dict: bool = False,
-    ) -> None:
-        entries = read()
-        number = max(len(entries), *(len(each) for each in entries.values() if isinstance(each, _Content)), 0)
-        is_watched = is_users_module(found.origin) and number <= _MOST
+    def _add(self, found: _Found, read: Callable[[], Mapping[Any, Any]], put: Callable[[Any, Any], object]) -> None:
+        is_dict = type(found.value) in _DICTS
+        is_large = (is_dict or type(found.value) in _LISTS) and len(found.value) > _MOST
+        is_watched = is_users_module(found.origin) and not is_large
         self.tables.append(Namespace(found.name, read, put, found.where, is_dict, is_watched))
 
 
