@@ -215,8 +215,11 @@ class RunFigures:
 
     def full_state_dict(self) -> dict[str, Any]:
         """The model's own `state_dict()` of all stages, on every rank, on the CPU. Collective over the processes."""
-        run = self._building
-        return run.outlasting(lambda: run.built("parameters and state").state.full_state_dict())
+
+        def whole() -> dict[str, Any]:
+            return self._building.built("parameters and state").state.full_state_dict()
+
+        return self._building.outlasting(whole)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,6 +42,17 @@ USES: dict[str, Callable[[nn.Module, nn.Module], object]] = {
 }
 
 
+def _norm_by_hand(model: nn.Module) -> str:
+    """What a norm of all gradients, taken twice, is told: once."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            sum(float(p.grad.norm()) ** 2 for p in model.parameters() if p.grad is not None)
+    (warned,) = told
+    assert warned.filename == __file__
+    return str(warned.message)
+
+
 def uses() -> tuple[dict[str, str], Mapping[str, torch.Tensor]]:
     """What each use says; and the weights behind two steps of the user's own optimizer over all parameters."""
     torch.manual_seed(0)
@@ -59,6 +71,7 @@ def uses() -> tuple[dict[str, str], Mapping[str, torch.Tensor]]:
                     told[name] = f"returned {use(model, before)!r:.60}"
                 except ValueError as error:
                     told[name] = str(error)
+            told["norm by hand"] = _norm_by_hand(model)
         optimizer.step()
     state = pipe.full_state_dict()
     model.zero_grad()
@@ -72,7 +85,7 @@ def test_each_use_answers_by_name(gloo: Pool) -> None:
     """torch's clip_grad_norm_ took one stage's norm in silence; the rest were raw errors of meta tensors."""
     _, expected = uses()
     for rank, (told, state) in enumerate(gloo.run(uses, ranks=2)):
-        assert list(told) == list(USES)
+        assert list(told) == [*USES, "norm by hand"]
         said = told.pop("own optimizer")
         assert said.startswith("the step of optimizer Joined computes something over several parameters")
         for name, text in told.items():
