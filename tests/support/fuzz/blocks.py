@@ -430,6 +430,41 @@ def scope(number: int) -> Iterator[None]:
     FACTOR.reset(token)
 
 
+class StateHooks(Block):
+    """Has other names in a state dict, and a state of its own."""
+
+    def make(self) -> None:
+        super().make()
+        self.factor = torch.ones(1)
+        self.register_state_dict_post_hook(_without_fc)
+        self.register_load_state_dict_pre_hook(_with_fc)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.factor.to(x)
+
+    def get_extra_state(self) -> Tensor:
+        return self.factor.clone()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.factor = state.clone()
+
+
+def _without_fc(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for key in ("weight", "bias"):
+        state[prefix + key] = state.pop(f"{prefix}fc.{key}")
+
+
+def _with_fc(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for key in ("weight", "bias"):
+        state[f"{prefix}fc.{key}"] = state.pop(prefix + key)
+
+
+class Compiled(Block):
+    def make(self) -> None:
+        super().make()
+        self.compile(backend="eager")
+
+
 def connect(blocks: list[nn.Module]) -> None:
     store: dict[str, Tensor] = {}
     for block in blocks:
