@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from types import FrameType
@@ -127,6 +127,16 @@ class Ownership:
 
     def holders(self, name: str) -> tuple[int, ...]:
         return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
+
+    def missing(self, modules: Sequence[nn.Module]) -> tuple[str, int] | None:
+        """A tensor, and the stage of one of these modules, by stage, that computes with it, and whose ranks lack it."""
+        names = {id(x): name for name, x in [*self.model.root.named_parameters(), *self.model.root.named_buffers()]}
+        for stage, module in enumerate(modules):
+            used = [names[id(x)] for x in (*module.parameters(), *module.buffers()) if id(x) in names]
+            for name in used:
+                if not set(self._owners[stage]) <= {*self.holders(name)}:
+                    return name, stage
+        return None
 
     def counted_parameters(self, ranks: Collection[int], *, among: Collection[int]) -> list[nn.Parameter]:
         """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone.

@@ -128,3 +128,39 @@ def test_an_average_of_the_weights(gloo: Pool) -> None:
     for state in [averaged(), *gloo.run(averaged, ranks=2)]:
         for name, weight in plain.module.named_parameters():
             torch.testing.assert_close(state[name], weight.detach(), msg=name)
+
+
+class Scaled(nn.Module):
+    """Computes its own loss; between its layers it reads a parameter of its own in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        h = x * self.scale
+        for layer in self.layers[:2]:
+            h = layer(h)
+        memory = h
+        for layer in self.layers[2:]:
+            h = layer(h + memory * self.scale)
+        return h if labels is None else {"loss": F.mse_loss(h, labels), "out": h}
+
+
+def predicted() -> tuple[str, float]:
+    torch.manual_seed(0)
+    pipe = make(model=Scaled(), mesh={"pipe": 3}, loss_fn="model", example_inputs=None)
+    pipe.train_step(x=X, labels=Y)
+    try:
+        pipe.predict(X)
+    except ValueError as error:
+        return str(error), pipe.train_step(x=X, labels=Y).loss
+    return "", 0.0
+
+
+def test_weights_that_arguments_move_to_another_stage_are_refused_everywhere(gloo: Pool) -> None:
+    """One rank raised an error alone, and the others waited for it."""
+    (said, loss), *others = gloo.run(predicted, ranks=3)
+    assert said.startswith("with these arguments stage 1 computes with 'scale', which another holds: expected")
+    assert others == [(said, loss)] * 2
