@@ -1,7 +1,6 @@
-"""Connections and locks that children do not inherit: a DataLoader worker that outlives a rank would hide its death.
-
-A connection closes, and a lock is let go, when the last process that has it ends. gloo lets children inherit all of
-its sockets. Here each is closed in a child that is forked, and by the system in one that runs another program.
+"""Connections and locks that children do not inherit: they end with the last process that has them, and a DataLoader
+worker that outlives a rank would hide its death. In a child that is forked each is closed here, in one that runs
+another program by the system.
 """
 
 from __future__ import annotations

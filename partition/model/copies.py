@@ -126,7 +126,7 @@ class Copies:
         if id(value) in self._own:
             return self._deep(value)
         if isinstance(value, partial):
-            return partial(*map(self._again, (value.func, *value.args)), **self._each(value.keywords))
+            return partial(self._again(value.func), *map(self._again, value.args), **self._each(value.keywords))
         if isinstance(value, MethodType):
             return MethodType(self._again(value.__func__), self._again(value.__self__))
         if type(value) is tuple:

@@ -191,7 +191,7 @@ def _torch_settings() -> Namespace:
         "cuDNN attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
         "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     }
-    attributes = [("products on CUDA", matmul, "allow_tf32")]
+    attributes: list[tuple[str, Any, str]] = [("products on CUDA", matmul, "allow_tf32")]
     attributes += [("torch.backends.cudnn", torch.backends.cudnn, n) for n in ("enabled", "benchmark", "deterministic")]
     for what, owner, name in attributes:
         each[f"{name} of {what}"] = partial(getattr, owner, name), partial(setattr, owner, name)

@@ -1,15 +1,9 @@
 """Running user code without a trace: shape inference, the profiler and `verify` run a model beside its training.
 
-    tables       parameters, buffers, submodules, hooks: the same entries, in the same order
-    attributes   the same values; lists, dicts, sets, arrays and objects of the user's own hold what they held
-    functions    hooks, and functions in attributes: what they close over, and lists, dicts, sets and numbers among the
-                 globals that they name
-    surroundings what the code of the model's classes finds and changes around it, entry by entry
-    tensors      buffers, and tensors in attributes, have the values that they had
-    generators   torch's, Python's and numpy's global ones, and those in attributes
-
-Objects of libraries (a logger, a SummaryWriter) have lives of their own and are left alone. Parameters stay the same
-objects; their values are not kept.
+Afterwards tables, attributes, lists, dicts, sets, arrays and objects of the user's own hold what they held, by identity
+and in order; functions close over it, and find it in globals; buffers and other tensors have the values that they had;
+random generators stand where they stood. Objects of libraries (a logger, a SummaryWriter) have lives of their own and
+are left alone. Parameters stay the same objects; their values are not kept.
 """
 
 from __future__ import annotations
@@ -75,7 +69,7 @@ class StateSnapshot:
         """Where a tensor stands that did not: (dict, its key), (list, None)."""
         found: Places = []
         for held, before in self._tables:
-            if isinstance(held, dict):
+            if held and isinstance(held, dict):
                 known = dict(_pairs(before))
                 found += [(held, key) for key, new in held.items() if new is not known.get(key) and _has_tensor(new)]
             elif isinstance(held, list):
@@ -86,7 +80,7 @@ class StateSnapshot:
         for undo in self._undo:
             undo()
         for held, before in self._tables:
-            now = _entries(held)
+            now = _entries(held) if held else []
             if len(now) != len(before) or not all(map(is_, now, before)):
                 held.clear()
                 (held.extend if isinstance(held, list | deque) else held.update)(
@@ -97,7 +91,12 @@ class StateSnapshot:
         """Its parts; what it is now is noted."""
         if isinstance(value, _TABLES):
             self._tables.append((value, _entries(value)))
-        self._undo += _undo_of(value)
+        else:
+            self._undo += _undo_of(value)
+        if isinstance(value, dict):  # most of what modules hold: tables of hooks
+            empty = [x for x in value.values() if isinstance(x, dict) and not x]
+            self._tables += [(x, []) for x in empty]
+            value = [x for x in value.values() if not isinstance(x, dict) or x]
         if (held := parts(value)) is not None:
             return held
         if isinstance(value, FunctionType):

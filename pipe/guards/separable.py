@@ -103,7 +103,7 @@ def _joins(optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], hook
     with untouched(*hooks, device=None, buffers=False) as before, torch.no_grad():
         try:
             usual = results(None)
-            watched = [result[0] for result in usual][:_WATCHED]
+            watched: list[Any] = [result[0] for result in usual][:_WATCHED]
             pairs = [(p, one, other) for p in watched for one, other in zip(usual, results(p), strict=True)]
             return any(one[0] is p and not all(map(_agree, one, other)) for p, one, other in pairs)
         finally:

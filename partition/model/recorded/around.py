@@ -1,8 +1,5 @@
-"""Changes that the code between the units makes around their calls, and side effects that it leaves.
-
-with scale(2.0):                a global, a context variable, a thread-local: holds again whenever a stage runs the unit
-    x = layer(x)
-LOG.append(x.norm())            a side effect: once, while the model is recorded
+"""Changes that the code between the units makes around their calls: they hold again whenever a stage runs the unit; and
+side effects that it leaves: once, while the model is recorded.
 """
 
 from __future__ import annotations
@@ -35,10 +32,9 @@ class AroundCalls:
         self.apart = surroundings.apart
         self._surroundings, self._reads = surroundings, reads
         self._hooks = _saved_tensor_hooks()
-        self._modes: set[int] = set()
+        self._modes: set[int] = set()  # around the model
 
     def begin(self) -> None:
-        """The modes in force now are around the model."""
         self._modes = {id(mode) for mode in _modes_of_torch()}
 
     @property
@@ -59,7 +55,7 @@ class AroundCalls:
         found += [Setting("record_function", name, partial(record_function, *name)) for name in self._reads.regions]
         for mode in _modes_of_torch():
             if id(mode) not in self._modes:
-                found.append(Setting(f"a {type(mode).__name__}", None, lambda mode=mode: mode))
+                found.append(Setting(f"a {type(mode).__name__}", None, partial(_same, mode)))
                 if has_fake(vars(mode).values()):
                     raise RefusedError(f"{found[-1].name} that holds tensors of this forward is entered around {unit}")
         return tuple(found)
@@ -92,6 +88,10 @@ def has_fake(values: Iterable[object], deep: int = _DEEP) -> bool:
 def refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(has_fake(closed_over(value), 0) for value in pytree.tree_leaves((args, kwargs))):
         raise RefusedError("a function that is passed on closes over a tensor of this forward")
+
+
+def _same(mode: Any) -> Any:
+    return mode
 
 
 def _modes_of_torch() -> list[Any]:

@@ -394,7 +394,8 @@ class Cached(Block):
 
     def make(self) -> None:
         super().make()
-        self.register_buffer("rates", torch.arange(1.0, 1 + D))
+        # Not in a state dict: a table outlives it, and which process has one is a matter of stages.
+        self.register_buffer("rates", torch.arange(1.0, 1 + D), persistent=False)
 
     def body(self, x: Tensor) -> Tensor:
         length, kind = x.shape[1], type(self)

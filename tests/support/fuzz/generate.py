@@ -42,6 +42,9 @@ class _Drawn(Draws):
         if self.often(0.2) and tensor == 1:
             options += self.edits(model, dict(options))
         calls = Calls(self.draw, schedule, model, dict(options), M=M, data=data, gloo=self.gloo).drawn()
+        if "compiled" in model.blocks or "compile" in dict(dict(options).get("edits", ())).values():
+            # torch leaves out hooks that come when a module has been compiled.
+            calls = tuple(call for call in calls if call[0] != "change" or "hook" not in call[1])
         draws = bool(RANDOM & {*model.blocks})
         is_cast = ("autocast", True) in options  # types between stages are known inside of it
         is_lazy = is_cast or (schedule not in ("pipedream", "paci") and not draws and self.often(0.5))
