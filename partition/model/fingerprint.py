@@ -157,17 +157,9 @@ def _parts(value: Any) -> Iterable[object]:
     if isinstance(value, type | ModuleType | Logger):
         return (getattr(value, "__name__", None),)
     if isinstance(value, FunctionType):
-        code = value.__code__  # of several lambdas in one function the names are the same
+        code, cells = value.__code__, closed_over(value)  # of several lambdas in one function the names are the same
         consts = [each for each in code.co_consts if isinstance(each, _PLAIN)]
-        return (
-            code.co_code,
-            code.co_names,
-            consts,
-            value.__defaults__,
-            value.__kwdefaults__,
-            vars(value),
-            closed_over(value),
-        )
+        return code.co_code, code.co_names, consts, value.__defaults__, value.__kwdefaults__, vars(value), cells
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
     if isinstance(value, partial):
