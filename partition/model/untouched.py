@@ -83,9 +83,10 @@ class StateSnapshot:
             now = _entries(held) if held else []
             if len(now) != len(before) or not all(map(is_, now, before)):
                 held.clear()
-                (held.extend if isinstance(held, list | deque) else held.update)(
-                    _pairs(before) if isinstance(held, dict) else before
-                )
+                for key, each in _pairs(before) if isinstance(held, dict) else ():
+                    held[key] = each  # a Counter's update would count
+                if not isinstance(held, dict):
+                    (held.update if isinstance(held, set) else held.extend)(before)
 
     def _held(self, value: Any) -> Collection[Any]:
         """Its parts; what it is now is noted."""
