@@ -13,11 +13,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .compact import compact
 from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
 from .groups import Groups
 from .mesh import MeshPlace
 from .process_group import break_group
+from .sealed import compact
 
 T = TypeVar("T")
 

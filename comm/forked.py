@@ -1,7 +1,6 @@
-"""Connections and locks that children do not inherit: a DataLoader worker that outlives a rank would hide its death.
-
-A connection closes, and a lock is let go, when the last process that has it ends. gloo lets children inherit all of
-its sockets. Here each is closed in a child that is forked, and by the system in one that runs another program.
+"""Connections and locks that children do not inherit: they end with the last process that has them, and a DataLoader
+worker that outlives a rank would hide its death. In a child that is forked each is closed here, in one that runs
+another program by the system.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ def keep_from_children(descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
 
 
+def _target(descriptor: int) -> str:
+    with suppress(OSError):
+        return os.readlink(f"{_OPEN}/{descriptor}")
+    return ""
+
+
 def _connections() -> dict[int, tuple[str, int]]:
     """TCP sockets by descriptor: the target and the local port."""
     found = {}
-    with suppress(OSError):
-        for descriptor in map(int, os.listdir(_OPEN)):
-            with suppress(OSError):
-                target = os.readlink(f"{_OPEN}/{descriptor}")
-                if target.startswith("socket:"):
-                    with socket.socket(fileno=os.dup(descriptor)) as one:
-                        if one.family in (socket.AF_INET, socket.AF_INET6):
-                            found[descriptor] = target, one.getsockname()[1]
+    for descriptor in map(int, os.listdir(_OPEN) if os.path.isdir(_OPEN) else ()):
+        if (target := _target(descriptor)).startswith("socket:"):
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                if one.family in (socket.AF_INET, socket.AF_INET6):
+                    found[descriptor] = target, one.getsockname()[1]
     return found
 
 
 def _let_go() -> None:
     """In a child. Its objects keep the numbers, and may close them later: nothing else may get these."""
     nothing, there = os.open(os.devnull, os.O_RDWR), _connections()
-    still: set[int] = set()
-    for descriptor, target in _kept.items():
-        with suppress(OSError):
-            still |= {descriptor} if os.readlink(f"{_OPEN}/{descriptor}") == target else set()
+    still = {descriptor for descriptor, target in _kept.items() if _target(descriptor) == target}
     accepting = {there[descriptor][1] for descriptor in still & there.keys()}
     for descriptor in still | {one for one, (_, port) in there.items() if port in accepting}:
         os.dup2(nothing, descriptor, inheritable=False)

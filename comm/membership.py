@@ -150,9 +150,17 @@ class Membership:
                     f"at the beginning of a step: expected a longer timeout= than a step takes"
                 )
             time.sleep(_POLL)
-        self._epoch, members, lives, self.step = json.loads(self._store.get(key))
-        self.folder = self._folder_of(self._epoch - 1)  # no path is the store's
-        self.members, self._lives, self.changed = tuple(members), dict(enumerate(lives)), True
+        told = self._store.get(key)
+        try:
+            epoch, members, lives, step = json.loads(told)
+            self.members, self._lives = tuple(map(int, members)), dict(enumerate(map(int, lives)))
+            self._epoch, self.step, self.folder = int(epoch), int(step), self._folder_of(int(epoch) - 1)
+        except (ValueError, TypeError) as error:
+            raise RuntimeError(
+                f"{key!r} in the store at which the ranks meet is {told!r:.80}, which no rank of this run writes: "
+                f"expected a port that nobody else reaches"
+            ) from error
+        self.changed = True
 
     def someone_comes(self, step: int) -> bool:
         """Whether processes that were started again join in front of this step: all members say the same.

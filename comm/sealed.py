@@ -1,9 +1,5 @@
-"""Seals of one run: a secret that the launcher hands to each process in its environment decides what is believed.
-
-    store     whoever reaches its port may write there: what is acted on carries a seal, made with the secret, of its
-              key and value. Without one it does not count
-    pickle    of batches and samples in shared memory: it carries a seal, too, and without one is not read
-    folder    this user's, whom nobody else lets in, and no link
+"""Seals of one run: a secret that the launcher hands to each process in its environment decides what is believed of
+the store, whose port others may reach, and which pickles in shared memory are read.
 
 Without a secret, as under torchrun unless STAGEWRIGHT_SECRET is set, the store is believed, and folders are checked.
 """
@@ -22,8 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.distributed_c10d import Store
-
-from .compact import CompactPickler
 
 SECRET = "STAGEWRIGHT_SECRET"  # in the environment of a run's processes, and nowhere else
 _SEAL = 64  # characters of a seal: SHA-256 in hex
@@ -45,7 +39,7 @@ class SealedStore:
         return getattr(self._store, name)
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, _seal(self._secret, key, value.encode()).decode() + value)
+        self._store.set(key, self._own(key, value))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether such processes have written all of them."""
@@ -57,8 +51,10 @@ class SealedStore:
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         assert not expected  # a key that nobody has written
-        own = _seal(self._secret, key, value.encode()).decode() + value
-        return self._opened(key, self._store.compare_set(key, "", own))
+        return self._opened(key, self._store.compare_set(key, "", self._own(key, value)))
+
+    def _own(self, key: str, value: str) -> str:
+        return _seal(self._secret, key, value.encode()).decode() + value
 
     def _is_sealed(self, key: str, found: bytes) -> bool:
         return hmac.compare_digest(found[:_SEAL], _seal(self._secret, key, found[_SEAL:]))
@@ -78,8 +74,7 @@ def _seal(secret: str, what: str, value: bytes) -> bytes:
 
 
 def own_folder(folder: Path) -> Path:
-    """The folder. Raises ValueError unless this user has made it, nobody else may enter it, and it is no link; OSError
-    for none."""
+    """The folder. Raises ValueError unless it is this user's, no link, and nobody else may enter; OSError for none."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ValueError(
@@ -94,12 +89,26 @@ def save_sealed(value: Any, path: Path) -> None:
 
 
 def load_sealed(path: Path) -> Any:
-    """What a process of this run has saved there, mapped into memory. Raises RuntimeError for what another one has
-    written, of which nothing is run."""
+    """What a process of this run has saved. Raises RuntimeError for what another one has, of which nothing is run."""
     try:
         return torch.load(path, mmap=True, weights_only=False, pickle_module=_PICKLES)
     except pickle.UnpicklingError as error:
         raise RuntimeError(f"{path}: {error}") from None
+
+
+class CompactPickler(pickle.Pickler):
+    """A pickler that writes only the elements of a view: torch writes all memory under it, such as a data set."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+        if is_plain and value.nbytes < value.untyped_storage().nbytes():
+            return value.detach().clone().requires_grad_(value.requires_grad).__reduce_ex__(2)
+        return NotImplemented
+
+
+def compact(value: object) -> bytes:
+    CompactPickler(file := io.BytesIO()).dump(value)
+    return file.getvalue()
 
 
 class _Pickler(CompactPickler):
@@ -111,19 +120,15 @@ class _Pickler(CompactPickler):
 
     def dump(self, value: Any) -> None:
         super().dump(value)
-        self._file.write(_pickles_seal(self._file.getvalue()))
+        self._file.write(_seal(os.environ.get(SECRET, ""), "pickle", self._file.getvalue()))
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         text = file.read()
-        if not hmac.compare_digest(text[-_SEAL:], _pickles_seal(text[:-_SEAL])):
+        if not hmac.compare_digest(text[-_SEAL:], _seal(os.environ.get(SECRET, ""), "pickle", text[:-_SEAL])):
             raise pickle.UnpicklingError("a process that is none of this run has written it")
         super().__init__(io.BytesIO(text), **options)
-
-
-def _pickles_seal(text: bytes) -> bytes:
-    return _seal(os.environ.get(SECRET, ""), "pickle", text)
 
 
 _PICKLES: Any = SimpleNamespace(__name__=__name__, Pickler=_Pickler, Unpickler=_Unpickler)

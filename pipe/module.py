@@ -154,14 +154,15 @@ class PipelineModule(RunFigures):
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "old")}
         with ExitStack() as stack:
-            edits = stack.enter_context(model.applied()) if isinstance(model, Edits) else None
-            if isinstance(model, Edits):
-                again = partial(model.applied, [*model])
-                given["model"] = model = model.model
+            edited = model if isinstance(model, Edits) else None
+            edits = None if edited is None else stack.enter_context(edited.applied())
+            if edited is not None:
+                again = partial(edited.applied, [*edited])
+                given["model"] = model = edited.model
             options = read_options(read_arguments(given, old, edits))
             if options.weights is not None:
                 take_weights(options.root, options.weights)
-            make_layout = choose_layout(options)
+            make_layout = choose_layout(options) if edited is None else edited.in_group(choose_layout(options))
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(model).__name__
             self._until_verified = math.inf if options.verify_every is None else 0.0  # batches

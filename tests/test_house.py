@@ -19,12 +19,12 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 69_725,
-    "library code lines": 49_100,
+    "library lines": 69_633,
+    "library code lines": 49_035,
     "experiments lines": 20_070,
     "library files": 328,
-    "library classes": 566,
-    "annotated fields": 1_464,
+    "library classes": 565,
+    "annotated fields": 1_463,
     "functions above 60 lines": 0,
     "functions above 8 parameters": 3,
     "modules with one importer": 24,

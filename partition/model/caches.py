@@ -1,8 +1,5 @@
-"""Caches in modules that several units call: rotary tables of all layers, masks by length.
-
-    layers.0: rotary(x) makes and keeps cos, sin     layers.1: rotary(x) takes them, and would make them as well
-
-So no tensor is handed on from unit to unit: over processes, each makes its own.
+"""Caches in modules that several units call: rotary tables of all layers, masks by length. No tensor of theirs is
+handed on from unit to unit: over processes, each makes its own.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ class Caches:
     def note(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> None:
         """An operation within a unit is through."""
         is_random = torch.Tag.nondeterministic_seeded in getattr(function, "tags", ())
-        if is_random or is_made_up() or not all(map(self._is_fixed, _tensors((args, kwargs)))):
+        if is_random or is_made_up() or not all(map(self._is_fixed, flat((args, kwargs)))):
             for x in written(function, args, kwargs):
                 self._maker.pop(memory_of(x), None)
             return
-        made = [*_tensors(result)]
+        made = [x for x in flat(result) if isinstance(x, torch.Tensor)]
         maker = _running_module() if made else None
         for x in made:
             self._maker.setdefault(memory_of(x), maker)
@@ -46,20 +43,22 @@ class Caches:
         maker = self._maker.get(memory_of(tensor))
         return maker is not None and any(part is maker for part in unit.modules())
 
-    def _is_fixed(self, x: torch.Tensor) -> bool:
+    def _is_fixed(self, x: Any) -> bool:
+        if not isinstance(x, torch.Tensor):
+            return True
         if x.requires_grad or isinstance(x, nn.Parameter):
             return False
         is_made = not isinstance(x, FakeTensor) or memory_of(x) in self._maker
         return is_made or (not x._version and original_of(x) is not None)  # a buffer
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Those of an operation, at a tenth of the cost of a pytree: few are looked at."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
+def flat(value: Any) -> Iterator[Any]:
+    """The parts of an operation's arguments or results, at a tenth of the cost of a pytree."""
+    if isinstance(value, tuple | list | dict):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+            yield from flat(part)
+    else:
+        yield value
 
 
 def _running_module() -> nn.Module | None:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .source_line import content, is_users_module
+from .reach import closed_over
+from .source_line import is_users_module
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), PurePath, torch.dtype, torch.device, torch.Size)
 _OF_THE_MACHINERY = frozenset(vars(nn.Module()))  # hooks, tables of parameters: looked at by themselves
@@ -156,8 +157,7 @@ def _parts(value: Any) -> Iterable[object]:
     if isinstance(value, type | ModuleType | Logger):
         return (getattr(value, "__name__", None),)
     if isinstance(value, FunctionType):
-        cells = [held for cell in value.__closure__ or () for held in content(cell)]
-        code = value.__code__  # of several lambdas in one function the names are the same
+        code, cells = value.__code__, closed_over(value)  # of several lambdas in one function the names are the same
         consts = [each for each in code.co_consts if isinstance(each, _PLAIN)]
         return code.co_code, code.co_names, consts, value.__defaults__, value.__kwdefaults__, vars(value), cells
     if isinstance(value, MethodType):

@@ -10,7 +10,7 @@ at hand: code that reads values reads sizes, flags and counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from .fakes import original_of
 from .memory import memory_of
+from .reach import walk
 from .untouched import StateSnapshot
 
 _READS_VALUES = (
@@ -57,7 +58,7 @@ def call_for_shapes(
         return run(*args, **named)
     devices = [x.device for x in pytree.tree_leaves((args, named)) if isinstance(x, torch.Tensor)]
     kept = StateSnapshot([module], device=devices[0] if devices else torch.device("cpu"))
-    objects = list(_contents((args, named), set()))
+    objects = [(x, x.copy()) for x in walk([args, named], _changeable) if isinstance(x, list | dict)]
     try:
         return run(*args, **named)
     except Exception as error:
@@ -115,18 +116,12 @@ class Shaped:
 _NO_MODULE = nn.Module()
 
 
-def _contents(value: object, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-    """Changeable parts of arguments, such as a cache: lists, dicts and attributes, each with a copy of its content."""
-    if id(value) in seen or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
-        return
-    seen.add(id(value))
-    if isinstance(value, list | dict):
-        yield value, value.copy()
-    if isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _contents(each, seen)
-    if hasattr(value, "__dict__"):
-        yield from _contents(vars(value), seen)
+def _changeable(value: Any) -> Collection[Any]:
+    """Parts of arguments, such as a cache, that code may change."""
+    if callable(value) or isinstance(value, torch.Tensor):
+        return ()
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [*held, *([vars(value)] if hasattr(value, "__dict__") else [])]
 
 
 def wanting_gradient(tensor: torch.Tensor) -> torch.Tensor:

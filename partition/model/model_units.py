@@ -110,13 +110,15 @@ class RecordedUnits:
             deeper = self._deeper()
             if deeper is not None:
                 return deeper.evenly(num_stages)
-            if kept := [*self._how.keep_whole.items()]:
-                path, why = kept[0]
-                raise ValueError(
-                    f"num_stages={num_stages} for a model of {places} units that can be cut apart, in which {path!r} "
-                    f"stays whole: {why.reason}. Expected 1 to {places}, or {why.expected}"
-                )
+            if self._how.keep_whole:
+                path = next(iter(self._how.keep_whole))
+                said = f"num_stages={num_stages} for a model of {places} units that can be cut apart, in which {path!r}"
+                raise self._stays_whole(said, path, f"1 to {places}")
         return self._contiguous(cut_evenly(flow.weights, num_stages=num_stages, crossing_bytes=flow.crossing_bytes))
+
+    def _stays_whole(self, said: str, path: str, instead: str) -> ValueError:
+        why = self._how.keep_whole[path]
+        return ValueError(f"{said} stays whole: {why.reason}. Expected {instead}, or {why.expected}")
 
     def at(self, split_points: Sequence[str]) -> Cut:
         """Any module that the model runs may begin a stage."""
@@ -130,11 +132,9 @@ class RecordedUnits:
         wanted = [point for point in split_points if point not in first and point in inside]
         if wanted:
             paths = _above(wanted, self.flow)
-            if kept := sorted(paths & self._how.keep_whole.keys()):
-                path, why = kept[0], self._how.keep_whole[kept[0]]
-                raise ValueError(
-                    f"cut={wanted[0]!r} is in {path!r}, which stays whole: {why.reason}. Expected {path!r}, where a "
-                    f"stage may begin, or {why.expected}"
+            for path in sorted(paths & self._how.keep_whole.keys()):
+                raise self._stays_whole(
+                    f"cut={wanted[0]!r} is in {path!r}, which", path, f"{path!r}, where a stage may begin"
                 )
             return self._with_open(paths).at(split_points)
         return self._contiguous(starts_at(split_points, first, "module that the model runs"))

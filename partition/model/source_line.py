@@ -6,10 +6,9 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from types import CellType, FrameType
+from types import FrameType
 
 import numpy as np
 import torch
@@ -62,14 +61,6 @@ def is_users_module(module: str | None) -> bool:
         return False
     path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return not any(library in path for library in _LIBRARIES)
-
-
-def content(cell: CellType) -> Collection[object]:
-    """The one value that a closure's cell holds; none where it is not bound yet."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
 
 
 def first_line(error: BaseException) -> str:

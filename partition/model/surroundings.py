@@ -1,9 +1,6 @@
-"""The state of the process that a model's code finds around it and may change, and that other code shares.
-
-globals            that functions of the model's classes name, and through them: entries of dicts, lists and sets,
-                   attributes of objects, classes and the user's Python modules, thread-locals
-context variables  all
-torch              settings that decide how operations compute
+"""The state of the process that a model's code finds around it and may change, and that other code shares: torch's
+settings, context variables, and globals that functions of the model's classes name, and through them entries of dicts,
+lists and sets, attributes of objects, classes and the user's Python modules, thread-locals.
 
 Kept are entries, by identity: a list that is put back holds the same objects as before. Code of the user's and of
 libraries is followed, but for Python's own and torch's; libraries' entries are put back, and not watched.
@@ -28,13 +25,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .source_line import content, is_users_module
+from .reach import closed_over, codes
+from .source_line import is_users_module
 
 _MOST = 1000  # entries of a container that are looked into, and watched
 _LARGE = 100_000  # those of data, which no forward changes
 _DEEP = 3  # objects within objects
 _OBJECTS = 5000
-_STORES = (opmap["STORE_GLOBAL"], opmap["DELETE_GLOBAL"])
+_STORES = {opmap["STORE_GLOBAL"], opmap["DELETE_GLOBAL"]}
 _STABLE = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
 _FIXED = (bool, int, float, type(None), str, bytes, torch.Tensor, nn.Module)
 _DICTS, _LISTS = {dict, OrderedDict, defaultdict}, {list, set, deque}
@@ -42,23 +40,16 @@ _Wrapper = functools._lru_cache_wrapper
 MISSING: Any = object()
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Namespace:
-    """Namespace that code may read and change: `put` and `drop` change one. `where`: code that names it, and how."""
+    """Namespace that code may read and change. `where`: code that names it, and how."""
 
     name: str
     read: Callable[[], Mapping[Any, Any]]
-    put: Callable[[Any, Any], object]
-    drop: Callable[[Any], object]
+    set: Callable[[Any, Any], object]
     where: tuple[CodeType, str] | None = None
     is_dict: bool = False
     is_watched: bool = True
-
-    def set(self, key: Any, value: Any) -> None:
-        if value is not MISSING:
-            self.put(key, value)
-        elif key in self.read():
-            self.drop(key)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,16 +81,13 @@ class Changed:
         if self.table.where is None:
             return ""
         code, name = self.table.where
-        line = code.co_firstlineno
-        for each in get_instructions(code):
-            line = each.starts_line or line
-            if each.argval == name:
-                break
+        lines = (each.positions.lineno for each in get_instructions(code) if each.positions and each.argval == name)
+        line = next(lines, code.co_firstlineno)
         return f" at {code.co_filename}:{line}, in {code.co_name}"
 
     @property
     def leaves(self) -> list[object]:
-        return pytree.tree_leaves(list(self.now) if isinstance(self.now, _Content) else self.now)
+        return pytree.tree_leaves(self.now)
 
     @property
     def setting(self) -> Setting:
@@ -139,7 +127,7 @@ class Surroundings:
         for table, entries in zip(self._tables, self._first, strict=True):
             for key, value in entries.items():
                 if isinstance(value, _Wrapper):
-                    table.put(key, functools.lru_cache(maxsize=0)(value.__wrapped__))
+                    table.set(key, functools.lru_cache(maxsize=0)(value.__wrapped__))
         self._base = [dict(table.read()) for table in self._watched]
         try:
             yield
@@ -148,20 +136,15 @@ class Surroundings:
                 for key in _differing(before, table.read()):
                     table.set(key, before.get(key, MISSING))
 
-    def changes(self) -> list[Changed]:
-        """Entries of the user's and torch's that differ from the start, without those that `apart` has left out."""
-        found = []
-        for table, before in zip(self._watched, self._base, strict=True):
-            now = table.read()
-            keys = _differing(before, now)
-            found += [Changed(table, key, before.get(key, MISSING), now.get(key, MISSING)) for key in keys]
-        return found
-
-    def torch_changes(self) -> list[Changed]:
-        """Changes of torch's settings alone."""
-        now = self._watched[0].read()
-        keys = _differing(self._base[0], now)
-        return [Changed(self._watched[0], key, self._base[0][key], now[key]) for key in keys]
+    def changes(self, number: int | None = None) -> list[Changed]:
+        """Entries of the user's and torch's that differ from the start, without those that `apart` has left out.
+        `number`: of namespaces that are asked, of which torch's settings are the first."""
+        return [
+            Changed(table, key, before.get(key, MISSING), now.get(key, MISSING))
+            for table, before in zip(self._watched[:number], self._base, strict=False)
+            for now in [table.read()]
+            for key in _differing(before, now)
+        ]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -191,13 +174,9 @@ def _differing(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, _Content) and isinstance(other, _Content):
+    if type(one) is type(other) is tuple:
         return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
     return one is other or (type(one) is type(other) and isinstance(one, int | float | str) and bool(one == other))
-
-
-class _Content(tuple[Any, ...]):
-    """The elements of a list, set or deque."""
 
 
 def _torch_settings() -> Namespace:
@@ -212,17 +191,14 @@ def _torch_settings() -> Namespace:
         "cuDNN attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
         "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     }
-    for owner, names in ((torch.backends.cudnn, ("enabled", "benchmark", "deterministic")), (matmul, ("allow_tf32",))):
-        for name in names:
-            each[f"{name} of {owner.__name__ if isinstance(owner, ModuleType) else 'products on CUDA'}"] = (
-                partial(getattr, owner, name),
-                partial(setattr, owner, name),
-            )
+    attributes: list[tuple[str, Any, str]] = [("products on CUDA", matmul, "allow_tf32")]
+    attributes += [("torch.backends.cudnn", torch.backends.cudnn, n) for n in ("enabled", "benchmark", "deterministic")]
+    for what, owner, name in attributes:
+        each[f"{name} of {what}"] = partial(getattr, owner, name), partial(setattr, owner, name)
     return Namespace(
         name="torch",
         read=lambda: {key: get() for key, (get, _) in each.items()},
-        put=lambda key, value: each[key][1](value),
-        drop=lambda key: None,
+        set=lambda key, value: each[key][1](value),
     )
 
 
@@ -230,15 +206,21 @@ def _context_variables() -> Namespace:
     tokens: dict[ContextVar[Any], Token[Any]] = {}  # only they lead back to where one was never set
 
     def put(variable: ContextVar[Any], value: Any) -> None:
-        token = variable.set(value)
-        if token.old_value is Token.MISSING:
-            tokens[variable] = token
-
-    def drop(variable: ContextVar[Any]) -> None:
-        if variable in tokens:
+        if value is not MISSING:
+            token = variable.set(value)
+            if token.old_value is Token.MISSING:
+                tokens[variable] = token
+        elif variable in tokens:
             variable.reset(tokens.pop(variable))
 
-    return Namespace(name="the context variables", read=lambda: dict(copy_context().items()), put=put, drop=drop)
+    return Namespace(name="the context variables", read=lambda: dict(copy_context().items()), set=put)
+
+
+def _put(table: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+    if value is not MISSING:
+        table[key] = value
+    else:
+        table.pop(key, None)
 
 
 class _Found(NamedTuple):
@@ -270,19 +252,15 @@ class _Search:
         if isinstance(value, FunctionType):
             if _is_followed(value.__module__, found.origin):
                 self._code(value.__code__, value.__globals__, value.__module__)
-                held = [x for cell in value.__closure__ or () for x in content(cell)]
-        elif isinstance(value, _Wrapper | staticmethod | classmethod | MethodType):
-            held = (value.__wrapped__ if isinstance(value, _Wrapper) else value.__func__,)
-        elif isinstance(value, property | partial):
-            held = (value.fget if isinstance(value, property) else value.func,)
-        elif type(value) in _DICTS | _LISTS and len(value) > _LARGE:
-            return
-        elif type(value) in _DICTS:
-            self._attributes(found, lambda: value, is_dict=True)
-            held = value.values() if len(value) <= _MOST else ()
-        elif type(value) in _LISTS:
-            self._content(found)
-            held = value if len(value) <= _MOST else ()
+                held = closed_over(value)
+        elif isinstance(value, _Wrapper | staticmethod | classmethod | MethodType | property | partial):
+            held = [getattr(value, name, None) for name in ("__wrapped__", "__func__", "fget", "func")]
+        elif type(value) in _DICTS | _LISTS:
+            if len(value) <= _LARGE and type(value) in _DICTS:
+                self._attributes(found, lambda: value)
+            elif len(value) <= _LARGE:
+                self._content(found)
+            held = () if len(value) > _MOST else value.values() if type(value) in _DICTS else value
         elif isinstance(value, type):
             if _is_followed(value.__module__, found.origin):
                 self._class(value)
@@ -294,77 +272,61 @@ class _Search:
         depth = 0 if isinstance(value, FunctionType | type) else found.depth + 1  # code is followed to its end
         self._pending += [_Found(each, inner, found.origin, found.where, depth) for each in held]
 
-    def _code(self, code: CodeType, names: MutableMapping[str, Any], origin: str) -> None:
+    def _code(self, whole: CodeType, names: MutableMapping[str, Any], origin: str) -> None:
         """Globals that a function names, and attributes of the Python modules among them."""
-        stored = _stored(code)
-        for name in code.co_names:
-            value = names.get(name, MISSING)
+        for code, name in ((each, name) for each in codes(whole) for name in each.co_names):
+            value, is_stored = names.get(name, MISSING), name in _stored(code)
             if isinstance(value, ModuleType):
                 is_users, inside = is_users_module(value.__name__), vars(value)
                 for inner in () if _is_stable(value.__name__) else {*code.co_names} & inside.keys():
                     self._global(_Found(inside[inner], inner, origin, (code, name)), inside, is_stored=is_users)
-            elif value is not MISSING or name in stored:
-                self._global(_Found(value, name, origin, (code, name)), names, is_stored=name in stored)
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                self._code(constant, names, origin)
+            elif value is not MISSING or is_stored:
+                self._global(_Found(value, name, origin, (code, name)), names, is_stored=is_stored)
 
     def _global(self, found: _Found, names: MutableMapping[str, Any], *, is_stored: bool) -> None:
         name, key = found.name, (id(names), found.name)
         if (is_stored or isinstance(found.value, _Wrapper)) and key not in self._globals:
             self._globals.add(key)
-            read = lambda: {name: names[name]} if name in names else {}  # noqa: E731
-            named = found._replace(name=f"module {names.get('__name__')}")
-            self._add(named, read, names.__setitem__, names.__delitem__)
+            named = found._replace(value=None, name=f"module {names.get('__name__')}")
+            self._add(named, lambda: {name: names[name]} if name in names else {}, partial(_put, names))
         self._pending.append(found)
 
-    def _attributes(self, found: _Found, now: Callable[[], dict[Any, Any]], *, is_dict: bool = False) -> None:
-        def put(key: Any, value: Any) -> None:
-            now()[key] = value
-
-        self._add(found, lambda: dict(now()), put, lambda key: now().pop(key), is_dict=is_dict)
+    def _attributes(self, found: _Found, now: Callable[[], dict[Any, Any]]) -> None:
+        self._add(found, lambda: dict(now()), lambda key, value: _put(now(), key, value))
 
     def _content(self, found: _Found) -> None:
         held = found.value
 
-        def put(_: None, values: _Content) -> None:
+        def put(_: None, values: tuple[Any, ...]) -> None:
             held.clear()
             (held.update if isinstance(held, set) else held.extend)(values)
 
-        self._add(found, lambda: {None: _Content(held)}, put, lambda _: held.clear())
+        self._add(found, lambda: {None: tuple(held)}, put)
 
     def _class(self, kind: type) -> None:
         def read() -> dict[str, Any]:
             return {key: value for key, value in vars(kind).items() if not key.startswith("__")}
 
-        found = _Found(kind, f"class {kind.__qualname__}", kind.__module__)
-        self._add(found, read, partial(type.__setattr__, kind), partial(type.__delattr__, kind))
+        def put(key: str, value: Any) -> None:
+            if value is not MISSING:
+                type.__setattr__(kind, key, value)
+            elif key in vars(kind):
+                type.__delattr__(kind, key)
 
-    def _add(
-        self,
-        found: _Found,
-        read: Callable[[], Mapping[Any, Any]],
-        put: Callable[[Any, Any], object],
-        drop: Callable[[Any], object],
-        *,
-        is_dict: bool = False,
-    ) -> None:
-        entries = read()
-        held = entries.get(None)
-        is_large = max(len(entries), len(held) if isinstance(held, _Content) else 0) > _MOST
+        self._add(_Found(kind, f"class {kind.__qualname__}", kind.__module__), read, put)
+
+    def _add(self, found: _Found, read: Callable[[], Mapping[Any, Any]], put: Callable[[Any, Any], object]) -> None:
+        is_dict = type(found.value) in _DICTS
+        is_large = (is_dict or type(found.value) in _LISTS) and len(found.value) > _MOST
         is_watched = is_users_module(found.origin) and not is_large
-        table = Namespace(
-            name=found.name, read=read, put=put, drop=drop, where=found.where, is_dict=is_dict, is_watched=is_watched
-        )
-        self.tables.append(table)
+        self.tables.append(Namespace(found.name, read, put, found.where, is_dict, is_watched))
 
 
 @cache
 def _stored(code: CodeType) -> frozenset[str]:
     """Names of the globals that code binds anew."""
-    if not {*_STORES} & {*code.co_code[::2]}:
-        return frozenset()
-    return frozenset(each.argval for each in get_instructions(code) if each.opcode in _STORES)
+    instructions = get_instructions(code) if _STORES & {*code.co_code[::2]} else ()
+    return frozenset(each.argval for each in instructions if each.opcode in _STORES)
 
 
 def _is_stable(module: str | None) -> bool:

@@ -1,25 +1,20 @@
 """Running user code without a trace: shape inference, the profiler and `verify` run a model beside its training.
 
-    tables       parameters, buffers, submodules, hooks: the same entries, in the same order
-    attributes   the same values; lists, dicts, sets, arrays and objects of the user's own hold what they held
-    functions    hooks, and functions in attributes: what they close over, and lists, dicts, sets and numbers among the
-                 globals that they name
-    surroundings what the code of the model's classes finds and changes around it, entry by entry
-    tensors      buffers, and tensors in attributes, have the values that they had
-    generators   torch's, Python's and numpy's global ones, and those in attributes
-
-Objects of libraries (a logger, a SummaryWriter) have lives of their own and are left alone. Parameters stay the same
-objects; their values are not kept.
+Afterwards tables, attributes, lists, dicts, sets, arrays and objects of the user's own hold what they held, by identity
+and in order; functions close over it, and find it in globals; buffers and other tensors have the values that they had;
+random generators stand where they stood. Objects of libraries (a logger, a SummaryWriter) have lives of their own and
+are left alone. Parameters stay the same objects; their values are not kept.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
-from types import CellType, FunctionType, MethodType
+from operator import is_
+from types import CellType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,13 +24,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from .source_line import content, is_users_module
+from .reach import content, parts, walk
+from .source_line import is_users_module
 from .surroundings import Surroundings
 
-_MOST = 10_000  # entries of a container that are looked into
 _NUMBERS = bool | int | float | None
-_FIXED = (bool, int, float, type(None), str, bytes, type)
-_HOLDERS = (list, dict, set, deque, np.ndarray)
+_TABLES = (dict, list, deque, set)
 Places = list[tuple[dict[Any, Any] | list[Any], Any]]
 
 
@@ -57,64 +51,55 @@ class StateSnapshot:
 
     def __init__(self, roots: Collection[object], *, device: torch.device | None, buffers: bool = True) -> None:
         self._undo: list[Callable[[], object]] = [_generators(device)]
-        seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
-        if not buffers:
-            modules = [root for root in roots if isinstance(root, nn.Module)]
-            seen = {id(buffer): buffer for root in modules for buffer in root.buffers()}
-        empty: list[dict[Any, Any]] = []  # most of what modules hold: tables of hooks
-        self._empty = empty
-        self._undo.append(partial(_clear, empty))
-        pending: list[object] = list(roots)
-        while pending:
-            value = pending.pop()
-            if id(value) not in seen and not isinstance(value, _FIXED):
-                seen[id(value)] = value
-                if isinstance(value, dict) and not value:
-                    empty.append(value)
-                    continue
-                self._undo += _undo_of(value)
-                held = self._held(value)
-                pending += held if len(held) <= _MOST else ()
-        self._seen = seen
+        self._tables: list[tuple[Any, list[Any]]] = []
+        modules = [root for root in roots if isinstance(root, nn.Module) and not buffers]
+        self._seen = [*walk(roots, self._held, {id(buffer) for module in modules for buffer in module.buffers()})]
 
     @property
     def kinds(self) -> set[type]:
         """Classes of the modules and the user's objects among it."""
-        return {
-            type(value) for value in self._seen.values() if _is_entered(value) and not isinstance(value, torch.Tensor)
-        }
+        return {type(value) for value in self._seen if _is_entered(value) and not isinstance(value, torch.Tensor)}
 
     @cached_property
     def surroundings(self) -> Surroundings:
         """The state that the code of all classes and functions here finds around it."""
-        return Surroundings(self.kinds, [value for value in self._seen.values() if isinstance(value, FunctionType)])
+        return Surroundings(self.kinds, [value for value in self._seen if isinstance(value, FunctionType)])
 
     def new_tensors(self) -> Places:
         """Where a tensor stands that did not: (dict, its key), (list, None)."""
         found: Places = []
-        changed = [one.args for one in self._undo if isinstance(one, partial) and one.func is _restore_dict]
-        for table, items in [*changed, *((table, ()) for table in self._empty)]:
-            before = dict(items)
-            found += [(table, key) for key, new in table.items() if new is not before.get(key) and _has_tensor(new)]
-        for undo in self._undo:
-            if isinstance(undo, partial) and undo.func is _restore_list and isinstance(undo.args[0], list):
-                values, before = undo.args
-                found += [(values, None)] * any(_has_tensor(new) for new in values[len(before) :])
+        for held, before in self._tables:
+            if held and isinstance(held, dict):
+                known = dict(_pairs(before))
+                found += [(held, key) for key, new in held.items() if new is not known.get(key) and _has_tensor(new)]
+            elif isinstance(held, list):
+                found += [(held, None)] * any(_has_tensor(new) for new in held[len(before) :])
         return found
 
     def restore(self) -> None:
         for undo in self._undo:
             undo()
+        for held, before in self._tables:
+            now = _entries(held) if held else []
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                held.clear()
+                for key, each in _pairs(before) if isinstance(held, dict) else ():
+                    held[key] = each  # a Counter's update would count
+                if not isinstance(held, dict):
+                    (held.update if isinstance(held, set) else held.extend)(before)
 
-    def _held(self, value: Any) -> Collection[object]:
-        if isinstance(value, list | tuple | deque):
-            return value
-        if isinstance(value, dict):
-            return value.values()
-        if isinstance(value, partial):
-            return value.func, *value.args, *value.keywords.values()
-        if isinstance(value, MethodType):
-            return value.__self__, value.__func__
+    def _held(self, value: Any) -> Collection[Any]:
+        """Its parts; what it is now is noted."""
+        if isinstance(value, _TABLES):
+            self._tables.append((value, _entries(value)))
+        else:
+            self._undo += _undo_of(value)
+        if isinstance(value, dict):  # most of what modules hold: tables of hooks
+            empty = [x for x in value.values() if isinstance(x, dict) and not x]
+            self._tables += [(x, []) for x in empty]
+            value = [x for x in value.values() if not isinstance(x, dict) or x]
+        if (held := parts(value)) is not None:
+            return held
         if isinstance(value, FunctionType):
             return self._held_by_function(value) if is_users_module(value.__module__) else ()
         return (vars(value),) if _is_entered(value) else ()
@@ -126,12 +111,11 @@ class StateSnapshot:
             self._undo.append(partial(_restore_cell, cell, bound))
             held += bound
         names = function.__globals__
-        for name in function.__code__.co_names:
-            value = names.get(name)
-            if name in names and isinstance(value, _NUMBERS):
-                self._undo.append(partial(names.__setitem__, name, value))
-            elif isinstance(value, _HOLDERS):
-                held.append(value)
+        for name in names.keys() & {*function.__code__.co_names}:
+            if isinstance(names[name], _NUMBERS):
+                self._undo.append(partial(names.__setitem__, name, names[name]))
+            elif isinstance(names[name], (*_TABLES, np.ndarray)):
+                held.append(names[name])
         return held
 
 
@@ -143,32 +127,14 @@ def _has_tensor(value: object) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def _clear(tables: Collection[dict[object, object]]) -> None:
-    for table in tables:
-        if table:
-            table.clear()
+def _entries(table: Any) -> list[Any]:
+    """Elements; of a dict its keys, then its values."""
+    return [*table, *table.values()] if isinstance(table, dict) else [*table]
 
 
-def _restore_dict(table: MutableMapping[object, object], items: list[tuple[object, object]]) -> None:
-    if len(table) == len(items) and all(
-        k is key and v is value for (k, v), (key, value) in zip(table.items(), items, strict=True)
-    ):
-        return
-    table.clear()
-    for key, value in items:
-        table[key] = value
-
-
-def _restore_list(values: list[object] | deque[object], items: list[object]) -> None:
-    if len(values) != len(items) or any(one is not other for one, other in zip(values, items, strict=True)):
-        values.clear()
-        values.extend(items)
-
-
-def _restore_set(values: set[object], items: set[object]) -> None:
-    if values != items:
-        values.clear()
-        values.update(items)
+def _pairs(entries: list[Any]) -> Iterable[tuple[Any, Any]]:
+    half = len(entries) // 2
+    return zip(entries[:half], entries[half:], strict=True)
 
 
 def _restore_cell(cell: CellType, bound: Collection[object]) -> None:
@@ -178,11 +144,11 @@ def _restore_cell(cell: CellType, bound: Collection[object]) -> None:
         del cell.cell_contents
 
 
-def _undo_tensor(tensor: torch.Tensor) -> Callable[[], None]:
-    """Nothing to do for what user code that runs here does not write to, and for what has no values."""
+def _undo_tensor(tensor: torch.Tensor) -> Callable[[], None] | None:
+    """Nothing for what user code that runs here does not write to, and for what has no values."""
     is_plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     if not is_plain or isinstance(tensor, nn.Parameter | FakeTensor):
-        return _nothing
+        return None
     with unset_fake_temporarily():
         return partial(_restore_tensor, tensor, tensor.detach().clone())
 
@@ -195,22 +161,11 @@ def _restore_tensor(tensor: torch.Tensor, value: torch.Tensor) -> None:
             now.data.copy_(value)
 
 
-def _undo_array(array: np.ndarray[Any, Any]) -> Callable[[], None]:
-    return partial(np.copyto, array, array.copy()) if array.flags.writeable else _nothing
-
-
-def _nothing() -> None:
-    pass
-
-
 # What puts back a value of a kind: made now, called afterwards.
-_UNDO: tuple[tuple[type, Callable[[Any], Callable[[], object]]], ...] = (
-    (dict, lambda table: partial(_restore_dict, table, list(table.items()))),
-    (list, lambda values: partial(_restore_list, values, list(values))),
-    (deque, lambda values: partial(_restore_list, values, list(values))),
-    (set, lambda values: partial(_restore_set, values, set(values))),
+_Making = Callable[[Any], Callable[[], object] | None]
+_UNDO: tuple[tuple[type, _Making], ...] = (
     (torch.Tensor, _undo_tensor),
-    (np.ndarray, _undo_array),
+    (np.ndarray, lambda array: partial(np.copyto, array, array.copy()) if array.flags.writeable else None),
     (random.Random, lambda generator: partial(generator.setstate, generator.getstate())),
     (np.random.RandomState, lambda generator: partial(generator.set_state, generator.get_state())),
     (np.random.Generator, lambda one: partial(setattr, one.bit_generator, "state", one.bit_generator.state)),
@@ -219,15 +174,14 @@ _UNDO: tuple[tuple[type, Callable[[Any], Callable[[], object]]], ...] = (
 
 
 # By kind, since a model has many objects of few, and all are looked through each time that a stage runs.
-_undo_by_kind: WeakKeyDictionary[Any, list[Callable[[Any], Callable[[], object]]]] = WeakKeyDictionary()
+_undo_by_kind: WeakKeyDictionary[Any, list[_Making]] = WeakKeyDictionary()
 
 
 def _undo_of(value: Any) -> list[Callable[[], object]]:
     kind = type(value)
-    known = _undo_by_kind.get(kind)
-    if known is None:
+    if (known := _undo_by_kind.get(kind)) is None:
         known = _undo_by_kind[kind] = [undo for base, undo in _UNDO if issubclass(kind, base)]
-    return [undo(value) for undo in known]
+    return [undo for make in known if (undo := make(value)) is not None]
 
 
 def torch_generators(device: torch.device | None) -> list[torch.Generator]:

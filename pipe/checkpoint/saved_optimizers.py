@@ -155,15 +155,11 @@ class SavedOptimizers:
         for name in self._known(stage, optimizer, group):
             return self._groups[name]
         kind, options = type(optimizer).__name__, _given(group)
-        return next(
-            (
-                (number, position)
-                for number, saved in enumerate(self._optimizers if group["params"] else ())
-                for position, other in enumerate(saved["groups"])
-                if saved["class"] == kind and _given(other["options"]) == options
-            ),
-            None,
-        )
+        for number, saved in enumerate(self._optimizers if group["params"] else ()):
+            for position, other in enumerate(saved["groups"]):
+                if saved["class"] == kind and _given(other["options"]) == options:
+                    return number, position
+        return None
 
     def lost(self, stages: Sequence[StageOptimizers]) -> list[str]:
         """Delay correction that these optimizers cannot go on with, or have not: for people."""

@@ -240,7 +240,7 @@ class _Fitting:
         """Copy everything to its place."""
         ownership, checkpoint = self._update.ownership, self.checkpoint
         for extra in reversed(checkpoint.value(EXTRA) or ()):  # by process: of replicas the first one's
-            set_extra_states(ownership.model.root, extra)
+            set_extra_states(ownership.model.root, extra or {})
         with torch.no_grad():
             for name, tensor, shard in held(self._update):
                 tensor.copy_(checkpoint.read(self._sources[name], shard))

@@ -1,16 +1,13 @@
 """Edits held against the untouched model, one more at a time: the first whose numbers depart is named.
 
-compared    outputs, every gradient, gradients of inputs, buffers, which parameters are one; each parameter is the same
-            one wherever an edit puts it
-inputs      an example; random numbers are seeded alike; the backward begins with a random gradient of each output
-rounding    of a type shorter than float32 is measured, as what weights that are off by it change: a gradient that
-            changes as a whole is not compared, and from one edit to the next none may change by much more
+Compared are outputs, every gradient, gradients of inputs, buffers, and which parameters are one, wherever an edit puts
+them. Inputs are an example; random numbers are seeded alike, and the backward begins with a random gradient of each
+output. Rounding of a type shorter than float32 is measured, as what weights that are off by it change: a gradient that
+changes as a whole is not compared, and from one edit to the next none may change by much more.
 
-And the memory that they save, measured, with what it buys: the largest microbatch under the same limit.
-
-kept     what a forward leaves, its outputs included        } measured for two sizes of a microbatch; around
-peak     the highest level of a forward and its backward    } these both are straight lines
-total    weights, gradients and optimizer's state + (in flight - 1) kept + peak
+And the memory that they save, measured, with what it buys: what a forward leaves, and the highest level of a forward
+and its backward, for two sizes of a microbatch, around which both are straight lines; and the largest microbatch for
+which weights, gradients and optimizer's state + (in flight - 1) kept + peak are under the same limit.
 """
 
 from __future__ import annotations
@@ -43,12 +40,8 @@ _ROUNDINGS = 2.2  # that one more edit may make
 
 
 class Edited(NamedTuple):
-    """A copy of a model with some edits.
-
-    Arguments:
-        names: by the name that a parameter or buffer has in the untouched model, the one that it has here.
-        lost: names that it has nothing for.
-    """
+    """A copy of a model with some edits. `names`: by the name of a parameter or buffer in the untouched model, the one
+    that it has here; `lost`: those for which it has nothing."""
 
     model: nn.Module
     names: Mapping[str, str]
@@ -192,10 +185,7 @@ def verify(
     edits: Sequence[Edit], edited: Callable[[Sequence[Edit]], Edited], example: Any, *, seed: int
 ) -> tuple[list[tuple[Edit, float]], list[tuple[Edit, str]]]:
     """Edits that their gate takes back, with how many times as long a forward and backward takes, and tensors that are
-    not compared since an edit takes them away.
-
-    Arguments:
-        edited: a copy of the model with some of the edits.
+    not compared since an edit takes them away. `edited`: a copy of the model with some of the edits.
 
     Raises VerificationError for the first edit with which the numbers depart.
     """

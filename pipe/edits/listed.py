@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...comm.mesh import World
 from ...partition.model.copies import Copies
 from ...partition.model.untouched import untouched
 from ...partition.strict import count as count_of
 from ...partition.strict import number
 from ...schedules.wording import count
+from ..context import Layout
 from ..guards.randomness import Seeder
 from ..shards.style import match
 from ..stage.recompute import Recompute, RecomputedModules
@@ -32,6 +34,7 @@ from ..stage.reruns import CheckpointedModules
 from .beside import Edited, explain, found_again, tensors_of, verify
 from .kinds import KINDS, Edit
 
+MakeLayout = Callable[[World], Layout]
 _FORMAT = "stagewright-edits-1"
 
 
@@ -253,6 +256,20 @@ class Edits:
                 raise ValueError(f"{each}: {name!r} is there no more, behind a replace: expected one of them")
             found.append(known[0])
         return found
+
+    def in_group(self, make_layout: MakeLayout | None) -> MakeLayout | None:
+        """The same; ValueError for a layout without the tensor group among which `shard` divides modules."""
+        shards = [each for each in self if each.word == "shard"]
+        if make_layout is None or not shards:
+            return make_layout
+
+        def make(world: World) -> Layout:
+            layout = make_layout(world)
+            if max(layout.place.mesh.tensor_sizes) == 1:
+                raise ValueError(f"{shards[0]} without a tensor group: expected mesh=Mesh(tensor=2), or no shard")
+            return layout
+
+        return make
 
     def find(self, pattern: str) -> Mapping[str, nn.Module]:
         """Modules by name. Raises ValueError, with near matches, where there is none."""

@@ -21,31 +21,16 @@ from ...partition.model.untouched import untouched
 
 Separable = Literal["elements", "parameters"]
 
-_BY_ELEMENT = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-_BY_PARAMETER = (torch.optim.Muon, torch.optim.Adafactor)
+_KNOWN: dict[type, Separable] = {torch.optim.Muon: "parameters", torch.optim.Adafactor: "parameters"}
+for _name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "ASGD", "Rprop"):
+    _KNOWN[getattr(torch.optim, _name)] = "elements"
 _CUT = 4  # of each dimension of a tensor, in the trial
 _WATCHED = 4  # groups of which one parameter is watched
 _SCALES = (1e4, 1e-3, 1.0)  # of the others' gradients, by step: beyond any threshold, and with memory of it
 
 
 def separable(optimizer: torch.optim.Optimizer) -> Separable:
-    """ "elements": it treats each element of a parameter by itself; "parameters": each parameter.
-
-    torch's own are known; the class of any other says it, as its attribute `separable`. Raises ValueError for one that
-    does not.
-    """
+    """ValueError for one that is not known to treat each element of a parameter, or each parameter, by itself."""
     kind = known_to_separate(optimizer)
     if kind is None:
         name = type(optimizer).__name__
@@ -58,11 +43,7 @@ def separable(optimizer: torch.optim.Optimizer) -> Separable:
 
 
 def known_to_separate(optimizer: torch.optim.Optimizer) -> Separable | None:
-    if type(optimizer) in _BY_ELEMENT:
-        return "elements"
-    if type(optimizer) in _BY_PARAMETER:
-        return "parameters"
-    said: Separable | None = getattr(optimizer, "separable", None)
+    said: Separable | None = _KNOWN.get(type(optimizer), getattr(optimizer, "separable", None))
     if said not in (None, "elements", "parameters"):
         raise ValueError(
             f"{type(optimizer).__name__}.separable = {said!r}: expected 'elements', 'parameters', or no such attribute"
@@ -82,10 +63,8 @@ def refuse_shared_statistic(
     hooks = [hook for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values() if hook != own_hook]
     name, kind = type(optimizer).__name__, type(optimizer).__module__
     is_known = kind.startswith("torch.optim.") or known_to_separate(optimizer) is not None
-    if is_known and not hooks:
-        return
     try:
-        if not _joins(optimizer, model, hooks):
+        if (is_known and not hooks) or not _joins(optimizer, model, hooks):
             return
     except Exception as error:
         said = " ".join(str(error).split())
@@ -124,14 +103,9 @@ def _joins(optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], hook
     with untouched(*hooks, device=None, buffers=False) as before, torch.no_grad():
         try:
             usual = results(None)
-            groups = [[p for p in group["params"] if not p.is_meta][:1] for group in own["param_groups"]]
-            watched = [p for first in groups for p in first][:_WATCHED]
-            return any(
-                not all(map(_agree, one, other))
-                for p in watched
-                for one, other in zip(usual, results(p), strict=True)
-                if one[0] is p
-            )
+            watched: list[Any] = [result[0] for result in usual][:_WATCHED]
+            pairs = [(p, one, other) for p in watched for one, other in zip(usual, results(p), strict=True)]
+            return any(one[0] is p and not all(map(_agree, one, other)) for p, one, other in pairs)
         finally:
             vars(optimizer).clear()
             vars(optimizer).update(own)

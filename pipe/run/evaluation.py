@@ -145,6 +145,12 @@ class Evaluation:
                     f"with these arguments values flow from rank {new[0][0]} straight to rank {new[0][1]}, which are "
                     f"not linked: expected arguments like those that the stages were built for"
                 )
+            lacks = self._ranks.update.ownership.missing([stage.module for stage in inference.stages])
+            if lacks is not None:
+                raise ValueError(
+                    f"with these arguments stage {lacks[1]} computes with {lacks[0]!r}, which another holds: "
+                    f"expected arguments like those that the stages were built for"
+                )
         for module in self._modules(mode):
             module.to(self._run.options.device)
         self._modes[like.form] = mode, like

@@ -132,11 +132,12 @@ class Ranks:
 
         # An order that is found for a batch may split any backward.
         split = schedule.split_stages if layout.replan is None else frozenset(range(schedule.num_stages))
+        for s, one in enumerate(parts.train.stages):  # of all ranks, which refuse it together
+            name = f"stage {s} ({parts.names[s]})"
+            refuse_backward(compile, one.module, schedule, stage=name, is_split=s in split)
 
         def make(rank: int, s: int) -> Stage:
             stage = parts.train.stages[s]
-            name = f"stage {s} ({parts.names[s]})"
-            refuse_backward(compile, stage.module, schedule, stage=name, is_split=s in split)
             rules = parts.recomputed.of_stage(s, stage)
             return Stage(
                 index=s,

@@ -1,7 +1,5 @@
 """A model's state as its own `state_dict()` gives it: its hooks and `get_extra_state` may rename, add, drop and nest.
-
-Here parameters and buffers have the names under which modules hold them. The model is asked where its state leaves or
-comes back.
+Here parameters and buffers have the names under which modules hold them.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ def keys_of(root: nn.Module) -> dict[str, str]:
     for key, value in state.items():
         if named.get(key) is not value:
             others.setdefault(id(value), []).append(key)
-    missing = [name for name, tensor in named.items() if state.get(name) is not tensor and id(tensor) in others]
-    return {name: others[id(named[name])].pop(0) for name in missing if others[id(named[name])]}
+    missing = [(name, others.get(id(x))) for name, x in named.items() if state.get(name) is not x]
+    return {name: keys.pop(0) for name, keys in missing if keys}
 
 
 def extra_states(root: nn.Module, modules: Collection[nn.Module]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from types import FrameType
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...comm import Collectives
+from ...partition.model.source_line import is_ours, is_users
 from ..context import Run
 from ..guards.separable import refuse_shared_statistic
 from ..shards.member_shards import MemberShards
@@ -67,6 +69,7 @@ class Ownership:
         gone = [tensor for name, tensor in everything if not self.is_local(name)]
         self.refuse_plain_state(gone, META)
         self.refuse_plain_state([x for name, x in everything if not self._shares[name].is_whole], DIVIDED)
+        self.is_told = False  # of a gradient that another process has
         self.asked: WeakSet[torch.optim.Optimizer] = WeakSet()  # the user's own, by Elsewhere
         self._free({id(x): name for name, x in reversed(everything) if not self.is_local(name)})
 
@@ -124,6 +127,16 @@ class Ownership:
 
     def holders(self, name: str) -> tuple[int, ...]:
         return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
+
+    def missing(self, modules: Sequence[nn.Module]) -> tuple[str, int] | None:
+        """A tensor, and the stage of one of these modules, by stage, that computes with it, and whose ranks lack it."""
+        names = {id(x): name for name, x in [*self.model.root.named_parameters(), *self.model.root.named_buffers()]}
+        for stage, module in enumerate(modules):
+            used = [names[id(x)] for x in (*module.parameters(), *module.buffers()) if id(x) in names]
+            for name in used:
+                if not set(self._owners[stage]) <= {*self.holders(name)}:
+                    return name, stage
+        return None
 
     def counted_parameters(self, ranks: Collection[int], *, among: Collection[int]) -> list[nn.Parameter]:
         """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone.
@@ -306,6 +319,14 @@ class Ownership:
                     setattr(module, key, metas[id(value)])
 
 
+def _callers() -> Iterator[FrameType]:
+    """Frames from the one that called the caller of this outwards."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 class Elsewhere(torch.Tensor):
     """A parameter or buffer that another process holds, or what is computed of such alone: a shape without values.
 
@@ -317,9 +338,9 @@ class Elsewhere(torch.Tensor):
 
     @property
     def grad(self) -> None:
-        """None, which a step leaves alone; a norm that would miss it, of torch or an optimizer, is a ValueError."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        """None, which a step leaves alone; a norm that would miss it, of torch or an optimizer, is a ValueError. Code
+        of the user's that reads it is warned once."""
+        for frame in _callers():
             code = frame.f_code
             if code.co_name == "clip_grad_norm_" and frame.f_globals["__name__"] == "torch.nn.utils.clip_grad":
                 raise self.refusal()
@@ -329,7 +350,12 @@ class Elsewhere(torch.Tensor):
                     self.owner.asked.add(optimizer)
                     refuse_shared_statistic(optimizer, [p for _, p in self.owner.parameters()])
                 return
-            frame = frame.f_back
+            if code.co_name == "zero_grad":
+                return
+        caller = sys._getframe(1).f_code.co_filename
+        if is_users(caller) and not self.owner.is_told:
+            self.owner.is_told = True
+            warnings.warn(f"a gradient that is None here: {self.refusal()}", stacklevel=2)
 
     @grad.setter
     def grad(self, value: object) -> None:
@@ -351,11 +377,15 @@ class Elsewhere(torch.Tensor):
         return found
 
     def refusal(self) -> ValueError:
-        rank = self.owner.holders(self.known_as)[0]
+        ways = (
+            "pipe.full_state_dict() for all weights, pipe.named_parameters() for this process's, "
+            "pipe.clip_grad_norm_(...) for a norm over all stages, or pipe.predict(...) for the model's output"
+        )
+        if any(frame.f_code.co_name == "loss_of" and is_ours(frame.f_code.co_filename) for frame in _callers()):
+            ways = "the module that has it as a child of the loss module (an nn.Module as loss_fn=)"
         return ValueError(
-            f"{self.known_as!r} is held by rank {rank}, and this process has no values of it or of its gradient. "
-            f"Expected pipe.full_state_dict() for all weights, pipe.named_parameters() for this process's, "
-            f"pipe.clip_grad_norm_(...) for a norm over all stages, or pipe.predict(...) for the model's output"
+            f"{self.known_as!r} is held by rank {self.owner.holders(self.known_as)[0]}, and this process has no values "
+            f"of it or of its gradient. Expected {ways}"
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Elsewhere:

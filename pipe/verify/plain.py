@@ -85,11 +85,13 @@ class PlainModule:
                 memo |= {id(x): vars(own)[table].get(key) for key, x in vars(theirs)[table].items() if x is not None}
         copies = Copies(*([] if is_divided else [self._original]), memo=memo)
         for theirs, own in pairs:
-            own.training = theirs.training
+            own.training, held = theirs.training, vars(own)
             for key, value in () if is_divided else vars(theirs).items():
-                if key not in _TABLES and "state_dict" not in key:
+                mine = held.get(key)
+                is_same = mine is value or (isinstance(mine, dict) and isinstance(value, dict) and not (mine or value))
+                if not is_same and key not in _TABLES and "state_dict" not in key:
                     with suppress(Exception):  # what cannot be copied stays
-                        vars(own)[key] = copies.of(value)
+                        held[key] = copies.of(value)
         if not is_divided and not isinstance(self._loss_fn, nn.Module):
             with suppress(Exception):
                 self.loss_fn = copies.instead(self._loss_fn)  # it may know of what has been copied anew

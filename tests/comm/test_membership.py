@@ -233,6 +233,16 @@ def test_one_that_died_as_it_asked_is_not_let_in(run: Run) -> None:
     assert run.is_told(membership.admitted(1, 2))
 
 
+@pytest.mark.parametrize("told", ['[1, [0, 1], [1, 0], 7, "/home"]', "7", "[1, 0, 0, 7]", "{", '[1, ["a"], [0], 7]'])
+def test_what_no_rank_writes_lets_nobody_in(run: Run, told: str) -> None:
+    without_one(run)
+    again = run.member(1, 1)
+    run.store.set(membership.admitted(1, 1), told)
+    with pytest.raises(RuntimeError, match=r"admitted/1/1' in the store .* which no rank of this run writes"):
+        again.enter()
+    assert again.is_outside
+
+
 def test_nobody_waits_for_ever_to_be_let_in(run: Run) -> None:
     without_one(run)
     with pytest.raises(PipelineTimeout, match="waited 8 s for the others to let it in"):

@@ -233,6 +233,20 @@ def test_a_pipeline_that_fails_leaves_the_model_without_its_edits(name: str) -> 
     assert _pipe(edits).train_step(x, x).loss == pytest.approx(_pipe(_sequential().model).train_step(x, x).loss)
 
 
+@pytest.mark.parametrize("is_built", [True, False])
+def test_modules_are_not_divided_among_one(is_built: bool) -> None:
+    edits = _sequential()
+    before, x = _holds(edits.model), torch.ones(4, 4)
+    edits["0"].shard({"": "column"})
+    with pytest.raises(
+        ValueError, match=r"0: shard\(plan={'': 'column'}\) without a tensor group: expected mesh=Mesh\("
+    ):
+        _pipe(edits, example_inputs=(x,) if is_built else None)
+    assert _holds(edits.model) == before
+    edits.undo()
+    _pipe(edits)
+
+
 def test_a_first_batch_that_is_refused_is_not_the_end() -> None:
     """The next one makes the edits again, those that the pipeline was built with."""
     edits, x = _sequential(), torch.ones(4, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,17 @@ USES: dict[str, Callable[[nn.Module, nn.Module], object]] = {
 }
 
 
+def _norm_by_hand(model: nn.Module) -> str:
+    """What a norm of all gradients, taken twice, is told: once."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            sum(float(p.grad.norm()) ** 2 for p in model.parameters() if p.grad is not None)
+    (warned,) = told
+    assert warned.filename == __file__
+    return str(warned.message)
+
+
 def uses() -> tuple[dict[str, str], Mapping[str, torch.Tensor]]:
     """What each use says; and the weights behind two steps of the user's own optimizer over all parameters."""
     torch.manual_seed(0)
@@ -60,6 +72,7 @@ def uses() -> tuple[dict[str, str], Mapping[str, torch.Tensor]]:
                     told[name] = f"returned {use(model, before)!r:.60}"
                 except ValueError as error:
                     told[name] = str(error)
+            told["norm by hand"] = _norm_by_hand(model)
         optimizer.step()
     state = pipe.full_state_dict()
     model.zero_grad()
@@ -73,7 +86,7 @@ def test_each_use_answers_by_name(gloo: Pool) -> None:
     """torch's clip_grad_norm_ took one stage's norm in silence; the rest were raw errors of meta tensors."""
     _, expected = uses()
     for rank, (told, state) in enumerate(gloo.run(uses, ranks=2)):
-        assert list(told) == list(USES)
+        assert list(told) == [*USES, "norm by hand"]
         said = told.pop("own optimizer")
         assert said.startswith("the step of optimizer Joined computes something over several parameters")
         for name, text in told.items():
@@ -117,3 +130,39 @@ def test_an_average_of_the_weights(gloo: Pool) -> None:
     for state in [averaged(), *gloo.run(averaged, ranks=2)]:
         for name, weight in plain.module.named_parameters():
             torch.testing.assert_close(state[name], weight.detach(), msg=name)
+
+
+class Scaled(nn.Module):
+    """Computes its own loss; between its layers it reads a parameter of its own in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        h = x * self.scale
+        for layer in self.layers[:2]:
+            h = layer(h)
+        memory = h
+        for layer in self.layers[2:]:
+            h = layer(h + memory * self.scale)
+        return h if labels is None else {"loss": F.mse_loss(h, labels), "out": h}
+
+
+def predicted() -> tuple[str, float]:
+    torch.manual_seed(0)
+    pipe = make(model=Scaled(), mesh={"pipe": 3}, loss_fn="model", example_inputs=None)
+    pipe.train_step(x=X, labels=Y)
+    try:
+        pipe.predict(X)
+    except ValueError as error:
+        return str(error), pipe.train_step(x=X, labels=Y).loss
+    return "", 0.0
+
+
+def test_weights_that_arguments_move_to_another_stage_are_refused_everywhere(gloo: Pool) -> None:
+    """One rank raised an error alone, and the others waited for it."""
+    (said, loss), *others = gloo.run(predicted, ranks=3)
+    assert said.startswith("with these arguments stage 1 computes with 'scale', which another holds: expected")
+    assert others == [(said, loss)] * 2

@@ -81,7 +81,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 def model_of(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 6), KINDS[kind](), nn.Tanh(), nn.Linear(6, 6), KINDS[kind](), nn.Linear(6, 6))
+    kind, _, alone = kind.partition(", ")
+    second = nn.Tanh() if alone else KINDS[kind]()
+    return nn.Sequential(nn.Linear(6, 6), KINDS[kind](), nn.Tanh(), nn.Linear(6, 6), second, nn.Linear(6, 6))
 
 
 def trained(kind: str, folder: str) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def test_all_of_the_models_own_state_travels(kind: str, tmp_path: Path) -> None:
 
 
 def test_all_of_the_models_own_state_travels_over_processes(gloo: Pool, tmp_path: Path) -> None:
-    for kind in ("checkpoint_wrapper", "extra dict"):
+    for kind in ("checkpoint_wrapper", "extra dict", "extra tensor, alone"):
         for state in gloo.run(trained, ranks=2, args=(kind, str(tmp_path / kind))):
             assert same(state, dict(plain(kind)))
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.pool import Pool
 from support.records import records
+from support.small import make
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -182,3 +184,16 @@ def test_compiled_parts_are_refused() -> None:
         gradients("zb-h1", blocks, compile={"backend": "aot_eager"})
     with pytest.raises(ValueError, match=r"the compiled Linear in it is one piece: expected it without"):
         gradients("zb-h1", with_compiled_module)
+
+
+def compiled_on_one_rank() -> str:
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    model[3].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"splits the backward of stage 1 .* and the backward of the compiled Linear"):
+        make(model=model, schedule="zb-h1")
+    return "refused"
+
+
+def test_compiled_parts_are_refused_on_every_rank(gloo: Pool) -> None:
+    """Rank 0 heard of it as of a failure of its peer."""
+    assert gloo.run(compiled_on_one_rank, ranks=2) == ["refused"] * 2

@@ -13,7 +13,6 @@ from typing import Any
 _NAMES = {
     "viz.exhibit": "HeadFigure headline",
     "comm.codecs": "num_bytes orthonormal pack read_codec start_matrix unpack wire_specs",
-    "comm.collectives": "compact",
     "comm.failures": "Account find_cause",
     "comm.forked": "keep_from_children kept_from_children",
     "comm.groups": "DeviceOf backend_for connected",
@@ -22,7 +21,7 @@ _NAMES = {
     "comm.membership": "Membership Verdict dead",
     "comm.mesh": "AXES",
     "comm.rendezvous": "Place _meet gloo_address read_place refusals",
-    "comm.sealed": "SECRET SealedStore load_sealed own_folder save_sealed sealed",
+    "comm.sealed": "SECRET SealedStore compact load_sealed own_folder save_sealed sealed",
     "comm.staged": "CudaSide StagedTransport",
     "comm.store_exchange": "Alone ExchangeError StoreExchange",
     "experiments.backends.facts": "NodeFacts code_digest differences",

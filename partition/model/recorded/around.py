@@ -1,8 +1,5 @@
-"""Changes that the code between the units makes around their calls, and side effects that it leaves.
-
-with scale(2.0):                a global, a context variable, a thread-local: holds again whenever a stage runs the unit
-    x = layer(x)
-LOG.append(x.norm())            a side effect: once, while the model is recorded
+"""Changes that the code between the units makes around their calls: they hold again whenever a stage runs the unit; and
+side effects that it leaves: once, while the model is recorded.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..reach import closed_over
 from ..surroundings import MISSING, Changed, Setting, Surroundings
 from .intercept import RefusedError
 from .reads import CodeReads
@@ -34,10 +32,9 @@ class AroundCalls:
         self.apart = surroundings.apart
         self._surroundings, self._reads = surroundings, reads
         self._hooks = _saved_tensor_hooks()
-        self._modes: set[int] = set()
+        self._modes: set[int] = set()  # around the model
 
     def begin(self) -> None:
-        """The modes in force now are around the model."""
         self._modes = {id(mode) for mode in _modes_of_torch()}
 
     @property
@@ -48,7 +45,7 @@ class AroundCalls:
         """Changes around a call of a unit; of a function, torch's settings alone. A unit that finds a tensor
         of this forward there is refused when it takes it."""
         if unit is None:
-            return tuple(each.setting for each in self._surroundings.torch_changes())
+            return tuple(each.setting for each in self._surroundings.changes(1))
         found = []
         for change in self._surroundings.changes():
             if not any(isinstance(leaf, torch.Tensor) for leaf in change.leaves):
@@ -89,24 +86,16 @@ def has_fake(values: Iterable[object], deep: int = _DEEP) -> bool:
 
 
 def refuse_fakes_in_closures(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for value in pytree.tree_leaves((args, kwargs)):
-        cells = getattr(value, "__closure__", None) or ()
-        for cell in cells:
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                continue
-            if has_fake([content], 0):
-                raise RefusedError("a function that is passed on closes over a tensor of this forward")
-
-
-def _modes_of_torch() -> list[Any]:
-    functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [*functions, *_get_current_dispatch_mode_stack()]
+    if any(has_fake(closed_over(value), 0) for value in pytree.tree_leaves((args, kwargs))):
+        raise RefusedError("a function that is passed on closes over a tensor of this forward")
 
 
 def _same(mode: Any) -> Any:
     return mode
+
+
+def _modes_of_torch() -> list[Any]:
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
 
 
 def _saved_tensor_hooks() -> object:

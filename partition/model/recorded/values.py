@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from ..caches import Caches
+from ..caches import Caches, flat
 from ..memory import Operations, carried_out, memory_of
 from ..untouched import python_and_numpy
 from .calls import DRAWS
@@ -232,17 +232,7 @@ class Owners:
 
 def _leaves(function: Any, value: Any) -> Iterable[Any]:
     """The parts of an operation's arguments or results: those of all but higher-order ones are lists at most."""
-    return _flat(value) if isinstance(function, torch._ops.OpOverload) else pytree.tree_leaves(value)
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for part in value:
-            yield from _flat(part)
-    elif isinstance(value, dict):
-        yield from _flat(list(value.values()))
-    else:
-        yield value
+    return flat(value) if isinstance(function, torch._ops.OpOverload) else pytree.tree_leaves(value)
 
 
 class Draws:

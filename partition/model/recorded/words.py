@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..made_up import Shaped
+from ..reach import closed_over
 from ..units import Step
 from .calls import DRAWS, Call, Context, DecisionGuard, GlueCall, Record, Store, UnitCall
 from .templates import Constant, MadeObject, Parts, Ref, Slot, Template, renumbered
@@ -125,9 +126,8 @@ def _parts(value: Any) -> tuple[str, Iterable[Any] | None]:
     if isinstance(value, types.MethodWrapperType):
         return value.__name__, [value.__self__]
     if isinstance(value, types.FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         code = zlib.crc32(value.__code__.co_code)
-        return f"{value.__module__}.{value.__qualname__} {code}", [*held, *(value.__defaults__ or ())]
+        return f"{value.__module__}.{value.__qualname__} {code}", [*closed_over(value), *(value.__defaults__ or ())]
     if isinstance(value, torch.device):
         return str(value.type), None  # each process has its own
     is_told = type(value).__module__ in _TOLD or isinstance(value, enum.Enum)

@@ -394,7 +394,8 @@ class Cached(Block):
 
     def make(self) -> None:
         super().make()
-        self.register_buffer("rates", torch.arange(1.0, 1 + D))
+        # Not in a state dict: a table outlives it, and which process has one is a matter of stages.
+        self.register_buffer("rates", torch.arange(1.0, 1 + D), persistent=False)
 
     def body(self, x: Tensor) -> Tensor:
         length, kind = x.shape[1], type(self)
@@ -428,6 +429,41 @@ def scope(number: int) -> Iterator[None]:
         yield
     SCOPES.pop()
     FACTOR.reset(token)
+
+
+class StateHooks(Block):
+    """Has other names in a state dict, and a state of its own."""
+
+    def make(self) -> None:
+        super().make()
+        self.factor = torch.ones(1)
+        self.register_state_dict_post_hook(_without_fc)
+        self.register_load_state_dict_pre_hook(_with_fc)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.factor.to(x)
+
+    def get_extra_state(self) -> Tensor:
+        return self.factor.clone()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.factor = state.clone()
+
+
+def _without_fc(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for key in ("weight", "bias"):
+        state[prefix + key] = state.pop(f"{prefix}fc.{key}")
+
+
+def _with_fc(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for key in ("weight", "bias"):
+        state[f"{prefix}fc.{key}"] = state.pop(prefix + key)
+
+
+class Compiled(Block):
+    def make(self) -> None:
+        super().make()
+        self.compile(backend="eager")
 
 
 def connect(blocks: list[nn.Module]) -> None:

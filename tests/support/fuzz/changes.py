@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from . import reads
-from .blocks import Block
+from .blocks import Block, Cached
 from .models import Own, blocks_of
 
 
@@ -129,5 +129,6 @@ def change(model: Any, kind: str, block: int, value: float) -> None:
 
 def reset() -> None:
     """What all models share, as it was."""
-    Block.alpha = 1.0
+    Block.alpha, Cached.longest = 1.0, None
+    Cached.tables.clear()
     reads.reset()

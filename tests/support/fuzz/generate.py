@@ -32,13 +32,19 @@ class _Drawn(Draws):
         replicated = schedule == "custom" or data > 1 or tensor > 1 or self.copies(schedule, builder) > 1
         model = self.model(schedule, replicated=replicated, tensor=tensor, S=P * (V or 1))
         optimizer = self.one(("sgd", "momentum", "adamw", "adam-foreach", "decay", "grouped"))
+        optimizer = "joined" if self.often(0.04) else optimizer
         options = self.options(schedule, model, data=data, tensor=tensor)
         if optimizer in ("sgd", "momentum") and schedule != "paci" and tensor == 1 and self.often(0.15):
             options += (("autocast", True),)
             blocks = tuple(name if name in CAUSAL else self.one(CAUSAL) for name in model.blocks)
             model = replace(model, blocks=blocks, loss="mse" if model.loss == "model" else model.loss)
         options += self.cut(model, S=P * (V or 1))
+        if self.often(0.2) and tensor == 1:
+            options += self.edits(model, dict(options))
         calls = Calls(self.draw, schedule, model, dict(options), M=M, data=data, gloo=self.gloo).drawn()
+        if "compiled" in model.blocks or "compile" in dict(dict(options).get("edits", ())).values():
+            # torch leaves out hooks that come when a module has been compiled.
+            calls = tuple(call for call in calls if call[0] != "change" or "hook" not in call[1])
         draws = bool(RANDOM & {*model.blocks})
         is_cast = ("autocast", True) in options  # types between stages are known inside of it
         is_lazy = is_cast or (schedule not in ("pipedream", "paci") and not draws and self.often(0.5))
@@ -170,6 +176,8 @@ class _Drawn(Draws):
             found["recompute"] = self.one(RECOMPUTE[1:])
             if self.often(0.15) and model.style in ("loop", "residual"):
                 found["recompute"] = (("blocks.*", self.one(("full", "selective"))),)
+            if self.often(0.2):
+                found["recompute"] = (("memory_budget", self.one(("2KiB", "8KiB", "1GiB"))),)
         if self.often(0.3) and schedule not in ("pipedream", "paci"):
             found["max_grad_norm"] = self.one((0.05, 1.0))
         if self.often(0.3):
@@ -184,6 +192,20 @@ class _Drawn(Draws):
         if self.often(0.08) and tensor == 1 and not RANDOM & {*model.blocks}:
             found["verify"] = True
         return tuple(found.items())
+
+    def edits(self, model: Model, options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+        """Of some blocks, which change no numbers."""
+        if model.style in ("stages", "set-of-blocks", "twice", "halves") or {"stash", "pop", "first"} & {*model.blocks}:
+            return ()
+        names = unit_names(make_model(Case(model=model)))[model.inputs == "tokens" :]
+        found = []
+        for name, block in zip(names, model.blocks, strict=False):
+            words = ["replace", "compile", *["dtype"] * ("autocast" not in options), *["gelu"] * 3 * (block == "mlp")]
+            if not {"recompute", "post_validation"} & options.keys() and block not in {*STATEFUL, "argument"}:
+                words += ["checkpoint"] * 2
+            if self.often(0.4):
+                found.append((name, self.one(words)))
+        return (("edits", tuple(found)),) if found else ()
 
     def cut(self, model: Model, *, S: int) -> tuple[tuple[str, Any], ...]:
         """Sometimes split points of its own."""

@@ -337,6 +337,17 @@ def make_loss(case: Case) -> Any:
     return kinds[case.model.loss]()
 
 
+class Joined(torch.optim.SGD):
+    """Divides gradients by the norm of all, which no stage has by itself."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = 1 + torch.stack([gradient.norm() for gradient in gradients]).norm() if gradients else 1.0
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+
+
 def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -344,6 +355,7 @@ def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
         "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         "adam-foreach": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=True),
         "decay": lambda parameters: torch.optim.SGD(parameters, lr=0.05, weight_decay=0.1),
+        "joined": lambda parameters: Joined(parameters, lr=0.05),
     }
     return kinds[name]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import tempfile
@@ -35,6 +36,15 @@ from .random_order import random_schedule
 KEPT_BY_NAME = ("recompute", "max_grad_norm", "seed", "flush_first", "data_parallel", "verify", "post_validation")
 
 
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "checkpoint": lambda at: at.checkpoint(),
+    "gelu": lambda at: at.keep_less("gelu"),
+    "replace": lambda at: at.replace(copy.deepcopy),
+    "dtype": lambda at: at.dtype(torch.float64),
+    "compile": lambda at: at.compile("eager"),
+}
+
+
 class AcceptedError(AssertionError):
     """A bad batch was taken."""
 
@@ -52,7 +62,7 @@ def make_schedule(case: Case) -> Any:
 
 
 def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
-    from stagewright.pipe import PipelineModule, named
+    from stagewright.pipe import PipelineModule, edit, named
 
     schedule = make_schedule(case)
     axes = {"pipe": case.P, "data": case.data, "tensor": case.tensor}
@@ -70,13 +80,19 @@ def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
         options["split_points"] = list(points)
     if isinstance(options.get("recompute"), tuple):
         options["recompute"] = (
-            dict(options["recompute"]) if case.option("recompute")[0][0].count(".") else list(options["recompute"])
+            dict(options["recompute"])
+            if case.option("recompute")[0][0] == "memory_budget" or case.option("recompute")[0][0].count(".")
+            else list(options["recompute"])
         )
     if not case.is_lazy:
         batch = local(case, make_batch(case, 0, *_first_sizes(case)))
         given = replace(batch, target=None).whole
         options["example_inputs"] = given if isinstance(given, tuple | dict) else (given,)
     what: dict[str, Any] = {"stages": list(model.children())} if case.model.style == "stages" else {"model": model}
+    if case.option("edits"):
+        what["model"] = edit(model)
+        for name, word in case.option("edits"):
+            EDITS[word](what["model"][name])
     return PipelineModule(
         **records(
             **what,

@@ -281,9 +281,12 @@ class Plain:
         self._edited(before)
 
     def _write(self, state: dict[str, Tensor]) -> None:
+        own = {name: x for name, x in state.items() if not name.startswith("loss_fn.")}
+        self.model.load_state_dict(own)
         with torch.no_grad():
-            for name, tensor in (*self.model.state_dict(keep_vars=True).items(), *self.named()):
-                tensor.copy_(state[name])
+            for name, tensor in self.named():
+                if name in state.keys() - own.keys():
+                    tensor.copy_(state[name])
 
     def rate(self, at: int, call: Call) -> None:
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
