@@ -95,8 +95,7 @@ class StateSnapshot:
         else:
             self._undo += _undo_of(value)
         if isinstance(value, dict):  # most of what modules hold: tables of hooks
-            empty = [x for x in value.values() if isinstance(x, dict) and not x]
-            self._tables += [(x, []) for x in empty]
+            self._tables += [(x, []) for x in value.values() if isinstance(x, dict) and not x]
             value = [x for x in value.values() if not isinstance(x, dict) or x]
         if (held := parts(value)) is not None:
             return held
