@@ -41,7 +41,7 @@ class Case:
     """P, V, M: as everywhere; builder: options of the schedule; options: of PipelineModule, as literals.
 
     data, tensor: sizes of the mesh beside P. is_lazy: the first batch builds the stages. refill: batches of one size
-    stand in the same memory.
+    stand in the same memory. is_deferred: the pipeline's model is built without memory.
     """
 
     model: Model = field(default_factory=Model)
@@ -57,6 +57,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     is_lazy: bool = False
     refill: bool = False
+    is_deferred: bool = False
     calls: tuple[Call, ...] = (("train", 4, 3), ("train", 4, 3))
     seed: int = 0
 

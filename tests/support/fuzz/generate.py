@@ -67,6 +67,7 @@ class _Drawn(Draws):
             refill=self.often(0.2),
             calls=calls,
             seed=number,
+            is_deferred=not is_lazy and self.often(0.4),
         )
 
     # --- layout ---

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,15 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda at: at.dtype(torch.float64),
     "compile": lambda at: at.compile("eager"),
 }
+
+
+def _built(case: Case) -> nn.Module:
+    if not case.is_deferred:
+        return make_model(case)
+    from stagewright.partition.deferred import recording
+
+    with patch.object(recording, "SMALL", 1), recording.deferred():
+        return make_model(case)
 
 
 class AcceptedError(AssertionError):
@@ -127,7 +137,7 @@ class Piped:
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
         self.outcome = Outcome()
-        self.begin(make_model(case))
+        self.begin(_built(case))
         self.done: list[Call] = []
         self.memory: dict[str, Any] = {}
         self.other_steps = self.other_steps_saved = 0  # forward_backward counts as a step, too

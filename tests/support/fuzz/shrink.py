@@ -25,7 +25,7 @@ def simpler(case: Case) -> Iterator[Case]:
     for model in _simpler_models(case.model):
         yield replace(case, model=model)
     plain = Case(model=case.model)
-    for name in ("V", "refill", "is_lazy", "optimizer", "data", "tensor"):
+    for name in ("V", "refill", "is_lazy", "is_deferred", "optimizer", "data", "tensor"):
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})
     if case.schedule != plain.schedule:
