@@ -174,7 +174,7 @@ def _assembled(
     )
     if run.options.compress is not None and AUTO in run.options.compress:
         decides(run, train, inferred, ranks.links, training, costs=measurement.costs)
-    beside = UnitsBeside(run, ranks.parts, ranks.stages) if run.by_unit else plain
+    beside = UnitsBeside(run, ranks.parts, ranks.stages) if run.by_unit and run.verifies else plain
     state = State(update=update, training=training)
     if before is not None:
         training.restart(before.training.num_steps)

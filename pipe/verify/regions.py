@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from ...partition.deferred.recipes import device_where_built
+from ...partition.model.calls import Calls
 from ...partition.model.copies import Copies
 from ..shards.attention import Experts, Heads
 from ..shards.shard import Shard
@@ -145,11 +146,18 @@ def first_calls(modules: Mapping[str, nn.Module], calls: dict[str, _T], kept: Ca
         if is_real and name not in calls:
             calls[name] = kept(mapped((args, kwargs), _fresh))
 
+    def call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        look(name, modules[name], args, kwargs)
+        return forward(*args, **kwargs)
+
     calls.clear()
     with ExitStack() as stack:
         for name, module in modules.items():
-            hook = module.register_forward_pre_hook(partial(look, name), with_kwargs=True, prepend=True)
-            stack.callback(hook.remove)
+            if getattr(module, "_compiled_call_impl", None) is None:
+                hook = module.register_forward_pre_hook(partial(look, name), with_kwargs=True, prepend=True)
+                stack.callback(hook.remove)
+            else:  # compiled in place, with its hooks
+                stack.enter_context(Calls({module: partial(call, name)}).through())
         yield
 
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ...partition.model.source_line import first_line
-from ...partition.model.units import StageModule
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import bytes_of
 from ..context import Run
@@ -57,8 +56,9 @@ class UnitsBeside:
 
     def __init__(self, run: Run, parts: CutModel, stages: Mapping[int, Mapping[int, Stage]]) -> None:
         self._run, self._root, self._seeder = run, parts.root, run.seeder
+        self._modules = parts.train.stages
         own = {s: stage for of_rank in stages.values() for s, stage in of_rank.items()}
-        self._stages = {unit: stage for s, stage in own.items() for unit in parts.train.stages[s].units}
+        self._stages = {unit: stage for s, stage in own.items() for unit in self._modules[s].units}
         self._units = {name: unit for name, unit in parts.root.named_modules() if unit in self._stages}
         self._calls: dict[str, _Call] = {}
 
@@ -82,8 +82,10 @@ class UnitsBeside:
 
     def _compare(self, name: str, unit: nn.Module, found: UnitsFound, step: int) -> str | None:
         call, stage = self._calls.pop(name, None), self._stages[unit]
-        if call is None or any(style_of(part) is not None for part in unit.modules()):
-            found.left_out[name] = "no values with gradients came to it" if call is None else "its modules are divided"
+        if any(style_of(part) is not None for part in unit.modules()):
+            return None  # `Regions` compares what is divided
+        if call is None:
+            found.left_out[name] = "no values with gradients came to it"
             return None
         try:
             expected = self._plainly(name, unit, call, step)
@@ -131,16 +133,8 @@ class UnitsBeside:
             return tuple(tensors_within(unit(*args, **kwargs)))
 
         module.forward = forward
-        alone = StageModule(
-            name=name,
-            end=name,
-            module=module,
-            inputs=(),
-            num_outputs=0,
-            form=None,
-            clone_inputs=True,
-            clone_outputs=frozenset(),
-        )
+        whole = self._modules[stage.index]
+        alone = replace(whole, module=module, form=None, clone_inputs=True, clone_outputs=frozenset())
         is_split = stage.index in self._run.layout.schedule.split_stages
         wants, trial = [x.requires_grad for x in given.tensors], stage.trial(stage.reruns, has_loss=False)
         with self._as_called(unit, call, step):

@@ -160,7 +160,7 @@ class Verifier:
         if verdict := next(filter(None, [*regions, *(each.verdict for each in found)]), None):
             raise VerificationError(verdict)
         names = {name for each in found for name in each.gradients}
-        if left := [f"{name!r}: {why}" for each in found for name, why in each.left_out.items()]:
+        if left := list({f"{name!r}: {why}": None for each in found for name, why in each.left_out.items()}):
             what = "verify leaves out units" if names else "the first batch is not verified, as no unit can be"
             tell(f"{what} ({len(left)}; {'; '.join(left[:3])})", rank=self._run.layout.place.world.rank)
         copy_bytes = max(each.copy_bytes for each in found)
