@@ -125,7 +125,8 @@ def _connected(
     if before is None:
         _tell_of_two_axes(run, placed, Signature.of(example))
     ranks = Ranks(links, update)
-    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=plain, before=before)
+    beside = UnitsBeside(run, ranks.parts, ranks.stages) if run.by_unit and run.verifies else plain
+    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=beside, before=before)
 
 
 def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
@@ -144,7 +145,7 @@ def _assembled(
     *,
     example: Arguments,
     clocks: HostClocks,
-    plain: PlainModule | None,
+    plain: PlainModule | UnitsBeside | None,
     before: State | None,
 ) -> Pipeline:
     update, train = ranks.update, placed.train
@@ -174,7 +175,6 @@ def _assembled(
     )
     if run.options.compress is not None and AUTO in run.options.compress:
         decides(run, train, inferred, ranks.links, training, costs=measurement.costs)
-    beside = UnitsBeside(run, ranks.parts, ranks.stages) if run.by_unit and run.verifies else plain
     state = State(update=update, training=training)
     if before is not None:
         training.restart(before.training.num_steps)
@@ -194,7 +194,7 @@ def _assembled(
         evaluation=evaluation,
         state=state,
         measurement=measurement,
-        verifier=Verifier(state, beside, regions=placed.regions, evaluation=evaluation),
+        verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation),
         again=again,
         message_bytes=partial(message_bytes, train, inferred, run.codecs),
     )

@@ -127,7 +127,10 @@ class Regions:
             for plain in region.plain.values():
                 for empty in plain.parameters():
                     empty.data, empty.grad = empty.data.new_empty(0), None
-        apart = departure(expected, found, lambda key, held, gradient: shard(key, held).take(gradient))
+        for key, whole in expected[2].items():  # the part that is here
+            own = found[2].get(key)
+            expected[2][key] = whole if whole is None or own is None else shard(key, own).take(whole)
+        apart = departure(expected, found)
         return apart and (
             f"verify: module {region.name!r}, parts of which the tensor group divides ({region.cuts}): {apart}. Likely "
             f"cause: one of these styles leaves out a sum over the tensor group. Expected the plain module's results: "
@@ -224,19 +227,11 @@ def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: boo
                 module.training = training
 
 
-def departure(expected: Ran, found: Ran, part: Callable[[str, Tensor, Tensor], Tensor]) -> str | None:
-    """Which of the outputs, then backwards of the gradients, is apart, and how.
-
-    Arguments:
-        part: of the gradient of a weight (its name, what is here, the gradient of all of it), what is here.
-    """
+def departure(expected: Ran, found: Ran) -> str | None:
+    """Which of the outputs, then backwards of the gradients, then buffers, is apart, and how."""
     outs, gradients, by_name, buffers, tolerance = expected
     own_outs, own_gradients, own_by_name, own_buffers, _ = found
-    weights: list[tuple[str, Tensor | None, Tensor | None]] = []
-    for key, gradient in reversed(by_name.items()):
-        held = own_by_name.get(key)
-        own = gradient if gradient is None or held is None else part(key, held, gradient)
-        weights.append((f"the gradient of {key!r}", own, held))
+    weights = [(f"the gradient of {key!r}", x, own_by_name.get(key)) for key, x in reversed(by_name.items())]
     outputs = [("its output", *pair) for pair in zip(outs, own_outs, strict=False)]
     inputs = [("a gradient of its inputs", *pair) for pair in zip(gradients, own_gradients, strict=False)]
     states = [(f"its buffer {key!r}", x, own_buffers.get(key)) for key, x in buffers.items()]

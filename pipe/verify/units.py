@@ -96,7 +96,7 @@ class UnitsBeside:
         found.copy_bytes = max(found.copy_bytes, bytes_of([*unit.parameters(), *unit.buffers()]))
         known = {id(p): key for key, p in self._root.named_parameters()}  # one name for a tied one
         found.gradients |= {known[id(p)] for key, p in unit.named_parameters() if own[2][f"{name}.{key}"] is not None}
-        apart = departure(expected, own, lambda key, held, gradient: gradient)
+        apart = departure(expected, own)
         return apart and (
             f"verify: unit {name!r} (stage {stage.index}: {stage.name}), run alone: {apart}. Likely cause: what its "
             f"stage does to it (compile=, recompute=, a backward in two halves), or a result that is not the same "
