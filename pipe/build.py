@@ -27,7 +27,6 @@ from .batch.slicing import check_stages
 from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
-from .options import FIRST
 from .run.compression import decides, message_bytes, take_codecs
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
@@ -48,8 +47,9 @@ from .update.interface import Update
 from .update.local import LocalUpdate
 from .update.speculative import SpeculativeUpdate, refuse_sharding
 from .update.stream import StreamUpdate, stream_course
-from .verify.plain import NotVerifiableError, PlainModule, copy_fits
+from .verify.plain import PlainModule, copy_to_verify
 from .verify.regions import Regions
+from .verify.units import UnitsBeside
 from .verify.verification import Verifier
 
 _log = logging.getLogger("stagewright")
@@ -95,7 +95,7 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
 
     # 2. A copy to compare with, before the model is divided
     refuse_divided(run.root)
-    plain = _copy_to_verify(run) if run.verifies else None
+    plain = copy_to_verify(run) if run.verifies else None
 
     # 3. to 6. The model divided, cut, and in its place
     placed = _place(run, example, whole, slices)
@@ -125,23 +125,8 @@ def _connected(
     if before is None:
         _tell_of_two_axes(run, placed, Signature.of(example))
     ranks = Ranks(links, update)
-    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=plain, before=before)
-
-
-def _copy_to_verify(run: Run) -> PlainModule | None:
-    """The plain model, in the process of the last stage; where it fits nowhere, the run has none. Collective."""
-    place, plain, fits = run.layout.place, None, True
-    if place.process_of(run.layout.schedule.owners[-1][0], tensor=0) == place.world.rank:
-        try:
-            fits = run.options.verify != FIRST or copy_fits(run.root, run.options.device)
-            plain = PlainModule(run.root, run.options.loss_fn, given=run.options.model is None) if fits else None
-        except NotVerifiableError as error:
-            if run.options.verify != FIRST:
-                raise
-            fits = False
-            _log.info("the first batch is not verified: %s", error)
-    run.verifies = all(run.collectives.gather(fits, what="asking whether a copy to verify with fits"))
-    return plain
+    beside = UnitsBeside(run, ranks.parts, ranks.stages) if run.by_unit and run.verifies else plain
+    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=beside, before=before)
 
 
 def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
@@ -160,7 +145,7 @@ def _assembled(
     *,
     example: Arguments,
     clocks: HostClocks,
-    plain: PlainModule | None,
+    plain: PlainModule | UnitsBeside | None,
     before: State | None,
 ) -> Pipeline:
     update, train = ranks.update, placed.train

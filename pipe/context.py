@@ -59,7 +59,7 @@ class Run:
 
     Attributes:
         root: above all modules of the model or of the stages.
-        verifies: whether there is a copy of the plain model to verify with.
+        verifies: whether there is a copy of the plain model to verify with, or of a unit at a time (`by_unit`).
         evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
         codecs: of its links, once the stages are cut; None: everything goes as it is.
         spares_memory: whether the model was built without memory: then what is freed goes back to the system.
@@ -73,7 +73,7 @@ class Run:
         self.guard = guard
         self.root = options.root
         self.spares_memory = any(value_of(parameter) is not None for parameter in options.root.parameters())
-        self.verifies = verifies
+        self.verifies, self.by_unit = verifies, False
         self.evaluates = evaluates
         self.codecs: LinkCodecs | None = None
         device, timeout, place = options.device, options.timeout, layout.place

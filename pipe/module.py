@@ -109,7 +109,7 @@ class PipelineModule(RunFigures):
             your own and torch.compile, too. By default the autocast that calls are made in, if any.
         verify: "first": the first batch to train on also runs through a copy of the plain model, in the process of the
             last stage, and losses, gradients, buffers and outputs are compared (see the method), where a copy takes
-            little of the memory. True: in any case. A number N: that batch and every N-th behind it. False: none.
+            little of the memory; else unit by unit. True: with the copy. N: that batch and every N-th. False: none.
         on_step: on_step(record), called in every process with a StepRecord of each `train_step` as soon as its loss is
             known, in order; it must not call what is collective.
         seed: of dropout and the like.
@@ -354,7 +354,8 @@ class PipelineModule(RunFigures):
         replicas, the buffers after the batch, with the same random numbers. Weights, buffers, gradients, random state,
         what modules count in Python, and the step count are as before. It takes about the time of two steps, and one of
         the whole model in one process, which meanwhile holds the model, its gradients and the activations of one
-        microbatch. Over several processes it needs a `verify=` other than False. Collective over the processes.
+        microbatch. Over several processes it needs a `verify=` other than False. Where "first" has no room for a copy,
+        each process compares its own cut units instead, each as its stage runs it and as a copy of it does. Collective.
 
         Raises VerificationError, on every rank alike, that names the first module and parameter that differ and the
         likely cause.

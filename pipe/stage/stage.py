@@ -101,9 +101,10 @@ class Stage:
         self._buffers = MovingBuffers(module)
         self._module = module
 
-    def trial(self, reruns: CheckpointedModules) -> Stage:
+    def trial(self, reruns: CheckpointedModules, *, has_loss: bool = True) -> Stage:
         """The same stage with these reruns, the module's own Parameters and nothing under way."""
         found = copy.copy(self)
+        found._loss_of = self._loss_of if has_loss else None
         found.reruns, found._weights, found._live, found._owed = reruns, None, {}, {}
         return found
 

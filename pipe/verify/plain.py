@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,17 +18,22 @@ from ...partition.model.units import Entering
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import device_memory
 from ..batch.given import Given
+from ..context import Run
 from ..guards.randomness import Seeder
+from ..options import FIRST
 from ..stage.autocast import Autocast
 from ..stage.loss import with_loss
 from ..stage.own_state import tensors_of
 from ..stage.stage import LossValue
+from ..telling import tell
 from .compare import Outcome, graph_of, tolerance_of
 
 _WORDS = 624  # of the state of Python's generator; behind them the place of the next one
-
-
 _TABLES = ("_parameters", "_buffers", "_modules")
+_TOO_LARGE = (
+    "verify: no copy of the model fits, as it and its gradients take more than an eighth of the memory. In the first "
+    "batch each unit is compared with a copy of it instead, one at a time; verify=True makes the copy"
+)
 
 
 class NotVerifiableError(ValueError):
@@ -37,11 +42,12 @@ class NotVerifiableError(ValueError):
 
 class PlainModule:
     """A copy of the user's model and of a loss that is a module, which nobody cuts; between two runs without weights.
-    Raises NotVerifiableError for a model that cannot be copied. `root`: of the names of both."""
+    Raises NotVerifiableError for a model that cannot be copied, or knows `others`, which are not. `root`: of the names
+    of both."""
 
-    def __init__(self, model: nn.Module, loss_fn: object, *, given: bool) -> None:
+    def __init__(self, model: nn.Module, loss_fn: object, *, given: bool, others: Iterable[torch.Tensor] = ()) -> None:
         self._original = with_loss(model, loss_fn)
-        copies = Copies(model, *([loss_fn] if isinstance(loss_fn, nn.Module) else []))
+        copies = Copies(model, *([loss_fn] if isinstance(loss_fn, nn.Module) else []), memo={id(x): x for x in others})
         try:
             self._model = copies.of(model)
             self.loss_fn = copies.of(loss_fn) if isinstance(loss_fn, nn.Module) else copies.instead(loss_fn)
@@ -298,3 +304,25 @@ def _python_state(model: nn.Module) -> Iterator[tuple[str, object]]:
 def copy_fits(root: nn.Module, device: torch.device) -> bool:
     """Whether a copy of the model and its gradients take less than an eighth of the memory."""
     return 2 * sum(p.numel() * p.element_size() for p in root.parameters()) < device_memory(device) / 8
+
+
+def copy_to_verify(run: Run) -> PlainModule | None:
+    """The plain model, in the process of the last stage. Where it would be too large, the run compares unit by unit;
+    where there can be none, nothing. Collective."""
+    place, plain, why = run.layout.place, None, ""
+    if place.process_of(run.layout.schedule.owners[-1][0], tensor=0) == place.world.rank:
+        try:
+            if run.options.verify == FIRST and not copy_fits(run.root, run.options.device):
+                why = _TOO_LARGE
+            else:
+                plain = PlainModule(run.root, run.options.loss_fn, given=run.options.model is None)
+        except NotVerifiableError as error:
+            if run.options.verify != FIRST:
+                raise
+            why = f"the first batch is not verified: {error}"
+    why = "".join(run.collectives.gather(why, what="asking whether a copy to verify with fits"))
+    run.by_unit = why == _TOO_LARGE
+    run.verifies = run.by_unit or not why
+    if why:
+        tell(why, rank=place.world.rank)
+    return plain

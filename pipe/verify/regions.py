@@ -10,9 +10,10 @@ All members of a group do the same in the same order, so that the sums among the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,11 @@ from ..shards.shard import Shard
 from ..shards.styles import Local, Row, Samples
 from ..shards.styles import Sequence as Positions
 from ..shards.tensor_option import describe
+from ..stage.autocast import Autocast
 from ..stage.nested import mapped
 from .compare import differs, graph_of, size, tolerance_of
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +77,10 @@ class Regions:
         ]
         self._calls: dict[str, tuple[Any, Any]] = {}
 
-    @contextmanager
-    def seen(self) -> Iterator[None]:
+    def seen(self) -> AbstractContextManager[None]:
         """Within: inputs of the first call of each region are kept."""
-        self._calls.clear()
-
-        def keep(region: DividedRegion) -> Callable[..., Any]:
-            def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                is_real = torch.is_grad_enabled() and not any(  # the run that the backward follows: no look at shapes
-                    x.is_meta or isinstance(x, FakeTensor) for x in _tensors((args, kwargs))
-                )
-                if is_real and region.name not in self._calls:
-                    self._calls[region.name] = mapped((args, kwargs), _fresh)
-                return forward(*args, **kwargs)
-
-            return call
-
-        with ExitStack() as stack:
-            for region in self._regions:
-                stack.enter_context(Calls({next(iter(region.modules.values())): keep(region)}).through())
-            yield
+        begins = {region.name: next(iter(region.modules.values())) for region in self._regions}
+        return first_calls(begins, self._calls, lambda given: given)
 
     def first_difference(
         self,
@@ -134,12 +122,46 @@ class Regions:
                 buffer.data = module.get_buffer(key).data.clone()
         try:
             given = self._calls[region.name]
-            expected, found = _run(region.plain, given), _run(region.modules, given)
+            expected, found = ran(region.plain, given), ran(region.modules, given)
         finally:
             for plain in region.plain.values():
                 for empty in plain.parameters():
                     empty.data, empty.grad = empty.data.new_empty(0), None
-        return _difference(region, expected, found, shard)
+        for key, whole in expected[2].items():  # the part that is here
+            own = found[2].get(key)
+            expected[2][key] = whole if whole is None or own is None else shard(key, own).take(whole)
+        apart = departure(expected, found)
+        return apart and (
+            f"verify: module {region.name!r}, parts of which the tensor group divides ({region.cuts}): {apart}. Likely "
+            f"cause: one of these styles leaves out a sum over the tensor group. Expected the plain module's results: "
+            f"other styles for the modules in it, or 'auto'"
+        )
+
+
+@contextmanager
+def first_calls(modules: Mapping[str, nn.Module], calls: dict[str, _T], kept: Callable[[Any], _T]) -> Iterator[None]:
+    """Within: `calls` gets what is `kept` of copies of (args, kwargs) of the first call of each module."""
+
+    def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        is_real = torch.is_grad_enabled() and not any(  # the run that the backward follows: no look at shapes
+            x.is_meta or isinstance(x, FakeTensor) for x in tensors_within((args, kwargs))
+        )
+        if is_real and name not in calls:
+            calls[name] = kept(mapped((args, kwargs), _fresh))
+
+    def call(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        look(name, modules[name], args, kwargs)
+        return forward(*args, **kwargs)
+
+    calls.clear()
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            if getattr(module, "_compiled_call_impl", None) is None:
+                hook = module.register_forward_pre_hook(partial(look, name), with_kwargs=True, prepend=True)
+                stack.callback(hook.remove)
+            else:  # compiled in place, with its hooks
+                stack.enter_context(Calls({module: partial(call, name)}).through())
+        yield
 
 
 def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[str, ...]]:
@@ -170,30 +192,34 @@ def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[
     return list(found)
 
 
-# Outputs, gradients of inputs and of weights, and the tolerance of the shortest type that is computed in.
-_Ran = tuple[list[Tensor], list[Tensor | None], dict[str, Tensor | None], float]
+# Outputs, gradients of inputs and of weights, buffers, and the tolerance of the shortest type that is computed in.
+Ran = tuple[list[Tensor], list[Tensor | None], dict[str, Tensor | None], dict[str, Tensor], float]
 
 
-def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Ran:
+def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: bool = False) -> Ran:
+    """Of modules one after the other, in evaluation mode unless it `trains`. Nobody's gradients change."""
     modes = [(module, module.training) for each in modules.values() for module in each.modules()]
     kept = [(p, p.grad) for each in modules.values() for p in each.parameters()]
     with torch.enable_grad():
-        for module in modules.values():
+        for module in modules.values() if not trains else ():
             module.eval()
         for parameter, _ in kept:
             parameter.grad = None
         try:
             args, kwargs = mapped(given, _fresh)
-            leaves = [x for x in _tensors((args, kwargs)) if x.requires_grad]
+            leaves = [x for x in tensors_within((args, kwargs)) if x.requires_grad]
             args, kwargs = mapped((args, kwargs), torch.clone)  # which modules may change in place
             value: Any = None
             for number, module in enumerate(modules.values()):
                 value = module(*args, **kwargs) if number == 0 else module(value)
-            outs = [x for x in _tensors(value) if x.requires_grad]
-            tolerance = tolerance_of(graph_of(outs))
-            torch.autograd.backward(outs, [_cotangent(x) for x in outs])
+            outs = tensors_within(value)
+            graded = [x for x in outs if x.requires_grad]
+            tolerance = tolerance_of(graph_of(graded))
+            with Autocast.now(outs[0].device.type).off() if outs else nullcontext():
+                torch.autograd.backward(graded, [cotangent(x) for x in graded])
             weights = {f"{name}.{key}": p.grad for name, each in modules.items() for key, p in each.named_parameters()}
-            return [x.detach() for x in outs], [x.grad for x in leaves], weights, tolerance
+            buffers = {key: x for name, each in modules.items() for key, x in buffers_of(name, each).items()}
+            return [x.detach() for x in outs], [x.grad for x in leaves], weights, buffers, tolerance
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
@@ -201,19 +227,15 @@ def _run(modules: Mapping[str, nn.Module], given: tuple[Any, Any]) -> _Ran:
                 module.training = training
 
 
-def _difference(
-    region: DividedRegion, expected: _Ran, found: _Ran, shard: Callable[[str, Tensor], Shard]
-) -> str | None:
-    """Outputs, then backwards, each compared with the part that is here."""
-    (outs, gradients, by_name, tolerance), (own_outs, own_gradients, own_by_name, _) = expected, found
-    weights: list[tuple[str, Tensor | None, Tensor | None]] = []
-    for key, gradient in reversed(by_name.items()):
-        held = own_by_name.get(key)
-        part = gradient if gradient is None or held is None else shard(key, held).take(gradient)
-        weights.append((f"the gradient of {key!r}", part, held))
+def departure(expected: Ran, found: Ran) -> str | None:
+    """Which of the outputs, then backwards of the gradients, then buffers, is apart, and how."""
+    outs, gradients, by_name, buffers, tolerance = expected
+    own_outs, own_gradients, own_by_name, own_buffers, _ = found
+    weights = [(f"the gradient of {key!r}", x, own_by_name.get(key)) for key, x in reversed(by_name.items())]
     outputs = [("its output", *pair) for pair in zip(outs, own_outs, strict=False)]
     inputs = [("a gradient of its inputs", *pair) for pair in zip(gradients, own_gradients, strict=False)]
-    for pairs in (outputs, inputs, weights):
+    states = [(f"its buffer {key!r}", x, own_buffers.get(key)) for key, x in buffers.items()]
+    for pairs in (outputs, inputs, weights, states):
         floor = 1e-3 * max((size(one) for _, one, _ in pairs if one is not None), default=0.0)
         for what, one, other in pairs:
             if one is None or other is None:
@@ -221,11 +243,7 @@ def _difference(
             else:
                 how = differs(one, other, tolerance=tolerance, floor=floor)
             if how:
-                return (
-                    f"verify: module {region.name!r}, parts of which the tensor group divides ({region.cuts}): {what} "
-                    f"{how}. Likely cause: one of these styles leaves out a sum over the tensor group. Expected the "
-                    f"plain module's results: other styles for the modules in it, or 'auto'"
-                )
+                return f"{what} {how}"
     return None
 
 
@@ -233,11 +251,15 @@ def _checksum(value: object) -> list[object]:
     """Equal for equal tensors."""
     return [
         (tuple(x.shape), float(x.sum()), float(x.abs().sum()))
-        for x in (each.detach().double().nan_to_num() for each in _tensors(value))
+        for x in (each.detach().double().nan_to_num() for each in tensors_within(value))
     ]
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def buffers_of(name: str, module: nn.Module) -> dict[str, Tensor]:
+    return {f"{name}.{key}": buffer.detach().clone() for key, buffer in module.named_buffers()}
+
+
+def tensors_within(value: Any) -> list[Tensor]:
     """Those in tuples, lists and dicts, in order."""
     found: list[Tensor] = []
 
@@ -253,7 +275,7 @@ def _fresh(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-def _cotangent(x: Tensor) -> Tensor:
+def cotangent(x: Tensor) -> Tensor:
     """Numbers that are the same on each member, and no gradient is zero by chance."""
     generator = torch.Generator().manual_seed(x.numel())
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype).to(x.device)

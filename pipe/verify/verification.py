@@ -27,10 +27,12 @@ from ..batch.checksum import is_shape_alone
 from ..batch.given import Given
 from ..checkpoint.state import State
 from ..run.evaluation import Evaluation
+from ..telling import tell
 from ..update.gradients import clip_factor
 from .compare import Outcome, first_difference
 from .plain import NotVerifiableError, PlainModule, Watch
 from .regions import Regions
+from .units import UnitsBeside
 
 _LARGE = 2**26
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
@@ -48,7 +50,7 @@ class Verification:
         num_gradients: parameters whose gradients agree.
         seconds: of the whole comparison [s].
         copy_bytes: parameters and buffers that the judge's process held for the plain module meanwhile; their
-            gradients and the activations of one microbatch of the whole model came on top.
+            gradients and the activations of one microbatch of the whole model came on top. By unit: of the largest.
     """
 
     num_gradients: int
@@ -60,15 +62,17 @@ class Verifier:
     """Verifies batches.
 
     Arguments:
-        plain: the copy of the user's model; None where this process does not judge, and where nobody has one.
+        plain: the copy of the user's model, or units to compare one at a time; None where this process does not judge,
+            and where nobody has one.
         regions: what the tensor group divides; None where there is none.
     """
 
     def __init__(
-        self, state: State, plain: PlainModule | None, *, regions: Regions | None, evaluation: Evaluation
+        self, state: State, plain: PlainModule | UnitsBeside | None, *, regions: Regions | None, evaluation: Evaluation
     ) -> None:
         self._run = run = state.run
-        self._plain = plain
+        self._plain = plain if isinstance(plain, PlainModule) else None
+        self._units = plain if isinstance(plain, UnitsBeside) else None
         self._regions = regions
         self._training = state.training
         self._evaluation = evaluation
@@ -82,7 +86,7 @@ class Verifier:
 
     def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
         """See PipelineModule.verify. Collective over the processes. Unless it `evaluates`, it owes that."""
-        found = self._verified(given, evaluates=evaluates)
+        found = self._by_unit(self._units, given) if self._units else self._verified(given, evaluates=evaluates)
         if found.copy_bytes > _LARGE:  # what is less, steps may use again without asking the system
             give_back(self._options.device)
         return found
@@ -113,11 +117,7 @@ class Verifier:
         before = self._own_buffers()
         with self._left_as_it_was():
             outputs = self._evaluated(given) if evaluates else None
-            with (
-                nullcontext() if self._regions is None else self._regions.seen(),
-                self._run.seeder.drawing_apart() as apart,
-                self._ownership.group.compared_by_verify(),
-            ):
+            with self._seen(), self._run.seeder.drawing_apart() as apart:
                 loss, own = self._train(given.copied(), step)
                 drew_apart = apart()
             after = self._own_buffers()
@@ -144,6 +144,28 @@ class Verifier:
             copy_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
         )
 
+    def _by_unit(self, units: UnitsBeside, given: Given) -> Verification:
+        started = time.perf_counter()
+        self._training.drain()
+        step = self._training.num_steps
+        with self._left_as_it_was():
+            with units.seen(), self._seen():
+                self._train(given.copied(), step)
+            with self._run.guard.together():
+                in_region = self._look_at_regions()
+                with self._update.shards.whole_weights():
+                    own = units.compare(step=step)
+                said = self._collectives.gather((in_region, own), what="telling what verify found")
+        regions, found = zip(*said, strict=True)
+        if verdict := next(filter(None, [*regions, *(each.verdict for each in found)]), None):
+            raise VerificationError(verdict)
+        names = {name for each in found for name in each.gradients}
+        if left := list({f"{name!r}: {why}": None for each in found for name, why in each.left_out.items()}):
+            what = "verify leaves out units" if names else "the first batch is not verified, as no unit can be"
+            tell(f"{what} ({len(left)}; {'; '.join(left[:3])})", rank=self._run.layout.place.world.rank)
+        copy_bytes = max(each.copy_bytes for each in found)
+        return Verification(num_gradients=len(names), seconds=time.perf_counter() - started, copy_bytes=copy_bytes)
+
     def verify_evaluation(self, given: Given) -> None:
         """The first evaluation, which no verified batch has had. In one process."""
         self._training.drain()
@@ -158,6 +180,13 @@ class Verifier:
         if verdict is not None:
             raise VerificationError(verdict)
         self.owes_evaluation = False
+
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """Within, modules that the tensor group divides are looked at, which compares no gradients itself."""
+        regions = nullcontext() if self._regions is None else self._regions.seen()
+        with regions, self._ownership.group.compared_by_verify():
+            yield
 
     def _copy(self) -> PlainModule:
         return PlainModule(self._run.root, self._options.loss_fn, given=self._options.model is None)
