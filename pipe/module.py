@@ -190,7 +190,10 @@ class PipelineModule(RunFigures):
                 f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
                 f"train, or eval_step"
             )
+        was_built = self._building.pipeline is not None
         pipeline = self._building.ready_for(given)
+        if was_built:
+            pipeline.verifier.copy_again()
         if not self._has_trained and self.world.rank == 0:
             warn_of_evaluation_mode(pipeline.state.run.root)
         self._has_trained = True

@@ -71,7 +71,7 @@ class Verifier:
         self, state: State, plain: PlainModule | UnitsBeside | None, *, regions: Regions | None, evaluation: Evaluation
     ) -> None:
         self._run = run = state.run
-        self._plain = plain if isinstance(plain, PlainModule) else None
+        self._plain = self._fresh = plain if isinstance(plain, PlainModule) else None
         self._units = plain if isinstance(plain, UnitsBeside) else None
         self._regions = regions
         self._training = state.training
@@ -91,10 +91,14 @@ class Verifier:
             give_back(self._options.device)
         return found
 
+    def copy_again(self) -> None:
+        """In one process: the user's code has run since the copy was made, and may have changed the model."""
+        self._fresh = None
+
     def _verified(self, given: Given, *, evaluates: bool) -> Verification:
         self._options.require_loss()
         if not self._run.layout.place.world.distributed:
-            self._plain = self._copy()
+            self._plain, self._fresh = self._fresh or self._copy(), None
         elif not self._run.verifies:
             raise NotVerifiableError(
                 "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
