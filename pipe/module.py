@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ..comm import Guard, PipelineError, make_guard
+from ..partition.deferred.filling import fill_attributes
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
@@ -153,14 +154,15 @@ class PipelineModule(RunFigures):
         **old: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "old")}
-        with ExitStack() as stack:
+        with ExitStack() as stack, ExitStack() as undo:
             edits = stack.enter_context(model.applied()) if isinstance(model, Edits) else None
             if isinstance(model, Edits):
                 again = partial(model.applied, [*model])
                 given["model"] = model = model.model
             options = read_options(read_arguments(given, old, edits))
             if options.weights is not None:
-                take_weights(options.root, options.weights)
+                take_weights(options.root, options.weights, undo)
+            fill_attributes(options.root, options.loss_fn, undo=undo)
             make_layout = choose_layout(options)
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(model).__name__
@@ -170,6 +172,7 @@ class PipelineModule(RunFigures):
             self._building = Building(options, make_layout, world=world, guard=make_guard(world))
             if edits is not None and self._building.pipeline is None:
                 self._building.edits = stack.pop_all(), again
+            undo.pop_all()
 
     @property
     def _guard(self) -> Guard:
