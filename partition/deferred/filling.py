@@ -86,7 +86,7 @@ def fill_attributes(*roots: object, undo: ExitStack) -> None:
     modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
     registered = {x.untyped_storage()._cdata for module in modules for x in _own(module) if x.is_meta}
     leaves = {id(x): x for module in modules for x in pytree.tree_leaves(vars(module)) if isinstance(x, torch.Tensor)}
-    absent = [x for x in leaves.values() if x.is_meta and not x.requires_grad and value_of(x) is not None]
+    absent = [x for x in leaves.values() if value_of(x) is not None and not x.requires_grad]
     beside = [x for x in absent if x.untyped_storage()._cdata not in registered]
     for x, values in zip(beside, filled(beside), strict=True):
         undo.callback(put((), x, values))

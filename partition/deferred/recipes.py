@@ -107,7 +107,7 @@ class Value:
             said = [getattr(call.function, "__name__", "")]  # no address, which is another in each process
             for leaf in pytree.tree_leaves((call.args, call.kwargs)):
                 if isinstance(leaf, Held | torch.Tensor):
-                    said.append(str(leaf.checksum if isinstance(leaf, Held) else _bytes_checksum(leaf)))
+                    said.append(str(leaf.checksum if isinstance(leaf, Held) else bytes_checksum(leaf)))
                 elif isinstance(leaf, int | float):
                     said.append(repr(leaf))
             number = zlib.crc32(" ".join(said).encode(), number)
@@ -134,12 +134,8 @@ class Held:
     tensor: torch.Tensor
     checksum: int
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Held:
-        return cls(tensor, _bytes_checksum(tensor))
-
     def now(self) -> torch.Tensor:
-        if _bytes_checksum(self.tensor) != self.checksum:  # its version says nothing of what numpy wrote to it
+        if bytes_checksum(self.tensor) != self.checksum:  # its version says nothing of what numpy wrote to it
             raise ValueError(
                 f"a tensor of shape {tuple(self.tensor.shape)} from which the constructor of a deferred model computed "
                 f"has changed since: expected it unchanged until the stages are built, or its clone() in its place"
@@ -147,11 +143,9 @@ class Held:
         return self.tensor
 
 
-def _bytes_checksum(tensor: torch.Tensor) -> int:
-    if tensor.is_meta:
-        return 0
-    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy())
+def bytes_checksum(tensor: torch.Tensor) -> int:
+    values = torch.empty(0) if tensor.is_meta else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return zlib.crc32(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
 
 
 def value_of(tensor: torch.Tensor) -> Value | None:
@@ -192,7 +186,7 @@ def filled(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     assert len(values) == len(tensors), "a tensor that is not deferred"
     with torch._C.DisableTorchFunction():
         places = [(tensor.untyped_storage()._cdata, Window.of(tensor)) for tensor in tensors]
-    left, parts = Counter(key for key, _ in places), Counter(key for key, _ in {*places})
+    users, parts = Counter(key for key, _ in places), Counter(key for key, _ in {*places})
     kept: dict[int, torch.UntypedStorage] = {}
     given: set[tuple[int, int]] = set()
     work = _Work(values)
@@ -208,12 +202,9 @@ def filled(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
                 found = found.clone()
             else:
                 given.add(value.key)
-        left[key] -= 1
-        if left[key]:
+        if users[key] > 1:
             kept[key] = storage
         yield found
-        if not left[key]:
-            kept.pop(key, None)
 
 
 def draw(call: Computation, generator: torch.Generator) -> None:

@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..model.source_line import line_now
 from .filling import put
@@ -35,6 +35,7 @@ from .recipes import (
     Value,
     Window,
     Written,
+    bytes_checksum,
     default_generator,
     draw,
     filled,
@@ -87,8 +88,8 @@ def deferred(*, draw: bool = True) -> Iterator[None]:
         stack.enter_context(patch.object(nn.init, "_no_grad_trunc_normal_", partial(_in_one, draws=draw)))
         stack.callback(register_module_buffer_registration_hook(_known).remove)
         stack.callback(register_module_parameter_registration_hook(_known).remove)
-        stack.enter_context(recorder := _Recorder(draws=draw))
-        stack.enter_context(_Questions(recorder))
+        stack.enter_context(_Questions())
+        stack.enter_context(_Recorder(draws=draw))
         yield
 
 
@@ -131,14 +132,12 @@ class _Kind:
 @cache
 def _kind(func: Any) -> _Kind:
     formal, returned, tags = func._schema.arguments, func._schema.returns, func.tags
+    unsaid = ("running_mean", "running_var") if "batch_norm" in func.__name__ else ()  # which it writes to
     is_view = bool(returned) and all(x.alias_info is not None and not x.alias_info.is_write for x in returned)
     return _Kind(
         names=tuple(x.name for x in formal),
         writes=frozenset(
-            i
-            for i, x in enumerate(formal)
-            if (x.alias_info is not None and x.alias_info.is_write)
-            or ("batch_norm" in func.__name__ and x.name in ("running_mean", "running_var"))  # schemas do not say it
+            i for i, x in enumerate(formal) if x.name in unsaid or (x.alias_info is not None and x.alias_info.is_write)
         ),
         is_view=is_view or torch.Tag.inplace_view in tags,
         reads_values=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
@@ -150,15 +149,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
-        self.is_meta_meant = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, kind = dict(kwargs or {}), _kind(func)
         tensors = _tensors((args, kwargs))
         first = next((value for value in map(value_of, tensors) if value is not None), None)
         if kwargs.get("device") == _META:  # as that of a deferred tensor is known below autograd
-            if self.is_meta_meant:
-                return func(*args, **kwargs)
             kwargs["device"] = _CPU if first is None else first.device
         written = [x for i, x in _arguments(kind, args, kwargs) if i in kind.writes for x in _tensors(x)]
         are_deferred = {value_of(x) is not None for x in written}
@@ -180,7 +176,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._carried_out(func, args, kwargs, kind, written)
         if first is None and all(x.numel() < SMALL for x in _tensors(found)):
             return func(*args, **kwargs)
-        if not all(map(_has_storage, _tensors(found))):
+        if any(x.layout != torch.strided for x in _tensors(found)):
             return self._carried_out(func, args, kwargs, kind, written)
         device = torch.device(kwargs.get("device") or (_CPU if first is None else first.device))
         note(func, args, kwargs, written, found, device=device, drawn=self._draws if kind.draws else None)
@@ -197,10 +193,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = torch.device(kwargs.get("device") or next((x.device for x in tensors), _CPU))
         state = (kwargs.get("generator") or default_generator(device)).get_state() if kind.draws else None
         found = func(*real_args, **real_kwargs)
-        before = {x.untyped_storage()._cdata for x in tensors if _has_storage(x)}
+        before = {x.untyped_storage()._cdata for x in tensors if x.layout == torch.strided}
 
         def is_large(x: torch.Tensor) -> bool:
-            return _has_storage(x) and not x.is_meta and x.numel() >= SMALL and x.untyped_storage()._cdata not in before
+            is_new = x.layout == torch.strided and not x.is_meta and x.untyped_storage()._cdata not in before
+            return is_new and x.numel() >= SMALL
 
         if not any(map(is_large, _tensors(found))):
             return found
@@ -241,7 +238,7 @@ def note(
             return Written(slot, Window.of(x))
         if (value := value_of(x)) is not None:
             return Read(value, Window.of(x))
-        return x.detach().clone() if x.numel() < SMALL else Held.of(x)
+        return x.detach().clone() if x.numel() < SMALL else Held(x, bytes_checksum(x))
 
     call.args, call.kwargs = pytree.tree_map_only(torch.Tensor, kept, (tuple(args), dict(kwargs)))
     for place, x in enumerate(pytree.tree_leaves(found)):
@@ -276,16 +273,12 @@ _IN_ONE = frozenset([_trunc_normal])
 class _Questions(TorchFunctionMode):
     """Answers of deferred tensors in Python: where plain construction would have them, and values where asked."""
 
-    def __init__(self, recorder: _Recorder) -> None:
-        self._recorder = recorder
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
         if func.__name__ == "__set__" and name == "data" and len({value_of(x) is None for x in args}) == 2:
             kind = type(args[0])
             put((), args[0], args[1].detach())
-            if kind not in _KINDS:
-                args[0].__class__ = kind
+            args[0].__class__ = type(args[0]) if kind in _KINDS else kind
             return None
         if name in _ASKED and args and isinstance(args[0], torch.Tensor) and (value := value_of(args[0])) is not None:
             if name in ("data_ptr", "__cuda_array_interface__"):
@@ -299,13 +292,10 @@ class _Questions(TorchFunctionMode):
             return found
         if name in ("tensor", "as_tensor") and args and isinstance(args[0], list | tuple):
             args = (_real(args[0]), *args[1:])
-        meant = self._recorder.is_meta_meant
-        device = (kwargs or {}).get("device")
-        self._recorder.is_meta_meant = meant or (device is not None and torch.device(device) == _META)
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._recorder.is_meta_meant = meant
+        if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 _KINDS = (torch.Tensor, nn.Parameter, DeferredBuffer, DeferredParameter)
@@ -329,10 +319,6 @@ def _is_whole(x: torch.Tensor) -> bool:
             return False
         end *= size
     return x.nbytes == x.untyped_storage().nbytes()
-
-
-def _has_storage(x: torch.Tensor) -> bool:
-    return x.layout == torch.strided
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -42,10 +42,8 @@ class _Stored:
 
 
 def take_weights(root: nn.Module, weights: Weights, undo: ExitStack) -> None:
-    """Let every parameter and persistent buffer be read when it is filled, in the place of what it is now.
-
-    Arguments:
-        undo: takes what puts everything back.
+    """Let every parameter and persistent buffer be read when it is filled, in the place of what it is now, which `undo`
+    puts back.
 
     Raises ValueError that lists names that are missing, unexpected or of another shape; then nothing is changed.
     """
@@ -107,17 +105,19 @@ def _stored(source: str | os.PathLike[str] | Mapping[str, torch.Tensor]) -> dict
 
 
 def _of_state(state: Mapping[str, torch.Tensor]) -> dict[str, _Stored]:
+    found = {}
     for name, x in state.items():
         if not isinstance(x, torch.Tensor) or x.is_meta or x.layout != torch.strided:
             raise ValueError(f"weights={{{name!r}: {type(x).__name__}}}: expected a state dict of tensors with values")
+        read = partial(_unchanged, name, x.detach(), 0 if x.is_inference() else x._version)
+        found[name] = _Stored(tuple(x.shape), x.dtype, read)
+    return found
 
-    def unchanged(name: str, x: torch.Tensor, version: int) -> torch.Tensor:
-        if not x.is_inference() and x._version != version:
-            raise ValueError(f"weights= has another {name!r} than before: expected it unchanged until the first batch")
-        return x
 
-    kept = {name: (x.detach(), 0 if x.is_inference() else x._version) for name, x in state.items()}
-    return {name: _Stored(tuple(x.shape), x.dtype, partial(unchanged, name, x, at)) for name, (x, at) in kept.items()}
+def _unchanged(name: str, x: torch.Tensor, version: int) -> torch.Tensor:
+    if not x.is_inference() and x._version != version:
+        raise ValueError(f"weights= has another {name!r} than before: expected it unchanged until the first batch")
+    return x
 
 
 def _of_folder(folder: Path) -> Path:
