@@ -145,7 +145,7 @@ class Held:
 
 def bytes_checksum(tensor: torch.Tensor) -> int:
     values = torch.empty(0) if tensor.is_meta else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return zlib.crc32(memoryview(values.reshape(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def value_of(tensor: torch.Tensor) -> Value | None:

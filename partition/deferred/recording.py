@@ -290,6 +290,9 @@ class _Questions(TorchFunctionMode):
             if name in ("numpy", "__array__"):
                 found.flags.writeable = False  # what is written to it would be lost
             return found
+        if name == "new_tensor" and (value := value_of(args[0])) is not None:
+            told = {"dtype": args[0].dtype, "device": value.device} | (kwargs or {})
+            name, func, args, kwargs = "tensor", torch.tensor, args[1:], told
         if name in ("tensor", "as_tensor") and args and isinstance(args[0], list | tuple):
             args = (_real(args[0]), *args[1:])
         if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:

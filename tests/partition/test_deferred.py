@@ -89,7 +89,7 @@ class Odder(nn.Module):
         self.taken = nn.Parameter(taken.weight.detach() * 2)
         self.lazy = nn.LazyLinear(size)
         self.lazy(torch.rand(2, size))
-        self.register_buffer("ends", torch.tensor([turning.real.max()]) * torch.ones(size, size))
+        self.register_buffer("ends", torch.tensor([turning.real.max()]) * turning.new_tensor([2.0]) * turning)
         self.shared = nn.Linear(size, size, bias=False)
         self.shared.weight.data = self.head.weight.data
         self.both = copy.deepcopy(nn.ModuleList([self.shared, self.head]))
