@@ -415,13 +415,17 @@ def _input_options(inputs: object) -> dict[str, Any]:
 
 
 def _weights(weights: object) -> Weights | None:
-    if weights is None or isinstance(weights, Weights):
-        return weights
-    if not isinstance(weights, str | os.PathLike | Mapping):
+    if weights is None:
+        return None
+    told = weights if isinstance(weights, Weights) else Weights(weights)  # type: ignore[arg-type]
+    if not isinstance(told.source, str | os.PathLike | Mapping):
         raise ValueError(
-            f"weights={weights!r}: expected a file of safetensors, a folder, a state dict, or stagewright.Weights(...)"
+            f"weights={told.source!r}: expected a file of safetensors, a folder, a state dict, or "
+            f"stagewright.Weights(...)"
         )
-    return Weights(weights)
+    if told.dtype is not None and not (isinstance(told.dtype, torch.dtype) and told.dtype.is_floating_point):
+        raise ValueError(f"Weights(dtype={told.dtype!r}): expected a type of floating point, such as torch.bfloat16")
+    return told
 
 
 def _precision_options(precision: object) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ..comm import Guard, PipelineError, make_guard
+from ..partition.deferred.filling import fill_attributes
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
@@ -153,7 +154,7 @@ class PipelineModule(RunFigures):
         **old: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "old")}
-        with ExitStack() as stack:
+        with ExitStack() as stack, ExitStack() as undo:
             edited = model if isinstance(model, Edits) else None
             edits = None if edited is None else stack.enter_context(edited.applied())
             if edited is not None:
@@ -161,7 +162,8 @@ class PipelineModule(RunFigures):
                 given["model"] = model = edited.model
             options = read_options(read_arguments(given, old, edits))
             if options.weights is not None:
-                take_weights(options.root, options.weights)
+                take_weights(options.root, options.weights, undo)
+            fill_attributes(options.root, options.loss_fn, undo=undo)
             make_layout = choose_layout(options) if edited is None else edited.in_group(choose_layout(options))
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(model).__name__
@@ -171,6 +173,7 @@ class PipelineModule(RunFigures):
             self._building = Building(options, make_layout, world=world, guard=make_guard(world))
             if edits is not None and self._building.pipeline is None:
                 self._building.edits = stack.pop_all(), again
+            undo.pop_all()
 
     @property
     def _guard(self) -> Guard:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .recipes import device_where_built, filled, value_of
 
@@ -54,21 +55,41 @@ def fill(
     with ExitStack() as done:
         for x, values in zip(recipes.values(), filled([*recipes.values()]), strict=True):
             done.callback(put(rnns, x, values.to(device)))
-        others = {id(x): name for name, x in absent.items() if value_of(x) is None and x.is_meta}
+        others = {id(x): (name, x) for name, x in absent.items() if x.is_meta}
+        for _, x in others.values():
+            done.callback(put(rnns, x, _unset(x, device)))
         for path, module in [*root.named_modules()][::-1] if others else ():  # the parts of a module before it
-            own = {id(x): x for x in _own(module) if id(x) in others}
-            if own:
-                names = [others.pop(key) for key in own]
-                for x in own.values():
-                    done.callback(put(rnns, x, _unset(x, device)))
-                with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-                    torch.manual_seed(zlib.crc32(path.encode(), seed % 2**32))
-                    _way(root, path, module, names[0])()
-                if unset := [name for name, x in zip(names, own.values(), strict=True) if _is_unset(x)]:
-                    raise _nothing_fills(unset[0], module)
+            tensors = {id(x): x for x in (*module.parameters(), *module.buffers())}
+            if (way := _way(root, path, module)) is None or tensors.keys().isdisjoint(others):
+                continue
+            given = [(x, x.detach().clone()) for key, x in tensors.items() if key not in others and not x.is_meta]
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+                torch.manual_seed(zlib.crc32(path.encode(), seed % 2**32))
+                way()
+                for x, values in given:
+                    x.copy_(values)
+        if unset := [name for name, x in others.values() if _is_unset(x)]:
+            kind = type(root.get_submodule(unset[0].rpartition(".")[0])).__name__
+            raise ValueError(
+                f"{unset[0]!r} is on the meta device, and nothing fills it: {kind} has no reset_parameters() that "
+                f"does, nor a model around it _init_weights(module). Expected `with stagewright.deferred():` around "
+                f"the model's constructor, or weights= with files that have it"
+            )
         kept = done.pop_all()
         if undo is not None:
             undo.push(kept)
+
+
+def fill_attributes(*roots: object, undo: ExitStack) -> None:
+    """Give values to deferred tensors that are attributes of modules, neither parameters nor buffers nor made of them:
+    no state names them, so that every process has them."""
+    modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+    registered = {x.untyped_storage()._cdata for module in modules for x in _own(module) if x.is_meta}
+    leaves = {id(x): x for module in modules for x in pytree.tree_leaves(vars(module)) if isinstance(x, torch.Tensor)}
+    absent = [x for x in leaves.values() if value_of(x) is not None and not x.requires_grad]
+    beside = [x for x in absent if x.untyped_storage()._cdata not in registered]
+    for x, values in zip(beside, filled(beside), strict=True):
+        undo.callback(put((), x, values))
 
 
 @contextmanager
@@ -81,6 +102,7 @@ def lent(*roots: nn.Module, alike: bool = False, device: torch.device | None = N
     """
     first: dict[object, torch.Tensor] = {}
     with ExitStack() as undo:
+        fill_attributes(*roots, undo=undo)
         for root in roots:
             rnns = rnns_of(root)
             for path, module in root.named_modules():
@@ -129,20 +151,17 @@ def put(rnns: Sequence[nn.RNNBase], x: torch.Tensor, values: torch.Tensor) -> Ca
     return swap
 
 
-def _own(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from (x for table in (module._parameters, module._buffers) for x in table.values() if x is not None)
+def _own(module: nn.Module) -> list[torch.Tensor]:
+    return [x for table in (module._parameters, module._buffers) for x in table.values() if x is not None]
 
 
-def _way(root: nn.Module, path: str, module: nn.Module, name: str) -> Callable[[], object]:
+def _way(root: nn.Module, path: str, module: nn.Module) -> Callable[[], object] | None:
     parts = path.split(".") if path else []
     for depth in range(len(parts), -1, -1):
         whole: Any = root.get_submodule(".".join(parts[:depth]))
         if callable(getattr(whole, "_init_weights", None)):
             return partial(whole._init_weights, module)
-    ways: list[Callable[[], object]] = [way for each in _WAYS if callable(way := getattr(module, each, None))]
-    if not ways:
-        raise _nothing_fills(name, module)
-    return ways[0]
+    return next((way for each in _WAYS if callable(way := getattr(module, each, None))), None)
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -164,12 +183,4 @@ def _is_unset(x: torch.Tensor) -> bool:
     values = x.detach()
     return bool(
         (values.isnan() if values.is_floating_point() or values.is_complex() else values == _mark(values)).any()
-    )
-
-
-def _nothing_fills(name: str, module: nn.Module) -> ValueError:
-    return ValueError(
-        f"{name!r} is on the meta device, and nothing fills it: {type(module).__name__} has no reset_parameters() that "
-        f"does, nor a model around it _init_weights(module). Expected `with stagewright.deferred():` around the "
-        f"model's constructor, or weights= with files that have it"
     )

@@ -32,14 +32,19 @@ class Window:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_conj: bool
+    is_neg: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Window:
-        return cls(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
+        size, stride, offset = tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
+        return cls(tensor.dtype, size, stride, offset, tensor.is_conj(), tensor.is_neg())
 
     def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, self.offset, self.size, self.stride)
+        made.set_(storage, self.offset, self.size, self.stride)
+        made = made.conj() if self.is_conj else made
+        return torch._neg_view(made) if self.is_neg else made
 
 
 @dataclass(slots=True, eq=False)
@@ -95,10 +100,17 @@ class Value:
         return not any(call.is_skipped for call in _computations([self]))
 
     def checksum(self) -> float:
-        """A whole number of 32 bits over the operations and the random numbers that it is made of."""
+        """A whole number of 32 bits over the operations, numbers and random numbers that it is made of; of what files
+        have, nothing."""
         number = 0
         for call in _computations([self]):
-            number = zlib.crc32(getattr(call.function, "__name__", "").encode(), number)
+            said = [getattr(call.function, "__name__", "")]  # no address, which is another in each process
+            for leaf in pytree.tree_leaves((call.args, call.kwargs)):
+                if isinstance(leaf, Held | torch.Tensor):
+                    said.append(str(leaf.checksum if isinstance(leaf, Held) else bytes_checksum(leaf)))
+                elif isinstance(leaf, int | float):
+                    said.append(repr(leaf))
+            number = zlib.crc32(" ".join(said).encode(), number)
             number = number if call.state is None else zlib.crc32(call.state.numpy().tobytes(), number)
         return float(number)
 
@@ -120,15 +132,20 @@ class Held:
     """A large tensor that had values: it is not copied, and must stay as it was."""
 
     tensor: torch.Tensor
-    version: int
+    checksum: int
 
     def now(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
+        if bytes_checksum(self.tensor) != self.checksum:  # its version says nothing of what numpy wrote to it
             raise ValueError(
                 f"a tensor of shape {tuple(self.tensor.shape)} from which the constructor of a deferred model computed "
-                f"has changed since: expected it unchanged until the stages are built"
+                f"has changed since: expected it unchanged until the stages are built, or its clone() in its place"
             )
         return self.tensor
+
+
+def bytes_checksum(tensor: torch.Tensor) -> int:
+    values = torch.empty(0) if tensor.is_meta else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def value_of(tensor: torch.Tensor) -> Value | None:
@@ -164,19 +181,29 @@ def device_where_built(tensor: torch.Tensor) -> torch.device:
 
 def filled(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Tensors with values, one for each deferred one, in order. What several need is made once, and let go after the
-    last of them. Tensors of one storage share one; a single part of a storage has memory of its own."""
+    last of them. Tensors of one storage share one; copies do not; a single part of a storage has memory of its own."""
     values = [value for value in map(value_of, tensors) if value is not None]
     assert len(values) == len(tensors), "a tensor that is not deferred"
     with torch._C.DisableTorchFunction():
-        windows = [Window.of(tensor) for tensor in tensors]
-    parts = Counter(value.key for value, _ in {(value, window) for value, window in zip(values, windows, strict=True)})
+        places = [(tensor.untyped_storage()._cdata, Window.of(tensor)) for tensor in tensors]
+    users, parts = Counter(key for key, _ in places), Counter(key for key, _ in {*places})
+    kept: dict[int, torch.UntypedStorage] = {}
+    given: set[tuple[int, int]] = set()
     work = _Work(values)
-    for value, window in zip(values, windows, strict=True):
+    for value, (key, window) in zip(values, places, strict=True):
         with plainly():
             storage = work.take(value)
+            if key in kept:
+                storage = kept[key]
+            elif value.key in given:
+                storage = copied(storage)
             found = window.within(storage)
-            if value.call.is_read or (parts[value.key] == 1 and found.nbytes < storage.nbytes()):
+            if value.call.is_read or (parts[key] == 1 and found.nbytes < storage.nbytes()):
                 found = found.clone()
+            else:
+                given.add(value.key)
+        if users[key] > 1:
+            kept[key] = storage
         yield found
 
 
@@ -255,7 +282,8 @@ class _Work:
         finally:
             torch.set_default_dtype(before)
         for slot, (place, window) in call.made.items():
-            written[slot] = _storage(results[place], window)
+            if self._uses[id(call), slot]:
+                written[slot] = _storage(results[place], window)
         self._made |= {(id(call), slot): x for slot, x in written.items() if self._uses[id(call), slot]}
 
 

@@ -23,9 +23,10 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..model.source_line import line_now
+from .filling import put
 from .parameters import DeferredBuffer, DeferredParameter, is_recording, recording
 from .recipes import (
     Computation,
@@ -34,6 +35,7 @@ from .recipes import (
     Value,
     Window,
     Written,
+    bytes_checksum,
     default_generator,
     draw,
     filled,
@@ -130,10 +132,13 @@ class _Kind:
 @cache
 def _kind(func: Any) -> _Kind:
     formal, returned, tags = func._schema.arguments, func._schema.returns, func.tags
+    unsaid = ("running_mean", "running_var") if "batch_norm" in func.__name__ else ()  # which it writes to
     is_view = bool(returned) and all(x.alias_info is not None and not x.alias_info.is_write for x in returned)
     return _Kind(
         names=tuple(x.name for x in formal),
-        writes=frozenset(i for i, x in enumerate(formal) if x.alias_info is not None and x.alias_info.is_write),
+        writes=frozenset(
+            i for i, x in enumerate(formal) if x.name in unsaid or (x.alias_info is not None and x.alias_info.is_write)
+        ),
         is_view=is_view or torch.Tag.inplace_view in tags,
         reads_values=torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
         draws=torch.Tag.nondeterministic_seeded in tags,
@@ -171,6 +176,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._carried_out(func, args, kwargs, kind, written)
         if first is None and all(x.numel() < SMALL for x in _tensors(found)):
             return func(*args, **kwargs)
+        if any(x.layout != torch.strided for x in _tensors(found)):
+            return self._carried_out(func, args, kwargs, kind, written)
         device = torch.device(kwargs.get("device") or (_CPU if first is None else first.device))
         note(func, args, kwargs, written, found, device=device, drawn=self._draws if kind.draws else None)
         return found
@@ -189,7 +196,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = {x.untyped_storage()._cdata for x in tensors if x.layout == torch.strided}
 
         def is_large(x: torch.Tensor) -> bool:
-            return x.layout == torch.strided and x.numel() >= SMALL and x.untyped_storage()._cdata not in before
+            is_new = x.layout == torch.strided and not x.is_meta and x.untyped_storage()._cdata not in before
+            return is_new and x.numel() >= SMALL
 
         if not any(map(is_large, _tensors(found))):
             return found
@@ -230,7 +238,7 @@ def note(
             return Written(slot, Window.of(x))
         if (value := value_of(x)) is not None:
             return Read(value, Window.of(x))
-        return x.detach().clone() if x.numel() < SMALL else Held(x, x._version)
+        return x.detach().clone() if x.numel() < SMALL else Held(x, bytes_checksum(x))
 
     call.args, call.kwargs = pytree.tree_map_only(torch.Tensor, kept, (tuple(args), dict(kwargs)))
     for place, x in enumerate(pytree.tree_leaves(found)):
@@ -267,6 +275,11 @@ class _Questions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__self__.__name__ if func.__name__ in ("__get__", "__set__") else func.__name__
+        if func.__name__ == "__set__" and name == "data" and len({value_of(x) is None for x in args}) == 2:
+            kind = type(args[0])
+            put((), args[0], args[1].detach())
+            args[0].__class__ = type(args[0]) if kind in _KINDS else kind
+            return None
         if name in _ASKED and args and isinstance(args[0], torch.Tensor) and (value := value_of(args[0])) is not None:
             if name in ("data_ptr", "__cuda_array_interface__"):
                 raise _cannot(name)
@@ -277,9 +290,18 @@ class _Questions(TorchFunctionMode):
             if name in ("numpy", "__array__"):
                 found.flags.writeable = False  # what is written to it would be lost
             return found
+        if name == "new_tensor" and (value := value_of(args[0])) is not None:
+            told = {"dtype": args[0].dtype, "device": value.device} | (kwargs or {})
+            name, func, args, kwargs = "tensor", torch.tensor, args[1:], told
+        if name in ("tensor", "as_tensor") and args and isinstance(args[0], list | tuple):
+            args = (_real(args[0]), *args[1:])
+        if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:
+            with _disable_current_modes():
+                return func(*args, **kwargs)
         return func(*args, **(kwargs or {}))
 
 
+_KINDS = (torch.Tensor, nn.Parameter, DeferredBuffer, DeferredParameter)
 _DEVICE: dict[str, Any] = {
     "device": lambda device: device,
     "is_meta": lambda device: False,

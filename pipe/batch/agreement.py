@@ -43,18 +43,19 @@ def unequal_weights(root: nn.Module, schedule: Schedule, place: MeshPlace, colle
     """In words, the first parameter that ranks of a pipeline have made otherwise; None: there is none. Collective.
 
     Each stage begins with the weights of its first replica's first process, so that only these count. Of a deferred
-    model its tensor group does: each member makes its own part. Weights of the meta device are not compared.
+    model its tensor group does: each member makes its own part. Weights of the meta device differ from any others.
     """
     if collectives.alone:
         return None
     begin = dict.fromkeys(place.process_of(owners[0], tensor=0) for owners in schedule.owners)
-    if any(value_of(p) is not None for p in root.parameters()):
-        begin |= dict.fromkeys(process for owners in schedule.owners for process in place.mesh.members(owners[0]))
-    counts = collectives.rank in begin
+    is_deferred = any(value_of(p) is not None for p in root.parameters())
+    counts = is_deferred or collectives.rank in begin
     mine = {name: _checksum(p) for name, p in root.named_parameters()} if counts else {}
-    sums = collectives.gather(mine, what="comparing the weights that ranks begin with")
-    for name in sums[next(iter(begin))]:
-        known = {process: own for process in begin if (own := sums[process].get(name, UNKNOWN)) != UNKNOWN}
+    everyone = collectives.gather((is_deferred, mine), what="comparing the weights that ranks begin with")
+    if any(is_deferred for is_deferred, _ in everyone):
+        begin |= dict.fromkeys(process for owners in schedule.owners for process in place.mesh.members(owners[0]))
+    for name in everyone[next(iter(begin))][1]:
+        known = {process: everyone[process][1].get(name, UNKNOWN) for process in begin}
         one = next(iter(known), -1)
         other = next((process for process, own in known.items() if own != known[one]), None)
         if other is not None:

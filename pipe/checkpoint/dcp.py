@@ -108,20 +108,26 @@ class DcpTensors:
         self._place, self._reader = place, _DcpReader(place)
         with _refusing(place):
             known = self._reader.read_metadata()
+            paths = {name: (known.planner_data or {}).get(name, (name,)) for name in known.state_dict_metadata}
+            while len({path[0] for path in paths.values()}) == 1 and all(len(path) > 1 for path in paths.values()):
+                paths = {name: path[1:] for name, path in paths.items()}  # {"app": {"model": ...
+            models = {name: path[1:] for name, path in paths.items() if path[0] == "model" and len(path) > 1}
+            self._names = {".".join(map(str, path)): name for name, path in (models or paths).items()}
+            entries = {name: known.state_dict_metadata[stored] for name, stored in self._names.items()}
             self.described = {
                 name: (tuple(entry.size), entry.properties.dtype)
-                for name, entry in known.state_dict_metadata.items()
+                for name, entry in entries.items()
                 if isinstance(entry, metadata.TensorStorageMetadata)
             }
         self._reader.read_metadata = lambda *args, **options: known  # type: ignore[method-assign]
 
     def tensor(self, name: str) -> torch.Tensor:
         shape, dtype = self.described[name]
-        found = {name: torch.empty(shape, dtype=dtype)}
+        found = {(stored := self._names[name]): torch.empty(shape, dtype=dtype)}
         planner = default_planner.DefaultLoadPlanner(flatten_state_dict=False)
         with _refusing(self._place):
             _load_state_dict(found, self._reader, planner=planner, no_dist=True)
-        return found[name]
+        return found[stored]
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +41,9 @@ class _Stored:
     read: Callable[[], torch.Tensor]
 
 
-def take_weights(root: nn.Module, weights: Weights) -> None:
-    """Let every parameter and persistent buffer be read when it is filled, in the place of what it is now.
+def take_weights(root: nn.Module, weights: Weights, undo: ExitStack) -> None:
+    """Let every parameter and persistent buffer be read when it is filled, in the place of what it is now, which `undo`
+    puts back.
 
     Raises ValueError that lists names that are missing, unexpected or of another shape; then nothing is changed.
     """
@@ -65,22 +67,23 @@ def take_weights(root: nn.Module, weights: Weights) -> None:
         )
     by_id = {id(x): x for x in tensors.values()}
     for key, x in by_id.items():
-        if stored[found[key]].shape != tuple(x.shape):
-            raise ValueError(
-                f"weights of {where}: {found[key]!r} has shape {stored[found[key]].shape}: expected {tuple(x.shape)}"
-            )
+        one = stored[found[key]]
+        if one.shape != tuple(x.shape):
+            raise ValueError(f"weights of {where}: {found[key]!r} has shape {one.shape}: expected {tuple(x.shape)}")
+        if (one.dtype.is_floating_point, one.dtype.is_complex) != (x.dtype.is_floating_point, x.dtype.is_complex):
+            raise ValueError(f"weights of {where}: {found[key]!r} is of {one.dtype}: expected one like {x.dtype}")
     rnns = rnns_of(root)
     for key, x in by_id.items():
         one = stored[found[key]]
-        is_float = one.dtype.is_floating_point and weights.dtype is not None
-        dtype = weights.dtype if is_float and weights.dtype is not None else one.dtype
+        is_inexact = x.dtype.is_floating_point or x.dtype.is_complex
+        dtype = (weights.dtype if x.dtype.is_floating_point else None) or (one.dtype if is_inexact else x.dtype)
         read = partial(_read_as, one.read, dtype) if dtype != one.dtype else one.read
-        put(rnns, x, reading(read, dtype, one.shape, device_where_built(x)))
+        undo.callback(put(rnns, x, reading(read, dtype, one.shape, device_where_built(x))))
 
 
 def _stored(source: str | os.PathLike[str] | Mapping[str, torch.Tensor]) -> dict[str, _Stored]:
     if isinstance(source, Mapping):
-        return {name: _Stored(tuple(x.shape), x.dtype, partial(torch.Tensor.detach, x)) for name, x in source.items()}
+        return _of_state(source)
     path = Path(source)
     try:
         if not path.exists():
@@ -99,6 +102,22 @@ def _stored(source: str | os.PathLike[str] | Mapping[str, torch.Tensor]) -> dict
         f"weights={str(source)!r}: expected a file that ends in .safetensors or {_INDEX}, or a folder with one, of "
         f"torch.distributed.checkpoint or of pipe.save"
     )
+
+
+def _of_state(state: Mapping[str, torch.Tensor]) -> dict[str, _Stored]:
+    found = {}
+    for name, x in state.items():
+        if not isinstance(x, torch.Tensor) or x.is_meta or x.layout != torch.strided:
+            raise ValueError(f"weights={{{name!r}: {type(x).__name__}}}: expected a state dict of tensors with values")
+        read = partial(_unchanged, name, x.detach(), 0 if x.is_inference() else x._version)
+        found[name] = _Stored(tuple(x.shape), x.dtype, read)
+    return found
+
+
+def _unchanged(name: str, x: torch.Tensor, version: int) -> torch.Tensor:
+    if not x.is_inference() and x._version != version:
+        raise ValueError(f"weights= has another {name!r} than before: expected it unchanged until the first batch")
+    return x
 
 
 def _of_folder(folder: Path) -> Path:

@@ -175,9 +175,12 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
 
     by_id = {id(parameters[name]): shard for name, shard in shards.items()}
     own = {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
-    everyone = collectives.tensor_gather_objects(own, what="comparing the parts of a tensor group")
-    for member, theirs in zip(members, everyone, strict=True):
+    mine = own, any(x.is_meta for x in full.values())
+    gathered = collectives.tensor_gather_objects(mine, what="comparing the parts of a tensor group")
+    everyone = [theirs for theirs, _ in gathered]
+    for member, (theirs, is_meta) in zip(members, gathered, strict=True):
         differing = [name for name in own if name not in theirs or theirs[name].full != own[name].full]
+        differing = differing if is_meta == mine[1] else [*own]
         if differing or own.keys() != theirs.keys():
             name = (differing or sorted(own.keys() ^ theirs.keys()))[0]
             raise ValueError(

@@ -29,7 +29,7 @@ class ModelWithLoss(nn.Module):
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
         super().__init__()
-        taken = sorted(name for name in model.state_dict() if name.startswith(f"{PREFIX}."))
+        taken = sorted(name for name in model.state_dict(keep_vars=True) if name.startswith(f"{PREFIX}."))
         if taken:
             raise ValueError(
                 f"loss_fn= is a module of its own and the model has {taken[0]!r}, which would be the loss's name: "
@@ -55,7 +55,8 @@ def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
     """The root of all names: the model, with a loss beside it that has tensors of its own."""
     if not isinstance(loss_fn, nn.Module) or any(module is loss_fn for module in model.modules()):
         return model
-    return ModelWithLoss(model, loss_fn) if loss_fn.state_dict() or any(True for _ in loss_fn.buffers()) else model
+    has_tensors = loss_fn.state_dict(keep_vars=True) or any(True for _ in loss_fn.buffers())
+    return ModelWithLoss(model, loss_fn) if has_tensors else model
 
 
 def give_loss(loss_fn: object, stage: StageModule) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.zoo import CHECKING, TORCHVISION, TRANSFORMERS
 from torch import nn
 
 from stagewright.partition.deferred import recording
-from stagewright.partition.deferred.recipes import filled, value_of
+from stagewright.partition.deferred.recipes import filled, reading, value_of
 from stagewright.partition.deferred.recording import deferred
 
 
@@ -64,8 +66,48 @@ class Odd(nn.Module):
         self.half().float()
 
 
+class Odder(nn.Module):
+    """Conjugates, modules of the meta device, a trial of layers, memory that is replaced, copies that share some."""
+
+    def __init__(self, size: int = 20) -> None:
+        super().__init__()
+        turning = torch.polar(torch.ones(size, size), torch.randn(size, size))
+        self.register_buffer("conjugate", turning.conj())
+        self.product = nn.Parameter(turning.conj() * turning.t())
+        self.imaginary = nn.Parameter(turning.conj().imag * 2)
+        self.skipped = nn.init.ones_(nn.utils.skip_init(nn.Linear, size, size).weight)
+        with torch.device("meta"):
+            self.count = nn.Linear(size, size).weight.numel()
+        self.layers = nn.Sequential(nn.Linear(size, 4 * size), nn.BatchNorm1d(4 * size))
+        self.head = nn.Linear(int(self.layers(torch.rand(9, size)).shape[1]), 3)
+        self.norm = nn.BatchNorm1d(120).eval()
+        self.normed = nn.Parameter(self.norm(torch.rand(9, 120)).detach())
+        self.assigned = nn.Linear(3, 3)
+        self.assigned.weight.data = torch.randn(size, size)
+        taken = nn.Linear(size, size)
+        taken.weight.data = torch.from_numpy(np.arange(float(size * size)).reshape(size, size))
+        self.taken = nn.Parameter(taken.weight.detach() * 2)
+        self.lazy = nn.LazyLinear(size)
+        self.lazy(torch.rand(2, size))
+        self.register_buffer("ends", torch.tensor([turning.real.max()]) * turning.new_tensor([2.0]) * turning)
+        self.shared = nn.Linear(size, size, bias=False)
+        self.shared.weight.data = self.head.weight.data
+        self.both = copy.deepcopy(nn.ModuleList([self.shared, self.head]))
+        with torch.inference_mode():
+            self.register_buffer("inferred", torch.from_numpy(np.ones((size, size))) * torch.rand(size, size))
+
+
+def memory(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Names of tensors that share it."""
+    found: dict[int, list[str]] = {}
+    for name, x in tensors.items():
+        found.setdefault(x.untyped_storage().data_ptr() if x.numel() else id(x), []).append(name)
+    return [*found.values()]
+
+
 BUILT: dict[str, Callable[[], nn.Module]] = {
     "odd": Odd,
+    "odder": Odder,
     "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2),
     "lstm": lambda: nn.LSTM(8, 8, 2, bidirectional=True),
     "embedding": lambda: nn.Embedding(40, 8, padding_idx=0),
@@ -101,7 +143,7 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: x for each in both for name, x in each}
 
 
-@pytest.mark.thorough(but=["1-odd", "1-gpt2", "99-odd", "1-lstm"])
+@pytest.mark.thorough(but=["1-odd", "1-odder", "99-odder", "1-encoder", "1-gpt2", "99-odd", "1-lstm"])
 @pytest.mark.parametrize("name", BUILT)
 @pytest.mark.parametrize("large", [1, 99])
 def test_equal_to_plain_construction(name: str, large: int) -> None:
@@ -124,6 +166,7 @@ def test_equal_to_plain_construction(name: str, large: int) -> None:
             assert torch.equal(values, x), key
             assert (values.dtype, values.stride()) == (x.dtype, x.stride()), key
         assert isinstance(found[key], nn.Parameter) == isinstance(x, nn.Parameter), key
+    assert memory(found | together) == memory(expected)
     same = {(one, other) for one in expected for other in expected if expected[one] is expected[other]}
     assert same == {(one, other) for one in found for other in found if found[one] is found[other]}
 
@@ -200,3 +243,25 @@ def test_nothing_is_drawn_where_files_have_it() -> None:
     value = value_of(model.weight)
     assert value is not None
     assert not value.is_drawn()
+
+
+def test_checksums_say_nothing_of_addresses() -> None:
+    """Processes compare them; what a file has is not compared, what a constructor computes from is."""
+    shape, cpu = (100, 100), torch.device("cpu")
+    read = [reading(partial(torch.full, shape, number), torch.float32, shape, cpu) for number in (1.0, 2.0)]
+    numbers = [np.full(shape, number) for number in (1.0, 2.0, 1.0)]
+    with deferred():
+        made = [torch.from_numpy(each) * 3 for each in numbers]
+        scaled = [torch.ones(shape) * number for number in (1.0, 2.0, 1.0)]
+    assert len(set(map(checksum, read))) == 1
+    for one, other, same in (map(checksum, made), map(checksum, scaled)):
+        assert one == same != other
+    numbers[0][:] = 5
+    with pytest.raises(ValueError, match=r"has changed since: .* or its clone\(\) in its place"):
+        next(filled([made[0]]))
+
+
+def checksum(x: torch.Tensor) -> float:
+    value = value_of(x)
+    assert value is not None
+    return value.checksum()

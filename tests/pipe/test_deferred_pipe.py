@@ -129,9 +129,9 @@ def test_trains_as_the_plain_model_over_processes(gloo: Pool, mesh: dict[str, An
         compare(found, plain)
 
 
-def told_of_seeds(tensor: int) -> str:
+def told_of_seeds(tensor: int, builds: tuple[str, str]) -> str:
     torch.manual_seed(torch.distributed.get_rank())
-    with deferred():
+    with BUILDS[builds[torch.distributed.get_rank()]]():
         model = Net()
     styles = {"blocks.*.up": "column", "blocks.*.down": "row"} if tensor > 1 else None
     try:
@@ -142,11 +142,21 @@ def told_of_seeds(tensor: int) -> str:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_other_seeds_in_other_processes_are_told(gloo: Pool, tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "builds"),
+    [
+        (1, ("deferred", "deferred")),
+        (2, ("deferred", "deferred")),
+        (2, ("plain", "deferred")),
+        (1, ("plain", "meta")),  # of which FSDP sends the first process's weights
+    ],
+)
+def test_other_weights_in_other_processes_are_told(gloo: Pool, tensor: int, builds: tuple[str, str]) -> None:
     """Members of a tensor group make their parts alone: they would be parts of different tensors."""
-    for told in gloo.run(told_of_seeds, ranks=2, args=(tensor,)):
-        assert "has made other weights than process 0, first 'embed.weight'" in told
+    for told in gloo.run(told_of_seeds, ranks=2, args=(tensor, builds)):
+        assert "has made other weights than process 0, first 'embed.weight'" in told or (
+            tensor == 2 and builds[0] == "plain" and "has divided 'blocks.0.up.weight' otherwise than" in told
+        )
 
 
 def test_objects_stay_the_same() -> None:
@@ -190,6 +200,56 @@ def test_a_model_of_the_meta_device_fills_itself() -> None:
     ):
         make(model).train_step(TOKENS, TOKENS)
     assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))  # nothing half filled
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.down.weight, 3.0)
+
+
+def test_a_module_fills_its_parts_after_them_and_leaves_what_has_values() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Part(), Part())
+    model[0].up.bias = nn.Parameter(torch.full((WIDTH,), 5.0))
+    x = torch.randn(8, WIDTH)
+    pipe = make(model, loss_fn=F.mse_loss)
+    pipe.build(x, x)
+    state = pipe.full_state_dict()
+    assert (state["0.down.weight"] == 3).all()
+    assert (state["1.down.weight"] == 3).all()
+    assert (state["0.up.bias"] == 5).all()
+    assert (state["1.up.bias"] != 5).all()
+
+
+class Scaled(nn.Module):
+    """A layer with a tensor that nobody registered, and a loss with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), [torch.rand(WIDTH)]
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.layer(x) * self.scale[0]
+        return x if target is None else F.mse_loss(x, target)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+def test_attributes_and_a_loss_with_weights() -> None:
+    losses, x = [], torch.randn(8, WIDTH)
+    for build in (nullcontext, deferred):
+        torch.manual_seed(3)
+        with build():
+            model, loss_fn = nn.Sequential(Scaled(), Scaled()), Scaled()
+        pipe = make(model, loss_fn=loss_fn)
+        losses.append([pipe.train_step(x, x).loss for _ in range(2)])
+    assert losses[0] == losses[1]
 
 
 def test_what_was_not_drawn_is_named() -> None:
@@ -250,14 +310,15 @@ def _checkpoint(state: Mapping[str, torch.Tensor], folder: Path) -> Path:
 
 SOURCES = {"one": _one_file, "index": _index, "dcp": _dcp, "checkpoint": _checkpoint, "state": lambda state, _: state}
 BUILDS: dict[str, Build] = {
-    "deferred": lambda: deferred(draw=False),
+    "deferred": deferred,
+    "files": lambda: deferred(draw=False),
     "meta": lambda: torch.device("meta"),
     "plain": nullcontext,
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*no_dist.*", "ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.thorough(but=["deferred-one", "meta-index", "plain-dcp", "deferred-checkpoint"])
+@pytest.mark.thorough(but=["files-one", "meta-index", "plain-dcp", "files-checkpoint"])
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("build", BUILDS)
 def test_weights_of_files(build: str, source: str, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -331,6 +392,16 @@ WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
         lambda state: {**state, "blocks.1.up.bias": torch.zeros(3)},
         r"'blocks\.1\.up\.bias' has shape \(3,\): expected \(32,\)",
     ),
+    "type": (
+        lambda state: {**state, "blocks.1.up.bias": torch.zeros(32, dtype=torch.int8)},
+        r"'blocks\.1\.up\.bias' is of torch\.int8: expected one like torch\.float32",
+    ),
+    "no tensor": (
+        lambda state: {**state, "epoch": 3},
+        r"^weights=\{'epoch': int\}: expected a state dict of tensors w",
+    ),
+    "no values": (lambda state: {**state, "head.weight": state["head.weight"].to("meta")}, r"of tensors with values"),
+    "precision": (lambda state: sw.Weights(state, torch.int8), r"^Weights\(dtype=torch\.int8\): expected a type of fl"),
     "another model": (lambda _: {"a.b": torch.zeros(2)}, r"\] and 24 more, unexpected \['a\.b'\]"),
     "nowhere": (lambda _: "/nowhere/model.safetensors", r"^weights='/nowhere/model\.safetensors' is not there"),
     "no file": (
@@ -360,3 +431,32 @@ def test_a_name_in_front_of_all_names(saved: dict[str, torch.Tensor]) -> None:
     pipe = make(model, weights={f"module.{name}": x for name, x in saved.items()})
     pipe.build(TOKENS, TOKENS)
     compare(([], pipe.full_state_dict()), ([], saved))
+
+
+@pytest.mark.filterwarnings("ignore:.*no_dist.*", "ignore:torch.distributed is disabled:UserWarning")
+def test_a_folder_with_an_optimizer(saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    state = {"app": {"model": dict(saved), "optim": {"step": torch.zeros(2)}}}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with deferred(draw=False):
+        model = Net()
+    model.positions = torch.zeros(6, WIDTH)
+    pipe = make(model, weights=tmp_path)
+    pipe.build(TOKENS, TOKENS)
+    compare(([], pipe.full_state_dict()), ([], saved))
+
+
+def test_a_state_dict_is_taken_as_it_is() -> None:
+    """The model's own parameters; not what it becomes later, nor where the call is refused."""
+    model = Net()
+    own = model.state_dict(keep_vars=True)
+    values = {name: x.clone() for name, x in own.items()}
+    with pytest.raises(ValueError, match="for 4 microbatches"):
+        make(model, weights=own, example_inputs=(torch.randn(2, 2, 2),))
+    assert not any(x.is_meta for x in model.parameters())
+    pipe = make(model, weights=own)
+    pipe.build(TOKENS, TOKENS)
+    compare(([], pipe.full_state_dict()), ([], values))
+    pipe = make(Net(), weights=values)
+    values["blocks.0.up.bias"].zero_()
+    with pytest.raises(ValueError, match=r"weights= has another 'blocks\.0\.up\.bias' than before: expected it unch"):
+        pipe.build(TOKENS, TOKENS)
