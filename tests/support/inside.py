@@ -225,7 +225,6 @@ _NAMES = {
     "schedules.search.problem": "Objective Problem SPLIT_OPS fits",
     "schedules.search.request": "Request",
     "schedules.search.search": "OrderingSearch",
-    "schedules.search.spill": "peaks_in_time with_moves",
     "schedules.text": "read_schedule unit_time_cells",
     "schedules.timing.attribution": "find_gaps",
     "schedules.traces.clocks": "ClockReading MAX_DRIFT Ping clock_note early_messages offset_at read_clock",
