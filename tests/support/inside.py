@@ -206,7 +206,7 @@ _NAMES = {
     "schedules.families.warmup": "microbatch_groups",
     "schedules.collectives": "place_collectives",
     "schedules.custom": "B F I Rule U W",
-    "schedules.custom.notation": "InOrder SoFar in_flight in_order in_turns only_if",
+    "schedules.custom.notation": "InOrder SoFar in_flight in_order only_if",
     "schedules.custom.search": "ContradictionError",
     "schedules.custom.solve": "Constraints",
     "schedules.ir": "BACKWARD_OPS COMPUTE_OPS LAST_USES MOVE_OPS chain",
