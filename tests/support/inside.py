@@ -245,7 +245,7 @@ _NAMES = {
     "schedules.rules.weight_rules": "RULES",
     "schedules.wording": "duration printable size wrapped",
     "viz.explorer.data": "TimelineColumns",
-    "viz.explorer.whatif_data": "builder_of replay_data whatif_data",
+    "viz.explorer.whatif_data": "replay_data whatif_data",
     "viz.idle": "idle_shares idle_stretches",
     "viz.panels": "TimelinePanel panels_of time_unit MemoryPanel ceiling_of",
     "viz.palette": "CAUSE_HUES MEMORY_HUES OP_HUES",
