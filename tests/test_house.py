@@ -21,7 +21,7 @@ LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
 MOST = {
     "library lines": 69_725,
     "library code lines": 49_100,
-    "experiments lines": 20_070,
+    "experiments lines": 18_913,
     "library files": 328,
     "library classes": 566,
     "annotated fields": 1_464,
