@@ -83,34 +83,25 @@ class Action(NamedTuple):
 
     def before(self, other: Action) -> Relation:
         """This one ends before the other begins, for rules (see `constraints`)."""
-        return Relation(self, other, adjacent=False)
+        return Relation(self, other)
 
     def after(self, other: Action) -> Relation:
         """The other ends before this one begins."""
-        return Relation(other, self, adjacent=False)
-
-    def right_before(self, other: Action) -> Relation:
-        """Their rank runs the other next after this one."""
-        return Relation(self, other, adjacent=True)
-
-    def right_after(self, other: Action) -> Relation:
-        """Their rank runs this one next after the other."""
-        return Relation(other, self, adjacent=True)
+        return Relation(other, self)
 
 
 class Relation(NamedTuple):
-    """`first` ends before `then` begins; `adjacent`: and their rank runs nothing between them.
+    """`first` ends before `then` begins.
 
-    >>> print(Op.B(0, 1).right_after(Op.F(0, 3)))
-    0F3 right before 0B1
+    >>> print(Op.B(0, 1).after(Op.F(0, 3)))
+    0F3 before 0B1
     """
 
     first: Action
     then: Action
-    adjacent: bool
 
     def __str__(self) -> str:
-        return f"{self.first} {'right ' if self.adjacent else ''}before {self.then}"
+        return f"{self.first} before {self.then}"
 
 
 class Collective(NamedTuple):

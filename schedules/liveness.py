@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .ir import BACKWARD_OPS, LAST_USES, Action, Op
+from .ir import LAST_USES, Action, Op
 from .messages import Message, Transfer
 from .program import RankProgram, Step
 
@@ -72,38 +72,22 @@ def peak_activations(program: Sequence[Action]) -> int:
     return max((sum(alive.values()) for _, alive in activations(program)), default=0)
 
 
-_Held = Sequence[Sequence[float]]  # [S][M]
-
-
-def peak_held(
-    program: Sequence[Action], held: _Held, *, kept: _Held | None = None, waiting: _Held | None = None
-) -> float:
+def peak_held(program: Sequence[Action], held: Sequence[Sequence[float]]) -> float:
     """The most that a rank holds at once when it runs `program`, in the unit of `held`, where ways take no time.
 
     Arguments:
-        held: what a microbatch's activations take on each stage while their backward runs.
-        kept: what of that stays between I and W; None: all.
-        waiting: what they take between F and their backward, which makes the rest again; None: all.
+        held: [S][M] what a microbatch's activations take on each stage.
 
     >>> peak_held([Action.parse(each) for each in "0F0 0F1 0I0 0F2 0W0 0B1 0B2".split()], [[3.0, 4.0, 5.0]])
     12.0
     """
-    behind, before = held if kept is None else kept, held if waiting is None else waiting
     now = most = 0.0
     for stage, op, k in program:
-        if op is Op.F or op is Op.RELOAD:
-            now += before[stage][k]
-        elif op is Op.OFFLOAD:
-            now -= before[stage][k]
-        elif op in BACKWARD_OPS:
-            now += held[stage][k] - before[stage][k]
-        most = max(most, now)
-        if op is Op.B:
+        if op in _BEGIN:
+            now += held[stage][k]
+            most = max(most, now)
+        elif op in _END:
             now -= held[stage][k]
-        elif op is Op.I:
-            now -= held[stage][k] - behind[stage][k]
-        elif op is Op.W:
-            now -= behind[stage][k]
     return most
 
 

@@ -73,7 +73,7 @@ def daily_and_nightly(words: list[str]) -> list[Any]:
 
 @pytest.mark.thorough(
     but=[
-        "schedule auto --ranks 4 --microbatches 8 --memory 2 --moves offload --offload 0.5 --recompute 0.1",
+        "schedule auto --ranks 2 --microbatches 4 --index-factors 1 3 1 2 --memory 2 1 --seconds 1 --json",
         "plan --profile gpt-2.json --cluster two.json --batch 16 --runnable --out plan.json",
         "profile --model my_models.py:small --data my_data.py:digits --microbatch 4 --out small.json",
     ]

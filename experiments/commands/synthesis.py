@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from ...schedules import Costs, Schedule, check
@@ -37,15 +37,6 @@ class SynthesisOptions(CostOptions):
     """auto: plain (stage r on rank r, default), cyclic (--chunks stages a rank, in turn), v (two a rank, there and
     back), or any: the best of the three, where costs and --memory are of the model in P stages (or, where there are
     more numbers, of so many pieces)."""
-    moves: tuple[Literal["offload"], ...] | None = None
-    """auto: what else may be done where --memory binds: offload activations to a rank's host (default: nothing)."""
-    offload: float | None = None
-    """auto: seconds of one stage activation on its way to the host (default: 0)."""
-    reload: float | None = None
-    """auto: the same back (default: as --offload)."""
-    recompute: float | None = None
-    """auto: stages may run their forward again before their backward; this part of an activation, their inputs, is held
-    in between (default: none does)."""
     objective: Literal["makespan", "span"] | None = None
     """auto: makespan, where updates synchronise all ranks (default); span, from start to end of one rank."""
     seconds: float | None = None
@@ -59,7 +50,7 @@ class SynthesisOptions(CostOptions):
 
     def check_named(self, name: str) -> None:
         """Raise ValueError for options of a search beside a schedule that is not searched for."""
-        options = ("kept_share", "placement", "moves", "offload", "reload", "recompute", "objective", "seconds", "seed")
+        options = ("kept_share", "placement", "objective", "seconds", "seed")
         surplus = [f"--{each.replace('_', '-')}" for each in options if getattr(self, each) is not None]
         if surplus:
             raise ValueError(
@@ -87,24 +78,17 @@ class SynthesisOptions(CostOptions):
             )
         if self.chunks not in (None, 1) and self.placement is None:
             raise ValueError(f"--chunks {self.chunks} beside auto: expected --placement cyclic, v or any, too")
-        ways = [f"--{name}" for name in ("offload", "reload") if getattr(self, name) is not None]
-        if ways and "offload" not in (self.moves or ()):
-            raise ValueError(f"{' and '.join(ways)} without --moves offload: expected that, too")
-        offload = self.offload or 0.0
-        costs = replace(self.costs(), offload=offload, reload=offload if self.reload is None else self.reload)
         seconds = _SECONDS if self.seconds is None else self.seconds
         with _progress(seconds, sys.stderr) as told:
             return synthesize(
                 num_ranks=self.ranks,
                 num_microbatches=self.microbatches,
-                costs=costs,
+                costs=self.costs(),
                 memory_limit=None if self.memory is None else one_or_several(self.memory),
                 placement=self.placement or "plain",
                 num_chunks=self.chunks,
                 objective=self.objective or "makespan",
                 kept_share=1.0 if self.kept_share is None else one_or_several(self.kept_share),
-                moves=self.moves or (),
-                recompute=self.recompute,
                 seconds=seconds,
                 seed=self.seed or 0,
                 on_progress=told,
@@ -139,7 +123,6 @@ def synthesis_data(found: Synthesis) -> dict[str, Any]:
         "evaluations": found.evaluations,
         "memory_limit": found.problem.memory_limit,
         "smallest_memory": found.problem.smallest_memory,
-        "recompute": found.recompute,
         "placements": [
             {name: getattr(each, name) for name in ("placement", "lower_bound", "value")} for each in found.placements
         ],
@@ -157,7 +140,6 @@ def synthesis_table(found: Synthesis) -> str:
         f"  {found.summary()}",
         f"  least {what} under this memory limit, whatever the order: {duration(found.lower_bound)}",
         *([] if len(found.placements) == 1 else [f"  placements: {'; '.join(map(_tried, found.placements))}"]),
-        *([f"  recompute: {' '.join(found.recompute)}"] if "full" in found.recompute else []),
         "",
         f"  {'after':>10}  {'orders':>9}  {what:>12}  {'gap':>8}  found by",
     ]

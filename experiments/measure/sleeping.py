@@ -9,15 +9,13 @@ around each of the three of a stage of torch.distributed.pipelining.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage
 
@@ -29,29 +27,6 @@ from ...schedules.timing.costs import CostTable
 from .equal_stages import costs_of
 from .models import TINY_WIDTH, SleepingStage, drop_gradients, sleep_until
 from .timing import in_turn
-
-
-@contextmanager
-def kept_groups() -> Iterator[Callable[[], None]]:
-    """Pipelines that come one after the other use the same process groups; yields what to call in front of each.
-
-    To make the groups of a pipeline takes some 200 round trips: 20 s and more over a link of 50 ms. A pipeline that is
-    closed leaves nothing under way in them. All are over with the job.
-    """
-    make = dist.new_group
-    made: dict[tuple[object, ...], dist.ProcessGroup] = {}
-    wanted: Counter[tuple[object, ...]] = Counter()
-
-    def new_group(members: Sequence[int], *, backend: str, timeout: object) -> dist.ProcessGroup:
-        key = *members, backend
-        wanted[key] += 1
-        place = *key, wanted[key]
-        if place not in made:
-            made[place] = make(list(members), backend=backend, timeout=timeout)
-        return made[place]
-
-    with patch.multiple(dist, new_group=new_group, destroy_process_group=lambda group: None):
-        yield wanted.clear
 
 
 class SleepingPipe:

@@ -72,23 +72,10 @@ def _asked(figure: Figure) -> float | None:
     return 8e-9 * min(rates) if rates else None
 
 
-def latency_between(sender: int, receiver: int, *, trips: int = _TRIPS) -> float:
-    """Half of the shortest of some round trips of one byte [s], the same on all ranks; runs on all of them."""
-    import torch
-    import torch.distributed as dist
-
-    found = torch.zeros(1, dtype=torch.float64)
-    dist.barrier()
-    if dist.get_rank() in (sender, receiver):
-        found[0] = _half_a_trip(sender, receiver, trips)
-    dist.broadcast(found, src=sender)
-    return found.item()
-
-
-def _half_a_trip(sender: int, receiver: int, trips: int) -> float:
+def _half_a_trip(sender: int, receiver: int) -> float:
     import torch
 
-    return min(exchange(torch.zeros(1, dtype=torch.uint8), sender, receiver) for _ in range(trips)) / 2
+    return min(exchange(torch.zeros(1, dtype=torch.uint8), sender, receiver) for _ in range(_TRIPS)) / 2
 
 
 def _link(sender: int, receiver: int) -> tuple[float, float]:
@@ -100,7 +87,7 @@ def _link(sender: int, receiver: int) -> tuple[float, float]:
     dist.barrier()
     rank = dist.get_rank()
     if rank in (sender, receiver):
-        found[0], found[1] = _half_a_trip(sender, receiver, _TRIPS), _rate(sender, receiver)
+        found[0], found[1] = _half_a_trip(sender, receiver), _rate(sender, receiver)
     dist.broadcast(found, src=sender)
     return found[0].item(), found[1].item()
 

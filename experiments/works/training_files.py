@@ -60,7 +60,7 @@ def read_trainings(path: str | Path, *, network: float, vocabulary: int = 51200)
         try:
             trainings.append(
                 MeasuredTraining(
-                    **sizes,  # type: ignore[arg-type]
+                    **sizes,
                     chunks=1,
                     num_microbatches=sizes["batch_size"] // replica,
                     vocabulary=vocabulary,

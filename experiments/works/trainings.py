@@ -23,7 +23,8 @@ NODE = 8  # devices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Sizes of one training, and how its messages travel.
+    """Sizes of one training. The ranks of a tensor group send 1/T of an activation each, gathered on arrival (the
+    scatter/gather of Narayanan et al. 2021, section 4.1); messages travel beside compute.
 
     Arguments:
         layers, hidden, heads, vocabulary, length: of the model, see `Transformer`.
@@ -32,9 +33,6 @@ class Training:
         batch_size: sequences of all replicas.
         num_devices: T * P * replicas, in nodes of eight (or one node of fewer).
         network: bandwidth of one device out of its node, its part of the node's cards [bytes/s].
-        parts_sent: whether the ranks of a tensor group send 1/T of an activation each, gathered on arrival (the
-            scatter/gather of Narayanan et al. 2021, section 4.1), or all of it.
-        sends_wait: whether a rank computes on only when its message has left, or messages travel beside compute.
 
     Raises ValueError for sizes that do not divide or multiply as said.
     """
@@ -53,8 +51,6 @@ class Training:
     vocabulary: int = 51200
     length: int = 2048
     network: float = 25e9
-    parts_sent: bool = True
-    sends_wait: bool = False
 
     def __post_init__(self) -> None:
         for size in ("tensor", "pipeline", "chunks", "data", "microbatch_size", "num_microbatches"):
@@ -114,8 +110,8 @@ def _cluster(num_devices: int, network: float) -> Cluster:
 
 
 def step_costs(training: Training, device: DeviceModel) -> Costs:
-    """P * V stages of equally many layers, the embedding before and the head behind them; waits for sends are in F and
-    B, sums over replicas in the update."""
+    """P * V stages of equally many layers, the embedding before and the head behind them; sums over replicas are in the
+    update."""
     formulas = LayerFormulas(
         training.model,
         microbatch_size=training.microbatch_size,
@@ -139,18 +135,17 @@ def step_costs(training: Training, device: DeviceModel) -> Costs:
             gradients[stage] += node.parameter_bytes
     topology = formulas.topology
     ring = topology.ring(range(0, training.data * training.tensor, training.tensor))
-    sent = layer.activation_bytes / (training.tensor if training.parts_sent else 1)
+    sent = layer.activation_bytes / training.tensor
     ends = topology.ring((0, training.num_devices - training.num_devices // training.pipeline))
     inner, outer = topology.cluster.levels  # in one node no message goes over the network
     way = outer if training.num_devices > NODE else inner
     on_link = sent / way.bandwidth if num_stages > 1 else 0.0
-    waited = on_link if training.sends_wait else 0.0
     tied = sum(ends.seconds(shared) for _, shared in formulas.tied) if training.pipeline > 1 else 0.0
     return Costs(
-        forward=[waited + seconds for seconds in forward],
-        backward=[waited + seconds for seconds in backward],
+        forward=forward,
+        backward=backward,
         update=[seconds + ring.seconds(each) for seconds, each in zip(update, gradients, strict=True)],
-        latency=on_link - waited,
+        latency=on_link,
         tied=(((0, num_stages - 1), tied),) if tied else (),
     )
 

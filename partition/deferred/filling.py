@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .recipes import device_where_built, filled, value_of
+from .recipes import Value, device_where_built, filled, value_of
 
 _WAYS = ("reset_parameters", "_reset_parameters")
 
@@ -83,6 +83,8 @@ def fill(
 def fill_attributes(*roots: object, undo: ExitStack) -> None:
     """Give values to deferred tensors that are attributes of modules, neither parameters nor buffers nor made of them:
     no state names them, so that every process has them."""
+    if not Value.were_given:
+        return
     modules = [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
     registered = {x.untyped_storage()._cdata for module in modules for x in _own(module) if x.is_meta}
     leaves = {id(x): x for module in modules for x in pytree.tree_leaves(vars(module)) if isinstance(x, torch.Tensor)}

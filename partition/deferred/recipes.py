@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from mmap import mmap
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -82,8 +82,9 @@ class Computation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """All bytes of a storage: what `call` leaves in its `slot`."""
+    """All bytes of a storage: what `call` leaves in its `slot`. `were_given`: whether this process has made any."""
 
+    were_given: ClassVar[bool] = False
     call: Computation
     slot: int
 
@@ -157,6 +158,7 @@ def value_of(tensor: torch.Tensor) -> Value | None:
 
 
 def give_value(tensor: torch.Tensor, value: Value) -> None:
+    Value.were_given = True
     with torch._C.DisableTorchFunction():
         setattr(tensor.untyped_storage(), _ATTRIBUTE, value)
 

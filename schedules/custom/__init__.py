@@ -4,7 +4,7 @@ Constraints(rules=...)  ──ground──>  relations, limits, filters  ──s
 """
 
 from ..ir import Relation
-from .notation import B, F, I, Rule, SoFar, U, W, in_flight, in_order, in_turns, only_if
+from .notation import B, F, I, Rule, SoFar, U, W, in_flight, in_order, only_if
 from .search import ContradictionError
 from .solve import Constraints
 
@@ -21,6 +21,5 @@ __all__ = [
     "W",
     "in_flight",
     "in_order",
-    "in_turns",
     "only_if",
 ]

@@ -11,11 +11,11 @@ from typing import Any
 
 from ..dependencies import Dependencies
 from ..ir import LAST_USES, Action, Op, Relation, Schedule, ScheduleError
-from .notation import Filter, InFlight, InOrder, InTurns, OnlyIf, Predicate, Rule, check_number
+from .notation import Filter, InFlight, InOrder, OnlyIf, Predicate, Rule, check_number
 
 EXPECTED = (
     "expected a function of stage and microbatch that returns relations, such as "
-    "lambda s, m: B(s, m).right_after(F(s, m + 2)), or in_order(...), in_flight(...), only_if(...)"
+    "lambda s, m: B(s, m).after(F(s, m + 2)), or in_order(...), in_flight(...), only_if(...)"
 )
 
 
@@ -121,9 +121,6 @@ def _ground(ground: Ground, rule: Any, name: str | None, number: int) -> GroundR
         case InOrder():
             words = name or f"{at}, in_order({', '.join(op.value for op in rule.ops)})"
             return GroundRule(name=words, relations=tuple(_neighbours(_orders(ground, rule, words))))
-        case InTurns():
-            words = name or f"{at}, in_turns"
-            return GroundRule(name=words, relations=tuple(_turns(ground, rule, words)))
         case Relation():
             words = name or f"{at}, {rule}"
             found = [rule]
@@ -156,8 +153,8 @@ def _refuse_typos(ground: Ground, found: Sequence[Relation], words: str) -> None
             f"expected one for some, or leave the rule out"
         )
     near = range(-2 * stages, microbatches + 2 * stages)
-    if found and not any(all(a.stage in range(stages) and a.index in near for a in each[:2]) for each in found):
-        lacking = next(action for action in found[0][:2] if action not in ground.rank)
+    if found and not any(all(a.stage in range(stages) and a.index in near for a in each) for each in found):
+        lacking = next(action for action in found[0] if action not in ground.rank)
         raise ValueError(
             f"rule {words!r} matches no two actions: in {str(found[0])!r}, {lacking} does not exist, and so on; "
             f"expected stages 0..{stages - 1} and microbatches 0..{microbatches - 1} for some of them"
@@ -165,21 +162,12 @@ def _refuse_typos(ground: Ground, found: Sequence[Relation], words: str) -> None
 
 
 def _check_relation(ground: Ground, relation: Relation, words: str) -> None:
-    for action in relation[:2]:
+    for action in relation:
         if not isinstance(action, Action):
             raise ValueError(f"rule {words!r} relates {action!r:.40}: expected actions, as in F(s, m).before(B(s, m))")
         ground.check_op(action, words)
-    first, then, adjacent = relation
-    if first == then:
-        raise ValueError(f"rule {words!r} puts {first} before itself: expected two different actions")
-    if not adjacent or first not in ground.rank or then not in ground.rank:
-        return
-    ranks = ground.rank[first], ground.rank[then]
-    if ranks[0] != ranks[1]:
-        raise ValueError(
-            f"rule {words!r} puts {then} right after {first}, but they run on the ranks {ranks[1]} and {ranks[0]}: "
-            f"expected two actions of one rank, or before and after in place of right_before and right_after"
-        )
+    if relation.first == relation.then:
+        raise ValueError(f"rule {words!r} puts {relation.first} before itself: expected two different actions")
 
 
 def _orders(ground: Ground, rule: InOrder, words: str) -> list[list[list[list[Action]]]]:
@@ -210,33 +198,6 @@ def _neighbours(orders: Iterable[list[list[list[Action]]]]) -> Iterator[Relation
             for first in earlier:
                 for then in later:
                     yield first.before(then)
-
-
-def _turns(ground: Ground, rule: InTurns, words: str) -> Iterator[Relation]:
-    """The n-th of `lag` right after the (n + ahead)-th of `lead`, and those left behind the last."""
-    leads, lags = (_orders(ground, each, words) for each in (rule.lead, rule.lag))
-    yield from _neighbours([*leads, *lags])
-    singles = []
-    for each, by_rank in ((rule.lead, leads), (rule.lag, lags)):
-        ops = ", ".join(op.value for op in each.ops)
-        for rank, orders in enumerate(by_rank):
-            if len(orders) > 1:
-                raise ValueError(
-                    f"rule {words!r}: rank {rank} holds the stages {ground.schedule.placement[rank]}: expected "
-                    f"in_order({ops}, key=...), which says how they take turns"
-                )
-            several = next((equal for equal in chain.from_iterable(orders) if len(equal) > 1), None)
-            if several:
-                raise ValueError(
-                    f"rule {words!r}: the key of in_order({ops}) is the same for {several[0]} and {several[1]}: "
-                    f"expected a key that orders all actions of a rank"
-                )
-        singles.append([[equal[0] for order in orders for equal in order] for orders in by_rank])
-    for rank, (lead, lag) in enumerate(zip(*singles, strict=True)):
-        ahead = _at(rank, rule.ahead, words, least=0)
-        for n, late in enumerate(lag if lead else ()):
-            at = n + ahead
-            yield late.right_after(lead[at]) if at < len(lead) else late.after(lead[-1])
 
 
 def _relations(ground: Ground, rule: Predicate, words: str) -> Iterator[Relation]:

@@ -1,6 +1,6 @@
 """The words in which rules about an order are written.
 
-F(s, m).before(B(s, m - 2))             a relation of two actions; so do after, right_before, right_after
+F(s, m).before(B(s, m - 2))             a relation of two actions; so is after
 lambda s, m: ...                        a predicate: the relations of stage s and microbatch m, if there are any
 in_order(F, key=lambda s, m: ...)       each rank runs them in ascending order of the key
 in_flight(at_most=4)                    stage activations that a rank holds at once
@@ -47,13 +47,6 @@ class InOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InTurns:
-    lead: InOrder
-    lag: InOrder
-    ahead: int | Callable[[int], int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
     at_most: int | Callable[[int], int]
 
@@ -63,7 +56,7 @@ class OnlyIf:
     allows: Filter
 
 
-Rule = Predicate | Relation | InOrder | InTurns | InFlight | OnlyIf
+Rule = Predicate | Relation | InOrder | InFlight | OnlyIf
 
 
 def in_order(*ops: Op, key: Callable[..., Any] | None = None) -> InOrder:
@@ -78,29 +71,6 @@ def in_order(*ops: Op, key: Callable[..., Any] | None = None) -> InOrder:
     if key is not None and not callable(key):
         raise ValueError(f"in_order(key={key!r:.60}): expected a function of stage and microbatch: lambda s, m: (m, s)")
     return InOrder(ops=ops, key=key)
-
-
-def in_turns(lead: InOrder, lag: InOrder, *, ahead: int | Callable[[int], int]) -> InTurns:
-    """The rule that each rank runs `ahead` of one order (a number, or a function of the rank), then one of each in
-    turn, then the rest of the other.
-
-        in_turns(in_order(F), in_order(B), ahead=2)        F0 F1 | F2 B0 F3 B1 | B2 B3
-
-    Nothing stands between one and the other of a turn, unless a third order is in turn with the second:
-
-        in_turns(in_order(F), in_order(I), ahead=2)        F0 F1 | F2 I0 F3 I1 W0 | I2 W1 I3 W2 | W3
-        in_turns(in_order(I), in_order(W), ahead=1)
-
-    Raises ValueError for what is no order, and for a number below 0.
-    """
-    for each in (lead, lag):
-        if not isinstance(each, InOrder):
-            raise ValueError(
-                f"in_turns({each!r:.60}): expected two orders, as in in_turns(in_order(F), in_order(B), ...)"
-            )
-    if not callable(ahead):
-        check_number(ahead, "in_turns(ahead=", least=0)
-    return InTurns(lead=lead, lag=lag, ahead=ahead)
 
 
 def in_flight(*, at_most: int | Callable[[int], int]) -> InFlight:

@@ -13,7 +13,7 @@ from ..ir import Action, Op, ScheduleError
 from ..timing.costs import UNIT_COSTS, CostTable
 from .ground import Ground, GroundRule
 from .notation import SoFar
-from .order import ClashError, Fact, Order
+from .order import ClashError, Order
 
 MOST_STATES = 20_000
 
@@ -24,7 +24,6 @@ class ScheduleState:
     Attributes:
         waiting: by number, predecessors that are not through.
         held: by rank, stage activations.
-        due: by rank within a block, its next member.
         programs: by rank, numbers in order.
         done: all of them, as bits.
     """
@@ -33,7 +32,6 @@ class ScheduleState:
         self.order = order
         self.waiting = [len(before) for before in order.before]
         self.held = [0] * order.ground.schedule.num_ranks
-        self.due: dict[int, int] = {}
         self.programs: list[list[int]] = [[] for _ in self.held]
         self.done = 0
         self._begun: set[Action] = set()
@@ -43,7 +41,7 @@ class ScheduleState:
         """The same, to go on from in another way; filters are not asked there."""
         other = object.__new__(ScheduleState)
         other.order, other.done = self.order, self.done
-        other.waiting, other.held, other.due = self.waiting.copy(), self.held.copy(), self.due.copy()
+        other.waiting, other.held = self.waiting.copy(), self.held.copy()
         other.programs = [program.copy() for program in self.programs]
         other._begun, other._own = self._begun, self._own
         return other
@@ -52,14 +50,9 @@ class ScheduleState:
         """Words on why an action may not begin though what it needs is there; None: it may."""
         order = self.order
         rank, action = order.rank[n], order.actions[n]
-        due = self.due.get(rank)
-        if due is not None:
-            return None if due == n else f"rank {rank} runs {order.actions[due]} next"
-        if n != order.block[n][0]:
-            return f"it comes right after {order.actions[order.block[n][order.block[n].index(n) - 1]]}"
         if rank in order.limits:
             limit, name = order.limits[rank]
-            if self.held[rank] + order.climb[n] > limit:
+            if self.held[rank] + order.rise[n] > limit:
                 return f"rank {rank} holds {self.held[rank]}, with at most {limit} allowed by {name!r}"
         for name, allows in order.filters.items():
             so_far = SoFar(rank=rank, program=self._own[rank], in_flight=self.held[rank], begun=self._begun)
@@ -82,11 +75,6 @@ class ScheduleState:
             self._own[rank].append(order.actions[n])
             self._begun.add(order.actions[n])
         self.held[rank] += order.rise[n]
-        at = order.block[n].index(n) + 1
-        if at < len(order.block[n]):
-            self.due[rank] = order.block[n][at]
-        else:
-            self.due.pop(rank, None)
 
     def end(self, n: int) -> list[int]:
         """An action ends; returns those that waited for nothing else."""
@@ -116,14 +104,11 @@ class ScheduleState:
             if not own:
                 continue
             able = [n for n in own if not self.waiting[n]]
-            if rank in self.due and self.due[rank] not in able:
-                able = []
-                own = [self.due[rank]]
             reasons = self._reasons(able)
             freeing = [n for n in own if order.net[n] < 0 and self.waiting[n]]
             for n in freeing[:1] if able else own[:1]:
                 lacking, why = next((b, w) for b, w in order.before[n].items() if not self.done >> b & 1)
-                told = f" ({why.rule!r})" if isinstance(why, Fact) and why.rule is not None else ""
+                told = f" ({why.rule!r})" if why.rule is not None else ""
                 reasons.append(f"{order.actions[n]} waits for {order.actions[lacking]}{told}")
             ran = " ".join(str(order.actions[n]) for n in program[-3:]) or "nothing"
             lines.append(f"rank {rank}, behind {ran}: {'; '.join(reasons)}")
@@ -173,8 +158,8 @@ def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tu
 def search(order: Order, priority: Sequence[int]) -> tuple[ScheduleState, bool]:
     """A state in which all has run, found without regard to time, or one from which nothing goes on.
 
-    Whatever does no harm runs at once; where a forward takes room that is short, or a block would bind its rank, each
-    way is tried, depth first, no set of actions twice. The flag says whether all ways were tried, up to MOST_STATES.
+    Whatever does no harm runs at once; where a forward takes room that is short, each way is tried, depth first, no set
+    of actions twice. The flag says whether all ways were tried, up to MOST_STATES.
     """
     everything = (1 << len(order.actions)) - 1
     start = ScheduleState(order)
@@ -200,16 +185,15 @@ def search(order: Order, priority: Sequence[int]) -> tuple[ScheduleState, bool]:
 
 
 def _run_harmless(state: ScheduleState, able: set[int]) -> None:
-    """Run what any order could run now: what takes no room that is short, and binds no rank."""
+    """Run what any order could run now: what takes no room that is short."""
     order = state.order
     going = True
     while going:
         going = False
         for n in sorted(able):
             rank = order.rank[n]
-            is_due = state.due.get(rank) == n
-            alone = len(order.block[n]) == 1 and (order.actions[n].op is not Op.F or rank not in order.limits)
-            if (is_due or alone) and state.why_not(n) is None:
+            is_harmless = order.actions[n].op is not Op.F or rank not in order.limits
+            if is_harmless and state.why_not(n) is None:
                 state.begin(n)
                 able.remove(n)
                 able.update(state.end(n))
@@ -260,8 +244,6 @@ def contradiction(ground: Ground, rules: Sequence[GroundRule]) -> ContradictionE
         found = _clash(ground, without)
         if found is not None:
             kept, clash = without, found
-    if clash.facts:
-        kept, clash = _fewest_facts(ground, kept, clash)
     names = [repr(rule.name) for rule in kept]
     if not clash.proven:
         title = f"no order found that keeps {' and '.join(names)}, after {MOST_STATES:,} tries; it may exist:"
@@ -287,24 +269,3 @@ def _clash(ground: Ground, rules: Sequence[GroundRule]) -> ClashError | None:
     if state.done.bit_count() == len(order.actions):
         return None
     return ClashError(state.still(), proven=tried_all)
-
-
-def _fewest_facts(
-    ground: Ground, rules: Sequence[GroundRule], clash: ClashError
-) -> tuple[list[GroundRule], ClashError]:
-    """The rules with as few of their relations as contradict each other; of those that showed it."""
-
-    def limited(facts: Sequence[Fact]) -> list[GroundRule]:
-        kept = {fact.relation[:2] for fact in facts}
-        return [
-            replace(rule, limits={}, relations=tuple(each for each in rule.relations if each[:2] in kept))
-            for rule in rules
-        ]
-
-    facts = [fact for fact in clash.facts if fact.rule is not None]
-    for fact in list(facts):
-        fewer = [each for each in facts if each is not fact]
-        found = _clash(ground, limited(fewer))
-        if found is not None and found.facts:
-            facts, clash = fewer, found
-    return list(rules), clash

@@ -35,10 +35,9 @@ class Constraints:
         without_backward, owners, num_slices, num_batches, weight_rule, update_every, edges: as in `Schedule`.
         name: of the schedule.
 
-    >>> from stagewright.schedules.custom import B, F
+    >>> from stagewright.schedules.custom import in_flight
     >>> P, M = 3, 4
-    >>> def one_forward_one_backward(s, m):
-    ...     return B(s, m).right_after(F(s, m + P - 1 - s))
+    >>> one_forward_one_backward = in_flight(at_most=lambda rank: P - rank)
     >>> print(Constraints(num_ranks=P, num_microbatches=M, rules=[one_forward_one_backward]).solve().grid())
     rank 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -168,7 +167,7 @@ def _check_across_ranks(state: ScheduleState, rules: Sequence[GroundRule]) -> No
             before[then].append(first)
     earlier = earlier_ones(before, topological(before))
     for rule, relation in across:
-        first, then = (order.number[action] for action in relation[:2])
+        first, then = (order.number[action] for action in relation)
         if not earlier[then] >> first & 1:
             ranks = order.rank[first], order.rank[then]
             raise ScheduleError(

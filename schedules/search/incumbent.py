@@ -23,7 +23,7 @@ class Progress:
         evaluations: orders that were tried.
         value: of the objective [s].
         gap: (value - lower bound) / lower bound.
-        source: what found it: a family, "given", "policy", "weights", "slides", "moves", "recompute".
+        source: what found it: a family, "given", "policy", "weights", "slides".
     """
 
     seconds: float

@@ -19,7 +19,7 @@ from ..placement import PLACEMENTS, place, read_placement
 from ..timing.costs import COST_OF_OP, Costs, Row
 from ..timing.links import Links
 from .bounds import least_seconds
-from .problem import MemoryLimitError, Objective, Problem, Table, fits, ranks_of_stages
+from .problem import MemoryLimitError, Objective, Problem, Table, ranks_of_stages
 
 ANY = "any"
 Cut = tuple[int, ...]  # [S + 1] the first piece of each stage, and the number of pieces
@@ -44,10 +44,10 @@ class Request:
     kept_share: float | Sequence[float] = 1.0
     links: Links | None = None
 
-    def problem(self, *, needs_room: bool = True) -> Problem:
+    def problem(self) -> Problem:
         """The problem on a placement that is given; ValueError for whatever does not fit.
 
-        `needs_room`: also for a limit that no order meets by itself. Messages that queue for a link are not looked at.
+        Messages that queue for a link are not looked at.
         """
         M = option("num_microbatches", self.num_microbatches, at_least(1))
         placed = read_placement(self.placement, self.num_ranks, self.num_chunks)
@@ -80,17 +80,16 @@ class Request:
             norm=table.norm,
             objective=self.objective,
         )
-        if needs_room:
-            problem.check_memory()
+        problem.check_memory()
         return problem
 
-    def problems(self, *, may_leave: bool) -> list[Posed]:
-        """All that it may be, in the order of PLACEMENTS; `may_leave`: activations may, so that a limit binds less.
+    def problems(self) -> list[Posed]:
+        """All that it may be, in the order of PLACEMENTS.
 
         Raises ValueError for whatever does not fit, MemoryLimitError where none of them can meet the limit.
         """
         if self.placement != ANY:
-            return [self._posed(may_leave=may_leave)]
+            return [self._posed()]
         num_ranks = option("num_ranks", self.num_ranks, at_least(1))
         if self.links is not None:
             _check_links(self.links)
@@ -102,7 +101,7 @@ class Request:
             if stages is None:
                 continue
             try:
-                found.append(replace(stages, placement=name, num_chunks=chunks)._posed(may_leave=may_leave))
+                found.append(replace(stages, placement=name, num_chunks=chunks)._posed())
             except MemoryLimitError as error:
                 refused.append(error)
         if not found:
@@ -114,13 +113,9 @@ class Request:
             )
         return found
 
-    def _posed(self, *, may_leave: bool) -> Posed:
-        problem = self.problem(needs_room=not may_leave)
-        if may_leave:
-            _check_one_stage(problem)
-        whole = least_seconds(problem) if problem.fits(problem.smallest_memory) else math.inf
-        bound = least_seconds(replace(problem, memory_limit=None)) if may_leave else whole
-        return Posed(request=self, problem=problem, bound=bound, bound_whole=whole)
+    def _posed(self) -> Posed:
+        problem = self.problem()
+        return Posed(request=self, problem=problem, bound=least_seconds(problem))
 
     # --- pieces of a model, and stages of them ---
 
@@ -206,28 +201,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posed:
-    """A request on a placement. None of its schedules can beat `bound` [s], whatever the memory where activations may
-    leave; none in which nothing leaves `bound_whole`, infinite where none meets the limit."""
+    """A request on a placement, none of whose schedules can beat `bound` [s]."""
 
     request: Request
     problem: Problem
     bound: float
-    bound_whole: float
 
     @property
     def placement(self) -> str:
         return self.request.placement if isinstance(self.request.placement, str) else "given"
-
-
-def _check_one_stage(problem: Problem) -> None:
-    limits = problem.memory_limit or (math.inf,) * problem.num_ranks
-    for rank, (limit, own) in enumerate(zip(limits, problem.placement, strict=True)):
-        if not fits(needed := max(max(problem.held[s]) for s in own), limit):
-            least = max(map(max, problem.held))
-            raise MemoryLimitError(
-                f"memory_limit={limit:g} on rank {rank}: no schedule can meet it, since one stage's activations of one "
-                f"microbatch take {needed:g} there; expected at least {least:g}"
-            )
 
 
 def _check_links(links: Links) -> None:

@@ -305,17 +305,3 @@ def fuse(evaluator: OrderEvaluator, orders: Orders) -> Orders:
                 new.append(code)
         fused.append(new)
     return fused
-
-
-def whole(evaluator: OrderEvaluator, orders: Orders, number: int) -> Orders:
-    """The order in which the first stages run their backwards whole, where their I stands."""
-    size = evaluator.num_stages * evaluator.num_microbatches
-    last = number * evaluator.num_microbatches
-
-    def run(code: int) -> list[int]:
-        op, at = divmod(code, size)
-        if at >= last or op in (0, 3):
-            return [code]
-        return [code + 2 * size] if op == 1 else []
-
-    return [[new for code in order for new in run(code)] for order in orders]

@@ -13,7 +13,6 @@ from .incumbent import Budget, Progress
 from .portfolio import Synthesis, solve
 from .problem import Objective
 from .request import Request
-from .spill import MOVE_KINDS, MoveKind
 
 
 def synthesize(
@@ -28,8 +27,6 @@ def synthesize(
     activations: float | Sequence[float | Sequence[float]] = 1.0,
     kept_share: float | Sequence[float] = 1.0,
     links: Links | None = None,
-    moves: Sequence[MoveKind] = (),
-    recompute: float | Sequence[float] | None = None,
     start: Schedule | None = None,
     seconds: float = 10.0,
     evaluations: int | None = None,
@@ -61,22 +58,15 @@ def synthesize(
         kept_share: part of that which stays between I and W (0 to 1), one number or one a stage.
         links: ways between ranks. The search takes each message for alone on its way; where messages have sizes, or
             sums share the ways, its best orders and all named ones are then compared as they queue.
-        moves: what may be done besides, where a limit binds: "offload" activations to their rank's host and back, for
-            `costs.offload` and `costs.reload` seconds each. What is needed last leaves. A limit holds for what a rank
-            has until a way out is through, and from the beginning of a way back on.
-        recompute: what stages that run their forward again before their backward still hold in between, as a part of
-            their activation: that of their inputs, one number or one a stage. Whole stages are chosen, the first ones
-            of the chain. None: no stage recomputes.
         start: a schedule to begin with, besides the named ones.
         seconds: at most so long it searches (wall clock).
-        evaluations: at most so many orders it tries, each that differs by one action included, and as many again with
-            moves or recomputation, and where less is kept, so that these never make it worse; None: as many as there is
-            time for.
+        evaluations: at most so many orders it tries, each that differs by one action included, and as many again
+            where less is kept, so that this never makes it worse; None: as many as there is time for.
         seed: of its random choices.
         on_progress: is told each improvement.
 
     Raises ValueError for whatever does not fit, MemoryLimitError (a ValueError) for a limit that no schedule can meet,
-    with the smallest that can, or, with moves or recomputation, the smallest that was found to do.
+    with the smallest that can.
 
     >>> found = synthesize(num_ranks=4, num_microbatches=8, costs=Costs(), memory_limit=4)
     >>> found.value, found.is_optimal, found.timeline.peak_activations
@@ -89,8 +79,6 @@ def synthesize(
         raise ValueError(f"seed={seed!r}: expected a whole number")
     if not isinstance(costs, Costs):
         raise ValueError(f"costs={costs!r}: expected Costs(forward=..., input_grad=..., weight_grad=...)")
-    if isinstance(moves, str) or not set(moves) <= set(MOVE_KINDS):
-        raise ValueError(f"moves={moves!r:.60}: expected some of {', '.join(MOVE_KINDS)}, such as ['offload']")
     request = Request(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
@@ -104,4 +92,4 @@ def synthesize(
         links=links,
     )
     budget = Budget(seconds=seconds, evaluations=evaluations, seed=int(seed))
-    return solve(request, budget, moves=moves, recompute=recompute, start=start, on_progress=on_progress)
+    return solve(request, budget, start=start, on_progress=on_progress)

@@ -66,19 +66,6 @@ def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
     assert "placements: " in capsys.readouterr().out
 
 
-@pytest.mark.thorough
-def test_what_else_may_be_done_where_memory_binds(capsys: pytest.CaptureFixture[str]) -> None:
-    """Four chunks a rank in less memory than one microbatch has there."""
-    argv = ["schedule", "auto", "--ranks", "2", "--microbatches", "4", "--placement", "cyclic", "--chunks", "4"]
-    host = ["--moves", "offload", "--offload", "1", "--input-grad", "1", "--weight-grad", "1"]
-    assert main([*argv, "--memory", "3", *host]) == 0
-    out = capsys.readouterr().out
-    assert ">0" in out
-    assert "optimal: the lower bound is met" in out
-    assert main([*argv, "--memory", "1.5", "--recompute", "0.1", "--seconds", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["search"]["recompute"][0] == "full"
-
-
 @pytest.mark.thorough(but=["argv0-memory_limit=0.5 on rank 0: no schedule can meet it.* expected at least 1"])
 @pytest.mark.parametrize(
     ("argv", "message"),
@@ -87,7 +74,6 @@ def test_what_else_may_be_done_where_memory_binds(capsys: pytest.CaptureFixture[
         (["--chunks", "2"], "--chunks 2 beside auto: expected --placement cyclic, v or any"),
         (["--warmup", "eager", "--slices", "2"], "--warmup, --slices beside auto: expected sizes, costs"),
         (["--memory", "4", "4"], "memory_limit=.* expected a finite number of at least 0, or 4, one a rank"),
-        (["--offload", "1"], "--offload without --moves offload: expected that, too"),
         (["--json", "--format", "csv"], "--json beside --format csv: expected one of the two"),
     ],
 )

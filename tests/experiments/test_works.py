@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.inside import Case, How, bubbles, interleaving, peak_bytes, ptd_p, ranges
+from support.inside import Case, How, bubbles, ptd_p, ranges
 from support.inside import JobsFigureFigure as Figure
 from support.inside import works_two_bw as two_bw
 from support.small import X, Y, make
-
-from stagewright.schedules import Costs, StageBytes, build
 
 from .on_ranks import figures_on_ranks
 
@@ -29,23 +27,6 @@ def test_bubbles_are_those_of_the_closed_forms(schedule: str, bubble: float) -> 
     assert value(figures, "bubble") == pytest.approx(bubble)
     assert value(figures, "bubble", How.CLOSED_FORM) == pytest.approx(bubble)
     assert {figure.case.count("microbatches") for figure in figures} == {4}
-
-
-@pytest.mark.thorough
-def test_interleaving_wins_and_the_gap_closes() -> None:
-    """Figure 12 and the two reasons that the paper gives: the bubble, and messages that grow with the batch."""
-
-    def gain(batch: int, sent: str, messages: str) -> float:
-        case = Case.of({"batch": batch, "sent": sent, "messages": messages})
-        return value(list(interleaving.simulated_175b(case, 1)), "interleaved / 1f1b")
-
-    gains = [gain(batch, "parts", "beside") for batch in (12, 36, 60)]
-    assert gains == sorted(gains, reverse=True)
-    assert gains[0] > 1.4
-    assert gains[-1] > 1.1
-    assert 1.0 < gain(60, "whole", "waited") < gain(60, "parts", "waited") < gains[-1]
-    with pytest.raises(ValueError, match=r"sent: expected parts or whole"):
-        gain(12, "half", "beside")
 
 
 @pytest.mark.thorough
@@ -99,13 +80,3 @@ def test_steps_are_counted_within_a_range_that_earlier_ones_told() -> None:
     short = Case.of({"schedule": "1f1b", "ranks": 2, "steps": 9})
     with pytest.raises(ValueError, match="steps: expected at least 10"):
         list(ranges.figures_of(short, pipe, lambda: pipe.train_step(X, Y), How.MEASURED, repetitions=1))
-
-
-def test_bytes_at_the_peak_are_those_beyond_what_lies_between_two_steps() -> None:
-    stages = [StageBytes(weights=1e6, optimizer=2e6, buffers=5.0, gradients=1000.0, activations=100.0)] * 2
-    costs = Costs(forward=1.0, backward=2.0)
-    held = [
-        peak_bytes.predicted(build(name, num_ranks=2, num_microbatches=4), costs, stages) for name in ("gpipe", "1f1b")
-    ]
-    # Gradients are there behind the first backward, which has let go of one microbatch.
-    assert held == [1000 + 3 * 100, 1000 + 2 * 100]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.inside import SimulatedPlan, exhibit_of_plan, sampled, whatif_data
+from support.inside import SimulatedPlan, exhibit_of_plan, sampled
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Node, Plan, Profile, partition, plan
@@ -119,16 +119,6 @@ def test_the_exhibit_brings_links_limits_and_peaks() -> None:
     assert exhibit.costs is not None
     assert exhibit.links is not None
     assert simulate(exhibit.predicted.schedule, exhibit.costs, exhibit.links) == exhibit.predicted
-
-
-def test_what_if_knows_ways_for_batches_of_other_sizes() -> None:
-    """Replicas that share no microbatch of this batch may share one of a longer batch."""
-    found = partition(HEAVY_END, Cluster.parse("5:net=100B/s"), schedule="2bw", num_microbatches=3)
-    assert found.replicas == (2, 3)
-    found = replace(found, schedule="1f1b")  # one batch, of fewer microbatches than pairs of replicas
-    varied = whatif_data(exhibit_of_plan(found))
-    assert varied is not None
-    assert max(each["microbatches"] for each in varied["wirings"]) >= 6
 
 
 def test_a_file_without_links_is_drawn_with_a_note() -> None:

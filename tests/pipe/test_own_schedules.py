@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import B, Constraints, F, I, SoFar, U, W, in_flight, in_order, in_turns
+from support.inside import B, Constraints, F, I, SoFar, U, W, in_flight, in_order
 from support.plain import MICROBATCHES, agree, batch, linear, made, piped, sgd
 from support.records import records
 from torch import Tensor, nn
@@ -48,7 +48,8 @@ class Recycled(nn.Module):
 
 def recycling(passes: int = 3, placement: Any = "cyclic", *, split: bool = False) -> Schedule:
     """Several forwards a backward: stage 2p + r is block r in pass p."""
-    backward = [in_turns(in_order(I), in_order(W), ahead=1)] if split else [in_order(B)]
+    late = [in_order(I), in_order(W), lambda s, m: I(s, m + 1).before(W(s, m))]
+    backward = late if split else [in_order(B)]
     return Constraints(
         name="3F1B",
         num_ranks=2,
@@ -177,7 +178,7 @@ def one_and_one(num_ranks: int, num_microbatches: int) -> Constraints:
     return Constraints(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
-        rules=[lambda s, m: B(s, m).right_after(F(s, m + num_ranks - 1 - s))],
+        rules=[in_flight(at_most=lambda rank: num_ranks - rank)],
     )
 
 

@@ -23,8 +23,7 @@ def plain():
     return table
 
 def rules(num_ranks=2, num_microbatches=3):
-    def one_forward_one_backward(s, m):
-        return B(s, m).right_after(F(s, m + num_ranks - 1 - s))
+    one_forward_one_backward = in_flight(at_most=lambda rank: num_ranks - rank)
     return Constraints(num_ranks=num_ranks, num_microbatches=num_microbatches, rules=[one_forward_one_backward])
 
 def key(action):

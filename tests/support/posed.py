@@ -7,6 +7,6 @@ from typing import Any
 from support.inside import Problem, Request
 
 
-def pose(*, needs_room: bool = True, **request: Any) -> Problem:
+def pose(**request: Any) -> Problem:
     """The problem of a `Request`."""
-    return Request(**request).problem(needs_room=needs_room)
+    return Request(**request).problem()

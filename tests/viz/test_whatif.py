@@ -1,4 +1,4 @@
-"""The "what if" panel in the page: sliders, what they show, and the numbers of microbatches that it knows."""
+"""The "what if" panel in the page: sliders, and what they show."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.inside import builder_of, defer_updates, on_ranks, replicate, whatif_data
+from support.inside import on_ranks, whatif_data
 
-from stagewright.schedules import FAMILIES, Costs, Edge, Link, Links, Schedule, StepSamples, build, simulate
+from stagewright.schedules import Costs, Link, Links, Schedule, StepSamples, build, simulate
 from stagewright.viz import Exhibit
 
 LINKS = Links(network=Link(latency=0.25, seconds_per_byte=1e-7), activation_bytes=3e6)
@@ -19,13 +19,13 @@ def exhibit(schedule: Schedule, costs: Costs, links: Links | None = None) -> Exh
 
 
 def move(looked: Any, label: str, value: float) -> None:
-    """Write into the box of a knob, or put the slider of M at a position."""
+    """Write into the box of a knob."""
     looked.evaluate(
         """([label, value]) => {
             const box = [...document.querySelectorAll(".knob input")].find((each) =>
-                each.getAttribute("aria-label").startsWith(label) && (each.type === "number" || label.endsWith("M")));
+                each.getAttribute("aria-label").startsWith(label) && each.type === "number");
             box.value = value;
-            box.dispatchEvent(new Event(box.type === "number" ? "change" : "input"));
+            box.dispatchEvent(new Event("change"));
         }""",
         [label, value],
     )
@@ -55,7 +55,6 @@ def test_a_slider_shows_the_schedule_as_it_would_be_simulated(browser: Any) -> N
         "Latency",
         "Bandwidth",
         "Update",
-        "Microbatches M",
     ]
     move(looked, "Forward F", 2)
     move(looked, "Bandwidth", 0.5)
@@ -91,14 +90,11 @@ def test_seconds_are_added_where_nothing_is_and_updates_come_behind(browser: Any
     assert "0F1 on rank 0 (500 ms under way" in looked.page.inner_text("#tooltip")
 
 
-def test_more_microbatches_of_a_stream_move_the_slider(browser: Any) -> None:
+def test_a_stream_is_told_by_the_batch(browser: Any) -> None:
     schedule, costs = build("2bw", num_ranks=3, num_microbatches=4), Costs(forward=1.0, backward=2.0, update=0.5)
     looked = browser.show(exhibit(schedule, costs))
-    known = [each["microbatches"] for each in (whatif_data(exhibit(schedule, costs)) or {})["wirings"]]
-    assert known == [2, 3, 4, 6, 8, 12, 16, 24, 32]
-    move(looked, "Microbatches M", known.index(12))
-    timeline = simulate(build("2bw", num_ranks=3, num_microbatches=12), costs)
-    assert panels(looked)[1][0] == "what if: M = 12"
+    move(looked, "Forward F", 2)
+    timeline = simulate(schedule, replace(costs, forward=2.0))
     assert told(looked).startswith(
         f"a batch every {simulate(schedule, costs).batch_seconds:.4g} s → {timeline.batch_seconds:.4g}"
     )
@@ -145,45 +141,11 @@ def test_edges(browser: Any) -> None:
     assert looked.said == []
 
 
-def test_what_cannot_be_varied_says_why(browser: Any) -> None:
-    schedule = replace(build("1f1b", num_ranks=2, num_microbatches=4), name="my own")
-    looked = browser.show(exhibit(schedule, Costs(forward=1.0)))
-    assert "M is fixed: this order is not one that a built-in schedule has" in looked.page.inner_text(".whatif")
+def test_what_cannot_be_varied_says_why() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     assert whatif_data(Exhibit(name="no costs", predicted=simulate(schedule, Costs()))) is None
     huge = build("gpipe", num_ranks=2, num_microbatches=50_001)
     predicted = exhibit(schedule, Costs()).predicted
     assert predicted is not None
     data = whatif_data(Exhibit(name="huge", predicted=replace(predicted, schedule=huge), costs=Costs()))
     assert data == {"refused": "200,004 actions: costs can be varied up to 200,000."}
-
-
-@pytest.mark.thorough(but=["gpipe"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_found_again_from_its_schedule(name: str) -> None:
-    options: list[dict[str, Any]] = [{}]
-    family = FAMILIES[name]
-    options += [{"num_chunks": 3}] if family.takes_chunks else []
-    options += [{"replicas": (2, 1, 1)}, {"replicas": (2, 2)}] if family.takes_replicas else []
-    options += [{"num_batches": 3}] if "num_batches" in family.options else []
-    options += [{"vertical_sync": True}] if "vertical_sync" in family.options else []
-    options += [{"update_every": 4}] if "update_every" in family.options else []
-    options += [{"warmup": "eager"}] if "warmup" in family.options else []
-    for given in options:
-        first, other = (build(name, num_ranks=4, num_microbatches=number, **given) for number in (8, 16))
-        found = builder_of(first)
-        assert found is not None, given
-        assert found(16) == other, given
-    plain = build(name, num_ranks=4, num_microbatches=8)
-    copies = builder_of(replicate(plain, 2))
-    assert copies is not None
-    assert copies(32) == replicate(build(name, num_ranks=4, num_microbatches=16), 2)
-    skip = plain.with_edges([*plain.stage_edges, Edge(0, 2)])
-    with_skip = builder_of(skip)
-    assert with_skip is not None
-    assert with_skip(16).stage_edges == skip.stage_edges
-    if plain.rule.updates_may_wait and plain.is_asynchronous:
-        late = builder_of(defer_updates(plain))
-        assert late is not None
-        assert late(16) == defer_updates(build(name, num_ranks=4, num_microbatches=16))
-    swapped = replace(plain, programs=(*plain.programs[:-1], plain.programs[-1][::-1]))
-    assert builder_of(swapped) is None

@@ -66,30 +66,6 @@
     }
   }
 
-  // A slider over the numbers of microbatches for which there is a wiring.
-  function numbers(wirings, base, changed) {
-    const { make } = app.panels;
-    const told = make("output", {}, "");
-    const slider = make("input", { type: "range", min: 0, max: wirings.length - 1, step: 1, "aria-label": "Microbatches M" });
-    const back = make("button", { class: "back", title: "Back to what was predicted", "aria-label": "Reset M" }, "↺");
-    const found = {
-      at: base,
-      element: make("div", { class: "knob" }, make("span", {}, "Microbatches M"), slider, told, make("span", { class: "unit" }, ""), back),
-      set(at, tell) {
-        found.at = at;
-        slider.value = at;
-        told.textContent = wirings[at].microbatches;
-        slider.setAttribute("aria-valuetext", told.textContent);
-        back.disabled = at === base;
-        if (tell) changed();
-      },
-    };
-    slider.addEventListener("input", () => found.set(+slider.value, true));
-    back.addEventListener("click", () => found.set(base, true));
-    found.set(base, false);
-    return found;
-  }
-
   // "makespan 12 s to 10 s (0.83 times), bubble 20.0% to 15.0%"
   function told(before, run) {
     const { time, percent, digits } = app.words;
@@ -114,9 +90,8 @@
       place.append(make("p", {}, data.refused));
       return;
     }
-    const wirings = data.wirings.map((each) => new Wiring(each));
-    const base = wirings.findIndex((each) => each.microbatches === data.microbatches);
-    const there = findThere(wirings[base]);
+    const wiring = new Wiring(data.wiring);
+    const there = findThere(wiring);
     const line = make("p", { class: "told", role: "status" }, "");
     const stay = "Move a slider: the schedule is simulated again, as the prediction was.";
     let asked = false;
@@ -134,38 +109,32 @@
     const knobs = KNOBS.filter((knob) => knob.there(there)).map((knob) => ({
       ...knob, control: new Knob(knob.name, { seconds: knob.seconds, unit: there.unit, changed }),
     }));
-    const microbatches = wirings.length > 1 ? numbers(wirings, base, changed) : null;
     const reset = make("button", {}, "Reset all");
     reset.addEventListener("click", () => {
       for (const { control } of knobs) control.set(control.rest);
-      if (microbatches) microbatches.set(base);
       changed();
     });
 
     function play() {
       const by = { ...UNCHANGED };
       for (const { key, control } of knobs) by[key] = control.value;
-      const at = microbatches ? microbatches.at : base;
-      const same = at === base && knobs.every(({ control }) => control.value === control.rest);
+      const same = knobs.every(({ control }) => control.value === control.rest);
       reset.disabled = same;
       if (same) {
         line.textContent = stay;
         exhibit.suppose("", null);
       } else {
-        before = before || new Replay(wirings[base], UNCHANGED);
-        const run = new Replay(wirings[at], by);
+        before = before || new Replay(wiring, UNCHANGED);
+        const run = new Replay(wiring, by);
         line.textContent = told(before, run) + warning(before, exhibit.predicted);
         const more = knobs.filter(({ control }) => control.value !== control.rest).map(({ name, seconds, control }) =>
           name + (seconds ? " + " + app.words.time(control.value) : " × " + app.words.digits(control.value, 3)));
-        if (at !== base) more.push("M = " + wirings[at].microbatches);
-        exhibit.suppose("what if: " + more.join(", "), { ...panelOf(app.page, wirings[at], run, exhibit.predicted.data), before: before.batchSeconds });
+        exhibit.suppose("what if: " + more.join(", "), { ...panelOf(app.page, wiring, run, exhibit.predicted.data), before: before.batchSeconds });
       }
       app.refresh();
     }
 
-    place.append(
-      line, ...knobs.map(({ control }) => control.element), microbatches ? microbatches.element : make("p", {}, data.fixed), reset,
-    );
+    place.append(line, ...knobs.map(({ control }) => control.element), reset);
     line.textContent = stay;
     reset.disabled = true;
   }

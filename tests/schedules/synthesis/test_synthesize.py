@@ -10,7 +10,7 @@ from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
 from support.posed import pose
 
-from stagewright.schedules import FAMILIES, Costs, Op, Schedule, build, check, simulate, synthesize
+from stagewright.schedules import FAMILIES, Costs, Link, Links, Op, Schedule, build, check, simulate, synthesize
 
 from .instances import random_problem
 from .make_optima import read
@@ -65,6 +65,42 @@ def test_no_named_schedule_that_fits_the_memory_is_better(
                     ran += 1
                     assert found.value <= getattr(timeline, objective), schedule.name
     assert ran >= 4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("evaluations", [1, 60])
+def test_links_that_queue_leave_no_named_schedule_ahead(evaluations: int) -> None:
+    """Messages of 0.9 forwards, and cards that two ranks share."""
+    costs = Costs(forward=1.0, input_grad=1.25, weight_grad=0.5)
+    cards = {
+        (a, b): Link(seconds_per_byte=0.9, sending=a // 2, receiving=b // 2)
+        for a in range(4)
+        for b in range(4)
+        if a != b
+    }
+    links = Links(network=cards, activation_bytes=1.0)
+    for placement, V in (("plain", 1), ("cyclic", 2)):
+        found = synthesize(
+            num_ranks=4,
+            num_microbatches=6,
+            costs=costs,
+            links=links,
+            placement=placement,
+            memory_limit=8 * V,
+            evaluations=evaluations,
+        )
+        check(found.schedule)
+        timeline = simulate(found.schedule, found.costs, links)
+        assert found.value == timeline.makespan == found.history[-1].value
+        assert found.value >= found.lower_bound * (1 - 1e-12)
+        assert max(timeline.peak_activations) <= 8 * V
+        ran = 0
+        for schedule in named(4, 6, V):
+            other = simulate(schedule, costs, links) if schedule.placement == found.schedule.placement else None
+            if other is not None and max(other.peak_activations) <= 8 * V:
+                ran += 1
+                assert found.value <= other.makespan, schedule.name
+        assert ran >= 2
 
 
 def assert_at_or_below(point: dict[str, str], **budget: float) -> None:
