@@ -161,16 +161,18 @@ class PipelineModule(RunFigures):
                 again = partial(edited.applied, [*edited])
                 given["model"] = model = edited.model
             options = read_options(read_arguments(given, old, edits))
-            if options.weights is not None:
-                take_weights(options.root, options.weights, undo)
-            fill_attributes(options.root, options.loss_fn, undo=undo)
             make_layout = choose_layout(options) if edited is None else edited.in_group(choose_layout(options))
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(model).__name__
             self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
             self._has_trained = False
             world = meet(options)
-            self._building = Building(options, make_layout, world=world, guard=make_guard(world))
+            guard = make_guard(world)
+            with guard.together():
+                if options.weights is not None:
+                    take_weights(options.root, options.weights, undo)
+                fill_attributes(options.root, options.loss_fn, undo=undo)
+            self._building = Building(options, make_layout, world=world, guard=guard)
             if edits is not None and self._building.pipeline is None:
                 self._building.edits = stack.pop_all(), again
             undo.pop_all()

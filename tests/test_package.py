@@ -30,7 +30,8 @@ ARROWS = {
     "integrations": {"pipe", "partition"},
 }
 WITHOUT_TORCH = {"schedules", "viz", "partition"}
-TORCH_HALF = {("partition", "model"), ("partition", "profiler")}  # rooms that need torch, in folders that else do not
+# Rooms that need torch, in folders that else do not.
+TORCH_HALF = {("partition", "deferred"), ("partition", "model"), ("partition", "profiler")}
 # Methods of a record that load the pass which they call: `schedule.to_csv()` is shorter than `to_csv(schedule)`.
 LATE = {("schedules/ir.py", "schedules/text.py")}
 EXPLORER = ROOT / "viz" / "explorer"

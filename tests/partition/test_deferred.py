@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.inside import filled, reading, recording, value_of
 from support.zoo import CHECKING, TORCHVISION, TRANSFORMERS
 from torch import nn
 
-from stagewright.partition.deferred import recording
-from stagewright.partition.deferred.recipes import filled, reading, value_of
-from stagewright.partition.deferred.recording import deferred
+from stagewright import deferred
 
 
 @contextmanager

@@ -13,14 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from support.inside import MappedFile, profile_model, recording, value_of
 from support.pool import Pool
 from torch import nn
 
 import stagewright as sw
-from stagewright.partition.deferred import recording
-from stagewright.partition.deferred.recipes import value_of
-from stagewright.partition.profiler import profile_model
-from stagewright.pipe.checkpoint.tensor_file import MappedFile
 
 WIDTH, VOCABULARY = 16, 24
 TOKENS = torch.randint(0, VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(0))
@@ -380,6 +377,24 @@ def test_who_reads_a_file_does_not_count(saved: dict[str, torch.Tensor], tmp_pat
         assert value is not None
         sums.add(value.checksum())
     assert len(sums) == 1
+
+
+def refused_on_all(file: Path) -> str:
+    rank = torch.distributed.get_rank()
+    try:
+        pipe = make(Net(), weights=file if rank == 0 else file.with_name("gone.safetensors"))
+        pipe.train_step(TOKENS, TOKENS)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+@pytest.mark.gloo
+def test_a_file_that_one_process_misses_ends_all(gloo: Pool, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    other, own = gloo.run(refused_on_all, ranks=2, args=(_one_file(saved, tmp_path),))
+    assert "gone.safetensors' is not there" in own
+    assert "rank 1" in other
+    assert "gone.safetensors" in other
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {

@@ -49,7 +49,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 def _built(case: Case) -> nn.Module:
     if not case.is_deferred:
         return make_model(case)
-    from stagewright.partition.deferred import recording
+    from support.inside import recording
 
     with patch.object(recording, "SMALL", 1), recording.deferred():
         return make_model(case)
