@@ -130,15 +130,9 @@ class Synchronous:
 
     Arguments:
         schedule: "zb-h1", "1f1b", a Plan with such a schedule ...
-        post_validation: with max_grad_norm or a loss scale: no rank waits for the norm of all gradients before it
-            updates and begins the next batch. Where the norm then says otherwise, all ranks take the update back and
-            begin that batch again: the numbers are the same (docs/guides/schedules.md). Until the next `train_step`, or
-            `flush`, the model's own Parameters may hold an update that is taken back: call `flush` before you read or
-            change them yourself.
     """
 
     schedule: ScheduleLike | Plan | Auto = "1f1b"
-    post_validation: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +221,6 @@ _RENAMED = {
     "sequence_dims": 'schedule=stagewright.Slices("seq1f1b", dims=...)',
     "delay_correction": 'schedule=stagewright.Asynchronous("2bw", correction=...)',
     "flush_first": 'schedule=stagewright.Asynchronous("2bw", flush_first=...)',
-    "post_validation": 'schedule=stagewright.Synchronous("1f1b", post_validation=...)',
     "trials": "schedule=stagewright.Auto(trials=...)",
     "replan": "schedule=stagewright.Auto(replan=...)",
     "loss_weight": "example_inputs=stagewright.Inputs(loss_weight=...)",
@@ -270,7 +263,7 @@ def read_arguments(
     """
     given = {**given, **_of_torch(given["model"], given["schedule"], given["cut"])}
     options: dict[str, Any] = dict.fromkeys(_RENAMED.keys() - _OF_MESH.keys())
-    options |= {"flush_first": 0, "post_validation": False}
+    options |= {"flush_first": 0}
     options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
     options |= {"split_points": given["cut"], "compile": False, "kind": None}
     model = given["model"]
@@ -374,8 +367,7 @@ def _schedule_options(schedule: object) -> dict[str, Any]:
             late = {"flush_first": schedule.flush_first, "delay_correction": schedule.correction}
             return _schedule_options(schedule.schedule) | late | {"kind": "asynchronous"}
         case Synchronous():
-            ahead = {"post_validation": schedule.post_validation}
-            return _schedule_options(schedule.schedule) | ahead | {"kind": "synchronous"}
+            return _schedule_options(schedule.schedule) | {"kind": "synchronous"}
         case Slices() if _is_plan(plan := schedule.schedule):
             if schedule.num_slices is not None or schedule.lengths is not None:
                 raise ValueError("Slices(plan, num_slices=, lengths=): a plan says both: expected dims= alone")

@@ -420,7 +420,7 @@ class PipelineModule(RunFigures):
             return self._evaluation_for(given).in_waits(given)
 
     def flush(self) -> list[StepResult]:
-        """End what is under way: batches of a stream, an update that post_validation=True made ahead. Collective.
+        """End what is under way: batches of a stream. Collective.
 
         Returns, oldest first, what became known of batches that no `train_step` of this rank has returned. Evaluation,
         `verify`, checkpoints, `full_state_dict` and `close` drain the pipeline by themselves.

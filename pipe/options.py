@@ -25,7 +25,7 @@ from ..partition.model.batch_dims import BatchDims, check_batch_dims
 from ..partition.model.fingerprint import told_apart
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
 from ..schedules import Schedule
-from ..schedules.kinds import FLAG, Kind, above_zero, at_least, one_of, option
+from ..schedules.kinds import Kind, above_zero, at_least, one_of, option
 from ..schedules.transform import schedule_without
 from .arguments import AUTO, Mesh, PlanLike, ScheduleLike, Weights
 from .batch.agreement import describe
@@ -52,7 +52,7 @@ _CALLED = {  # options that are called: with how many arguments, and such a one
 }
 
 
-_APPLIED = ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "post_validation", "flush_first")
+_APPLIED = ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "flush_first")
 FIRST = "first"
 _VERIFY: Kind[float] = Kind(
     "'first' (the first batch, where a copy of the model fits), True (the first batch), a whole number N of at least 1 "
@@ -113,7 +113,6 @@ class Options:
     grad_scaler: GradScaler | None = None
     autocast: torch.dtype | None = None
     compile: Mapping[str, Any] | None = None
-    post_validation: bool = False
     delay_correction: ErrorFeedback | None = None
     flush_first: int = 0
     on_step: Callable[[StepRecord], object] | None = None
@@ -236,7 +235,6 @@ class Options:
         """ValueError for options under which no rank's work can be another's, or a step cannot be done again."""
         given = {
             "a loss scale, which moves with each try": self.grad_scaler is not None,
-            "post_validation=True, which is ahead of the others": self.post_validation,
             "an optimizer of your own": self.optimizer is None,
         }
         for what, is_given in given.items():
@@ -313,7 +311,6 @@ def read_options(given: Mapping[str, Any]) -> Options:
         "device": device,
         "sequence_dims": dims,
         "compile": read_compile(given["compile"]),
-        "post_validation": option("post_validation", given["post_validation"], FLAG),
     }
     names = {each.name for each in fields(Options)} - {"trials"}
     told = Options(**{name: value for name, value in {**given, **read}.items() if name in names})

@@ -149,7 +149,7 @@ class AutoLayout:
         bounds = {
             "runnable": True,
             "optimizer_sharding": ("none",),
-            "max_grad_norm": 0.0 if self._options.post_validation else self._options.max_grad_norm or 0.0,
+            "max_grad_norm": self._options.max_grad_norm or 0.0,
             **restrictions,
         }
 

@@ -47,7 +47,6 @@ def test_at_most_19_arguments() -> None:
     [
         ({"flush_first": 2}, {"schedule": sw.Asynchronous("2bw", flush_first=2)}),
         ({"delay_correction": "error-feedback"}, {"schedule": sw.Asynchronous("2bw", correction="error-feedback")}),
-        ({"post_validation": True}, {"schedule": sw.Synchronous("2bw")}),
         ({"num_slices": 3, "slice_lengths": [3, 2, 1]}, {"schedule": sw.Slices("2bw", lengths=[3, 2, 1])}),
         ({"num_slices": 2, "sequence_dims": {"x": 2}}, {"schedule": sw.Slices("2bw", 2, dims={"x": 2})}),
         ({"loss_weight": "labels"}, {"example_inputs": sw.Inputs(loss_weight="labels")}),

@@ -27,7 +27,6 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("dims=3", {"sequence_dims": 3}),
     ("lengths=3", {"slice_lengths": 3}),
     ("compile=3", {"compile": 3}),
-    ("post_validation=1", {"post_validation": 1}),
     ("timeout=0", {"timeout": 0}),
     ("max_grad_norm=True", {"max_grad_norm": True}),
     ("flush_first=-1", {"flush_first": -1}),

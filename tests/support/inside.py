@@ -210,7 +210,7 @@ _NAMES = {
     "schedules.custom.search": "ContradictionError",
     "schedules.custom.solve": "Constraints",
     "schedules.ir": "BACKWARD_OPS COMPUTE_OPS LAST_USES MOVE_OPS chain",
-    "schedules.lowering.course": "Stream cut_behind_warm_up make_course make_stream",
+    "schedules.lowering.course": "Stream make_course make_stream",
     "schedules.messages": "ALONE_BYTES BUCKET_BYTES NOTHING_SHARED Sharing Transfer receives_ahead",
     "schedules.dependencies": "Delivery Dependencies",
     "schedules.custom.user_schedules": "find_user_schedule sizes_of",
