@@ -91,8 +91,7 @@ class Mesh:
 class Auto:
     """schedule="auto": the first batch is profiled, and the planner decides on schedule, cut, replicas, microbatches.
 
-    The profile is kept for the next run of the same command, files, machine and versions: in STAGEWRIGHT_CACHE where
-    the environment names a folder ("off": nowhere), else in the user's folder for caches.
+    Path("plan.json").write_text(pipe.plan.to_json()) keeps the plan: schedule="plan.json" takes it without measuring.
 
     Arguments:
         trials: plans that are tried, at most: the best one, and others that are predicted to take up to 10% longer, are

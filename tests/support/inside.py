@@ -145,7 +145,6 @@ _NAMES = {
     "partition.stage_cost": "COUNTED RECOMPUTE Recomputed StageSums message_overheads message_seconds stage_seconds",
     "partition.topology": "Topology",
     "pipe.run.compression": "choose",
-    "pipe.auto.kept": "cache_folder keep profile_key",
     "pipe.auto.layout": "host_bandwidth AutoLayout cluster_of median_profile",
     "pipe.batch.checksum": "UNKNOWN checksum",
     "pipe.batch.given": "CallReader Given",
