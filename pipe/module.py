@@ -19,7 +19,7 @@ from ..comm import Guard, PipelineError, make_guard
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
-from .arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments
+from .arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments, refuse_unknown
 from .batch.given import Given
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
 from .batch.results import EvalResult, StepRecord, StepResult
@@ -150,15 +150,16 @@ class PipelineModule(RunFigures):
         timeout: float = 300.0,
         device: torch.device | str | None = None,
         weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Weights | None = None,
-        **old: Any,
+        **unknown: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "old")}
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        refuse_unknown(unknown, given)
         with ExitStack() as stack:
             edits = stack.enter_context(model.applied()) if isinstance(model, Edits) else None
             if isinstance(model, Edits):
                 again = partial(model.applied, [*model])
                 given["model"] = model = model.model
-            options = read_options(read_arguments(given, old, edits))
+            options = read_options(read_arguments(given, edits))
             if options.weights is not None:
                 take_weights(options.root, options.weights)
             make_layout = choose_layout(options)

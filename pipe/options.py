@@ -218,17 +218,9 @@ class Options:
             )
 
     def check_replan(self) -> None:
-        if self.replan is None:
-            return
-        if self.replan != "batch":
+        if self.replan not in (None, "batch"):
             raise ValueError(
                 f'replan={self.replan!r}: expected "batch", a schedule for each batch; or None, one for all'
-            )
-        if self.schedule != AUTO:
-            shown = "schedule='1f1b'" if self.schedule is None else f"schedule={self.schedule!r:.60}"
-            raise ValueError(
-                f'replan="batch" beside {shown if self.plan is None else "a plan"}, which says the order of every '
-                f'batch: expected schedule="auto", whose plan knows what microbatches of each size take'
             )
 
     def refuse_reroute(self) -> None:
@@ -267,7 +259,6 @@ class Options:
             "data_parallel=": mesh.data_parallel not in (None, "replicate"),
             "Mesh(sync=)": mesh.sync not in (None, 1),
             "Mesh(on_failure=)": mesh.on_failure not in (None, "stop"),
-            "schedule=": self.schedule is not None and not is_found,
             "mesh=": self.mesh_sizes is not None and not is_found,
             "Mesh(order=)": mesh.order is not None,
         }
@@ -314,7 +305,8 @@ def read_options(given: Mapping[str, Any]) -> Options:
     }
     names = {each.name for each in fields(Options)} - {"trials"}
     told = Options(**{name: value for name, value in {**given, **read}.items() if name in names})
-    trials = read_trials(given["trials"], schedule=given["schedule"])
+    trials = given["trials"]
+    trials = TRIALS if trials is None else option("trials", trials, at_least(0, "a number of plans, 0 to try none"))
     option("verify", told.verify, _VERIFY)
     read_example = None if example is None else calls.example(example)
     option("sends", mesh.sends, one_of(SENDS))
@@ -323,15 +315,6 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def read_trials(trials: object, *, schedule: object) -> int:
-    if trials is None:
-        return TRIALS
-    number = option("trials", trials, at_least(0, "a number of plans, 0 to try none"))
-    if schedule != AUTO:
-        raise ValueError(f'trials={trials}: expected schedule="auto" beside it, whose plans are tried; or leave it out')
-    return number
 
 
 _FSDP = 'mesh=stagewright.Mesh(data=D, data_parallel="fsdp")'

@@ -69,8 +69,8 @@ class Read(dict[str, Any]):
 
 def test_no_option_of_the_constructor_is_forgotten() -> None:
     names = dict(inspect.signature(PipelineModule).parameters)
-    defaults = {name: parameter.default for name, parameter in names.items() if name != "old"}
-    options = Read(arguments.read_arguments(defaults | {"model": layers()}, {}))
+    defaults = {name: parameter.default for name, parameter in names.items() if name != "unknown"}
+    options = Read(arguments.read_arguments(defaults | {"model": layers()}))
     read_options(options)
     made = {"calls", "compress", "example"}  # of several, or under another name
     assert options.asked | {field.name for field in fields(Options)} == {*options, *made}
