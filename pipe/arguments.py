@@ -15,8 +15,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -91,8 +90,7 @@ class Mesh:
 class Auto:
     """schedule="auto": the first batch is profiled, and the planner decides on schedule, cut, replicas, microbatches.
 
-    The profile is kept for the next run of the same command, files, machine and versions: in STAGEWRIGHT_CACHE where
-    the environment names a folder ("off": nowhere), else in the user's folder for caches.
+    Path("plan.json").write_text(pipe.plan.to_json()) keeps the plan: schedule="plan.json" takes it without measuring.
 
     Arguments:
         trials: plans that are tried, at most: the best one, and others that are predicted to take up to 10% longer, are
@@ -130,15 +128,9 @@ class Synchronous:
 
     Arguments:
         schedule: "zb-h1", "1f1b", a Plan with such a schedule ...
-        post_validation: with max_grad_norm or a loss scale: no rank waits for the norm of all gradients before it
-            updates and begins the next batch. Where the norm then says otherwise, all ranks take the update back and
-            begin that batch again: the numbers are the same (docs/guides/schedules.md). Until the next `train_step`, or
-            `flush`, the model's own Parameters may hold an update that is taken back: call `flush` before you read or
-            change them yourself.
     """
 
     schedule: ScheduleLike | Plan | Auto = "1f1b"
-    post_validation: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,30 +211,11 @@ AnySchedule: TypeAlias = "ScheduleLike | PlanLike | Auto | Asynchronous | Synchr
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 _AXIS_OF = {"pp": "pipe", "dp": "data", "tp": "tensor"} | {axis: axis for axis in AXES}
 
-# Names of one release ago: where each value stands today.
-_RENAMED = {
-    "plan": "schedule=plan",
-    "num_slices": 'schedule=stagewright.Slices("seq1f1b", num_slices=...)',
-    "slice_lengths": 'schedule=stagewright.Slices("seq1f1b", lengths=...)',
-    "sequence_dims": 'schedule=stagewright.Slices("seq1f1b", dims=...)',
-    "delay_correction": 'schedule=stagewright.Asynchronous("2bw", correction=...)',
-    "flush_first": 'schedule=stagewright.Asynchronous("2bw", flush_first=...)',
-    "post_validation": 'schedule=stagewright.Synchronous("1f1b", post_validation=...)',
-    "trials": "schedule=stagewright.Auto(trials=...)",
-    "replan": "schedule=stagewright.Auto(replan=...)",
-    "loss_weight": "example_inputs=stagewright.Inputs(loss_weight=...)",
-    "batch_dims": "example_inputs=stagewright.Inputs(batch_dims=...)",
-    "mesh_order": "mesh=stagewright.Mesh(order=...)",
-    "data_parallel": "mesh=stagewright.Mesh(data=..., data_parallel=...)",
-    "tensor_parallel": "mesh=stagewright.Mesh(tensor=..., tensor_parallel=...)",
-    "tensor_sends": "mesh=stagewright.Mesh(tensor=..., sends=...)",
-    "split_points": "cut=[...]",
-    "stages": "PipelineModule([...])",
-    "grad_scaler": "precision=stagewright.Precision(grad_scaler=...)",
-    "compile": "precision=stagewright.Precision(compile=...)",
-}
-_OF_MESH = {"mesh_order": "order", "tensor_sends": "sends"}  # of Mesh, by their old names
-_OF_MESH |= {name: name for name in ("data_parallel", "tensor_parallel")}
+# What the records below are read into, with None where they say nothing.
+_INSIDE = (
+    *("plan", "stages", "split_points", "replan", "trials", "delay_correction"),
+    *("num_slices", "slice_lengths", "sequence_dims", "loss_weight", "batch_dims", "grad_scaler"),
+)
 
 # What others call it.
 _MEANT = {
@@ -256,23 +229,19 @@ _MEANT = {
 }
 
 
-def read_arguments(
-    given: Mapping[str, Any], old: Mapping[str, Any], edits: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def read_arguments(given: Mapping[str, Any], edits: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Every option by its own name, as `read_options` takes them.
 
     Arguments:
         given: the arguments of PipelineModule; for Edits, their model.
-        old: others, by names that it had one release ago.
         edits: options that edits of the model became.
 
-    Raises TypeError for a name that it never had, ValueError for what is no record and stands for none.
+    Raises ValueError for what is no record and stands for none.
     """
     given = {**given, **_of_torch(given["model"], given["schedule"], given["cut"])}
-    options: dict[str, Any] = dict.fromkeys(_RENAMED.keys() - _OF_MESH.keys())
-    options |= {"flush_first": 0, "post_validation": False}
+    options: dict[str, Any] = dict.fromkeys(_INSIDE)
     options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
-    options |= {"split_points": given["cut"], "compile": False, "kind": None}
+    options |= {"split_points": given["cut"], "compile": False, "kind": None, "flush_first": 0}
     model = given["model"]
     if isinstance(model, list | tuple) or (
         isinstance(model, nn.ModuleList) and type(model).forward is nn.Module.forward
@@ -282,35 +251,24 @@ def read_arguments(
     options |= _input_options(given["example_inputs"]) | _precision_options(given["precision"])
     options["weights"] = _weights(given["weights"])
     for name, value in (edits or {}).items():
-        before = getattr(options["mesh"], name) if name in _OF_MESH else options[name]
+        mesh = options["mesh"]
+        before = mesh.tensor_parallel if name == "tensor_parallel" else options[name]
         if before not in (None, "none"):
             said = "cut" if name == "split_points" else name
             raise ValueError(f"{said}= beside edits that say the same: expected one of them")
-        _put(options, name, value)
-    for name, value in old.items():
-        if name not in _RENAMED:
-            meant = [own for own, others in _MEANT.items() if name in others.split()]
-            near = ", or ".join(f"{own}=" for own in meant or difflib.get_close_matches(name, given, n=1))
-            raise TypeError(
-                f"PipelineModule() got an unexpected keyword argument {name!r}: expected "
-                f"{near or 'one of ' + ', '.join(given)}"
-            )
-        warnings.warn(
-            f"PipelineModule({name}=...) goes with the next release: expected PipelineModule(..., {_RENAMED[name]})"
-            if name != "stages"
-            else "PipelineModule(stages=[...]) goes with the next release: expected PipelineModule([...])",
-            FutureWarning,
-            stacklevel=4,
-        )
-        _put(options, name, value)
+        options |= {"mesh": replace(mesh, tensor_parallel=value)} if name == "tensor_parallel" else {name: value}
     return options
 
 
-def _put(options: dict[str, Any], name: str, value: object) -> None:
-    if name in _OF_MESH:
-        options["mesh"] = replace(options["mesh"], **{_OF_MESH[name]: value})
-    else:
-        options[name] = value
+def refuse_unknown(names: Collection[str], known: Collection[str]) -> None:
+    """TypeError for an argument that PipelineModule does not have, with the one that is meant."""
+    for name in names:
+        meant = [own for own, others in _MEANT.items() if name in others.split()]
+        near = ", or ".join(f"{own}=" for own in meant or difflib.get_close_matches(name, known, n=1))
+        raise TypeError(
+            f"PipelineModule() got an unexpected keyword argument {name!r}: expected "
+            f"{near or 'one of ' + ', '.join(known)}"
+        )
 
 
 def _of_torch(model: Any, schedule: Any, cut: Any) -> dict[str, Any]:
@@ -374,8 +332,7 @@ def _schedule_options(schedule: object) -> dict[str, Any]:
             late = {"flush_first": schedule.flush_first, "delay_correction": schedule.correction}
             return _schedule_options(schedule.schedule) | late | {"kind": "asynchronous"}
         case Synchronous():
-            ahead = {"post_validation": schedule.post_validation}
-            return _schedule_options(schedule.schedule) | ahead | {"kind": "synchronous"}
+            return _schedule_options(schedule.schedule) | {"kind": "synchronous"}
         case Slices() if _is_plan(plan := schedule.schedule):
             if schedule.num_slices is not None or schedule.lengths is not None:
                 raise ValueError("Slices(plan, num_slices=, lengths=): a plan says both: expected dims= alone")

@@ -45,7 +45,6 @@ from .trace.measurement import Measurement
 from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
 from .update.local import LocalUpdate
-from .update.speculative import SpeculativeUpdate, refuse_sharding
 from .update.stream import StreamUpdate, stream_course
 from .verify.plain import PlainModule, copy_to_verify
 from .verify.regions import Regions
@@ -402,11 +401,6 @@ def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[
     """Programs of all ranks, and what makes the update: flush or stream, decided here and asked nowhere else."""
     schedule, options = placed.train.schedule, run.options
     if schedule.is_asynchronous:
-        if options.post_validation:
-            raise ValueError(
-                f"post_validation=True under the asynchronous schedule {schedule.name!r}, whose batches overlap as it "
-                f"is: expected a flush schedule such as 'zb-h2', or post_validation=False"
-            )
         if options.grad_scaler is not None:
             raise ValueError(
                 f"grad_scaler= under the asynchronous schedule {schedule.name!r}: batches are under way with weights "
@@ -417,11 +411,7 @@ def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[
         return course.programs, partial(StreamUpdate, course)
     options.refuse_flush(schedule.name)
     programs = flush_programs(run, placed.train, placed.ownership)
-    if options.post_validation:
-        refuse_sharding(run.layout.sharding)
-    if options.mesh.sync != 1:
-        return programs.programs, partial(LocalUpdate, programs)
-    return programs.programs, partial(SpeculativeUpdate if options.post_validation else FlushUpdate, programs)
+    return programs.programs, partial(FlushUpdate if options.mesh.sync == 1 else LocalUpdate, programs)
 
 
 def _tell_of_two_axes(run: Run, placed: _Placed, microbatch: Signature) -> None:

@@ -138,11 +138,10 @@ class Building:
             edits.close()
 
     def _plan_first(self) -> None:
-        from .auto.kept import cache_folder
         from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
 
         self.options.refuse_flush(AUTO)
-        self._auto = AutoLayout(self.options, self.world, guard=self.guard, cache=cache_folder())
+        self._auto = AutoLayout(self.options, self.world, guard=self.guard)
 
     @property
     def replica(self) -> tuple[int, int]:

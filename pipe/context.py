@@ -256,7 +256,6 @@ def check_sync(layout: Layout, options: Options) -> None:
         (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate'"),
         (options.optimizer is None, "without an optimizer: expected optimizer=, since no gradients are summed"),
         (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
-        (options.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
     ]
     for is_wrong, why in wrong:
         if is_wrong:

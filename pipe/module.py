@@ -20,7 +20,7 @@ from ..partition.deferred.filling import fill_attributes
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
-from .arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments
+from .arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments, refuse_unknown
 from .batch.given import Given
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
 from .batch.results import EvalResult, StepRecord, StepResult
@@ -151,16 +151,17 @@ class PipelineModule(RunFigures):
         timeout: float = 300.0,
         device: torch.device | str | None = None,
         weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Weights | None = None,
-        **old: Any,
+        **unknown: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "old")}
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        refuse_unknown(unknown, given)
         with ExitStack() as stack, ExitStack() as undo:
             edited = model if isinstance(model, Edits) else None
             edits = None if edited is None else stack.enter_context(edited.applied())
             if edited is not None:
                 again = partial(edited.applied, [*edited])
                 given["model"] = model = edited.model
-            options = read_options(read_arguments(given, old, edits))
+            options = read_options(read_arguments(given, edits))
             make_layout = choose_layout(options) if edited is None else edited.in_group(choose_layout(options))
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(model).__name__
@@ -430,7 +431,7 @@ class PipelineModule(RunFigures):
             return self._evaluation_for(given).in_waits(given)
 
     def flush(self) -> list[StepResult]:
-        """End what is under way: batches of a stream, an update that post_validation=True made ahead. Collective.
+        """End what is under way: batches of a stream. Collective.
 
         Returns, oldest first, what became known of batches that no `train_step` of this rank has returned. Evaluation,
         `verify`, checkpoints, `full_state_dict` and `close` drain the pipeline by themselves.

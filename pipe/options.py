@@ -25,7 +25,7 @@ from ..partition.model.batch_dims import BatchDims, check_batch_dims
 from ..partition.model.fingerprint import told_apart
 from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
 from ..schedules import Schedule
-from ..schedules.kinds import FLAG, Kind, above_zero, at_least, one_of, option
+from ..schedules.kinds import Kind, above_zero, at_least, one_of, option
 from ..schedules.transform import schedule_without
 from .arguments import AUTO, Mesh, PlanLike, ScheduleLike, Weights
 from .batch.agreement import describe
@@ -52,7 +52,7 @@ _CALLED = {  # options that are called: with how many arguments, and such a one
 }
 
 
-_APPLIED = ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "post_validation", "flush_first")
+_APPLIED = ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "flush_first")
 FIRST = "first"
 _VERIFY: Kind[float] = Kind(
     "'first' (the first batch, where a copy of the model fits), True (the first batch), a whole number N of at least 1 "
@@ -113,7 +113,6 @@ class Options:
     grad_scaler: GradScaler | None = None
     autocast: torch.dtype | None = None
     compile: Mapping[str, Any] | None = None
-    post_validation: bool = False
     delay_correction: ErrorFeedback | None = None
     flush_first: int = 0
     on_step: Callable[[StepRecord], object] | None = None
@@ -219,24 +218,15 @@ class Options:
             )
 
     def check_replan(self) -> None:
-        if self.replan is None:
-            return
-        if self.replan != "batch":
+        if self.replan not in (None, "batch"):
             raise ValueError(
                 f'replan={self.replan!r}: expected "batch", a schedule for each batch; or None, one for all'
-            )
-        if self.schedule != AUTO:
-            shown = "schedule='1f1b'" if self.schedule is None else f"schedule={self.schedule!r:.60}"
-            raise ValueError(
-                f'replan="batch" beside {shown if self.plan is None else "a plan"}, which says the order of every '
-                f'batch: expected schedule="auto", whose plan knows what microbatches of each size take'
             )
 
     def refuse_reroute(self) -> None:
         """ValueError for options under which no rank's work can be another's, or a step cannot be done again."""
         given = {
             "a loss scale, which moves with each try": self.grad_scaler is not None,
-            "post_validation=True, which is ahead of the others": self.post_validation,
             "an optimizer of your own": self.optimizer is None,
         }
         for what, is_given in given.items():
@@ -269,7 +259,6 @@ class Options:
             "data_parallel=": mesh.data_parallel not in (None, "replicate"),
             "Mesh(sync=)": mesh.sync not in (None, 1),
             "Mesh(on_failure=)": mesh.on_failure not in (None, "stop"),
-            "schedule=": self.schedule is not None and not is_found,
             "mesh=": self.mesh_sizes is not None and not is_found,
             "Mesh(order=)": mesh.order is not None,
         }
@@ -313,11 +302,11 @@ def read_options(given: Mapping[str, Any]) -> Options:
         "device": device,
         "sequence_dims": dims,
         "compile": read_compile(given["compile"]),
-        "post_validation": option("post_validation", given["post_validation"], FLAG),
     }
     names = {each.name for each in fields(Options)} - {"trials"}
     told = Options(**{name: value for name, value in {**given, **read}.items() if name in names})
-    trials = read_trials(given["trials"], schedule=given["schedule"])
+    trials = given["trials"]
+    trials = TRIALS if trials is None else option("trials", trials, at_least(0, "a number of plans, 0 to try none"))
     option("verify", told.verify, _VERIFY)
     read_example = None if example is None else calls.example(example)
     option("sends", mesh.sends, one_of(SENDS))
@@ -326,15 +315,6 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def read_trials(trials: object, *, schedule: object) -> int:
-    if trials is None:
-        return TRIALS
-    number = option("trials", trials, at_least(0, "a number of plans, 0 to try none"))
-    if schedule != AUTO:
-        raise ValueError(f'trials={trials}: expected schedule="auto" beside it, whose plans are tried; or leave it out')
-    return number
 
 
 _FSDP = 'mesh=stagewright.Mesh(data=D, data_parallel="fsdp")'

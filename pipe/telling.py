@@ -22,6 +22,7 @@ from ..partition.plans.plan import Plan
 from ..schedules.wording import count, duration
 
 SILENT_SECONDS = 4.0  # people wait for so long without a word
+_KEEP = 'Path("plan.json").write_text(pipe.plan.to_json())'
 _log = logging.getLogger("stagewright")
 
 
@@ -85,11 +86,12 @@ class Phases:
         self._phase_begun = now
         tell(f"{'; '.join(took)}. Next: {then}", rank=self._rank)
 
-    def decided(self, plan: Plan, predicted: Plan, *, num_samples: int) -> None:
+    def decided(self, plan: Plan, predicted: Plan, *, num_samples: int, replans: bool) -> None:
         took = duration(time.perf_counter() - self._begun)
-        tell(
-            "\n".join([f"plan, found in {took}:", *outline(plan, predicted, num_samples=num_samples)]), rank=self._rank
-        )
+        lines = [f"plan, found in {took}:", *outline(plan, predicted, num_samples=num_samples)]
+        if not replans:  # which needs the profile
+            lines.append(f'  next time without measuring: {_KEEP}, then schedule="plan.json"')
+        tell("\n".join(lines), rank=self._rank)
 
 
 def figure(plan: Plan, predicted: Plan) -> str:

@@ -34,9 +34,9 @@ class UntimedRun:
         self._posted: set[Message] = set()
         self._held: dict[Message, tuple[int, ...]] = {}  # the rank that stands still for it
 
-    def run(self, ends: Sequence[int] | None = None) -> list[int]:
-        """Go on as far as possible, at most to these positions; the ranks that do not get there."""
-        ends = ends or [len(steps) for steps in self.steps]
+    def run(self) -> list[int]:
+        """Go on as far as possible; the ranks that do not get to their ends."""
+        ends = [len(steps) for steps in self.steps]
         runnable = list(range(len(ends)))
         while runnable:
             rank = runnable.pop()
@@ -75,25 +75,18 @@ class UntimedRun:
 def post_in_time(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
     """The same with receives posted as much earlier as it takes that sends which wait for them end.
 
-    Each call of programs that were lowered call by call ends by itself, too. Where receives cannot help all stay as
-    they are.
+    Where receives cannot help all stay as they are.
     """
     run = UntimedRun(programs, sends_wait=True)
-    cuts = [[*(program.cuts or [0]), len(program.steps)] for program in programs]
-    for call in range(max(map(len, cuts)) - 1):
-        while stuck := run.run([own[min(call + 1, len(own) - 1)] for own in cuts]):
-            standing = ((rank, run.steps[rank][run.at[rank]]) for rank in run.circle(stuck))
-            sends = [(rank, step) for rank, step in standing if isinstance(step, Transfer)]
-            if not sends:
-                return tuple(programs)
-            (rank, (message, peer, _)), *_ = sends
-            old = run.steps[peer].index(Transfer(message, rank, False), run.at[peer])
-            run.steps[peer].insert(run.at[peer], run.steps[peer].pop(old))
-            cuts[peer][call + 1 :] = [begin + (begin <= old) for begin in cuts[peer][call + 1 :]]
-    return tuple(
-        replace(program, steps=tuple(steps), cuts=tuple(own[:-1]) if program.cuts else ())
-        for program, steps, own in zip(programs, run.steps, cuts, strict=True)
-    )
+    while stuck := run.run():
+        standing = ((rank, run.steps[rank][run.at[rank]]) for rank in run.circle(stuck))
+        sends = [(rank, step) for rank, step in standing if isinstance(step, Transfer)]
+        if not sends:
+            return tuple(programs)
+        (rank, (message, peer, _)), *_ = sends
+        old = run.steps[peer].index(Transfer(message, rank, False), run.at[peer])
+        run.steps[peer].insert(run.at[peer], run.steps[peer].pop(old))
+    return tuple(replace(program, steps=tuple(steps)) for program, steps in zip(programs, run.steps, strict=True))
 
 
 def where_sends_wait(programs: Sequence[RankProgram]) -> str | None:

@@ -18,7 +18,6 @@ from tiers import budget
 # The pool's workers and every subprocess of a test inherit it. Two ranks with two threads each on two cores
 # crawl, and a sum over another number of threads is another sum.
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["STAGEWRIGHT_CACHE"] = "off"  # profiles of one test are none of another's, nor of the user's
 
 # A script's background job ignores SIGINT, and so would every process that a test starts to interrupt it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

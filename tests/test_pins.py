@@ -95,8 +95,8 @@ def counted_anew(name: str, old: Plan) -> Plan:
 
 @pytest.mark.thorough
 def test_plans_what_they_explain_and_their_files(update_golden: bool) -> None:
-    """The files are of version 1, which is read for good, of an older planner: only what is explained, of them and of
-    the plans of today, is ever written anew."""
+    """The files are of an older planner: only what is explained, of them and of the plans of today, is ever written
+    anew."""
     made, expected = dict(plans()), held("plans", {}, False)
     read = {name: Plan.from_json(json.dumps(expected[name]["json"])) for name in made}
     found = {

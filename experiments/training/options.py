@@ -93,8 +93,6 @@ class TrainOptions(GptOptions):
     clip: float | None = None
     """Clip the global gradient norm to this; 0: do not (default: 1, and 0 under pipedream and paci, whose stages update
     before it is known)."""
-    post_validation: bool = False
-    """Update before the global norm is known, and take back what it speaks against: no rank waits for the others."""
     dropout: float = 0.0
     """Probability of dropping a value."""
     text: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...partition.plans.plan import Plan
-from ...pipe import Asynchronous, Auto, ErrorFeedback, Mesh, PipelineModule, StepRecord, Synchronous
+from ...pipe import Asynchronous, Auto, ErrorFeedback, Mesh, PipelineModule, StepRecord
 from ...schedules import Schedule
 from ...schedules.wording import count
 from ..host import physical_bytes
@@ -87,7 +87,7 @@ def _arranged(options: TrainOptions, what: Schedule | Plan | Auto) -> Any:
         factor = 1.0 if options.delay_factor is None else options.delay_factor
         correction = None if options.delay_correction in (None, "none") else ErrorFeedback(factor=factor)
         return Asynchronous(what, flush_first=options.flush_first or 0, correction=correction)
-    return Synchronous(what) if options.post_validation else what
+    return what
 
 
 def may_verify(model: nn.Module) -> bool:

@@ -36,9 +36,6 @@ def read_run(*folders: Path) -> Exhibit:
     measured = traces.steps
     first = next((folder for folder in folders if (folder / NAME).exists()), folders[0])
     summary = read_summary(first)
-    if file is not None and file.measured is not None and not measured:
-        steps = summary.get("steps")
-        measured = (MeasuredStep(steps - 1 if isinstance(steps, int) else 0, file.measured),)
     if file is None and not measured:
         why = "; ".join(notes)
         raise ValueError(f"nothing to show in {_told(folders)}: {why}; expected the folder of a run that traced steps")

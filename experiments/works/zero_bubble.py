@@ -6,7 +6,6 @@ and simulated for the seconds of actions and the latency of messages that were m
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +14,6 @@ from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from ...pipe import Synchronous
 from ...schedules import Costs, Schedule, build, check, simulate, synthesize
 from ...schedules.ir import Op
 from ...schedules.timing.costs import CostTable
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 FORWARD = INPUT_GRAD = WEIGHT_GRAD = 0.020  # [s] of a rank's whole work of one microbatch
 _SEARCH = 10.0  # [s] of one synthesis
 _RATIO = "batch, {how} / simulated"
-_ROW = 6  # batches
-_GAIN = "waiting / post-validation"
 _OVER_BEST = "best of torch's / best of ours"
 THEIRS = ("torch gpipe", "torch 1f1b", "torch interleaved", "torch interleaved-zb", "torch zb-v")
 
@@ -145,61 +141,6 @@ def _asleep(step: Callable[[], None], table: CostTable) -> float:
 
     with ours_asleep(table):
         return timed(step)
-
-
-def rows_of_batches(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Seconds a batch of `_ROW` in a row, actions asleep, gradients clipped: waiting for the norm, and not.
-
-    Under post-validation batches are as far apart as a rank's own span; else as the makespan.
-    """
-    import torch
-    import torch.nn.functional as F
-
-    from ...pipe import PipelineModule
-    from ..measure.models import Workload, make_problem
-    from ..measure.sleeping import ours_asleep
-    from ..measure.timing import in_turn, ratios, slowest
-
-    P, M = case.count("ranks"), case.count("microbatches")
-    costs = Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
-    schedule = build(case.text("schedule"), num_ranks=P, num_microbatches=M)
-    table = costs.table(num_stages=P)
-    runs: dict[str, Callable[[], float]] = {}
-    with ExitStack() as stack:
-        for waits in (True, False):
-            problem = make_problem(Workload(model="tiny", schedule="1f1b", num_ranks=P, num_microbatches=M))
-            pipe = PipelineModule(
-                problem.stages,
-                schedule=Synchronous(schedule, post_validation=not waits),
-                loss_fn=F.mse_loss,
-                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6),
-                max_grad_norm=1e9,
-                example_inputs=(problem.inputs,),
-                verify=False,
-            )
-            stack.callback(pipe.close)
-
-            def row(pipe: PipelineModule = pipe, batch: tuple[Any, ...] = (problem.inputs, problem.target)) -> float:
-                with ours_asleep(table):
-                    pipe.train_step(*batch)
-                    began = time.perf_counter()
-                    for _ in range(_ROW):
-                        pipe.train_step(*batch)
-                    taken = (time.perf_counter() - began) / _ROW
-                    pipe.flush()
-                return slowest(taken)
-
-            runs["waiting" if waits else "post-validation"] = row
-        for run_once in runs.values():
-            run_once()
-        times = in_turn(str(case), runs, repetitions=repetitions)
-    timeline = simulate(schedule, costs)
-    for way, ideal in (("waiting", timeline.makespan), ("post-validation", timeline.span)):
-        own = case.also(update=way)
-        yield Figure(case=own, name="batch in a row", value=ideal, unit="s", how=How.SIMULATED)
-        yield from repeated(times[way], case=own, name="batch in a row", unit="s", how=How.EMULATED)
-    gains = ratios(times["waiting"], times["post-validation"])
-    yield from repeated(gains, case=case, name=_GAIN, unit="ratio", how=How.EMULATED)
 
 
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:

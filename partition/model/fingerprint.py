@@ -65,17 +65,6 @@ def value_form(value: object) -> object:
     return type(value), id(value)
 
 
-def lasting_digest(*values: object) -> str:
-    """Digest of what these compute, the same in each process of the same command. Structure, plain values, forms of
-    tensors, and the code around them: the content of all files of the user's that are loaded, the arguments of the
-    user's own command, and versions of libraries. Raises ValueError where code stands in no file."""
-    found = hashlib.sha256()
-    arguments = [] if _is_installed_command() else sys.argv  # which a run's name may stand in
-    for word in (*arguments, *_users_files(), *_words(values, {})):
-        found.update(word.encode("utf-8", "surrogatepass") + b"\0")
-    return found.hexdigest()
-
-
 def told_apart(root: nn.Module, code: Mapping[str, object]) -> dict[str, str]:
     """By files of the user's, modules, and names in `code`: texts that are the same in each process of one script."""
     files = iter(_users_files())
@@ -105,7 +94,7 @@ def _digest_of(value: object) -> str:
 
 
 def _is_installed_command() -> bool:
-    """Whether this process runs no script of the user's, who alone may read its arguments past the model."""
+    """Whether this process runs no script of the user's."""
     main = sys.modules["__main__"]
     spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if path is None:  # a line of code, or a notebook

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from ...schedules.timing.links import ON_CARD, AllReduce, Link, Links, PlaceNetw
 from ...schedules.timing.memory import StageBytes
 from ...schedules.wording import Displayable, count, duration
 from ..memory import MemoryUse
-from ..stage_cost import message_overheads
 from ..strict import Fields, number, parse_object, read_text
 from .as_text import explain
 from .record import PlanRecord, PlanStage, RunnerUp, Searched, positions_of
@@ -69,18 +67,12 @@ class Plan(Displayable, PlanRecord):
 
 
 def _read(record: Fields) -> Plan:
-    version = record.version(1, _JSON_VERSION)
+    record.version(_JSON_VERSION)
     stages = record.objects("stages")
     num_chunks, schedule = record.count("num_chunks", default=1), record.optional_text("schedule")
     num_microbatches = record.optional_count("num_microbatches")
     positions = positions_of(schedule, num_stages=len(stages), num_chunks=num_chunks)
-    if version == 1:
-        record.take("allocator", "", default=None)  # nothing that is predicted depends on it
-        traffic = _read_traffic(stages)
-        costs = _read_costs(record, stages, traffic, num_microbatches=num_microbatches)
-        links = _links_of(traffic, positions)
-    else:
-        costs, links = _costs(record), _links(record.optional_object("links"), num_places=len({*positions}))
+    costs, links = _costs(record), _links(record.optional_object("links"), num_places=len({*positions}))
     lengths = tuple(number("slice_lengths", each, positive=True) for each in record.items("slice_lengths", default=[]))
     if links is not None and lengths:
         links = replace(links, index_factors=tuple(tokens / sum(lengths) for tokens in lengths))
@@ -167,79 +159,3 @@ def _stage(record: Fields) -> PlanStage:
 def _searched(record: Fields) -> Searched:
     counts = {name: record.whole(name) for name in ("considered", "cut", "simulated", "unfit", "too_long")}
     return record.made(Searched, counts)
-
-
-# Version 1 kept seconds, messages and sums of each stage in the stage.
-
-_TRAFFIC = ("message_bytes", "latency", "seconds_per_byte", "sum_seconds", "optimizer_seconds", "gather_seconds")
-_LATER = ("message_seconds", "sum_busy")  # older files lack them
-
-_Traffic = Sequence[Mapping[str, float]]
-
-
-def _read_traffic(stages: Sequence[Fields]) -> _Traffic:
-    """[S] messages and parts of updates; empty of a plan that keeps none."""
-    found = [each for stage in stages if (each := stage.optional_object("traffic")) is not None]
-    if found and len(found) < len(stages):
-        raise ValueError(f"traffic of {len(found)} of {len(stages)} stages: expected that of all, or of none")
-    traffic = []
-    for each in found:
-        figures = {name: each.number(name) for name in _TRAFFIC}
-        traffic.append(figures | {name: each.number(name, default=0.0) for name in _LATER})
-        each.done()
-    return traffic
-
-
-def _read_costs(plan: Fields, stages: Sequence[Fields], traffic: _Traffic, *, num_microbatches: int | None) -> Costs:
-    forward, backward = ([each.number(f"{name}_seconds") for each in stages] for name in ("forward", "backward"))
-    halves = [each.optional_number("input_grad_seconds") for each in stages]
-    input_grad = [whole / 2 if half is None else half for half, whole in zip(halves, backward, strict=True)]
-    weight_grad = [whole - half for whole, half in zip(backward, input_grad, strict=True)]
-    forward_ratios, backward_ratios = (
-        [each.items(f"{name}_ratios", default=[]) for each in stages] for name in ("forward", "backward")
-    )
-
-    def rows(seconds: Sequence[float], ratios: Sequence[Sequence[object]]) -> list[float | list[float]]:
-        """[S], by microbatch where replicas differ: `k % replicas` runs microbatch k."""
-        indices = range(num_microbatches or 1)
-        return [
-            [each * float(str(own[k % len(own)])) for k in indices] if own else each
-            for each, own in zip(seconds, ratios, strict=True)
-        ]
-
-    is_split = any(half is not None for half in halves)
-    updates = [each.number("update_seconds", default=0.0) for each in stages]
-    busy = [each["message_seconds"] for each in traffic] or [0.0] * len(stages)
-    return Costs(
-        forward=rows(forward, forward_ratios),
-        backward=rows(backward, backward_ratios),
-        input_grad=rows(input_grad, backward_ratios) if is_split else None,
-        weight_grad=rows(weight_grad, backward_ratios) if is_split else None,
-        update=[each["optimizer_seconds"] for each in traffic] or updates,
-        overhead=[each.number("action_seconds", default=0.0) for each in stages],
-        message_overhead=message_overheads(busy[:-1]),
-        around=plan.number("around_seconds", default=0.0),
-        norm=plan.optional_number("norm_seconds"),
-        tied=tuple(plan.items("tied", default=[])),  # type: ignore[arg-type]
-        sum_busy=[each["sum_busy"] for each in traffic] or 0.0,
-    )
-
-
-def _links_of(traffic: _Traffic, positions: Sequence[int]) -> Links | None:
-    """Links of one rank a place; None of a plan that keeps no traffic."""
-    if not traffic:
-        return None
-    routes = {
-        (min(pair), max(pair)): Link(latency=each["latency"], seconds_per_byte=each["seconds_per_byte"])
-        for pair, each in zip(pairwise(positions), traffic[:-1], strict=False)  # a plan refuses other numbers
-        if pair[0] != pair[1]
-    }
-    return Links(
-        network=PlaceNetwork(places=tuple((p,) for p in range(max(positions) + 1)), routes=routes),
-        activation_bytes=[each["message_bytes"] for each in traffic[:-1]],
-        sums=tuple(
-            AllReduce(stage=stage, seconds=each["sum_seconds"], gather=each["gather_seconds"], ways=None)
-            for stage, each in enumerate(traffic)
-            if each["sum_seconds"] > 0
-        ),
-    )

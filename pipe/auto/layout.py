@@ -9,14 +9,12 @@ together     a trial: the best plan, and others that come near it, carried out f
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +44,6 @@ from ..context import Layout, layout_of_plan
 from ..options import Options
 from ..stage.shapes import Signature
 from ..telling import Phases, told_if_slow
-from .kept import VARIABLE, Measured, keep, profile_key, read_kept
 from .replan import BatchSchedules, size_of
 from .runtime_seconds import clipping, measure_runtime_seconds
 from .trial import WITHIN, Trials, to_try
@@ -62,21 +59,16 @@ _COPIED_BYTES = 1 << 26  # to the host and back, by which that link is measured
 class AutoLayout:
     """Decides on a layout by measuring.
 
-    Arguments:
-        cache: where profiles are kept from run to run; None: nowhere.
-
     Attributes:
         predicted: the plan that was taken, as the profile alone has it; None before there is one.
     """
 
-    def __init__(self, options: Options, world: World, *, guard: Guard, cache: Path | None = None) -> None:
+    def __init__(self, options: Options, world: World, *, guard: Guard) -> None:
         self.predicted: Plan | None = None
         self._model = options.root
         self._world = world
         self._options = options
         self._guard = guard
-        self._cache = cache
-        self._kept: list[str] = []  # what is said about profiles of other runs
         mesh = read_mesh(options.mesh_sizes, world, wanted=None)
         self._num_ranks = mesh.num_processes
         # Axes that the user gave stay as they are; without, the plan divides all ranks.
@@ -137,8 +129,7 @@ class AutoLayout:
         spread = max(profile.step_spread for profile in profiles.values())
         self._noise = min(WITHIN, max(_LEAST_NOISE, spread))
         sizes = ", ".join(map(str, profiles))
-        kept = dict.fromkeys(self._kept)
-        self._phases.ended("profile", f"microbatches of {sizes} samples", *kept, then="links between the ranks")
+        self._phases.ended("profile", f"microbatches of {sizes} samples", then="links between the ranks")
         cluster = self._cluster()
         self._phases.ended("links", then="a search for the best plan and its order")
         batch = num_samples if wanted is None else max(profiles) * wanted
@@ -149,7 +140,7 @@ class AutoLayout:
         bounds = {
             "runnable": True,
             "optimizer_sharding": ("none",),
-            "max_grad_norm": 0.0 if self._options.post_validation else self._options.max_grad_norm or 0.0,
+            "max_grad_norm": self._options.max_grad_norm or 0.0,
             **restrictions,
         }
 
@@ -171,7 +162,7 @@ class AutoLayout:
         self._collectives.gather(None, what="planning")
         self._collectives.close()
         assert self.predicted is not None
-        self._phases.decided(found, self.predicted, num_samples=num_samples)
+        self._phases.decided(found, self.predicted, num_samples=num_samples, replans=self._replans)
         return found
 
     def _agree(self, given: Given, wanted: int | None) -> None:
@@ -208,7 +199,7 @@ class AutoLayout:
         found = {size: self._profile(part, PROFILE_SECONDS / len(parts)) for size, part in parts.items()}
         most, least = max(parts), min(parts)
         if found[least].parts_seconds > found[most].parts_seconds:  # something else ran beside the smaller one
-            found[least] = self._profile(parts[least], PROFILE_SECONDS / len(parts), again=True)
+            found[least] = self._profile(parts[least], PROFILE_SECONDS / len(parts))
         if found[least].parts_seconds > found[most].parts_seconds:
             del found[least]  # the law through the other
         return {size: at_size(found, size) for size in sizes}
@@ -223,51 +214,18 @@ class AutoLayout:
         assert profile.microbatch_size is not None
         return {profile.microbatch_size: profile}
 
-    def _profile(self, first: Given, seconds: float, *, again: bool = False) -> Profile:
-        """Profile of a microbatch: the median of all ranks, which measure at once; see `_typical`.
-
-        One that another run has kept is taken, unless it is to be measured again. Collective.
-        """
-        found = self._measured_or_kept(first, seconds, again=again)
+    def _profile(self, first: Given, seconds: float) -> Profile:
+        """Profile of a microbatch: the median of all ranks, which measure at once; see `_typical`. Collective."""
+        samples = count(first.arguments.num_samples, "sample")
+        with told_if_slow(f"profiling microbatches of {samples}", rank=self._collectives.rank):
+            found = self._measure(first, seconds)
         profile = self._typical([(host, Profile.from_json(text)) for host, text in found])
         if profile.optimizer_ratio is not None and self._options.delay_correction is not None:
             profile = replace(profile, optimizer_ratio=profile.optimizer_ratio + 1.0)  # the last update
         return replace(profile, microbatch_size=first.arguments.num_samples)
 
-    def _measured_or_kept(self, first: Given, seconds: float, *, again: bool) -> Measured:
-        together, options, cache = self._collectives, self._options, self._cache
-        mine, why = "", ""
-        if cache is not None:
-            asked = options.loss_fn, options.optimizer, options.max_grad_norm, options.model_loss is None
-            what = self._model, first.arguments, first.target, asked, self._num_ranks
-            try:
-                mine = profile_key(*what, device=options.device)
-            except ValueError as error:
-                why = f"not kept for the next run: {error}"
-        keys = together.gather((mine, socket.gethostname(), why), what="comparing what is profiled")
-        hosts = list(dict.fromkeys(host for _, host, _ in keys))  # their names may be others the next time
-        text = repr([(each, hosts.index(host)) for each, host, _ in keys])
-        key = hashlib.sha256(text.encode()).hexdigest()
-        usable = cache if together.rank == 0 and all(each for each, _, _ in keys) else None
-        self._kept += [why for _, _, why in keys if why][:1]
-        kept = read_kept(usable, key, len(keys)) if usable is not None and not again else None
-        kept = together.gather(kept, what="comparing what is profiled")[0]
-        if kept is not None:
-            off = f"{VARIABLE}=off in front of the command measures again"
-            self._kept.append(f"kept from {kept[1]} in {self._cache} ({off})")
-            return kept[0]
-        samples = count(first.arguments.num_samples, "sample")
-        with told_if_slow(f"profiling microbatches of {samples}", rank=together.rank):
-            found = self._measure(first, seconds)
-        if usable is not None:
-            written = keep(usable, key, found)
-            self._kept.append(
-                f"kept for the next run in {usable}" if written else f"not kept: {usable} is not writable"
-            )
-        return found
-
-    def _measure(self, first: Given, seconds: float) -> Measured:
-        """Measurements of each rank, all at once. Collective."""
+    def _measure(self, first: Given, seconds: float) -> list[tuple[str, str]]:
+        """Host and profile, as JSON, of each rank; all measure at once. Collective."""
         options = self._options
         loss, target = options.loss_fn, first.target
         if options.model_loss is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,27 +14,17 @@ from torch.utils import _pytree as pytree
 
 from ...schedules import Timeline
 
-Together = Callable[[], AbstractContextManager[None]]  # see `Guard.together`
-
 
 class Known(NamedTuple):
     """Result of a batch, once a rank knows it; the norm is the global one before clipping.
 
     skipped: whether its update was left out, since gradients overflowed in float16.
-    later: of an update that other ranks may still speak against: waits for what became of it, within a guard.
     """
 
     step: int
     loss: float
     grad_norm: float | None
     skipped: bool = False
-    later: Callable[[Together], Known] | None = None
-
-    def outcome(self, together: Together) -> Known:
-        return self if self.later is None else self.later(together)
-
-
-_NOTHING = Known(-1, math.nan, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,31 +37,19 @@ class StepResult:
     Arguments:
         loss: of the batch; sum_k (n_k/N) loss_k.
         loss_step: the step that it belongs to.
+        grad_norm: global gradient norm before clipping; None without max_grad_norm.
+        skipped: whether all ranks left out that step's update, since a gradient overflowed (grad_scaler=). Its loss may
+            then be infinite or not a number.
         is_compared: whether other ranks had passed the same batch is known. Ranks of the last stage wait for nobody:
             behind the first batch, which all compare before it runs, they are told by their next call.
     """
 
     loss: float | None
     loss_step: int | None
-    is_compared: bool = True
+    grad_norm: float | None = None
+    skipped: bool = False
+    is_compared: bool = field(repr=False, default=True)
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
-    _update: Callable[[], Known] = field(repr=False, compare=False, default=lambda: _NOTHING)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global gradient norm before clipping; None without max_grad_norm. Under post_validation=True it waits for
-        the other ranks' parts, if they are not there yet."""
-        return self._update().grad_norm
-
-    @property
-    def skipped(self) -> bool:
-        """Whether all ranks left out that step's update, since a gradient overflowed (grad_scaler=). Its loss may then
-        be infinite or not a number. It waits as `grad_norm` does."""
-        return self._update().skipped
-
-    def __repr__(self) -> str:
-        loss, step, norm, skipped = self.loss, self.loss_step, self.grad_norm, self.skipped
-        return f"StepResult(loss={loss!r}, loss_step={step!r}, grad_norm={norm!r}, skipped={skipped!r})"
 
     def timeline(self) -> Timeline:
         """The measured Timeline of this step, on every rank. Collective over the processes."""

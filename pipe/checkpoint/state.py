@@ -65,7 +65,6 @@ class State:
         return [optimizer for one in self.update.stages for optimizer in one.optimizers]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        self.training.settle()
         self.training.unchanged.check_objects()
         self.update.refuse_reading("state_dict")
         keys = self.ownership.keys()
@@ -86,7 +85,6 @@ class State:
                 return state_of(root, full, extra)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.training.settle()
         self.training.unchanged.check_objects()
         self.update.refuse_changes("load_state_dict")
         self.update.gate.enter()

@@ -254,7 +254,6 @@ class Budgets:
             f"schedule={schedule.name!r} of slices": schedule.num_slices > 1,
             f"schedule={schedule.name!r}, whose activations move": schedule.moves_activations,
             "compile=": run.options.compile is not None,
-            "post_validation=True": run.options.post_validation,
             "a tensor group": layout.place.tensor[1] > 1,
             "a divided optimizer": layout.sharding.is_any,
             "an nn.SyncBatchNorm": layout.place.world.distributed

@@ -55,7 +55,6 @@ def check_compress(layout: Layout, options: Options) -> None:
     wrong = [
         (max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
         (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
-        (options.post_validation, "beside post_validation=True: expected Synchronous(post_validation=False)"),
         (AUTO in compress and schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected a codec"),
         (
             AUTO in compress and options.optimizer is None,

@@ -98,11 +98,8 @@ class Engine:
         self._timeout = run.options.timeout
         self.fills = Fills()
 
-    def run(self, programs: Mapping[int, RankProgram], *, goes_on: bool = False) -> None:
+    def run(self, programs: Mapping[int, RankProgram]) -> None:
         """Run the programs, by rank, to their end on every rank of this process.
-
-        Arguments:
-            goes_on: whether they are the first part of what runs next.
 
         Round and round, each rank until it waits for what is not there; a round in which none got on is a deadlock.
         All in one function, since between `train_step` and a layer every call counts.
@@ -134,7 +131,7 @@ class Engine:
                             break
                         moved = True
                     else:
-                        one.end(goes_on=goes_on)
+                        one.end()
                         standing.remove(one)
                         moved = True
                 except RuntimeError as error:
@@ -159,24 +156,6 @@ class Engine:
         local.transport.is_watched = True
         one.advance(self._timeout)
         return one.rest(self._timeout), one.stands
-
-    def take_back(self, under_way: Mapping[int, Sequence[tuple[Transfer, bool]]]) -> None:
-        """Undo the first parts of the programs: all that they did is dropped, and all that they sent.
-
-        Arguments:
-            under_way: by rank, receives that it has not waited for, and whether they are posted.
-        """
-        for local in self.ranks:
-            worker, transport = local.worker, local.transport
-            for (message, peer, _), is_posted in under_way[worker.rank]:
-                if not is_posted:
-                    transport.post(message, peer, worker.specs(message))
-                try:
-                    transport.wait(message, self._timeout)
-                except PipelineError as error:
-                    self._tell(error, local, Wait((message,), None))
-            transport.end_of_program()
-            worker.drop()
 
     def _tell(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
         known = error if isinstance(error, PipelineError) else self._lost_member(error)
@@ -243,13 +222,11 @@ class _Run:
         if ran is not None:
             recorder.fill((before or recorder.last_actions()[-1])._replace(op=Op.FILL), *ran)
 
-    def end(self, *, goes_on: bool) -> None:
-        if not goes_on:
-            self._fill(None)
-            self.local.worker.settle()
+    def end(self) -> None:
+        self._fill(None)
+        self.local.worker.settle()
         self.local.transport.acknowledged(self._proven)
-        if not goes_on:
-            self.local.transport.end_of_program()
+        self.local.transport.end_of_program()
 
     def advance(self, timeout: float) -> bool:
         """Through the next action and what it waits for, to what follows it; the first time, in front of an action.
@@ -270,7 +247,7 @@ class _Run:
                 transport.post(message, peer, worker.specs(message))
         self._next = instruction
         if instruction is None:
-            self.end(goes_on=False)
+            self.end()
         return instruction is None
 
     def rest(self, timeout: float) -> Iterator[Callable[[], bool]]:

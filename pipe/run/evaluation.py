@@ -202,7 +202,7 @@ class Evaluation:
         """ValueError, on every rank alike, where forwards beside training would be other ones, or stop each other."""
         layout, update = self._run.layout, self._ranks.update
         for is_so, what in (
-            (type(update) is not FlushUpdate, "where updates do not stand behind a flush (a stream, sync=, ahead)"),
+            (type(update) is not FlushUpdate, "where updates do not stand behind a flush (a stream, sync=)"),
             (self._run.options.optimizer is None, "without optimizer=, where nobody knows when weights change"),
             (max(layout.place.mesh.tensor_sizes) > 1, "beside a tensor group, whose members compute together"),
             (bool(layout.sharding.collectives()), 'beside data_parallel="fsdp", which gathers weights together'),

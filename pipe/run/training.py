@@ -95,9 +95,8 @@ class Training:
         self.before_step(given, self.num_steps, self.reads_nothing)
         if self.goes_on:
             self._remember()
-        with self._batch(given, "train_step") as (batch, programs):
-            for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
-                self._engine.run(part, goes_on=goes_on)
+        with self._batch(given, "train_step") as programs:
+            self._engine.run(programs)
         if self.goes_on:
             self._vote()
         return self.make_update(is_reported=is_reported)
@@ -119,8 +118,7 @@ class Training:
                 num_samples=self._num_samples,
                 replan_seconds=self._replan_seconds,
             )
-            told = [known] if known is not None and known.later is None else []
-            self._reports.tell([*self._update.waiting(), *told])
+            self._reports.tell([*self._update.waiting(), *([] if known is None else [known])])
         return result
 
     def _remember(self) -> None:
@@ -154,9 +152,8 @@ class Training:
         if self.goes_on:
             raise ValueError(f"forward_backward beside {GOES_ON}: expected train_step, which is done again as one")
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
-        with self._batch(given, "forward_backward") as (batch, programs):
-            for part, goes_on in self._update.passes(batch, programs, self._engine.take_back):
-                self._engine.run(part, goes_on=goes_on)
+        with self._batch(given, "forward_backward") as programs:
+            self._engine.run(programs)
         return self._result(self._update.accumulated())
 
     def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
@@ -183,7 +180,6 @@ class Training:
 
     def drain(self) -> None:
         """End what is under way, before anything that wants the weights at rest. Collective over the processes."""
-        self.settle()
         programs = self._update.drain()
         if programs is not None:
             with self._under_way():
@@ -195,13 +191,6 @@ class Training:
         self.num_steps = self.steps_made = step
         for local in self._engine.ranks:
             local.recorder.restart()
-
-    def settle(self) -> None:
-        """Make the weights what they should be, before anything reads or replaces them."""
-        if self._update.is_ahead:
-            with self._updating():
-                self._update.settle()
-            self._reports.tell(self._update.waiting())
 
     def close(self, timeout: float) -> None:
         if self._guard.closed:
@@ -221,8 +210,8 @@ class Training:
         self._guard.close()
 
     @contextmanager
-    def _batch(self, given: Given, call: Call) -> Iterator[tuple[Batch, Programs]]:
-        """A batch and its programs, to be run within; after that its gradients are ready."""
+    def _batch(self, given: Given, call: Call) -> Iterator[Programs]:
+        """The programs of a batch, to be run within; after that its gradients are ready."""
         self.unchanged.refuse_untrained()
         for local in self._engine.ranks:
             local.recorder.enter()
@@ -242,7 +231,7 @@ class Training:
         for local in self._engine.ranks:
             local.recorder.begin()
         with self._under_way(batch):
-            yield batch, programs
+            yield programs
         self.num_steps += 1
 
     def _refuse_batch_gradients(self, batch: Batch) -> None:
@@ -311,5 +300,4 @@ class Training:
         make_result = partial(StepResult, _timeline=timeline, is_compared=waits or self._collectives.alone)
         if known is None:
             return make_result(loss=None, loss_step=None)
-        outcome = partial(known.outcome, self._guard.together)
-        return make_result(loss=known.loss, loss_step=known.step, _update=outcome)
+        return make_result(loss=known.loss, loss_step=known.step, grad_norm=known.grad_norm, skipped=known.skipped)

@@ -93,16 +93,12 @@ class RankRecorder:
         self._is_kept = self._counts = counts
         self._fused = set()
         self._data, self._data_ahead = self._data_ahead, []
-        self.begin_again()
+        self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
+        self._waited, self._fills = [], []
 
     def runs_as_one(self, fused: Collection[Action]) -> None:
         """These I run with the W behind each as one backward: half of its time is recorded for either."""
         self._fused.update(fused)
-
-    def begin_again(self) -> None:
-        """This step begins anew: what it did so far does not count."""
-        self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
-        self._waited, self._fills = [], []
 
     def restart(self) -> None:
         """The run goes on from another state: its next step is no neighbour of those before, and may have the number

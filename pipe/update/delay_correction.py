@@ -30,7 +30,7 @@ d, the weights and the last d stay as they are, and the next d is compared with 
 was applied in all is always the sum of all d + lambda (the last d - the first).
 
 The last d is kept in the optimizer's own state of the parameter, under `LAST_UPDATE`, in the type of the weights: it is
-saved, cut anew, divided, counted and taken back with the rest of that state. Where lambda is 0 there is none.
+saved, cut anew, divided and counted with the rest of that state. Where lambda is 0 there is none.
 """
 
 from __future__ import annotations

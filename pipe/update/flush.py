@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ...schedules import Action, Collective, Op, Schedule, Timeline, check_lowered, lower
-from ...schedules.lowering.course import WarmUp, cut_behind_warm_up
 from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord, assemble_timeline
@@ -59,11 +58,6 @@ class FlushPrograms:
     def last_backwards(self) -> Sequence[Mapping[Action, Collective]]:
         """By rank: see `RankProgram.last_backwards`."""
         return [program.last_backwards() for program in self.programs]
-
-    @cached_property
-    def warm_up(self) -> WarmUp:
-        """The same in two parts, for updates that are confirmed between them."""
-        return cut_behind_warm_up(self.schedule, sharing=self.sharing)
 
 
 def flush_programs(run: Run, mode: Mode, ownership: Ownership) -> FlushPrograms:

@@ -15,7 +15,7 @@ pipeline is built. `RankUpdate` is what a rank's worker meets within a program.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch import nn
 
 from ...partition.profiler.memory import bytes_of
 from ...schedules import Schedule, Timeline
-from ...schedules.messages import Transfer
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
 from ..batch.batches import Batch
@@ -39,7 +38,6 @@ from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards
 
 Programs = Mapping[int, RankProgram]  # by local rank
-TakeBack = Callable[[Mapping[int, Sequence[tuple[Transfer, bool]]]], None]  # see `Engine.take_back`
 
 
 class Update(ABC):
@@ -155,19 +153,6 @@ class Update(ABC):
 
     def gradients_ready(self) -> None:
         """All gradients of the batch are scaled and summed over ranks. Collective over the processes."""
-        return
-
-    def passes(self, batch: Batch, programs: Programs, take_back: TakeBack) -> Iterator[tuple[Programs, bool]]:
-        """The programs that `begin` answered, as they are run: one after the other, each with whether it goes on."""
-        yield programs, False
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether other ranks may still speak against the newest update, which `settle` waits for."""
-        return False
-
-    def settle(self) -> None:
-        """Make the weights what they should be. Nobody waits for this rank."""
         return
 
     def prepare(self) -> None:

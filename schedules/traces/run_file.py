@@ -29,7 +29,6 @@ class RunFile:
         memory_limit, predicted_peak: [P] bytes; None where nobody said.
         spread: of its durations around `costs`; None where too few steps were measured.
         sampled: steps simulated under both; None where there is no spread.
-        measured: a step of a run of before there were trace files.
 
     Raises ValueError for costs and bytes of another number of stages.
     """
@@ -42,7 +41,6 @@ class RunFile:
     predicted_peak: tuple[float, ...] | None = None
     spread: Spread | None = None
     sampled: StepSamples | None = None
-    measured: Timeline | None = None
 
     def __post_init__(self) -> None:
         num_stages = self.schedule.num_stages
@@ -70,7 +68,7 @@ class RunFile:
 
     @classmethod
     def read(cls, folder: Path) -> RunFile:
-        """Read timeline.json, of older versions, too; ValueError says what is missing or unreadable."""
+        """Read timeline.json; ValueError says what is missing or unreadable."""
         path = folder / NAME
         try:
             return _parse(json.loads(path.read_text(encoding="utf-8")))
@@ -81,19 +79,13 @@ class RunFile:
 
 
 def _parse(data: Any) -> RunFile:
-    version = data.get("version", 1)
-    if version not in (1, _VERSION):
+    version = data.get("version")
+    if version != _VERSION:
         raise ValueError(f"version {version!r}, expected {_VERSION}: written by another stagewright")
-    predicted = Timeline.from_json(json.dumps(data["predicted"]))
-    if version == 1:
-        measured = Timeline.from_json(json.dumps(data["measured"]))
-        return RunFile(schedule=predicted.schedule, predicted=predicted, measured=measured)
     spread = data.get("spread")
-    if spread is not None and "chance" in spread:  # of a run of before steps were kept whole
-        spread = None
     return RunFile(
         schedule=Schedule.from_json(json.dumps(data["schedule"])),
-        predicted=predicted,
+        predicted=Timeline.from_json(json.dumps(data["predicted"])),
         costs=None if data["costs"] is None else Costs.from_json(json.dumps(data["costs"])),
         memory=tuple(StageBytes(**each) for each in data["memory"]),
         memory_limit=_numbers(data["memory_limit"]),

@@ -28,7 +28,7 @@ from torch import nn
 
 from stagewright.pipe import PipelineModule
 from stagewright.schedules import Costs, StageBytes, build, simulate
-from stagewright.viz import MeasuredStep, explorer_html
+from stagewright.viz import explorer_html
 
 SCHEDULE = build("1f1b", num_ranks=2, num_microbatches=4)
 COSTS = Costs(forward=0.5, latency=0.25)
@@ -108,13 +108,6 @@ def test_a_prediction_of_another_shape_is_drawn_beside_the_run(tmp_path: Path) -
     assert len(curves) == 3
     assert exhibit.curves(exhibit.measured[0].timeline) is None  # whose stages' bytes nobody knows
     assert "gpt" in explorer_html([exhibit])
-
-
-def test_a_run_of_before_there_were_traces(tmp_path: Path) -> None:
-    timeline = json.loads(simulate(SCHEDULE, COSTS).to_json())
-    (tmp_path / "timeline.json").write_text(json.dumps({"predicted": timeline, "measured": timeline}))
-    exhibit = read_run(tmp_path)
-    assert exhibit.measured == (MeasuredStep(0, simulate(SCHEDULE, COSTS)),)
 
 
 def test_a_run_that_was_ended_before_it_predicted(tmp_path: Path) -> None:

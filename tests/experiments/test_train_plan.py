@@ -136,9 +136,9 @@ def test_a_plan_that_lies_on_another_host(capsys: pytest.CaptureFixture[str], mo
 
 def test_a_malformed_plan_names_file_and_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    path.write_text('{"version": 1, "stages": []}')
+    path.write_text('{"version": 2, "stages": []}')
     assert main(["train", "--plan", str(path)]) == 2
-    assert f"{path}: runners_up: missing: expected a list" in capsys.readouterr().err
+    assert f"{path}: costs: missing: expected an object" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from support.inside import SimulatedPlan, exhibit_of_plan, sampled
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Node, Plan, Profile, partition, plan
-from stagewright.schedules import Op, simulate
+from stagewright.schedules import simulate
 
 SLOW = Cluster.parse("4:net=10B/s@0.25s")
 NODES = tuple(
@@ -185,63 +184,6 @@ def edited(change: Callable[[dict[str, Any]], None], **options: Any) -> str:
 def test_costs_and_links_that_cannot_be(change: Callable[[dict[str, Any]], None], message: str) -> None:
     with pytest.raises(ValueError, match=rf"^p\.json: {message}"):
         Plan.from_json(edited(change, data_sizes=(1,)), source="p.json")
-
-
-VERSION_1 = Path(__file__).parents[1] / "data" / "pins" / "plans.json"
-
-
-def version_1(change: Callable[[dict[str, Any]], None]) -> Plan:
-    """The pinned plan of V chunks, changed."""
-    data = json.loads(VERSION_1.read_text())["plan 2 four"]["json"]
-    assert data["num_chunks"] > 1
-    change(data)
-    return Plan.from_json(json.dumps(data), source="p.json")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda stages: stages[1].update(traffic=None), "traffic of . of . stages: expected that of all, or of none"),
-        (lambda stages: stages[1]["traffic"].pop("latency"), r"stages\[1\]: traffic: latency: missing: expected a"),
-        (lambda stages: stages[0]["traffic"].update(latency=-1), r"stages\[0\]: traffic: latency: -1: expected a fin"),
-        (lambda stages: stages[0]["traffic"].update(bytes=1), r"stages\[0\]: traffic: unknown field bytes"),
-        (lambda stages: stages[0]["traffic"].update(sum_busy=1.5), "sum_busy=1.5: expected a share from 0 to 1"),
-        (lambda stages: stages[0]["traffic"].update(sum_seconds=1.0), "a sum of 1.0 s of stage 0: expected a stage"),
-        (lambda stages: stages[0].pop("forward_seconds"), r"stages\[0\]: forward_seconds: missing"),
-        (lambda stages: stages[0].update(seconds=1), r"stages\[0\]: unknown field seconds"),
-    ],
-)
-def test_files_of_version_1_that_cannot_be(change: Callable[[list[dict[str, Any]]], None], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^p\.json: {message}"):
-        version_1(lambda data: change(data["stages"]))
-
-
-def test_a_file_of_version_1_with_seconds_of_replicas_and_without_traffic() -> None:
-    """As a trial left it: F and B of each replica over their mean, I a part of B, all that messages take left out."""
-
-    def tried(data: dict[str, Any]) -> None:
-        for stage in data["stages"]:
-            stage.update(traffic=None, input_grad_seconds=0.25 * stage["backward_seconds"], update_seconds=0.5)
-        first, other = data["stages"][0], data["stages"][data["num_chunks"]]
-        for stage in (first, other):
-            stage.update(forward_seconds=1.0, backward_seconds=4.0, input_grad_seconds=None)
-        first.update(forward_ratios=[0.75, 1.25], backward_ratios=[0.5, 1.5])
-        data.update(norm_seconds=0.125, around_seconds=0.25)
-
-    data = json.loads(VERSION_1.read_text())["partition two nodes"]["json"]
-    replicas = [len(stage["ranks"]) for stage in data["stages"]]
-    assert replicas[0] == 2
-    tried(data)
-    found = Plan.from_json(json.dumps(data))
-    assert found.links is None
-    assert found.replica_seconds(Op.F)[0] == (0.75, 1.25)
-    assert found.replica_seconds(Op.B)[0] == (2.0, 6.0)
-    assert found.replica_seconds(Op.I)[0] == (1.0, 3.0)
-    assert found.update_seconds == (0.5,) * len(replicas)
-    assert (found.costs.norm, found.costs.around) == (0.125, 0.25)
-    assert "replicas of stage 0 on ranks" in " ".join(found.explain().split())
-    assert "take 0.55, 1.45 times these F and B" in " ".join(found.explain().split())
-    assert Plan.from_json(found.to_json()) == found
 
 
 def test_a_plan_varies_as_the_actions_of_its_profile() -> None:

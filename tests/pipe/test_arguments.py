@@ -1,4 +1,4 @@
-"""The arguments of PipelineModule: records, what may stand for them, and the names of one release ago."""
+"""The arguments of PipelineModule: records, what may stand for them, and what is none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small(**options: Any) -> sw.PipelineModule:
 def given(**options: Any) -> dict[str, Any]:
     """All arguments, those left out by default."""
     signature = inspect.signature(sw.PipelineModule.__init__).parameters.values()
-    defaults = {each.name: each.default for each in signature if each.name not in ("self", "old")}
+    defaults = {each.name: each.default for each in signature if each.name not in ("self", "unknown")}
     return defaults | options
 
 
@@ -42,40 +42,8 @@ def test_at_most_19_arguments() -> None:
     assert len(given()) <= 19
 
 
-@pytest.mark.parametrize(
-    ("old", "today"),
-    [
-        ({"flush_first": 2}, {"schedule": sw.Asynchronous("2bw", flush_first=2)}),
-        ({"delay_correction": "error-feedback"}, {"schedule": sw.Asynchronous("2bw", correction="error-feedback")}),
-        ({"post_validation": True}, {"schedule": sw.Synchronous("2bw")}),
-        ({"num_slices": 3, "slice_lengths": [3, 2, 1]}, {"schedule": sw.Slices("2bw", lengths=[3, 2, 1])}),
-        ({"num_slices": 2, "sequence_dims": {"x": 2}}, {"schedule": sw.Slices("2bw", 2, dims={"x": 2})}),
-        ({"loss_weight": "labels"}, {"example_inputs": sw.Inputs(loss_weight="labels")}),
-        ({"batch_dims": {"x": 1}}, {"example_inputs": sw.Inputs(batch_dims={"x": 1})}),
-        ({"mesh_order": ("data", "pipe", "tensor")}, {"mesh": sw.Mesh(order=("data", "pipe", "tensor"))}),
-        ({"data_parallel": "zero1"}, {"mesh": sw.Mesh(data_parallel="zero1")}),
-        ({"tensor_parallel": "auto"}, {"mesh": sw.Mesh(tensor_parallel="auto")}),
-        ({"tensor_sends": "whole"}, {"mesh": sw.Mesh(sends="whole")}),
-        ({"split_points": ["2"]}, {"cut": ["2"]}),
-        ({"compile": True}, {"precision": sw.Precision(compile=True)}),
-    ],
-)
-def test_a_name_of_one_release_ago_says_the_same_and_what_to_write(old: dict[str, Any], today: dict[str, Any]) -> None:
-    with pytest.warns(FutureWarning, match=r"goes with the next release: expected PipelineModule\(") as warned:
-        before = arguments.read_arguments(given(schedule="2bw"), old)
-    assert len(warned) == len(old)
-    after = arguments.read_arguments(given(schedule="2bw") | today, {})
-    assert before | {"kind": None} == after | {"kind": None}
-
-
-def test_every_old_name_says_what_to_write_in_a_line_of_the_caller() -> None:
-    with pytest.warns(FutureWarning, match=r"PipelineModule\(split_points=.*cut=\[") as warned:
-        small(split_points=["2"])
-    assert warned[0].filename == __file__
-
-
 def test_trials_and_replan_are_those_of_auto() -> None:
-    after = arguments.read_arguments(given(schedule=sw.Auto(trials=2, replan="batch")), {})
+    after = arguments.read_arguments(given(schedule=sw.Auto(trials=2, replan="batch")))
     assert (after["schedule"], after["trials"], after["replan"]) == ("auto", 2, "batch")
 
 
@@ -87,14 +55,14 @@ def test_a_name_that_never_was() -> None:
 def test_a_list_of_modules_is_one_of_stages() -> None:
     stages = [nn.Linear(4, 8), nn.Linear(8, 4)]
     for form in (stages, tuple(stages), nn.ModuleList(stages)):
-        assert arguments.read_arguments(given(model=form), {})["stages"] == stages
+        assert arguments.read_arguments(given(model=form))["stages"] == stages
 
     class Routed(nn.ModuleList):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return sum((block(x) for block in self), torch.zeros(()))
 
     model = Routed(stages)
-    assert arguments.read_arguments(given(model=model), {})["model"] is model
+    assert arguments.read_arguments(given(model=model))["model"] is model
 
 
 def test_a_plan_and_a_schedule_are_told_apart_by_what_the_file_holds(tmp_path: Path) -> None:
@@ -102,8 +70,8 @@ def test_a_plan_and_a_schedule_are_told_apart_by_what_the_file_holds(tmp_path: P
     order.write_text(build("1f1b", num_ranks=2, num_microbatches=4).to_json())
     plan = tmp_path / "plan.json"
     plan.write_text('{"version": 2, "stages": []}')
-    assert arguments.read_arguments(given(schedule=str(plan)), {})["plan"] == str(plan)
-    assert arguments.read_arguments(given(schedule=order), {})["schedule"] == order
+    assert arguments.read_arguments(given(schedule=str(plan)))["plan"] == str(plan)
+    assert arguments.read_arguments(given(schedule=order))["schedule"] == order
     with pytest.raises(ValueError, match=r"missing\.json"):
         small(schedule=str(tmp_path / "missing.json"))
 

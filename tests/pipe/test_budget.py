@@ -339,7 +339,6 @@ def test_a_number_is_no_budget() -> None:
     [
         ({"schedule": "zb-h1"}, r"schedule='zb-h1', which splits backwards: .*'1f1b'"),
         ({"compile": {"backend": "eager"}}, "compile="),
-        ({"post_validation": True}, "post_validation=True|splits backwards"),
     ],
 )
 def test_a_budget_beside_what_it_does_not_count(options: dict[str, Any], what: str) -> None:

@@ -27,7 +27,6 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("dims=3", {"sequence_dims": 3}),
     ("lengths=3", {"slice_lengths": 3}),
     ("compile=3", {"compile": 3}),
-    ("post_validation=1", {"post_validation": 1}),
     ("timeout=0", {"timeout": 0}),
     ("max_grad_norm=True", {"max_grad_norm": True}),
     ("flush_first=-1", {"flush_first": -1}),
@@ -70,8 +69,8 @@ class Read(dict[str, Any]):
 
 def test_no_option_of_the_constructor_is_forgotten() -> None:
     names = dict(inspect.signature(PipelineModule).parameters)
-    defaults = {name: parameter.default for name, parameter in names.items() if name != "old"}
-    options = Read(arguments.read_arguments(defaults | {"model": layers()}, {}))
+    defaults = {name: parameter.default for name, parameter in names.items() if name != "unknown"}
+    options = Read(arguments.read_arguments(defaults | {"model": layers()}))
     read_options(options)
     made = {"calls", "compress", "example"}  # of several, or under another name
     assert options.asked | {field.name for field in fields(Options)} == {*options, *made}

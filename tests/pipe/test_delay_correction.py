@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.async_pipeline import make_pipeline, run
-from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
-from support.cases import same
+from support.async_pipeline import run
+from support.async_reference import UNEVEN, AsyncCase, agree
 from support.inside import LAST_UPDATE, Feedback, Sharing, StageOptimizers, make_stream
-from support.reference import copied
 from torch import Tensor, nn
 
 from stagewright import ErrorFeedback
@@ -186,23 +184,6 @@ def test_a_skipped_step_leaves_weights_and_the_last_update_alone() -> None:
     held.step(None, skipped=True)
     assert torch.equal(weight, before)
     assert torch.equal(_last(held, weight), last)
-
-
-@pytest.mark.thorough
-def test_an_update_that_is_taken_back_takes_back_its_buffer() -> None:
-    case = replace(RULE, schedule="1f1b", num_ranks=2, feedback_delay=1.0, optimizer="momentum", flushes=())
-    norms = sorted(replay(replace(case, max_grad_norm=1e6)).grad_norms)
-    case = replace(case, max_grad_norm=norms[2])  # some batches are clipped
-    pipe = make_pipeline(case, make_model(case), post_validation=True)
-    for t, size in enumerate(case.sizes):
-        inputs, target = make_batch(case, t, size)
-        pipe.train_step(*inputs, target)
-    pipe.flush()
-    same("state", copied(pipe.full_state_dict()), replay(case).state, 1e-12)
-    for name, parameter in pipe.named_parameters():
-        (last,) = [one.state[parameter][LAST_UPDATE] for one in pipe.optimizers if parameter in one.state]
-        expected = replay(case).optimizer_state[f"{name}: {LAST_UPDATE}"]
-        torch.testing.assert_close(last, expected, rtol=0, atol=1e-11)
 
 
 def test_a_hook_behind_the_step_has_the_last_word() -> None:

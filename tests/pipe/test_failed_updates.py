@@ -99,17 +99,6 @@ def test_the_run_is_over_until_a_checkpoint_is_loaded(
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("max_grad_norm", [1e9, 1e-3])
-def test_under_post_validation(max_grad_norm: float) -> None:
-    trips = Trips(RuntimeError)
-    pipe = make(post_validation=True, max_grad_norm=max_grad_norm)
-    in_the_optimizer(pipe, trips)
-    with pytest.raises(RuntimeError, match="disk of the log"):
-        steps(pipe)
-    with pytest.raises(ValueError, match="updates under way were lost with RuntimeError"):
-        pipe.train_step(X, Y)
-
-
 def test_gradients_of_an_interrupted_batch_are_dropped() -> None:
     def interrupted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         interrupts.append(0)

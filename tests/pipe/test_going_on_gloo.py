@@ -214,7 +214,6 @@ def module(**options: Any) -> sw.PipelineModule:
         ({"schedule": "2bw"}, "batches overlap, or activations move, in it"),
         ({"schedule": "auto"}, 'Mesh(on_failure=) beside schedule="auto"'),
         ({"precision": "fp16"}, "beside a loss scale, which moves with each try"),
-        ({"schedule": sw.Synchronous("1f1b"), "max_grad_norm": 1.0}, "beside post_validation=True"),
         ({"optimizer": None}, "beside an optimizer of your own"),
         ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", compress="int8")}, "beside compress="),
     ],

@@ -43,6 +43,7 @@ def test_a_line_a_phase_unless_silenced(capfd: pytest.CaptureFixture[str]) -> No
         assert [line.startswith(begin) for line, begin in zip(lines, begins, strict=False)] == [True] * 6
         assert " a batch, measured (predicted " in lines[4]
         assert " a batch, measured (predicted " in lines[6]  # the same figure
+        assert lines[-1].endswith('Path("plan.json").write_text(pipe.plan.to_json()), then schedule="plan.json"')
         assert lines[4].split(" a batch")[0].split()[-2:] == lines[6].split(" a batch")[0].split()[-2:]
         with mock.patch.object(LOG, "level", logging.WARNING):
             planned(trials=0)

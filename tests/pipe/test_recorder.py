@@ -119,15 +119,6 @@ def test_a_process_of_several_ranks_and_one_backward_in_two_parts_say_nothing_of
     assert fused.median_overheads() == {0: 0.5}
 
 
-def test_a_step_that_began_anew_counts_once() -> None:
-    recorder = RankRecorder(HostClock())
-    _step(recorder, 0.0)
-    recorder.begin_again()
-    recorder.action(Action(0, Op.F, 0), 10.0, 11.0)
-    recorder.action(Action(0, Op.B, 0), 11.1, 12.0)
-    assert recorder.median_overheads() == pytest.approx({0: 0.1})
-
-
 def test_steps_have_each_action_with_what_came_behind_it() -> None:
     recorder = RankRecorder(HostClock())
     _step(recorder, 0.0)

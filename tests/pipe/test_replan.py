@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.inside import AutoLayout, BatchOrders, Given, find_traces, peak_held, read_traces
 from support.pool import CaseError, Pool
 from support.unequal import BATCHES, alone, assert_alone, make_batch, make_pipe
-from torch import Tensor, nn
+from torch import Tensor
 
 from stagewright import PipelineModule
 from stagewright.partition import Node, Profile
@@ -143,19 +143,6 @@ def test_a_microbatch_that_no_device_has_room_for_and_the_batch_behind_it() -> N
         pipe.train_step(microbatches=BATCHES[1])
         assert pipe.num_steps == 2
         pipe.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "zb-h1"}, r"replan=\"batch\" beside schedule='zb-h1', which says .*: expected schedule=\"auto\""),
-        ({"schedule": "2bw"}, r"replan=\"batch\" beside schedule='2bw'"),
-        ({"schedule": None}, "replan=\"batch\" beside schedule='1f1b'"),
-    ],
-)
-def test_options_that_only_old_names_put_together(options: dict[str, Any], message: str) -> None:
-    with pytest.warns(FutureWarning, match="replan"), pytest.raises(ValueError, match=message):
-        PipelineModule(nn.Linear(4, 4), replan="batch", **options)
 
 
 def test_another_word() -> None:

@@ -281,7 +281,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mesh": sw.Mesh(pipe=1, data=2, sync="often")}, "sync='often': expected a number of steps"),
     ({"optimizer": None, "lr_scheduler": None, "max_grad_norm": None}, "sync=4 without an optimizer"),
     ({"precision": "fp16"}, "sync=4 beside a grad_scaler"),
-    ({"schedule": sw.Synchronous("1f1b")}, "sync=4 beside post_validation=True"),
     ({"schedule": "auto", "mesh": sw.Mesh(pipe=1, sync=4)}, 'Mesh(sync=) beside schedule="auto"'),
 ]
 

@@ -60,7 +60,6 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     "1-2-1": (in_a_row(1, 2, 1, schedule="zb-h1", num_bytes=(7744.0, 3680.0, 896.0)), {"optimizer": "adam"}),
     "1-1-2": (in_a_row(1, 1, 2), {"tensor_sends": "parts"}),
     "2-1-1": (in_a_row(2, 1, 1, schedule="gpipe"), {}),
-    "post-validation": (in_a_row(1, 2, 1, schedule="zb-h2"), {"post_validation": True}),
     "backwards": (plan_of(stage("embed blocks.0", 2, 3), stage("blocks.1", 1), stage("norm head", 0)), {}),
     "idle": (plan_of(stage("embed blocks.0", 0), stage("blocks.1 norm head", 2, 3)), {}),
     "chunks": (

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.inside import NOTHING_SHARED, cut_behind_warm_up
 
 from stagewright.schedules import (
-    Action,
     Costs,
     Op,
     ScheduleError,
@@ -70,10 +68,3 @@ def test_any_flush_schedule_can_be_offloaded(name: str) -> None:
 def test_a_share_that_is_none(share: object) -> None:
     with pytest.raises(ValueError, match=r"expected a number from 0 to 1"):
         with_offload(build("1f1b", num_ranks=2, num_microbatches=2), share=share)  # type: ignore[arg-type]
-
-
-def test_a_warm_up_that_may_be_thrown_away_has_forwards_alone() -> None:
-    kept = cut_behind_warm_up(
-        with_offload(build("1f1b", num_ranks=4, num_microbatches=8), share=1.0), sharing=NOTHING_SHARED
-    )
-    assert all(step.op is Op.F for program in kept.first for step in program.steps if isinstance(step, Action))

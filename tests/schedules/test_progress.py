@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inside import RankProgram, Sharing, Transfer, cut_behind_warm_up, make_stream, where_sends_wait
+from support.inside import RankProgram, Sharing, Transfer, make_stream, where_sends_wait
 
 from stagewright.schedules import FAMILIES, Action, Message, Op, Schedule, ScheduleError, build, check_lowered, lower
 
 from .builders import ASYNC, FLUSH
-from .random_schedules import by_hand, schedules, steady
+from .random_schedules import schedules, steady
 
 
 def ends(programs: Sequence[RankProgram], *, seed: int = 0) -> bool:
@@ -98,7 +98,7 @@ def test_any_order_ends(schedule: Schedule, share_loss: bool, ahead: int) -> Non
 
 
 def prove(name: str, P: int, V: int, M: int) -> None:
-    """A family at one size, with a warm-up apart and as a stream."""
+    """A family at one size: one batch, or as a stream."""
     try:
         schedule = build(name, num_ranks=P, num_microbatches=M, num_chunks=V if FAMILIES[name].takes_chunks else None)
     except ValueError:
@@ -106,8 +106,6 @@ def prove(name: str, P: int, V: int, M: int) -> None:
     sharing = Sharing(loss=True)
     if name not in ASYNC:
         assert check_lowered(lower(schedule, sharing=sharing)).held is None
-        parts = cut_behind_warm_up(schedule, sharing=sharing)
-        assert where_sends_wait(parts.first) is None
         return
     try:
         stream = make_stream(schedule, sharing=Sharing(loss=True, norm=True))
@@ -138,17 +136,3 @@ def test_programs_that_wait_for_each_other_in_any_case_are_no_schedule() -> None
     early = replace(first, inputs={Action(0, Op.F, 0): first.inputs[Action(0, Op.B, 0)]})
     with pytest.raises(ScheduleError, match="deadlock: rank 0 waits before 0F0 for the gradients of microbatch 0"):
         where_sends_wait([early, second])
-
-
-def test_a_warm_up_ends_by_itself() -> None:
-    """Rank 0 sends all forwards in it, of which rank 1 takes one there: it posts the receives of all."""
-    count = 10
-    forwards, backwards = ([f"0{op}{k}" for k in range(count)] for op in "FB")
-    turns = " ".join(f"1F{k} 1B{k}" for k in range(count))
-    schedule = by_hand(" ".join(forwards + backwards), turns, microbatches=count)
-    parts = cut_behind_warm_up(schedule, sharing=Sharing(loss=True))
-    assert where_sends_wait(parts.first) is None
-    assert [posted for _, posted in parts.under_way[1]] == [True] * (count - 1)
-    for first, rest, whole in zip(parts.first, parts.rest, schedule.programs, strict=True):
-        actions = [step for step in (*first.steps, *rest.steps) if isinstance(step, Action)]
-        assert tuple(actions) == whole

@@ -71,14 +71,13 @@ def run_forked(
     *,
     num_ranks: int | None,
     environment: Mapping[str, str] | None = None,
-    hashes: int = 0,
     idle: float = IDLE,
 ) -> list[Done]:
     """What came of each rank of `start_forked`; once one has failed, the others have `_GRACE` [s] left.
 
     They may all do nothing for `idle` [s].
     """
-    ranks = start_forked(words, num_ranks=num_ranks, environment=environment, hashes=hashes)
+    ranks = start_forked(words, num_ranks=num_ranks, environment=environment)
     done: dict[int, Done] = {}
     watch = Watch([rank.process for rank in ranks], limit=_TIMEOUT, idle=idle)
     try:
@@ -99,13 +98,12 @@ def run_forked(
 
 
 def start_forked(
-    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None, hashes: int = 0
+    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None
 ) -> list[ForkedRank]:
     """`python -m WORDS` once a rank, in the current folder; `python WORDS` where the first is a file.
 
     Arguments:
         num_ranks: that a launcher starts; None: one process that none has started.
-        hashes: 0 or 1; strings hash otherwise in a process that has the other one.
     """
     from torch.distributed import TCPStore
 
@@ -123,7 +121,7 @@ def start_forked(
         os.close(descriptor)
         variables["PYTEST_CURRENT_TEST"] = os.environ.get("PYTEST_CURRENT_TEST", "")
         process = context.Process(target=_be_rank, args=(theirs, list(words), os.getcwd(), variables, log))
-        start_rank(process, rank + hashes)
+        start_rank(process, rank)
         theirs.close()
         ranks.append(ForkedRank(process, ours, store, Path(log)))
     return ranks

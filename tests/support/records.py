@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from stagewright.pipe import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous
+from stagewright.pipe import Asynchronous, Auto, Inputs, Mesh, Precision, Slices
 
 _MESH = {"mesh_order": "order", "data_parallel": "data_parallel", "tensor_parallel": "tensor_parallel"}
 _MESH |= {"tensor_sends": "sends"}
 _SCHEDULES: tuple[tuple[type, dict[str, str]], ...] = (
     (Asynchronous, {"flush_first": "flush_first", "delay_correction": "correction"}),
-    (Synchronous, {"post_validation": "post_validation"}),
     (Slices, {"num_slices": "num_slices", "slice_lengths": "lengths", "sequence_dims": "dims"}),
     (Auto, {"trials": "trials", "replan": "replan"}),
 )

@@ -187,9 +187,6 @@ class _Drawn(Draws):
             found["flush_first"] = self.draw.randint(1, 2)
         if self.gloo and data > 1 and self.often(0.5):
             found["data_parallel"] = self.one(("zero1", "fsdp"))
-        may_run_again = schedule not in ASYNC and "counter" not in model.blocks  # a model that counts would count twice
-        if "max_grad_norm" in found and may_run_again and self.often(0.25):
-            found["post_validation"] = True
         if self.often(0.08) and tensor == 1 and not RANDOM & {*model.blocks}:
             found["verify"] = True
         return tuple(found.items())
@@ -202,7 +199,7 @@ class _Drawn(Draws):
         found = []
         for name, block in zip(names, model.blocks, strict=False):
             words = ["replace", "compile", *["dtype"] * ("autocast" not in options), *["gelu"] * 3 * (block == "mlp")]
-            if not {"recompute", "post_validation"} & options.keys() and block not in {*STATEFUL, "argument"}:
+            if "recompute" not in options and block not in {*STATEFUL, "argument"}:
                 words += ["checkpoint"] * 2
             if self.often(0.4):
                 found.append((name, self.one(words)))

@@ -34,7 +34,7 @@ from .models import (
 from .plain import autocast, batches_of, evaluating, flatten, kept_generators
 from .random_order import random_schedule
 
-KEPT_BY_NAME = ("recompute", "max_grad_norm", "seed", "flush_first", "data_parallel", "verify", "post_validation")
+KEPT_BY_NAME = ("recompute", "max_grad_norm", "seed", "flush_first", "data_parallel", "verify")
 
 
 EDITS: dict[str, Callable[[Any], Any]] = {
@@ -156,8 +156,6 @@ class Piped:
             self.outcome.at = at
             # With the last update under way, a program flushes before it looks at weights: docs/guides/schedules.md.
             if self.case.is_async and call[0] not in ("train", "train-unequal"):
-                self.note(self.pipe.flush())
-            if self.case.option("post_validation") and call[0] in ("change", "rate", "forward"):
                 self.note(self.pipe.flush())
             with autocast(self.case):
                 getattr(self, call[0].replace("-", "_"))(at, call)
