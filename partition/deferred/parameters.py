@@ -20,7 +20,7 @@ _WITHOUT_VALUES = {
     "__hash__", "__len__", "__repr__",
 }  # fmt: skip
 _CONVERTING = ("to", "half", "float", "double", "bfloat16", "cuda", "cpu")
-recording: set[int] = set()  # threads
+recording: dict[int, bool] = {}  # threads, and whether they draw
 
 
 class DeferredBuffer(torch.Tensor):

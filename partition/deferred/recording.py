@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -46,21 +46,10 @@ from .recipes import (
 SMALL = 4096  # elements, below which a tensor has values; a conversion leaves their number as it is
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_OVERWRITING = frozenset(
-    [
-        "zero_",
-        "fill_",
-        "copy_",
-        "normal_",
-        "uniform_",
-        "exponential_",
-        "random_",
-        "bernoulli_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-    ]
-)
+_OVERWRITING = {
+    "zero_", "fill_", "copy_", "normal_", "uniform_", "exponential_", "random_", "bernoulli_", "log_normal_", "cauchy_",
+    "geometric_",
+}  # fmt: skip
 _REFUSED = frozenset(["resize_", "resize_as_", "_resize_output_"])
 
 
@@ -82,15 +71,29 @@ def deferred(*, draw: bool = True) -> Iterator[None]:
     if is_recording():
         raise ValueError("stagewright.deferred() within stagewright.deferred(): expected the outer one alone")
     with ExitStack() as stack:
-        recording.add(threading.get_ident())
-        stack.callback(recording.discard, threading.get_ident())
-        stack.enter_context(patch.object(nn.Parameter, "__new__", staticmethod(_new_parameter)))
-        stack.enter_context(patch.object(nn.init, "_no_grad_trunc_normal_", partial(_in_one, draws=draw)))
+        stack.enter_context(_patched(draws=draw))
         stack.callback(register_module_buffer_registration_hook(_known).remove)
         stack.callback(register_module_parameter_registration_hook(_known).remove)
         stack.enter_context(_Questions())
         stack.enter_context(_Recorder(draws=draw))
         yield
+
+
+@contextmanager
+def _patched(*, draws: bool) -> Iterator[None]:
+    """The first thread that records changes two functions of torch; the last one puts them back."""
+    thread = threading.get_ident()
+    with _LOCK:
+        for each in () if recording else _PATCHES:
+            each.start()
+        recording[thread] = draws
+    try:
+        yield
+    finally:
+        with _LOCK:
+            del recording[thread]
+            for each in () if recording else _PATCHES:
+                each.stop()
 
 
 def as_recipes(root: nn.Module) -> AbstractContextManager[None]:
@@ -257,17 +260,24 @@ def note(
         give_value(x, Value(call, slot))
 
 
-def _in_one(tensor: torch.Tensor, *args: Any, draws: bool, **kwargs: Any) -> torch.Tensor:
+def _in_one(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """torch's trunc_normal_, which draws again until nothing is outside: one operation."""
-    if (value := value_of(tensor)) is None:
+    if (value := value_of(tensor)) is None or not is_recording():
         return _trunc_normal(tensor, *args, **kwargs)
     data = tensor.detach()
-    note(_trunc_normal, (data, *args), kwargs, [data], None, device=value.device, drawn=draws)
+    note(
+        _trunc_normal, (data, *args), kwargs, [data], None, device=value.device, drawn=recording[threading.get_ident()]
+    )
     return tensor
 
 
 _trunc_normal = nn.init._no_grad_trunc_normal_
 _IN_ONE = frozenset([_trunc_normal])
+_LOCK = threading.Lock()
+_PATCHES = (
+    patch.object(nn.Parameter, "__new__", staticmethod(_new_parameter)),
+    patch.object(nn.init, "_no_grad_trunc_normal_", _in_one),
+)
 
 
 class _Questions(TorchFunctionMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -264,3 +265,27 @@ def checksum(x: torch.Tensor) -> float:
     value = value_of(x)
     assert value is not None
     return value.checksum()
+
+
+def test_threads_that_overlap_leave_torch_as_it_was() -> None:
+    before = nn.Parameter.__new__, nn.init._no_grad_trunc_normal_
+    first, second = threading.Event(), threading.Event()
+    made: list[nn.Linear] = []
+
+    def build() -> None:
+        with deferred():
+            first.set()
+            second.wait(30)
+            made.append(nn.Linear(100, 100))
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    first.wait(30)
+    with deferred():
+        second.set()
+        made.append(nn.Linear(100, 100))
+        thread.join(30)
+        made.append(nn.Linear(100, 100))
+    assert all(value_of(each.weight) is not None for each in made)
+    assert before == (nn.Parameter.__new__, nn.init._no_grad_trunc_normal_)
+    assert value_of(nn.Linear(100, 100).weight) is None
