@@ -397,7 +397,7 @@ def stage_seconds(
         both = sums.input_grad + sums.weight_grad
         longer = sums.backward + apart * np.maximum(both - sums.backward, 0.0)
         weight = longer * sums.weight_grad / np.maximum(both, 1e-30)
-        halves = (longer - weight + again) / speeds, weight / speeds
+        halves = (np.maximum(longer - weight, 0.0) + again) / speeds, weight / speeds  # sums round
     return StageSeconds(
         halves=halves,
         forward=sums.forward / speeds,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,13 +27,6 @@ def planned(device: str, memory: str, **options: Any) -> Plan:
     cluster = Cluster.parse(f"2:net=1GB/s:{memory}")
     options |= {"pipeline_sizes": (2,), "data_sizes": (1,)}
     return plan(profile, cluster, global_batch=4, **options)
-
-
-def test_a_plan_of_a_file_that_names_an_allocator_is_read() -> None:
-    pins = Path(__file__).parents[1] / "data" / "pins" / "plans.json"
-    kept = next(iter(json.loads(pins.read_text()).values()))["json"]
-    older = json.dumps({**kept, "allocator": "malloc"})
-    assert Plan.from_json(older, source="plan.json") == Plan.from_json(json.dumps(kept))
 
 
 def test_a_plan_leaves_what_is_certain_to_be_kept_beside_tensors() -> None:
