@@ -7,20 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.inside import (
-    CostOptions,
-    RankRecord,
-    Request,
-    RunFile,
-    TraceHeader,
-    compare_exhibits,
-    header_line,
-    main,
-    read_exhibits,
-    step_line,
-    trace_path,
-)
-from support.inside import trace_file_digest as digest
+from support.inside import CostOptions, Request, compare_exhibits, main, read_exhibits
+from support.run_folders import write_run
 
 from stagewright.partition import Cluster, Node, Profile, plan
 from stagewright.schedules import Costs, Op, RankTrace, StageBytes, Timeline, build, simulate
@@ -41,34 +29,6 @@ def slowed(timeline: Timeline, rank: int) -> Timeline:
         now = spans[-1].end
     ranks = tuple(RankTrace(compute=tuple(spans)) if r == rank else t for r, t in enumerate(timeline.ranks))
     return replace(timeline, ranks=ranks, measured=True)
-
-
-def write_run(name: str, predicted: Timeline, measured: Timeline, **config: object) -> None:
-    """Folder that a run in one process leaves, with one traced step."""
-    folder = Path("runs") / name
-    folder.mkdir(parents=True)
-    schedule = predicted.schedule
-    RunFile(schedule=schedule, predicted=predicted).write(folder)
-    header = TraceHeader(
-        run=name,
-        started="2026",
-        process=0,
-        num_processes=1,
-        ranks=tuple(range(schedule.num_ranks)),
-        machine="a",
-        origin="a",
-        host="a",
-        first_step=0,
-        digest=digest(schedule),
-        schedule=schedule,
-    )
-    records = {
-        rank: RankRecord(compute=trace.compute, arrivals=tuple((m, made, there) for m, made, there in trace.comm))
-        for rank, trace in enumerate(measured.ranks)
-    }
-    trace_path(folder, 0).write_bytes(header_line(header) + step_line(name, 3, records))
-    manifest = {"name": name, "config": {"name": name, **config}, "versions": {"torch": "2.13"}, "host": {"name": "a"}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.fixture

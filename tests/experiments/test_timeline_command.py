@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.inside import CostOptions, main, read_exhibits, shape_notes
+from support.run_folders import write_run
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, Timeline, build, simulate
@@ -30,13 +31,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("schedule.json").write_text(schedule.to_json())
     Path("predicted.json").write_text(step().to_json())
     Path("measured.json").write_text(step(measured=True).to_json())
-    run = Path("runs/gpt")
-    run.mkdir(parents=True)
-    pair = {
-        "predicted": json.loads(step().to_json()),
-        "measured": json.loads(step(measured=True, latency=0.5).to_json()),
-    }
-    (run / "timeline.json").write_text(json.dumps(pair))  # as runs left it before they had trace files
+    write_run("gpt", step(), step(latency=0.5))
     nodes = tuple(Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0) for n in "abcd")
     found = plan(Profile(nodes=nodes, microbatch_size=1), Cluster.parse("2:net=1GB/s"), global_batch=4, runnable=True)
     Path("plan.json").write_text(found.to_json())
@@ -57,7 +52,8 @@ def test_a_run_by_name_folder_or_file(files: Path, source: str) -> None:
     exhibit = read_exhibits([source])[0]
     assert exhibit.name == "gpt"
     assert exhibit.predicted == step()
-    assert [each.timeline for each in exhibit.measured] == [step(measured=True, latency=0.5)]
+    (measured,) = exhibit.measured
+    assert [rank.compute for rank in measured.timeline.ranks] == [rank.compute for rank in step(latency=0.5).ranks]
 
 
 def test_timelines_as_they_are(files: Path) -> None:
@@ -105,7 +101,7 @@ def test_the_kind_of_output_follows_the_end_of_its_name(files: Path, capsys: pyt
     assert Path("a.png").read_bytes().startswith(b"\x89PNG")
     assert ">gpt, predicted:" in Path("b.svg").read_text()
     names = json.loads(Path("c.json").read_text())["otherData"]
-    assert list(names) == ["gpt predicted", "gpt measured, step 0", "plan predicted", "1f1b predicted"]
+    assert list(names) == ["gpt predicted", "gpt measured, step 3", "plan predicted", "1f1b predicted"]
     assert "<html" in Path("d.html").read_text()
     assert capsys.readouterr().out.startswith("gpt, predicted: ")
 

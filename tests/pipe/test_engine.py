@@ -17,13 +17,13 @@ def test_a_standstill_in_one_process_names_who_waits_for_what(monkeypatch: pytes
     engine = pipe._building.built("the engine").engine
     run = engine.run
 
-    def with_a_silent_rank(programs: Mapping[int, RankProgram], *, goes_on: bool) -> None:
+    def with_a_silent_rank(programs: Mapping[int, RankProgram]) -> None:
         second = programs[1]
         lost = next(
             step for step in second.steps if isinstance(step, Transfer) and step.is_send and step.message.index == 1
         )
         silent = replace(second, steps=tuple(step for step in second.steps if step != lost))
-        run({**programs, 1: silent}, goes_on=goes_on)
+        run({**programs, 1: silent})
 
     monkeypatch.setattr(engine, "run", with_a_silent_rank)
     message = (

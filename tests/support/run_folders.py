@@ -1,0 +1,39 @@
+"""Folders of runs, as `stagewright train` leaves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from stagewright.schedules import Timeline
+
+from .inside import RankRecord, RunFile, TraceHeader, header_line, step_line, trace_path
+from .inside import trace_file_digest as digest
+
+
+def write_run(name: str, predicted: Timeline, measured: Timeline, **config: object) -> None:
+    """Folder that a run in one process leaves, with one traced step."""
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    schedule = predicted.schedule
+    RunFile(schedule=schedule, predicted=predicted).write(folder)
+    header = TraceHeader(
+        run=name,
+        started="2026",
+        process=0,
+        num_processes=1,
+        ranks=tuple(range(schedule.num_ranks)),
+        machine="a",
+        origin="a",
+        host="a",
+        first_step=0,
+        digest=digest(schedule),
+        schedule=schedule,
+    )
+    records = {
+        rank: RankRecord(compute=trace.compute, arrivals=tuple((m, made, there) for m, made, there in trace.comm))
+        for rank, trace in enumerate(measured.ranks)
+    }
+    trace_path(folder, 0).write_bytes(header_line(header) + step_line(name, 3, records))
+    manifest = {"name": name, "config": {"name": name, **config}, "versions": {"torch": "2.13"}, "host": {"name": "a"}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
