@@ -277,7 +277,8 @@ class Piped:
         raise AcceptedError(f"a loss that is not finite was taken: {result}")
 
     def change(self, at: int, call: Call) -> None:
-        changes.change(self.model, *call[1:])
+        with kept_generators():  # a module that is added draws its weights
+            changes.change(self.model, *call[1:])
 
     def rate(self, at: int, call: Call) -> None:
         for optimizer in self.pipe.optimizers:
