@@ -55,7 +55,7 @@ def profile_own(
             f"expected {max(sizes)} samples or more"
         )
     model, loss = own.make_model(options, seed=0), own.make_loss(options, batch)
-    with as_recipes(model):
+    with as_recipes(model.parameters()):
         model.to(device, dtype)
 
     def moved(x: Tensor) -> Tensor:

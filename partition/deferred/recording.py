@@ -8,7 +8,7 @@ are in plain construction, into memory that is let go, so that what is drawn aft
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -96,9 +96,9 @@ def _patched(*, draws: bool) -> Iterator[None]:
                 each.stop()
 
 
-def as_recipes(root: nn.Module) -> AbstractContextManager[None]:
-    """Within, what is done to parameters of a deferred model, such as cutting them, is added to their recipes."""
-    is_deferred = any(value_of(p) is not None for p in root.parameters())
+def as_recipes(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Within, what is done to these, such as cutting them, is added to the recipes of those that are deferred."""
+    is_deferred = any(value_of(x) is not None for x in tensors)
     return deferred() if is_deferred and not is_recording() else nullcontext()
 
 

@@ -218,7 +218,7 @@ def _convert(name: str, module: nn.Module, root: nn.Module, *, dtype: str) -> No
     wanted = _DTYPES[dtype]
     own = [p.dtype for p in module.parameters() if p.is_floating_point()]
     given: list[torch.dtype] = []  # types of the inputs of a call, which a module without weights returns
-    with as_recipes(module):
+    with as_recipes(module.parameters()):
         module.to(wanted)
     module.register_forward_pre_hook(partial(_cast_inputs, wanted, given), with_kwargs=True)
     module.register_forward_hook(partial(_cast_outputs, own[:1] or given), prepend=True)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ...comm.mesh import World
+from ...partition.deferred.recording import as_recipes
 from ...partition.model.copies import Copies
 from ...partition.model.untouched import untouched
 from ...partition.strict import count as count_of
@@ -326,14 +327,16 @@ def _remember(model: nn.Module) -> Callable[[], None]:
     """A function that puts back what all modules hold, tables that others know by themselves included."""
     held = [(vars(module), dict(vars(module))) for module in model.modules()]
     tables = [(each, dict(each)) for _, own in held for each in own.values() if isinstance(each, dict)]
-    values = [(x, x.data) for p in model.parameters() for x in (p, p.grad) if x is not None]
+    with as_recipes(model.parameters()):
+        values = [(x, x.data) for p in model.parameters() for x in (p, p.grad) if x is not None]
 
     def put_back() -> None:
         for now, before in (*held, *tables):
             now.clear()
             now.update(before)
-        for x, value in values:
-            x.data = value
+        with as_recipes(value for _, value in values):
+            for x, value in values:
+                x.data = value
 
     return put_back
 

@@ -199,6 +199,6 @@ def profile_cut(
         progress(f"one of {tensor} tensor ranks\n{styles.table(model)}")
     traffic, part = Traffic(), Copies(model).of(model)
     group = TensorGroup(None, index=0, count=tensor, on_bytes=traffic.tell)
-    with as_recipes(part):
+    with as_recipes(part.parameters()):
         cut_by_styles(part, styles.styles, group)
     return profile_model(part, example_inputs, tensor=tensor, traffic=traffic, progress=progress, **options)

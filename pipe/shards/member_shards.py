@@ -156,7 +156,7 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
         return MemberShards(collectives, {}, {})
     _refuse_hooks(root)
     parameters = dict(root.named_parameters(remove_duplicate=False))
-    with as_recipes(root):
+    with as_recipes(root.parameters()):
         full = {id(parameter): parameter.data for parameter in parameters.values()}
     # DTensor remembers what it did on an equal mesh, with the groups of that one: of another pipeline, maybe closed.
     unique = f"tensor_{uuid4().hex}"
@@ -164,12 +164,12 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
     group = TensorGroup(
         collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=run.seeder.region
     )
-    with as_recipes(root):
+    with as_recipes(root.parameters()):
         shards = cut_by_styles(root, styles, group, mesh=mesh)
 
     def undo() -> None:
         uncut(root)
-        with as_recipes(root):
+        with as_recipes(root.parameters()):
             for parameter in parameters.values():
                 parameter.data = full[id(parameter)]
 

@@ -259,6 +259,28 @@ def test_what_was_not_drawn_is_named() -> None:
     assert all(x.is_meta for x in model.parameters())
 
 
+def test_edits_of_it() -> None:
+    """Also where one fails, and all is put back."""
+    with deferred():
+        model = Net()
+    edits = sw.edit(model)
+    edits["blocks.1"].replace(lambda old: old.up)
+    with pytest.raises(ValueError, match="would lose its"):
+        make(edits)
+    states = []
+    for build in (deferred, nullcontext):
+        torch.manual_seed(3)
+        with build():
+            model = Net()
+        edits = sw.edit(model)
+        edits["blocks.*"].checkpoint()
+        edits["blocks.2"].dtype(torch.bfloat16)
+        pipe = make(edits, verify=False)
+        loss = pipe.train_step(TOKENS, TOKENS.flip(0)).loss
+        states.append(([loss], pipe.full_state_dict()))
+    compare(*states)
+
+
 def test_a_kind_of_layer_is_measured_once() -> None:
     with deferred():
         model = Net()
