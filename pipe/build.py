@@ -87,9 +87,13 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     """
     # 1. A microbatch that all processes know, and its slices
     layout, options, guard = run.layout, run.options, run.guard
-    whole = Given(arguments=agreed(first, run.collectives, guard, what="the first batch"))
     num_slices = layout.schedule.num_slices
-    slices = cut_in_slices(options, whole, num_slices) if num_slices > 1 else []
+
+    def read() -> tuple[Given, list[Slice]]:
+        whole = Given(arguments=first())
+        return whole, cut_in_slices(options, whole, num_slices) if num_slices > 1 else []
+
+    whole, slices = agreed(read, run.collectives, guard, what="the first batch")
     example = (slices[0][0] if slices else whole).arguments
 
     # 2. A copy to compare with, before the model is divided
