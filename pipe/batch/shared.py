@@ -104,7 +104,9 @@ class HostShare:
         self._rest_of(self._process).touch()
 
     def fail(self, error: BaseException) -> None:
-        self._failure.write_text(f"{type(error).__name__}: {error}")
+        new = self._failure.with_suffix(".partial")
+        new.write_text(f"{type(error).__name__}: {error}")
+        new.rename(self._failure)  # whoever sees it reads it whole
 
     def _may_have(self, process: int) -> bool:
         waiting = sum(name.endswith(f".for{process}") for name in os.listdir(self.folder))
