@@ -39,7 +39,7 @@ class _Drawn(Draws):
             blocks = tuple(name if name in CAUSAL else self.one(CAUSAL) for name in model.blocks)
             model = replace(model, blocks=blocks, loss="mse" if model.loss == "model" else model.loss)
         options += self.cut(model, S=P * (V or 1))
-        if self.often(0.2) and tensor == 1:
+        if self.often(0.2) and tensor == 1 and schedule != "paci":  # as of recompute=
             options += self.edits(model, dict(options))
         calls = Calls(self.draw, schedule, model, dict(options), M=M, data=data, gloo=self.gloo).drawn()
         if "compiled" in model.blocks or "compile" in dict(dict(options).get("edits", ())).values():
