@@ -53,7 +53,7 @@ def take_weights(root: nn.Module, weights: Weights, undo: ExitStack) -> None:
     names: dict[int, list[str]] = {}
     for name, x in tensors.items():
         names.setdefault(id(x), []).append(keys.get(name, name))
-    start = _start([name for each in names.values() for name in each], stored)
+    start = _start([*names.values()], stored)
     found = {key: next((start + name for name in each if start + name in stored), "") for key, each in names.items()}
     missing = [each[0] for key, each in names.items() if not found[key]]
     known = {start + name for each in names.values() for name in each} | {
@@ -173,12 +173,12 @@ def _of_dcp(folder: Path) -> dict[str, _Stored]:
     }
 
 
-def _start(names: Sequence[str], stored: Mapping[str, _Stored]) -> str:
-    """What stands in front of the model's names in the files, such as "model."."""
-    if not names or any(name in stored for name in names):
+def _start(tied: Sequence[Sequence[str]], stored: Mapping[str, _Stored]) -> str:
+    """The prefix of the model's names in the files, such as "model."; of tied names one is enough."""
+    if not tied or any(name in stored for names in tied for name in names):
         return ""
-    ends = (name.removesuffix(names[0]) for name in stored if name.endswith(f".{names[0]}"))
-    return next((start for start in ends if all(start + name in stored for name in names)), "")
+    starts = (key.removesuffix(name) for name in tied[0] for key in stored if key.endswith(f".{name}"))
+    return next((start for start in starts if all(any(start + name in stored for name in names) for names in tied)), "")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -465,7 +465,7 @@ def test_a_name_in_front_of_all_names(saved: dict[str, torch.Tensor]) -> None:
     with deferred(draw=False):
         model = Net()
     model.positions = torch.zeros(6, WIDTH)
-    pipe = make(model, weights={f"module.{name}": x for name, x in saved.items()})
+    pipe = make(model, weights={f"module.{name}": x for name, x in saved.items() if name != "embed.weight"})
     pipe.build(TOKENS, TOKENS)
     compare(([], pipe.full_state_dict()), ([], saved))
 
