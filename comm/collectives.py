@@ -293,7 +293,7 @@ class Collectives:
         return [given for _, given in everyone]
 
     def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What is summed in place: the tensor itself, or a copy where it goes through the host's memory."""
+        """The tensor that is summed in place: the tensor itself, or a copy where it goes through the host's memory."""
         return tensor.to(self.groups.wire, copy=True) if self.groups.is_staged else tensor
 
     def _run(self, collective: Callable[[dist.ProcessGroup], T], processes: tuple[int, ...], what: str) -> T:

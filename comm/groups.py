@@ -36,8 +36,8 @@ _CPU = torch.device("cpu")
 
 
 def own_device(device: torch.device) -> torch.device:
-    """Of a CUDA device without a number, this process's: the current one, where somebody has chosen one, else that of
-    LOCAL_RANK; where there are more processes than devices, they share them in turn."""
+    """This process's device, for a CUDA device without a number: the current one, if somebody has chosen one, else
+    that of LOCAL_RANK; where there are more processes than devices, they share them in turn."""
     if device.type != "cuda" or device.index is not None:
         return device
     index, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
@@ -47,7 +47,7 @@ def own_device(device: torch.device) -> torch.device:
 
 
 class DeviceOf(NamedTuple):
-    """What a process says of its device. uuid: empty on a CPU, which many may share; backend: that it was told."""
+    """A process's device, for the others. uuid: empty on a CPU, which many may share; backend: that it was told."""
 
     uuid: str
     backend: str
@@ -230,7 +230,7 @@ class Groups:
 
 
 def no_more_files(size: int) -> str:
-    """Of a process that may not open what a group of so many takes, that this is why; gloo does not say it."""
+    """Words for a process that may not open what a group of so many takes; gloo does not say that this is why."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         taken = len(os.listdir("/proc/self/fd"))

@@ -89,7 +89,7 @@ def save_sealed(value: Any, path: Path) -> None:
 
 
 def load_sealed(path: Path) -> Any:
-    """What a process of this run has saved. Raises RuntimeError for what another one has, of which nothing is run."""
+    """The object that a process of this run has saved. RuntimeError for what another one has: nothing of it runs."""
     try:
         return torch.load(path, mmap=True, weights_only=False, pickle_module=_PICKLES)
     except pickle.UnpicklingError as error:

@@ -175,7 +175,7 @@ class Options:
         return self.loss_fn if isinstance(self.loss_fn, ModelLoss) else None
 
     def in_words(self, schedule: Schedule) -> dict[str, str]:
-        """What decides on the numbers of a run, by name: the same in a process that is started with the same script."""
+        """All that decides on a run's numbers, by name: the same in a process that is started with the same script."""
         told = {name: getattr(self, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
         options = describe(schedule, self.split_points or ["as they come"], **told)
         code = {"optimizer": self.user_code[-1], "loss_fn": self.loss_fn, "lr_scheduler": self.lr_scheduler}

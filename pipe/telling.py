@@ -37,7 +37,7 @@ def tell(text: str, *, rank: int) -> None:
 
 @cache  # once a process
 def tell_of_gpus() -> None:
-    """Of a model on the CPU, on a host with GPUs."""
+    """A line, once, where the model is on the CPU of a host with GPUs."""
     if number := torch.cuda.device_count():
         tell(
             f"the model is on the CPU, and so is the run; torch sees {count(number, 'GPU')} here: to train there write "

@@ -48,7 +48,7 @@ class SimulateOptions(SynthesisOptions):
     """How durations vary: half their interquartile range over the median (0.05), a run's folder that measured it, or a
     Spread's JSON file. Then the median and the range of many simulated steps are printed, too."""
     following: int = 0
-    """Of the N steps behind the last that the run of --spread measured, not of steps like those: the pace wanders."""
+    """Simulate the N steps after the last that the run of --spread measured, not steps like those: the pace wanders."""
     json: bool = False
     """Print one JSON object."""
 

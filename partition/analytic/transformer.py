@@ -95,7 +95,7 @@ class Transformer:
 
     @property
     def positions(self) -> int:
-        """Of positions that are learned."""
+        """The number of positions that are learned."""
         return self.length if self.style == "gpt" else 0
 
     @property

@@ -150,7 +150,7 @@ def bytes_checksum(tensor: torch.Tensor) -> int:
 
 
 def value_of(tensor: torch.Tensor) -> Value | None:
-    """Of a deferred tensor; None of any other."""
+    """The recipe of a deferred tensor; None for any other."""
     with torch._C.DisableTorchFunction():
         value = getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if tensor.is_meta else None
     assert value is None or isinstance(value, Value)
@@ -317,7 +317,7 @@ def copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def _mapped(num_bytes: int) -> torch.UntypedStorage:
     """Memory that goes back to the system with it; an allocator would keep it."""
-    return torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(mmap(-1, max(1, num_bytes)), dtype=torch.uint8).untyped_storage()
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -328,7 +328,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def _storage(result: torch.Tensor, window: Window) -> torch.UntypedStorage:
-    """That of a result, laid out as was foreseen."""
+    """The storage of a result, laid out as was foreseen."""
     found = result.untyped_storage()
     if Window.of(result) != window:
         made = torch.empty_strided(window.size, window.stride, dtype=window.dtype, device=result.device)

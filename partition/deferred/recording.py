@@ -123,7 +123,7 @@ def _known(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What an operation does with its arguments, by its schema."""
+    """How an operation uses its arguments, by its schema."""
 
     names: tuple[str, ...]
     writes: frozenset[int]

@@ -44,8 +44,8 @@ class Copies:
         return self._copied(value, self._deep)
 
     def instead(self, value: Any) -> Any:
-        """What does the same with the copies: itself, or where it reaches what is copied, a copy of as little as can
-        be."""
+        """An object that does the same with the copies: itself, or where it reaches what is copied, a copy of as little
+        as can be."""
         return self._copied(value, self._again)
 
     def _copied(self, value: Any, copied: Callable[[Any], Any]) -> Any:

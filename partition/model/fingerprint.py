@@ -82,7 +82,7 @@ def _shown(value: object) -> str:
 
 
 def _digest_of(value: object) -> str:
-    """Of a function or class; of another object nothing, since it may hold what is this process's own."""
+    """A digest of a function or class; of another object nothing, since it may hold what is this process's own."""
     value = getattr(value, "__func__", value)  # of a staticmethod
     if not isinstance(value, type | FunctionType | BuiltinFunctionType | partial):
         return ""

@@ -53,8 +53,8 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def carried_out(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operation gives; on which device a fake tensor is, which two of three ask, from itself at once instead of
-    through all modes that are on."""
+    """The result of an operation; on which device a fake tensor is, which two of three ask, from itself at once
+    instead of through all modes that are on."""
     if operator is _DEVICE and type(args[0]) is FakeTensor:
         return FakeTensor.__torch_dispatch__(operator, (FakeTensor,), args)
     return operator(*args, **kwargs)

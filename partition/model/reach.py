@@ -1,4 +1,4 @@
-"""What objects hold, and what functions know of: followed from one to the next."""
+"""Objects that objects hold, and that functions know of: followed from one to the next."""
 
 from __future__ import annotations
 

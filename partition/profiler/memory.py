@@ -193,7 +193,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def give_back(device: torch.device) -> None:
-    """What is free by now goes back to the system; the C library and torch would keep it for themselves."""
+    """Give what is free by now back to the system; the C library and torch would keep it for themselves."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with suppress(OSError, AttributeError, TypeError):  # another C library than GNU's

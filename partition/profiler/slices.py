@@ -1,4 +1,4 @@
-"""What slices of a sequence cost: seconds at three lengths, and bytes that attention keeps for later ones.
+"""The cost of slices of a sequence: seconds at three lengths, and bytes that attention keeps for later ones.
 
 seconds of the first L of T tokens  =  a + b L + c L^2          a: of any slice; c: of pairs of tokens
 """

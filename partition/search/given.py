@@ -229,7 +229,7 @@ def _configuration(
     num_chunks: int,
     lengths: tuple[int, ...],
 ) -> Configuration:
-    """Of these places, before its schedule and sizes are known."""
+    """The configuration on these places, before its schedule and sizes are known."""
     seconds = slice_seconds(lengths, model.profile.slice_cost) if lengths else []
     return Configuration(
         pipeline=len(ranks),

@@ -135,8 +135,8 @@ def place(c: Configuration, topology: Topology, profile: Profile) -> Placement:
 
 
 def _way(topology: Topology, src: tuple[Sequence[int], int], dst: tuple[Sequence[int], int]) -> TransferTime:
-    """Of messages from place to place, as (ranks, tensor size) each, of which each of the fewer tensor ranks sends a
-    share."""
+    """The time of messages from place to place, as (ranks, tensor size) each, of which each of the fewer tensor ranks
+    sends a share."""
     if src == dst:
         return NO_TRANSFER  # a rank sends itself nothing
     fewest = min(src[1], dst[1])

@@ -369,7 +369,7 @@ class PlanSearch:
             return []
 
     def _refined(self, found: list[Evaluated], most: int = _REFINED) -> list[Evaluated]:
-        """Of each configuration its best cuts; the best few with their cuts moved for as long as that helps."""
+        """The best cuts of each configuration; the best few with their cuts moved for as long as that helps."""
         best: dict[Configuration, Evaluated] = {}  # of one configuration, with its own cuts and those that were brought
         for each in sorted(found, key=_rank):
             best.setdefault(each.configuration, each)

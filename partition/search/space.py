@@ -47,7 +47,7 @@ class Configuration:
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """Of each slice, its part of a microbatch's bytes."""
+        """Each slice's part of a microbatch's bytes."""
         return tuple(tokens / sum(self.lengths) for tokens in self.lengths)
 
     @property

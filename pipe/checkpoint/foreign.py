@@ -25,8 +25,8 @@ def plain_file(path: Path) -> Path:
 
 
 def load_saved(file: IO[bytes]) -> Any:
-    """What torch.save wrote, by torch.load with weights_only. Raises ValueError where more would come of the file than
-    it has bytes."""
+    """The content of a file of torch.save, by torch.load with weights_only. Raises ValueError where more would come of
+    the file than it has bytes."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(4) == _BEGIN:

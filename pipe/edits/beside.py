@@ -157,7 +157,7 @@ def first_difference(plain: Ran, edited: Ran, noise: Mapping[str, float]) -> str
 
 
 def more_than_noise(before: Ran, edited: Ran, noise: Mapping[str, float]) -> str | None:
-    """What one more edit changes of a model that computes in a short type, for which a tolerance is wide."""
+    """The change that one more edit makes to a model that computes in a short type, for which a tolerance is wide."""
     sizes = {name: float(x.norm()) or 1.0 for name, x in _numbers(edited.outcome).items()}
     for name, off in _apart(before.outcome, edited.outcome).items():
         share, rounding = off / sizes[name], noise.get(name, 0.0) / sizes[name]

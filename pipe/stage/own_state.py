@@ -50,7 +50,7 @@ def set_extra_states(root: nn.Module, extra: Mapping[str, Any]) -> None:
 
 
 def state_of(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What `root.state_dict()` gives with these tensors, and extra states, in the places of its own."""
+    """The result of `root.state_dict()` with these tensors, and extra states, in the places of its own."""
     with _placed(root, tensors, extra):
         return dict(root.state_dict(keep_vars=True))
 

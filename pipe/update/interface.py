@@ -99,7 +99,7 @@ class Update(ABC):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside weights and optimizers, by key."""
+        """The values that a checkpoint keeps beside weights and optimizers, by key."""
         scale = self.loss_scale  # by age of a weight version: others could have scales of their own, once
         return {} if scale is None else {"loss_scale": {0: list(scale.content())}}
 

@@ -197,7 +197,8 @@ Ran = tuple[list[Tensor], list[Tensor | None], dict[str, Tensor | None], dict[st
 
 
 def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: bool = False) -> Ran:
-    """Of modules one after the other, in evaluation mode unless it `trains`. Nobody's gradients change."""
+    """Outputs and gradients of modules one after the other, in evaluation mode unless it `trains`. No gradient
+    changes."""
     modes = [(module, module.training) for each in modules.values() for module in each.modules()]
     kept = [(p, p.grad) for each in modules.values() for p in each.parameters()]
     with torch.enable_grad():

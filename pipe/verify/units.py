@@ -42,7 +42,7 @@ class _Call(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class UnitsFound:
-    """What one process found: an error, names of parameters whose gradients agree, why units were not compared, and
+    """Findings of one process: an error, names of parameters whose gradients agree, why units were not compared, and
     bytes of the largest copy."""
 
     verdict: str | None = None

@@ -221,6 +221,7 @@ def test_what_needs_memory_is_refused_by_line() -> None:
         with pytest.raises(ValueError, match="read-only"):
             x.numpy()[0] = 1.0
         assert x.numpy().shape == (100, 100)
+        assert x[:0].clone().normal_().shape == (0, 100)  # which has no memory to draw into
         with pytest.raises(RuntimeError, match="must match"):
             x + torch.randn(3, 7)
         with pytest.raises(ValueError, match=r"within stagewright\.deferred"), deferred():

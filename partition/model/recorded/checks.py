@@ -1,4 +1,4 @@
-"""What a recording cannot take; and checks of values, code that raises an error where a flag comes out otherwise.
+"""Refusals of what a recording cannot take; and checks of values: code that raises where a flag comes out otherwise.
 
 if labels.max() >= count: raise ...      assert x.isfinite().all()      torch._check_tensor_all(mask)
 """
