@@ -290,3 +290,13 @@ def test_threads_that_overlap_leave_torch_as_it_was() -> None:
     assert all(value_of(each.weight) is not None for each in made)
     assert before == (nn.Parameter.__new__, nn.init._no_grad_trunc_normal_)
     assert value_of(nn.Linear(100, 100).weight) is None
+
+
+def test_a_copy_stays_as_it_was_when_the_original_is_written() -> None:
+    with larger_than(1):
+        one = nn.Linear(4, 4)
+        other = copy.deepcopy(one)
+        one.weight.data.mul_(2)
+    for order in ([0, 1], [1, 0]):
+        made = [*filled([(one.weight, other.weight)[at] for at in order])]
+        assert torch.equal(made[order.index(0)], 2 * made[order.index(1)])
