@@ -45,12 +45,12 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 
     `replicas`: "any", or how many data replicas the planner may choose.
     """
+    from ...cli.train.options import TrainOptions
+    from ...cli.train.pipeline import make_pipe
+    from ...cli.train.task import make_task
     from ...pipe.auto.layout import plan_here
     from ...pipe.settings.options import TRIALS
     from ..measure.sides import TIMEOUT
-    from ..training.options import TrainOptions
-    from ..training.pipeline import make_pipe
-    from ..training.task import make_task
 
     options = TrainOptions(plan="auto", ranks=case.count("ranks"), batch=16, verify=False, steps=_WARM_UP + _STEPS)
     task = make_task(options)

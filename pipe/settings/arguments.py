@@ -64,7 +64,7 @@ class Mesh:
         on_failure: of a process. "stop": the run ends on all. "reroute": in `train_step`, `eval_step`, `predict`,
             `save` and `full_state_dict`, once stages are built and the first batch is verified, others make the call
             again, with the dead one's microbatches at its replicas, and go on; they need D > 1, a schedule that
-            flushes, and a launcher that lets them (`stagewright.experiments.launcher.launch`). With its `restarts=` a
+            flushes, and a launcher that lets them (`stagewright.cli.launcher.launch`). With its `restarts=` a
             killed process begins anew and joins: loop from `pipe.num_steps` on. All processes pass the same batch then,
             of D times num_microbatches microbatches, as one process does.
         compress: what packs messages for slow links, which changes what is trained: "int8", {"topk": 0.01} (a share of

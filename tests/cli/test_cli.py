@@ -82,7 +82,7 @@ def texts_of(path: Path) -> Iterator[str]:
 
 @pytest.mark.thorough
 def test_each_command_that_a_text_names_exists_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
-    packages = ("comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
+    packages = ("cli", "comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
     paths = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     named = {found.groups() for path in paths for text in texts_of(path) for found in HINT.finditer(text)}
     hinted = {(command, rest) for command, rest in named if command in COMMANDS or "--" in rest}
@@ -319,7 +319,7 @@ def test_the_planning_commands_start_fast(words: str) -> None:
     """They load tyro and what it needs, no torch, scipy or matplotlib. 350 modules today, and a small one a family: a
     quarter of a second."""
     program = (
-        "import sys; from stagewright.experiments.cli import main\n"
+        "import sys; from stagewright.cli.main import main\n"
         f"main([*{words.split()}, '--ranks', '4', '--microbatches', '8'])\n"
         "outside = {name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names - {'stagewright'}\n"
         "families = [name for name in sys.modules if name.startswith('stagewright.schedules.families.')]\n"

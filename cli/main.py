@@ -20,18 +20,20 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "train": Command("training.command", "train your model, or a small GPT, through a pipeline"),
-    "schedule": Command("commands.schedule", "print a schedule as a grid, or export it as CSV or JSON"),
-    "simulate": Command("commands.simulate", "simulate a schedule: makespan, bubbles, activations, lower bound"),
-    "timeline": Command("commands.timeline", "draw runs, plans and schedules: a page, a picture, for Perfetto"),
-    "compare": Command("commands.compare", "what changed between two runs, plans or schedules, and why"),
-    "profile": Command("commands.profile", "measure what each part of a model costs, or the links"),
-    "plan": Command("commands.plan", "choose schedule, sizes and cuts for a cluster, by simulation"),
-    "fleet": Command("commands.fleet", "many jobs on kinds of devices, by policies: simulated"),
-    "price": Command("commands.price", "a job on devices whose prices change: simulated"),
-    "export": Command("commands.export", "a checkpoint as one file of a plain model's weights, and back"),
-    "experiment": Command("commands.experiment", "run experiments that anyone can run again, and report on them"),
-    "bench": Command("commands.bench", "measure this runtime beside torch.distributed.pipelining"),
+    "train": Command("cli.train.command", "train your model, or a small GPT, through a pipeline"),
+    "schedule": Command("cli.commands.schedule", "print a schedule as a grid, or export it as CSV or JSON"),
+    "simulate": Command("cli.commands.simulate", "simulate a schedule: makespan, bubbles, activations, lower bound"),
+    "timeline": Command("cli.commands.timeline", "draw runs, plans and schedules: a page, a picture, for Perfetto"),
+    "compare": Command("cli.commands.compare", "what changed between two runs, plans or schedules, and why"),
+    "profile": Command("cli.commands.profile", "measure what each part of a model costs, or the links"),
+    "plan": Command("cli.commands.plan", "choose schedule, sizes and cuts for a cluster, by simulation"),
+    "fleet": Command("experiments.commands.fleet", "many jobs on kinds of devices, by policies: simulated"),
+    "price": Command("experiments.commands.price", "a job on devices whose prices change: simulated"),
+    "export": Command("cli.commands.export", "a checkpoint as one file of a plain model's weights, and back"),
+    "experiment": Command(
+        "experiments.commands.experiment", "run experiments that anyone can run again, and report on them"
+    ),
+    "bench": Command("experiments.commands.bench", "measure this runtime beside torch.distributed.pipelining"),
 }
 
 _EXTRA = ("matplotlib", "rich", "tyro")
@@ -75,7 +77,7 @@ def _module(name: str) -> ModuleType:
         near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"unknown command {name!r}{hint}\ncommands: {', '.join(COMMANDS)} (`stagewright --help`)")
-    return importlib.import_module(f".{COMMANDS[name].module}", __package__)
+    return importlib.import_module(f"..{COMMANDS[name].module}", __package__)
 
 
 def _help() -> str:

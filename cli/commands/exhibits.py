@@ -31,8 +31,8 @@ from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
 from ...viz.foreign import is_trace, rank_in, read_text
 from ...viz.perfetto import OWN_KEY
 from ..options import read_file
-from ..training.run_folder import RUNS, find_run
-from ..training.traces import hosts_of_runs, read_run
+from ..train.run_folder import RUNS, find_run
+from ..train.traces import hosts_of_runs, read_run
 from .schedule_options import CostOptions
 from .synthesis import AUTO, made_or_found
 

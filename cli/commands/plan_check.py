@@ -26,10 +26,10 @@ from ...schedules.wording import count, duration, size, wrapped
 from ...viz import write_figure
 from ...viz.figures import FIGURE_SUFFIXES, waterfall_figure
 from ..options import check_out, plain_help, read
-from ..training.options import DEFAULT_CLIP
+from ..tables import console
+from ..tables import table as new_table
+from ..train.options import DEFAULT_CLIP
 from .checked_run import CheckedRun, check_run
-from .tables import console
-from .tables import table as new_table
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..strict import number
-from ..topology import Floats
+from ...partition.strict import number
+from ...partition.topology import Floats
 from .policies import FleetJob, Shares
 
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 
-from ..strict import check_figures, count, number, printable
-from ..topology import Floats
+from ...partition.strict import check_figures, count, number, printable
+from ...partition.topology import Floats
 
 POLICIES = ("max-min", "finish-time", "makespan", "cost", "deadline", "equal")
 _HALVINGS = 30  # of the interval in which rho is looked for

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..strict import check_figures, count, number, printable
+from ...partition.strict import check_figures, count, number, printable
 
 _HEADER = ("seconds", "kind", "price")
 _MOST = 1000  # ways that are followed at once

@@ -1,10 +1,11 @@
-"""The pipeline of a training run, as its options describe it."""
+"""The pipeline of a training run, as its options describe it, and what its ranks say to each other outside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -18,6 +19,8 @@ from ..own_task import Batch
 from .options import DEFAULT_MICROBATCHES, TrainOptions, schedule_of
 from .recipe import learning_rate_curve
 from .task import Task
+
+T = TypeVar("T")
 
 
 def make_pipe(
@@ -93,3 +96,21 @@ def _arranged(options: TrainOptions, what: Schedule | Plan | Auto) -> Any:
 def may_verify(model: nn.Module) -> bool:
     """Whether a plain copy with its gradients takes little of the machine's memory."""
     return 2 * sum(p.numel() * p.element_size() for p in model.parameters()) < physical_bytes() / 8
+
+
+def gather(own: T) -> tuple[T, ...]:
+    """Values of each process, by rank; collective."""
+    if not dist.is_initialized():
+        return (own,)
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return tuple(found)
+
+
+def first(text: str) -> str:
+    """The text of process 0, in each process; collective."""
+    if not dist.is_initialized():
+        return text
+    texts = [text]
+    dist.broadcast_object_list(texts)
+    return texts[0]

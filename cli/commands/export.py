@@ -12,7 +12,7 @@ import tyro
 
 from ...pipe.checkpoint.plain import export_checkpoint, import_checkpoint
 from ..options import plain_help, read
-from ..training.run_folder import RUNS
+from ..train.run_folder import RUNS
 
 
 @plain_help

@@ -18,8 +18,8 @@ from ...schedules.traces.trace_reader import find_traces, newest_cut_since, proc
 from ...schedules.wording import count
 from ...viz import Exhibit
 from ..options import read_file
-from ..training.run_folder import find_run
-from ..training.traces import read_run, read_summary
+from ..train.run_folder import find_run
+from ..train.traces import read_run, read_summary
 
 _SAME = ("schedule", "num_chunks", "num_microbatches", "microbatch_size")  # of two plans that one run may carry out
 _SAME_STAGE = ("nodes", "ranks", "tensor", "recompute", "optimizer_shards")

@@ -30,11 +30,10 @@ from ..own_task import Batch
 from .checkpoints import Checkpoints, may_go_on
 from .corpus import bits_per_byte
 from .options import TrainOptions
-from .pipeline import check_samples, make_pipe, may_verify
+from .pipeline import check_samples, first, gather, make_pipe, may_verify
 from .progress import Progress, speed
 from .run_folder import RUNS, Manifest, Metrics, RunFolder, Summary
 from .task import Task, make_task
-from .together import first, gather
 from .traces import TRACE_NAMES, draw
 
 GATHER_EVERY = 20  # steps; the records of all ranks are gathered then, for the bubble that metrics.jsonl tells

@@ -22,10 +22,10 @@ from ...pipe import PipelineModule
 from ...pipe.checkpoint.checkpointer import Checkpointer
 from ...schedules.wording import count, duration
 from .options import PLAN, TrainOptions
+from .pipeline import gather
 from .run_folder import Metrics, RunFolder, write_whole
 from .same_run import Resume
 from .task import Batches
-from .together import gather
 
 _LATEST = "latest"
 _LAYOUT = "layout.json"

@@ -125,7 +125,7 @@ def shape_notes(exhibits: Sequence[Exhibit]) -> list[str]:
 
 def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
     """Files beside a run that stands alone; else in the current folder."""
-    from ..training.run_folder import RUNS
+    from ..train.run_folder import RUNS
 
     ends = [".png", ".perfetto.json", ".html"]
     for folder in (Path(inputs[0]), RUNS / inputs[0]):

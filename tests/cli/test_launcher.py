@@ -21,7 +21,7 @@ LIMIT = 400.0  # [s] guards against hangs alone
 
 PRELUDE = """
 import os, sys, time
-from stagewright.experiments.launcher import report_to_launcher
+from stagewright.cli.launcher import report_to_launcher
 rank = int(os.environ["RANK"])
 """
 
@@ -245,7 +245,7 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, number: signal.Signals, mea
         f"    open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(str(os.getpid()))\n"
         f"    {meanwhile}\n"
     )
-    start = "import sys; from stagewright.experiments.launcher import launch; launch(sys.argv[1:], num_ranks=2)"
+    start = "import sys; from stagewright.cli.launcher import launch; launch(sys.argv[1:], num_ranks=2)"
     launcher = subprocess.Popen([sys.executable, "-c", start, sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     files = [tmp_path / "0", tmp_path / "1"]
     _wait_for(lambda: all(file.exists() and file.read_text() for file in files))

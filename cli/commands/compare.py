@@ -21,8 +21,8 @@ from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit, FigureStyle
 from ...viz.exhibit import HeadFigure, headline
 from ..options import plain_help, read
-from ..training.run_folder import RUNS, find_run
-from ..training.same_run import read_manifest
+from ..train.run_folder import RUNS, find_run
+from ..train.same_run import read_manifest
 from .exhibits import read_exhibits
 from .outputs import check_output, write_output
 from .schedule_options import CostOptions

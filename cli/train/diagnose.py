@@ -38,9 +38,8 @@ from ..host import num_cores, physical_bytes
 from ..launcher import report_to_launcher
 from ..own_task import Batch
 from .options import TrainOptions
-from .pipeline import check_samples, make_pipe
+from .pipeline import check_samples, gather, make_pipe
 from .task import make_task
-from .together import gather
 
 WORKERS = (1, 2, 4, 8)  # that a prediction is made for
 FASTER_DISKS = (2, 10)  # times

@@ -23,9 +23,9 @@ from ...partition import Node, Profile, read_pipedream_profile
 from ...partition.host_speeds import with_host_speeds
 from ...schedules.wording import duration, size, wrapped
 from ..options import GptOptions, given, plain_help, read, read_file, read_tensor_parallel, write_out
-from ..training.options import DEFAULT_CLIP
+from ..tables import console, table
+from ..train.options import DEFAULT_CLIP
 from .profile_ranks import launched, measured_links, profile_at_once
-from .tables import console, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -138,9 +138,9 @@ def measure(options: ProfileOptions) -> Profile:
 
     from ...pipe.auto.runtime_seconds import clipping, measure_runtime_seconds
     from ...pipe.shards.cutting import profile_cut
-    from ..training.corpus import loss_fn
-    from ..training.gpt import GPT, GPTConfig
-    from ..training.recipe import make_optimizer
+    from ..train.corpus import loss_fn
+    from ..train.gpt import GPT, GPTConfig
+    from ..train.recipe import make_optimizer
 
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here: expected --device cpu")

@@ -137,7 +137,7 @@ def read_spread(text: str, schedule: Schedule) -> Spread:
         pass
     else:
         return Spread.of_half_ranges([number] * schedule.num_stages)
-    from ..training.run_folder import find_run  # numpy: a simulation without a spread needs none
+    from ..train.run_folder import find_run  # numpy: a simulation without a spread needs none
 
     path = Path(text)
     if path.is_file() and path.name != NAME:
@@ -155,7 +155,7 @@ def read_spread(text: str, schedule: Schedule) -> Spread:
 
 
 def _that_follow(spread: Spread, schedule: Schedule, options: SimulateOptions) -> Spread:
-    from ..works.pace import steps_that_follow  # numpy, likewise
+    from ..pace import steps_that_follow  # numpy, likewise
 
     if not spread.steps:
         raise ValueError(

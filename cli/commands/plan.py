@@ -27,7 +27,7 @@ from ...partition.plans.reorder import reorder
 from ...partition.search import CHUNK_SIZES, SCHEDULES, difference
 from ...schedules.wording import duration, size, wrapped
 from ..options import OwnOptions, check_out, plain_help, read, read_file, read_tensor_parallel, write_out
-from ..training.options import DEFAULT_CLIP
+from ..train.options import DEFAULT_CLIP
 
 _FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
 _NO_LINKS = (

@@ -140,7 +140,7 @@ def test_any_of_the_steps_that_follow_is_meant_under_any_pace(monkeypatch: pytes
     monkeypatch.setattr(Pace, "draw", lambda self, _, ahead: drawn.append((self, ahead)) or np.ones(1))
     random = Random(4)
     spread = _paced([exp(random.gauss(0, 0.1)) for _ in range(12)])
-    monkeypatch.setattr("stagewright.experiments.works.pace._MADE", 1000)
+    monkeypatch.setattr("stagewright.cli.pace._MADE", 1000)
     steps_that_follow(spread, ONE, 5)
     times = Counter(ahead for _, ahead in drawn)
     assert sorted(times) == [1, 2, 3, 4, 5]

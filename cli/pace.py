@@ -26,7 +26,7 @@ from statistics import covariance, fmean, median, variance
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schedules import Op, Schedule, Spread
+from ..schedules import Op, Schedule, Spread
 
 Numbers = NDArray[np.float64]
 
