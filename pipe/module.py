@@ -25,7 +25,7 @@ from .batch.shared import share_on_host
 from .building import Building, meet
 from .checkpoint.weights import take_weights
 from .context import choose_layout
-from .edits import Edits
+from .edits import Edits, UntilBuilt
 from .figures.run_figures import RunFigures
 from .results import EvalResult, StepRecord, StepResult
 from .run.evaluation import Evaluation
@@ -174,7 +174,8 @@ class PipelineModule(RunFigures):
                 fill_attributes(options.root, options.loss_fn, undo=undo)
             self._building = Building(options, make_layout, world=world, guard=guard)
             if edits is not None and self._building.pipeline is None:
-                self._building.edits = stack.pop_all(), again
+                building = self._building
+                building.around = UntilBuilt(stack.pop_all(), again, lambda: building.pipeline is not None)
             undo.pop_all()
 
     @property
@@ -327,7 +328,7 @@ class PipelineModule(RunFigures):
             self._building.options.require_optimizer()
             self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
-            return self._building.step_of(self._training_for(given))(given)
+            return self._building.life.step_of(self._training_for(given))(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
@@ -343,7 +344,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs_and_target, keywords)
-            return self._building.outlasting(lambda: self._evaluation_for(given).step(given))
+            return self._building.life.outlasting(lambda: self._evaluation_for(given).step(given))
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
@@ -353,7 +354,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs, keywords, has_target=False)
-            return self._building.outlasting(lambda: self._evaluation_for(given).predict(given))
+            return self._building.life.outlasting(lambda: self._evaluation_for(given).predict(given))
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
@@ -411,7 +412,7 @@ class PipelineModule(RunFigures):
         """
         fills = self._building.built("fill").training.fills
         fills.require(self.device)
-        self._building.refuse_reroute("fill(...)", instead='expected on_failure="stop"')
+        self._building.life.refuse("fill(...)", instead='expected on_failure="stop"')
         if self._building.is_closed:
             raise PipelineError("this pipeline has ended: expected fill(...) before close()")
         return fills.add(work, name=name, seconds=seconds)
@@ -425,7 +426,7 @@ class PipelineModule(RunFigures):
         forwards have collectives in them.
         """
         with self._building.alone():
-            self._building.refuse_reroute("fill_eval(...)", instead="expected eval_step(...)")
+            self._building.life.refuse("fill_eval(...)", instead="expected eval_step(...)")
             given = self._given(inputs_and_target, keywords)
             return self._evaluation_for(given).in_waits(given)
 

@@ -219,7 +219,7 @@ class RunFigures:
         def whole() -> dict[str, Any]:
             return self._building.built("parameters and state").state.full_state_dict()
 
-        return self._building.outlasting(whole)
+        return self._building.life.outlasting(whole)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
@@ -243,7 +243,7 @@ class RunFigures:
         Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks do not share.
         """
         run, place = self._building, _path(folder)
-        return run.outlasting(lambda: run.built("parameters and state").state.save(place, loader))
+        return run.life.outlasting(lambda: run.built("parameters and state").state.save(place, loader))
 
     def checkpointer(
         self,
@@ -271,7 +271,7 @@ class RunFigures:
         """
         check_options(every, overhead)
         option("copies", copies, one_of(("thread", "waits")))
-        self._building.refuse_reroute("a checkpointer", instead="expected save(folder) between two steps")
+        self._building.life.refuse("a checkpointer", instead="expected save(folder) between two steps")
         return Checkpointer(
             _path(folder),
             self._building.built("a checkpointer").state,

@@ -171,6 +171,7 @@ _NAMES = {
     "pipe.shards.tensor_group": "TensorGroup",
     "pipe.shards.tensor_option": "TensorParallelLike peers_in_parts read_tensor_parallel",
     "pipe.run.budget": "Budgets HeldMoments fit least",
+    "pipe.reroute": "Rerouted",
     "pipe.run.engine": "Engine RankMachine Wait",
     "pipe.run.fills": "Fills",
     "pipe.figures.memory": "parts_at_peak",
