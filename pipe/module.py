@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from ..comm import Guard, PipelineError, make_guard
 from ..partition.deferred.filling import fill_attributes
+from ..partition.model.forms import Arguments
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
@@ -243,6 +244,10 @@ class PipelineModule(RunFigures):
             given = self._given(inputs_and_target, keywords)
             self._building.built_for(given, evaluates=True)
 
+    def read(self, *inputs: Any, **keywords: Any) -> Arguments:
+        """The arguments that the model's forward is called with for these inputs, as `predict` takes them."""
+        return self._calls.inputs(inputs, keywords).arguments
+
     def loader(
         self,
         dataset: Dataset[Any],
@@ -336,6 +341,11 @@ class PipelineModule(RunFigures):
             self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
             return self._training_for(given).accumulate(given)
+
+    def verify_if_due(self, *inputs_and_target: Any, **keywords: Any) -> None:
+        """`verify` with this batch, which is not trained on yet, if `verify=` says so of the next one. Collective."""
+        if self._until_verified <= 0:
+            self._training_for(self._given(inputs_and_target, keywords))
 
     def eval_step(self, *inputs_and_target: Any, **keywords: Any) -> EvalResult:
         """Forwards alone, in evaluation mode, of a batch as for `train_step`; without a loss_fn there is no target.

@@ -20,6 +20,7 @@ from ..building import Building
 from ..checkpoint.checkpointer import Checkpointer, CheckpointRecord, CopiedBy, Every, check_options
 from ..checkpoint.persist import SaveResult
 from ..checkpoint.snapshot import HasState
+from ..context import Layout
 from ..telling import tell
 from ..update.local import Averaging, LocalUpdate
 from .memory import ActionMemory, stage_bytes, watch
@@ -40,6 +41,21 @@ class RunFigures:
     def plan(self) -> Plan | None:
         """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
         return None if self._building.layout is None else self._building.layout.plan
+
+    @property
+    def layout(self) -> Layout | None:
+        """The schedule and what each of its ranks does; None before schedule="auto" has decided."""
+        return self._building.layout
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Number of this process's data replica, and how many there are."""
+        return self._building.replica
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the stages are: for `example_inputs`, by `build`, or for the first batch."""
+        return self._building.pipeline is not None
 
     def explain(self) -> str:
         """Units of each stage that run again, and under a memory budget why. Collective over the processes."""
