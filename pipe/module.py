@@ -22,7 +22,6 @@ from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
-from .batch.shared import share_on_host
 from .building import Building, meet
 from .checkpoint.weights import take_weights
 from .context import choose_layout
@@ -297,16 +296,13 @@ class PipelineModule(RunFigures):
             remainder=remainder,
         )
         run = self._building
-        return ReplicaLoader(
-            dataset,
-            batches,
-            is_idle=lambda: run.reads_nothing,
-            same_shapes=same_shapes,
-            waiting=run.waiting_for_data,
-            share=None if shared is None else share_on_host(run.decided().place, timeout=run.options.timeout),
-            cache=cache,
-            **options,
-        )
+        options |= {"is_idle": lambda: run.reads_nothing, "waiting": run.waiting_for_data, "same_shapes": same_shapes}
+        if shared is None:
+            return ReplicaLoader(dataset, batches, **options)
+        from .batch.shared import SharedLoader, share_on_host
+
+        share = share_on_host(run.decided().place, timeout=run.options.timeout)
+        return SharedLoader(dataset, batches, share=share, cache=cache, **options)
 
     # Training
 

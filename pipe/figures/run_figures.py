@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from ..context import Layout
 from ..telling import tell
 from ..update.local import Averaging, LocalUpdate
 from .memory import ActionMemory, stage_bytes, watch
-from .tracer import TraceEvery, Tracer, check_every
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
 
 
 class RunFigures:
@@ -193,7 +195,7 @@ class RunFigures:
         if self._building.pipeline is not None:
             self._building.pipeline.measurement.forget()
 
-    def tracer(self, folder: str | os.PathLike[str], *, every: TraceEvery = "auto") -> Tracer:
+    def tracer(self, folder: str | os.PathLike[str], *, every: int | Literal["auto"] = "auto") -> Tracer:
         """Writes some steps to trace files, each process to its own: call its `step()` behind each `train_step`.
 
         `stagewright timeline folder` draws them. No step waits for another process or gathers anything; `close()` does,
@@ -204,6 +206,8 @@ class RunFigures:
             every: steps from one that is traced to the next, from step 3 on; "auto": 20, and twice as many after each
                 eight; 0: none. The last step is always traced.
         """
+        from .tracer import Tracer, check_every
+
         check_every(every)
         return Tracer(Path(folder), self._building.built("a tracer"), every=every)
 

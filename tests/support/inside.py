@@ -148,7 +148,7 @@ _NAMES = {
     "pipe.batch.checksum": "UNKNOWN checksum",
     "pipe.settings.given": "CallReader Given",
     "pipe.batch.loader": "Draw Remainder ReplicaBatches ReplicaLoader",
-    "pipe.batch.shared": "HostShare keep_sample kept_sample",
+    "pipe.batch.shared": "HostShare SharedLoader keep_sample kept_sample",
     "pipe.context": "layout_of_plan",
     "pipe.checkpoint.checkpointer": "Checkpointer CheckpointRecord Cost FIRST Interval _StepClock",
     "pipe.checkpoint.files": "OwnCheckpoints",
