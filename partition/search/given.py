@@ -21,9 +21,10 @@ from ..solve.antichains import MAX_CUTS
 from ..stage_cost import OFFLOAD, count_again, kind_of
 from ..strict import count, fail
 from ..topology import Topology
+from .arguments import SLICED
 from .evaluate import Ends, MisfitError, PlanEvaluator
 from .model import Model
-from .plan import SLICED, models_of, norm_seconds
+from .plan import models_of, norm_seconds
 from .result import as_plan, label
 from .source import MeasuredProfiles, ProfileSource, as_source, difference
 from .space import Configuration
