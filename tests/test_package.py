@@ -36,7 +36,7 @@ TORCH_HALF = {("partition", "deferred"), ("partition", "model"), ("partition", "
 LATE = {("schedules/ir.py", "schedules/text.py")}
 EXPLORER = ROOT / "viz" / "explorer"
 # Things that show themselves load the views when they do, against the arrows.
-LATE_ARROWS = {("partition/plans/shown.py", "viz")}
+LATE_ARROWS = {("partition/plans/as_schedule.py", "viz")}
 FOLDERS_WITHOUT_CIRCLES = ("schedules", "partition", "comm", "viz", "pipe", "experiments", "integrations")
 FILES = sorted(path.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py"))
 
