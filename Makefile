@@ -7,7 +7,7 @@ ARGS ?=
 # Relative paths only, so that the folder of the clone may have any name.
 BIN := .venv/bin
 READY := .venv/ready
-PACKAGES := schedules partition comm pipe viz experiments integrations
+PACKAGES := schedules partition comm pipe viz cli experiments integrations
 
 .DEFAULT_GOAL := help
 # The tests start hundreds of processes: where no bytecode may be written, each of them would compile this package again,

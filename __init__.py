@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-_FOLDERS = ("comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
+_FOLDERS = ("cli", "comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
 
 
 def __getattr__(name: str) -> Any:

@@ -91,7 +91,7 @@ class Membership:
         if os.environ.get(JUDGED) is None:
             raise ValueError(
                 'mesh=Mesh(on_failure="reroute") in processes whose launcher ends all of them with the first, as '
-                "torchrun does: expected stagewright.experiments.launcher.launch([...], num_ranks=N), which lets the "
+                "torchrun does: expected stagewright.cli.launcher.launch([...], num_ranks=N), which lets the "
                 'others go on, or on_failure="stop"'
             )
         self._store = sealed(

@@ -1,1 +1,1 @@
-"""The training command, its model and its corpus."""
+"""Experiments that anyone can run again: what they run, on which nodes, and their results."""

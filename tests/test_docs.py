@@ -31,9 +31,9 @@ FILES = {  # that commands take for granted
     "def few(action, so_far): return action.op != 'F' or so_far.in_flight < 2",
 }
 OPTIONS = {
-    "train": "training.options.TrainOptions",
-    "profile": "commands.profile.ProfileOptions",
-    "plan --check": "commands.plan_check.CheckOptions",
+    "train": "cli.train.options.TrainOptions",
+    "profile": "cli.commands.profile.ProfileOptions",
+    "plan --check": "cli.commands.plan_check.CheckOptions",
 }
 
 
@@ -94,7 +94,7 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         import tyro
 
         module, _, name = read_by.rpartition(".")
-        options = tyro.cli(getattr(importlib.import_module(f"stagewright.experiments.{module}"), name), args=words[1:])
+        options = tyro.cli(getattr(importlib.import_module(f"stagewright.{module}"), name), args=words[1:])
         if command != "plan":
             options.check()
 

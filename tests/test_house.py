@@ -16,18 +16,19 @@ import stagewright
 
 ROOT = Path(stagewright.__file__).parent
 LIBRARY = ("schedules", "partition", "pipe", "comm", "viz")
+TOOLS = ("cli", "experiments")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 69_875,
-    "library code lines": 49_190,
-    "experiments lines": 18_850,
-    "library files": 333,
-    "library classes": 577,
-    "annotated fields": 1_483,
+    "library lines": 69_234,
+    "library code lines": 48_752,
+    "tools lines": 19_482,
+    "library files": 332,
+    "library classes": 569,
+    "annotated fields": 1_444,
     "functions above 60 lines": 0,
     "functions above 8 parameters": 3,
-    "modules with one importer": 24,
+    "modules with one importer": 22,
     "circles of folders": 0,
     "class names twice": 0,
 }
@@ -86,7 +87,7 @@ def functions(sources: list[Source]) -> Iterator[tuple[int, int]]:
 
 
 def counts() -> dict[str, int]:
-    paths = [path for folder in (*LIBRARY, "experiments") for path in (ROOT / folder).rglob("*.py")]
+    paths = [path for folder in (*LIBRARY, *TOOLS) for path in (ROOT / folder).rglob("*.py")]
     sources = [Source(path) for path in sorted([*ROOT.glob("*.py"), *paths])]
     library = [source for source in sources if source.is_library]
     classes = [node for source in library for node in source.nodes if isinstance(node, ast.ClassDef)]
@@ -103,7 +104,7 @@ def counts() -> dict[str, int]:
     return {
         "library lines": sum(source.text.count("\n") for source in library),
         "library code lines": sum(source.num_code_lines() for source in library),
-        "experiments lines": sum(source.text.count("\n") for source in sources if source.folder.startswith("exp")),
+        "tools lines": sum(source.text.count("\n") for source in sources if source.name.startswith(TOOLS)),
         "library files": len(library),
         "library classes": len(classes),
         "annotated fields": sum(isinstance(line, ast.AnnAssign) for one in classes for line in one.body),

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ..host import free_ports, package_versions
+from ...cli.host import free_ports, package_versions
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-_ROOMS = ("schedules", "partition", "comm", "pipe", "viz", "experiments")
+_ROOMS = ("schedules", "partition", "comm", "pipe", "viz", "cli", "experiments")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

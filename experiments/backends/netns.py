@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 
-from ..launcher import sigterm_as_interrupt
+from ...cli.launcher import sigterm_as_interrupt
 from .namespaces import links
 from .namespaces.cpu_share import remove_leftovers, shares, why_no_share
 from .namespaces.needs import has_netem, what_is_missing, why_no_wire

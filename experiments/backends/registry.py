@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ..options import check_known
+from ...cli.options import check_known
 from .records import Backend
 
 Say = Callable[[str], None]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..launcher import sigterm_as_interrupt
+from ...cli.launcher import sigterm_as_interrupt
 from .local import refuse_shape
 from .node import TIMED_OUT, TOKEN, UNAVAILABLE
 from .records import Nodes, Outcome, Work

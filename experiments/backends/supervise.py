@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ... import __version__
-from ..launcher import sigterm_as_interrupt
+from ...cli.launcher import sigterm_as_interrupt
 from .facts import NodeFacts, code_digest, differences
 from .node import TIMED_OUT, TOKEN, UNAVAILABLE, Order
 from .preflight import Meeting

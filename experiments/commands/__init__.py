@@ -1,1 +1,1 @@
-"""The commands that need no model: a file each."""
+"""The commands that run experiments: a file each."""

@@ -19,8 +19,11 @@ from statistics import median
 from typing import Any
 
 from ... import __version__
+from ...cli.host import num_cores, processor
+from ...cli.launcher import launch
+from ...cli.options import check_known, read
+from ...cli.tables import table
 from ..backends.records import Nodes, Outcome, Work
-from ..host import num_cores, processor
 from ..jobs.declaration import Declaration, Part, find_declaration
 from ..jobs.figure import Figure, Judged, Spread, Target, read_figures
 from ..jobs.job import Job, jobs_of
@@ -28,10 +31,7 @@ from ..jobs.report import write_report
 from ..jobs.results import gather
 from ..jobs.runner import JobProgress, alone, intend, run_jobs
 from ..jobs.status import State
-from ..launcher import launch
-from ..options import check_known, read
 from ..works.suite import PARTS, told
-from .tables import table
 
 CASES = {
     "overhead-1f1b": "step time at no compute, 1F1B: at most 1.1 of torch's",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tyro
 
+from ...cli.options import check_known, plain_help, read
 from ...partition import quantities
 from ...schedules.wording import count, duration, wrapped
 from ..backends.registry import BACKENDS, Access, backend
@@ -23,7 +24,6 @@ from ..jobs.results import Results, gather
 from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
 from ..jobs.status import State, Status
 from ..jobs.validate import check_code, check_layout
-from ..options import check_known, plain_help, read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

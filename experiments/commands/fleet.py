@@ -17,14 +17,14 @@ from typing import Annotated, Any
 
 import tyro
 
+from ...cli.options import plain_help, read
+from ...cli.tables import console, table
 from ...partition import Cluster, DeviceKind, Level, Profile, plan
-from ...partition.fleet.policies import POLICIES, FleetJob
-from ...partition.fleet.rounds import FleetRun, run_fleet
 from ...partition.quantities import bandwidth, size
 from ...partition.strict import Fields, parse_object, read_text
 from ...schedules.wording import duration
-from ..options import plain_help, read
-from .tables import console, table
+from ..fleet.policies import POLICIES, FleetJob
+from ..fleet.rounds import FleetRun, run_fleet
 
 
 @plain_help

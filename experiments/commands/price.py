@@ -17,12 +17,12 @@ from typing import Annotated
 
 import tyro
 
+from ...cli.options import plain_help, read
+from ...cli.tables import console, table
 from ...partition import Plan
-from ...partition.fleet.prices import Charges, PricedPlan, PriceTrace, cheapest, replay
 from ...partition.strict import Fields, parse_object, read_text
 from ...schedules.wording import duration
-from ..options import plain_help, read
-from .tables import console, table
+from ..fleet.prices import Charges, PricedPlan, PriceTrace, cheapest, replay
 
 
 @plain_help

@@ -28,9 +28,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...cli.options import check_known
 from ...partition.strict import Fields, fail, printable
 from ..backends.registry import BACKENDS
-from ..options import check_known
 from .case import Case, grid, wanted
 from .layout import Layout, function_name, names, read_layout
 

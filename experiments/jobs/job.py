@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ...cli.options import check_known
 from ..backends.records import Nodes
-from ..options import check_known
 from .case import NODE_KEYS, Case, Value, shown, wanted
 from .declaration import Declaration, Part
 

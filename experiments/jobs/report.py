@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...cli.train.run_folder import write_whole
 from ...schedules.custom.user_code import load
 from ...schedules.wording import count
 from ...viz.palette import SERIES_HUES
-from ..training.run_folder import write_whole
 from .case import Case
 from .case import shown as shown_value
 from .cells import Cell, cells, markdown

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ...cli.train.run_folder import write_whole
 from ...partition.strict import parse_object, read_text
 from ...schedules.wording import count
-from ..training.run_folder import write_whole
 from .declaration import Declaration
 from .figure import Figure, read_figures, write_figures
 from .job import difference, jobs_of, read_config

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from ...cli.host import num_cores, processor
+from ...cli.progress import Progress
+from ...cli.train.run_folder import write_whole
 from ...schedules.wording import duration
 from ..backends.records import Backend, Work
-from ..host import num_cores, processor
-from ..progress import Progress
-from ..training.run_folder import write_whole
 from .figure import read_figures
 from .job import Job, difference, read_config
 from .status import State, Status, code_version

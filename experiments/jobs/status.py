@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 
 from ... import __version__
-from ..training.run_folder import write_whole
+from ...cli.train.run_folder import write_whole
 
 _ROOT = Path(__file__).parents[2]
-_ROOMS = ("schedules", "partition", "comm", "pipe", "experiments")  # all that figures come from
+_ROOMS = ("schedules", "partition", "comm", "pipe", "cli", "experiments")  # all that figures come from
 
 
 class State(StrEnum):

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from ...cli.launcher import report_to_launcher
 from ...partition.strict import fail, parse_object, read_text
 from ...schedules.custom.user_code import check_call, load
 from ...schedules.wording import duration
-from ..launcher import report_to_launcher
 from .case import Case
 from .figure import Figure
 

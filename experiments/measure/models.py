@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...cli.train.corpus import loss_fn
+from ...cli.train.gpt import GPT, GPTConfig, gpt_stages
 from ..jobs.case import Case
-from ..training.corpus import loss_fn
-from ..training.gpt import GPT, GPTConfig, gpt_stages
 
 TINY_WIDTH = 8
 SPIN = 0.2e-3  # [s] the end of a sleep, which a sleep alone would miss by the timer's slack

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..training.corpus import loss_fn
-from ..training.gpt import Attention, Block, Embedding, GPTConfig, Head
+from ...cli.train.corpus import loss_fn
+from ...cli.train.gpt import Attention, Block, Embedding, GPTConfig, Head
 from .models import WholeProblem, adamw, gpt_problem, image_problem, seeded
 
 _SIZE = GPTConfig(layers=4, width=192, length=64)

@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...cli.train.corpus import loss_fn
+from ...cli.train.gpt import GPT, GPTConfig
 from ...pipe import PipelineModule
 from ...pipe.build import Pipeline
 from ...pipe.update.flush import FlushUpdate
@@ -30,8 +32,6 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated
 from ..measure.models import TINY_WIDTH, SleepingStage, drop_gradients
 from ..measure.timing import compared, in_turn, off, say, timed, typical
-from ..training.corpus import loss_fn
-from ..training.gpt import GPT, GPTConfig
 
 NUM_PIPE, NUM_DATA, NUM_CHUNKS, NUM_MICROBATCHES = 2, 2, 2, 4
 FORWARD, BACKWARD = 0.010, 0.020  # of one stage action [s]

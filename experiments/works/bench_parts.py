@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from ...cli.train.gpt import GPT, Block, GPTConfig
 from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...pipe import PipelineModule
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated
 from ..measure.models import StagesProblem, Workload, drop_gradients, make_problem
 from ..measure.timing import ratios, typical
-from ..training.gpt import GPT, Block, GPTConfig
 
 _RUNS, _WARM_UP = 7, 3  # of a repetition of the halves, and in front of all
 _STEPS = 20  # of one repetition

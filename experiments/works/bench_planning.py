@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from ...cli.host import peak_resident_bytes
 from ...partition import Cluster, Node, Plan, Profile, partition, plan, read_pipedream_profile
 from ...partition.analytic import Transformer, TransformerSource
 from ...partition.analytic.device_model import DeviceModel
 from ...partition.plans.as_text import describe
 from ...schedules import Costs, build, check, simulate
 from ...schedules.wording import size
-from ..host import peak_resident_bytes
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 

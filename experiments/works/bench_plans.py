@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...cli.host import MemoryMeter
+from ...cli.train.gpt import GPTConfig
 from ...partition import Cluster, Node, Profile, partition, plan
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
 from ...partition.profiler import profile_model
 from ...schedules import Op, simulate
 from ...schedules.wording import size
-from ..host import MemoryMeter
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 from ..measure.models import (
@@ -48,7 +49,6 @@ from ..measure.sides import TIMEOUT, DataParallelSide, OurSide, Side, TorchSide,
 from ..measure.sleeping import SleepingPipe
 from ..measure.suite import layered
 from ..measure.timing import compared, in_turn, median_of, off, say, timed, typical
-from ..training.gpt import GPTConfig
 from .zero_bubble import THEIRS
 
 _WARM_UP_STEPS = 2

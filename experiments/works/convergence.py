@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
+from ...cli.train.corpus import Corpus, TokenBatch, load_corpus, loss_fn
+from ...cli.train.gpt import GPT, GPTConfig
+from ...cli.train.recipe import MOMENTUM, NESTEROV, learning_rate_curve, make_optimizer
 from ...pipe import Asynchronous, ErrorFeedback, PipelineModule
 from ...schedules import Schedule, build
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
-from ..training.corpus import Corpus, TokenBatch, load_corpus, loss_fn
-from ..training.gpt import GPT, GPTConfig
-from ..training.recipe import MOMENTUM, NESTEROV, learning_rate_curve, make_optimizer
 
 SCHEDULES = ("1f1b", "2bw", "pipedream", "paci")
 OPTIMIZERS = ("adamw", "nadam", "muon")

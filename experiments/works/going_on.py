@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
+from ...cli.launcher import launch, report_to_launcher
 from ...schedules import Costs, build, simulate
 from ...schedules.transform import replicate, schedule_without
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, repeated
-from ..launcher import launch, report_to_launcher
 
 _STEPS, _SAVED, _STRUCK = 12, 4, 8  # of a run; behind how many it saves; in which the last rank dies
 _WIDTH, _SAMPLES = 256, 128

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from ...cli.pace import steps_that_follow
 from ...schedules import simulate, simulate_spread
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How
 from ..measure.equal_stages import schedule_of
-from .pace import steps_that_follow
 
 if TYPE_CHECKING:
     from ...pipe import PipelineModule, StepResult
@@ -36,9 +36,9 @@ _WARM_UP = 3  # steps
 
 def measured(case: Case, repetitions: int) -> Iterator[Figure]:
     """The example GPT with AdamW, on all of the case's ranks: `layers`, `width`, `length`, `batch`."""
+    from ...cli.train.gpt import GPTConfig
     from ..measure.models import gpt_problem
     from ..measure.sides import OurSide
-    from ..training.gpt import GPTConfig
 
     size = GPTConfig(layers=case.count("layers"), width=case.count("width"), length=case.count("length"))
     problem = gpt_problem(size, batch=case.count("batch"))

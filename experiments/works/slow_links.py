@@ -19,8 +19,8 @@ from ..jobs.case import Case, wanted
 from ..jobs.figure import Figure, How, repeated
 
 if TYPE_CHECKING:
+    from ...cli.train.corpus import TokenBatch
     from ...pipe import PipelineModule
-    from ..training.corpus import TokenBatch
 
 WAYS = {"exact": None, "packed": "auto"}
 IN_TURN = 5  # steps of one side before the other's turn
@@ -36,8 +36,8 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     """Both sides' seconds, losses and bytes; runs on all ranks. Cases have a `seed`, and `steps`."""
     import torch.distributed as dist
 
+    from ...cli.train.corpus import load_corpus
     from ..measure.timing import timed
-    from ..training.corpus import load_corpus
 
     del repetitions
     corpus, seed, ranks, num_steps = load_corpus(), int(case.number("seed")), case.count("ranks"), case.count("steps")
@@ -89,9 +89,9 @@ def _train(pipe: PipelineModule, batches: Sequence[TokenBatch], losses: list[flo
 def _pipe(seed: int, ranks: int, compress: object) -> PipelineModule:
     import torch
 
+    from ...cli.train.corpus import loss_fn
+    from ...cli.train.gpt import GPT, GPTConfig
     from ...pipe import Mesh, PipelineModule
-    from ..training.corpus import loss_fn
-    from ..training.gpt import GPT, GPTConfig
 
     torch.manual_seed(seed)
     return PipelineModule(

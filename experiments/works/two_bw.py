@@ -100,9 +100,9 @@ def _gains(case: Case, seconds: Mapping[str, Sequence[float]], how: How) -> Iter
 def measured_memory(case: Case, repetitions: int) -> Iterator[Figure]:
     """Peak growth of resident memory over a few steps of a small GPT with AdamW; on both ranks, in fresh processes."""
     del repetitions
+    from ...cli.train.gpt import GPTConfig
     from ..measure.models import gpt_problem
     from ..measure.sides import OurSide
-    from ..training.gpt import GPTConfig
     from .bench_plans import resident_peaks
 
     def side() -> OurSide:

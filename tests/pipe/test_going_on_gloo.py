@@ -230,9 +230,7 @@ def test_in_one_process_it_is_as_ever() -> None:
 
 def test_a_launcher_that_ends_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STAGEWRIGHT_JUDGES_DEATHS", raising=False)
-    with pytest.raises(
-        ValueError, match=re.escape("as torchrun does: expected stagewright.experiments.launcher.launch")
-    ):
+    with pytest.raises(ValueError, match=re.escape("as torchrun does: expected stagewright.cli.launcher.launch")):
         Membership(World(rank=0, size=2), timeout=1.0, made={})
 
 

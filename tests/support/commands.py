@@ -2,7 +2,7 @@
 
 All of it is the command's own code, `python -m MODULE WORDS` of each rank included. Only the launcher is left out: it
 starts an interpreter a rank that loads torch, seconds of a core each. What it does itself is shown in
-experiments/test_launcher.py, and once from end to end in experiments/test_train.py.
+cli/test_launcher.py, and once from end to end in cli/test_train.py.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 from tiers.recorder import current_test, recording
 
-from support.inside import LaunchResult
+from support.inside import LaunchResult, launcher, main
 
 from .hangs import IDLE, Watch, end_with_stacks, write_stacks_when_asked
 from .pool import forking, start_rank
@@ -49,6 +50,20 @@ class ForkedRank(NamedTuple):
     answer: Connection
     store: Any
     log: Path
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """`command("train", "--steps", "5")`: the command line in `tmp_path`, with forked ranks."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "launch", launch_forked)
+
+    def run(*words: str) -> Done:
+        status = main(words)
+        captured = capsys.readouterr()
+        return Done(status=status, stdout=captured.out, stderr=captured.err)
+
+    return run
 
 
 def launch_forked(

@@ -36,7 +36,7 @@ _PRELOADED = [
     "torch.distributed",
     "torch._dynamo",
     "stagewright.pipe",
-    "stagewright.experiments.training.loop",
+    "stagewright.cli.train.loop",
     "pytest",
     "transformers.trainer",
 ]

@@ -1,0 +1,394 @@
+"""`stagewright plan`: which sizes, schedule, microbatch and cuts, and what the runners-up lose.
+
+stagewright plan --profile gpt.json --ranks 4 --batch 64
+stagewright plan --model m.py:make --data m.py:batches --ranks 2 --batch 32
+stagewright plan --profile b1.json b2.json b4.json --cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB --batch 512
+stagewright plan --transformer layers=100,hidden=8192,heads=64,vocabulary=51200,length=2048 --device a100 \\
+    --cluster 128x8:nvlink=300GB/s,infiniband=25GB/s --batch 1536
+stagewright plan --check runs/gpt                         what the plan of a run promised beside what was measured
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from ...partition import Cluster, Plan, Profile, ProfileSource, plan, read_pipedream_profile
+from ...partition.analytic import Transformer, TransformerSource
+from ...partition.analytic.device_model import PRESETS, DeviceModel
+from ...partition.plans.record import Searched
+from ...partition.plans.reorder import reorder
+from ...partition.search import CHUNK_SIZES, SCHEDULES, difference
+from ...schedules.wording import duration, size, wrapped
+from ..options import OwnOptions, check_out, plain_help, read, read_file, read_tensor_parallel, write_out
+from ..train.options import DEFAULT_CLIP
+
+_FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
+_NO_LINKS = (
+    "links: messages and sums take no time (--cluster says what they take; `stagewright profile --links` writes it)"
+)
+_ALONE = (
+    "ranks that share a host slow each other down, which is not in these seconds: `stagewright profile --ranks N` of "
+    "each microbatch size measures on N ranks at once, and `plan --profile FILE...` takes its files"
+)
+DEFAULT_DEVICE = "a100"
+PROFILE_SECONDS = 16.0  # for all microbatch sizes together, tracing apart
+_EVERY = 1.0  # seconds between two lines of progress
+_OPTIONS = {  # as `plan` calls them
+    "global_batch": "--batch",
+    "schedules": "--schedules",
+    "microbatch_sizes": "--microbatches",
+    "pipeline_sizes": "--pipeline",
+    "data_sizes": "--replicas",
+    "tensor_sizes": "--tensor",
+    "chunk_sizes": "--chunks",
+    "recompute": "--recompute",
+    "optimizer_sharding": "--optimizer-sharding",
+    "max_grad_norm": "--clip",
+    "runnable=True": "--runnable",
+    "seconds": "--seconds",
+}
+_FORM = "layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024"
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(OwnOptions):
+    """Plan the training of a profiled model, of your own (profiled here), of PipeDream's profile or a transformer."""
+
+    profile: tuple[Path, ...] = ()
+    """Files of `stagewright profile`, one a microbatch size and tensor size."""
+    pipedream: Path | None = None
+    """A profile as PipeDream writes it; its minibatch counts as one sample."""
+    transformer: str | None = None
+    """A shape, such as layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024."""
+    device: str = DEFAULT_DEVICE
+    """Device of the transformer: a name or the beginning of one (of several the one with the most memory), or the JSON
+    file of a DeviceModel."""
+    cluster: str | None = None
+    """4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (links innermost first), or a JSON file."""
+    ranks: int | None = None
+    """Without --cluster: so many devices on links that cost nothing."""
+    batch: int
+    """Samples of a batch."""
+    memory: str | None = None
+    """Memory of a device, such as 80GB (default: the cluster's, or with --transformer the device's)."""
+    schedules: tuple[str, ...] = SCHEDULES
+    """Schedules to choose from."""
+    microbatches: tuple[int, ...] | None = None
+    """Microbatch sizes to choose from (default: all that are known and divide the batch)."""
+    pipeline: tuple[int, ...] | None = None
+    """Pipeline sizes to choose from."""
+    replicas: tuple[int, ...] | None = None
+    """Numbers of replicas to choose from."""
+    tensor: tuple[int, ...] | None = None
+    """Tensor-parallel sizes to choose from (default: those of the profiles; with --model 1)."""
+    tensor_parallel: str = "auto"
+    """With --model: which module is cut how, auto, or a JSON file of {pattern: column, row or sequence}."""
+    chunks: tuple[int, ...] = CHUNK_SIZES
+    """Stages a rank to choose from, where the schedule has several."""
+    recompute: tuple[Literal["none", "full", "layer", "selective", "keep_less", "offload"], ...] | None = None
+    """Recomputation of a stage to choose from: nothing, the stage as a whole, each of its parts by itself, or in each
+    all but matrix products (default: all that the profiles have figures for)."""
+    optimizer_sharding: tuple[Literal["none", "full"], ...] = ("none", "full")
+    """Sharding of the optimizer's state to choose from."""
+    clip: float | None = None
+    """Largest norm of all gradients, as the run's --clip: ranks wait for it. 0: none (default: as the profiles say,
+    with --model 1)."""
+    runnable: bool = False
+    """Only what `stagewright train --plan` executes."""
+    seconds: float | None = None
+    """Search no longer than this, or until something is found (default: until nothing left can be faster)."""
+    order_seconds: float = 0.0
+    """Look so long for a better order of the plan's work, in no more memory (default: the schedule's own)."""
+    out: Path | None = None
+    """Write the plan to this file, as JSON."""
+    json: bool = False
+    """Print the plan as JSON and no tables."""
+    check: tuple[str, ...] = ()
+    """A run: show by cause what its plan promised and what was measured (`stagewright plan --check RUN --help`)."""
+
+
+def run(argv: Sequence[str]) -> int:
+    if any(word.partition("=")[0] == "--check" for word in argv):
+        from . import plan_check
+
+        return plan_check.run(argv)
+    options = read(PlanOptions, argv, "plan")
+    options.check_own({})
+    if not 0 <= options.order_seconds < math.inf:
+        raise ValueError(f"--order-seconds {options.order_seconds}: expected seconds, at least 0")
+    cluster = _cluster(options)
+    source, default_memory = _source(options, cluster)
+    if isinstance(source, TransformerSource):
+        cluster = source.device.reached(cluster)
+    limit = _memory(options.memory) if options.memory is not None else None
+    if limit is None and all(kind.memory_bytes is None for kind in cluster.used_kinds):
+        limit = default_memory
+    if options.out is not None:
+        check_out("--out", options.out)
+    started = time.perf_counter()
+    try:
+        found = _planned(options, source, cluster, limit)
+    except ValueError as error:
+        raise ValueError(as_typed(str(error))) from None
+    if options.order_seconds:
+        found = reorder(found, _profile_of(found, source), seconds=options.order_seconds)
+    taken = f"planned in {duration(time.perf_counter() - started)}"
+    if options.out is not None:
+        write_out(options.out, found.to_json())
+    lines = [*_origin(options, source, cluster, limit), *_norm(options, source, found), taken]
+    _print(found, "\n".join(lines), as_json=options.json)
+    return 0
+
+
+def _origin(
+    options: PlanOptions, source: list[Profile] | ProfileSource, cluster: Cluster, limit: float | None
+) -> Iterator[str]:
+    """Where seconds, bytes and the memory of a device are from, and how to give others."""
+    if isinstance(source, TransformerSource):
+        others = "a name, such as v100, or the JSON file of a DeviceModel"
+        seconds = f"formulas on the device {source.device.name} (--device gives another: {others})"
+    elif options.pipedream is not None:
+        seconds = f"PipeDream's profile {options.pipedream}"
+    elif options.profile:
+        files = ", ".join(map(str, options.profile))
+        seconds = f"{files}, as measured (`stagewright profile` measures anew)"
+    else:
+        seconds = "the model, profiled here just now in one process, with the host to itself"
+    sizes = {limit} if limit is not None else {kind.memory_bytes for kind in cluster.used_kinds}
+    known = sorted(each for each in sizes if each is not None)
+    if not known:
+        memory = "no limit is known (--memory 80GB gives one)"
+    else:
+        memory = f"{' to '.join(map(size, dict.fromkeys((known[0], known[-1]))))} (--memory gives another)"
+    yield f"seconds and bytes: {seconds}"
+    if options.model is not None and cluster.num_devices > 1:
+        yield _ALONE
+    if options.cluster is None:
+        yield _NO_LINKS
+    yield f"memory of a device: {memory}"
+
+
+def _norm(options: PlanOptions, source: list[Profile] | ProfileSource, found: Plan) -> Iterator[str]:
+    """Whether ranks wait for the norm of all gradients, and who says so."""
+    measured = {each.max_grad_norm for each in source} if isinstance(source, list) else set()
+    known = next(iter(measured), None)
+    if known is None and options.clip is None:
+        yield f"norm of gradients: ranks wait for none (--clip {DEFAULT_CLIP:g}, as `stagewright train` has it)"
+    elif found.costs.norm is not None:
+        yield f"norm of gradients: ranks wait {duration(found.costs.norm)} for it (--clip 0: none)"
+    if known is not None and options.clip is not None and bool(known) != bool(options.clip):
+        with_it = "with" if known else "without"
+        yield (
+            f"--clip {options.clip:g}: the update's seconds are {with_it} clipping all the same: `stagewright profile "
+            f"--clip {options.clip:g}` measures them"
+        )
+
+
+def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile | None:
+    """The profile that the plan was made from, where it is one of several given ones."""
+    if not isinstance(source, list):
+        return None
+    return next((each for each in source if each.microbatch_size == found.microbatch_size), None)
+
+
+def _planned(
+    options: PlanOptions, source: Sequence[Profile] | ProfileSource, cluster: Cluster, memory_limit: float | None
+) -> Plan:
+    return plan(
+        source,
+        cluster,
+        global_batch=options.batch,
+        memory_limit=memory_limit,
+        schedules=options.schedules,
+        microbatch_sizes=options.microbatches,
+        pipeline_sizes=options.pipeline,
+        data_sizes=options.replicas,
+        tensor_sizes=options.tensor,
+        chunk_sizes=options.chunks,
+        recompute=options.recompute,
+        optimizer_sharding=options.optimizer_sharding,
+        runnable=options.runnable,
+        seconds=options.seconds,
+        max_grad_norm=options.clip,
+        progress=_Reporter(),
+    )
+
+
+def as_typed(message: str) -> str:
+    """The message of `plan` with its arguments as the options that set them.
+
+    >>> as_typed("chunk_sizes: 1: expected at least 2")
+    '--chunks 1: expected at least 2'
+    """
+    message = re.sub("^unknown schedule", "--schedules: unknown schedule", message)
+    for name, option in _OPTIONS.items():
+        message = re.sub(rf"\b{name}: (?=-?\d)|\b{name}=\b", f"{option} ", message)
+        message = re.sub(rf"\b{name}(?=[:=])|\b{name}$|(?<=with ){name}\b", option, message)
+    return message
+
+
+def _print(found: Plan, taken: str, *, as_json: bool) -> None:
+    if as_json:
+        print(found.to_json())
+        print(taken, file=sys.stderr)
+    else:
+        print(found.explain())
+        print(wrapped(taken))
+
+
+class _Reporter:
+    """A line on stderr every second or so: how far the search is."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def __call__(self, searched: Searched, best: float | None) -> None:
+        now = time.perf_counter()
+        if now - self.last < _EVERY:
+            return
+        self.last = now
+        known = "" if best is None else f", best so far {duration(best)} a batch"
+        print(
+            f"planning: {searched.considered:,} configurations, {searched.cut:,} cut, "
+            f"{searched.simulated:,} simulated{known}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _cluster(options: PlanOptions) -> Cluster:
+    text = options.cluster
+    if text is None:
+        if options.ranks is None:
+            raise ValueError(
+                "a plan needs devices: expected --cluster FILE.json (`stagewright profile --links` writes one), "
+                "--cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB, or --ranks 4 with links that take no time"
+            )
+        if options.ranks < 1:
+            raise ValueError(f"--ranks {options.ranks}: expected at least 1")
+        return Cluster.from_levels([(options.ranks, _FREE)])
+    cluster = read_file(Path(text), Cluster.load) if text.endswith(".json") else Cluster.parse(text)
+    if options.ranks not in (None, cluster.num_devices):
+        raise ValueError(
+            f"--ranks {options.ranks} with a cluster of {cluster.num_devices} devices: leave --ranks away, or give a "
+            f"cluster of {options.ranks}"
+        )
+    return cluster
+
+
+def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | ProfileSource, float | None]:
+    """Source of the profiles, and the memory of their device [bytes] where that is known."""
+    given = [name for name in ("profile", "model", "pipedream", "transformer") if getattr(options, name)]
+    if len(given) != 1:
+        raise ValueError(
+            f"{' and '.join(f'--{name}' for name in given) or 'no model'}: expected one of --profile FILE, --model "
+            f"FUNCTION, --pipedream FILE, or --transformer {_FORM}"
+        )
+    if options.device != DEFAULT_DEVICE and options.transformer is None:
+        raise ValueError(
+            f"--device {options.device} beside --{given[0]}: leave it away, it is the device of --transformer"
+        )
+    if options.model is not None:
+        return _profiled(options, cluster), None
+    if options.transformer is not None:
+        device = _device(options.device)
+        shape = _transformer(options.transformer)
+        return TransformerSource(transformer=shape, device=device, cluster=cluster), device.memory_bytes
+    if options.pipedream is not None:
+        return [read_file(options.pipedream, read_pipedream_profile)], None
+    profiles: dict[tuple[int, int], Profile] = {}
+    for path in options.profile:
+        profile = _profile(path)
+        size = profile.microbatch_size
+        if size is None:
+            if len(options.profile) == 1:
+                return [profile], None
+            raise ValueError(f"{path}: microbatch_size: missing: expected it where there are several profiles")
+        if (size, profile.tensor) in profiles:
+            over = f" over {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
+            raise ValueError(f"{path}: a second profile of microbatches of {size}{over}: expected one a size")
+        profiles[size, profile.tensor] = profile
+        differs = difference(next(iter(profiles.values())), profile)
+        if differs is not None:
+            raise ValueError(
+                f"{options.profile[0]} and {path}: {differs}: expected profiles of one model, device and type"
+            )
+    return list(profiles.values()), None
+
+
+def _profiled(options: PlanOptions, cluster: Cluster) -> list[Profile]:
+    """The user's model, measured here in microbatches and over tensor ranks of the sizes to choose from."""
+    from ...pipe.auto.layout import sizes_to_profile
+    from ..own_profile import profile_own
+
+    sizes = options.microbatches or sizes_to_profile(options.batch, cluster.num_devices)
+    return profile_own(
+        options,
+        sizes,
+        batch_size=options.batch,
+        seconds=PROFILE_SECONDS,
+        split_backward=False,
+        max_grad_norm=DEFAULT_CLIP if options.clip is None else options.clip,
+        tensor_sizes=options.tensor or (1,),
+        tensor_parallel=read_tensor_parallel(options.tensor_parallel),
+    )
+
+
+def _profile(path: Path) -> Profile:
+    try:
+        return read_file(path, Profile.load)
+    except ValueError as error:
+        if path.suffix != ".txt":
+            raise
+        raise ValueError(f"{error}; PipeDream's text is read with --pipedream {path}") from None
+
+
+def _device(name: str) -> DeviceModel:
+    if name.endswith(".json"):
+        if not Path(name).exists():
+            expected = "expected what `DeviceModel.to_json` writes, or a name such as a100"
+            raise ValueError(f"--device {name}: no such file: {expected}")
+        return read_file(Path(name), DeviceModel.load)
+    near = [each for each in PRESETS if name and each.name.lower().startswith(name.lower())]
+    try:
+        return max(near, key=lambda each: each.memory_bytes) if near else DeviceModel.preset(name)
+    except ValueError as error:
+        raise ValueError(f"--device takes a name or a .json file: {error}") from None
+
+
+def _transformer(text: str) -> Transformer:
+    """Read `layers=24,hidden=1024,...`: the arguments of Transformer."""
+    known = {field.name: field.type for field in fields(Transformer)}
+    values: dict[str, object] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in known or name in values:
+            raise ValueError(
+                f"--transformer: {part!r}: expected name=value, each of {', '.join(known)} once at most, as in {_FORM}"
+            )
+        written = str(known[name]).removesuffix(" | None")
+        kind = float if written == "float" else int if written == "int" else str
+        try:
+            values[name] = kind(value)
+        except ValueError:
+            what = "a number" if kind is float else "a whole number"
+            raise ValueError(f"--transformer: {name}={value}: expected {what}") from None
+    missing = [name for name in ("layers", "hidden", "heads", "vocabulary", "length") if name not in values]
+    if missing:
+        raise ValueError(f"--transformer {text}: {', '.join(missing)} missing: expected all of {_FORM}")
+    return Transformer(**values)  # type: ignore[arg-type]
+
+
+def _memory(text: str) -> float | None:
+    try:
+        return Cluster.parse(f"1:link=1GB/s:{text}").kinds[0].memory_bytes
+    except ValueError:
+        raise ValueError(f"--memory {text!r}: expected a number above 0 and a unit, such as 80GB or 64GiB") from None

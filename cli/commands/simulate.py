@@ -1,0 +1,215 @@
+"""`stagewright simulate interleaved --ranks 4 --microbatches 8`: its cost, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from ...schedules import (
+    Costs,
+    Schedule,
+    Spread,
+    Timeline,
+    attribute_idle,
+    ideal_makespan,
+    lower_bound,
+    simulate,
+    simulate_spread,
+)
+from ...schedules.traces.run_file import NAME, RunFile
+from ...schedules.transform import replicate, schedule_without
+from ...schedules.wording import count, duration, wrapped
+from ..options import plain_help, read
+from .schedule_options import NAME_HELP, CostOptions
+from .synthesis import SynthesisOptions, made_or_found
+
+if TYPE_CHECKING:
+    from ...schedules.search.portfolio import Synthesis
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions(SynthesisOptions):
+    """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one a stage."""
+
+    schedule: Annotated[tyro.conf.Positional[str | None], NAME_HELP] = None
+    csv: str | None = None
+    """The schedule's file, in place of its name."""
+    data: int = 1
+    """D, pipelines side by side: rank r of each becomes the ranks rD .. rD+D-1."""
+    without: tuple[int, ...] = ()
+    """Ranks that died: their microbatches go to the other replicas of their stages (`Mesh(on_failure="reroute")`)."""
+    spread: str | None = None
+    """How durations vary: half their interquartile range over the median (0.05), a run's folder that measured it, or a
+    Spread's JSON file. Then the median and the range of many simulated steps are printed, too."""
+    following: int = 0
+    """Simulate the N steps after the last that the run of --spread measured, not steps like those: the pace wanders."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSummary:
+    """Answer of `stagewright simulate`; times in the unit of the costs.
+
+    Where batches overlap (`streams`), the bubbles and `batch_seconds` are those of the steady state, all else is of the
+    whole program of `num_batches`, its warm-up and drain included. `sampled_seconds` and `sampled_range` are the median
+    of steps whose durations vary, from batch to batch, and where 90% of them lie; None without --spread.
+    """
+
+    schedule: str
+    num_ranks: int
+    num_chunks: int
+    num_stages: int
+    num_microbatches: int
+    num_batches: int
+    streams: bool
+    makespan: float
+    batch_seconds: float
+    makespan_bubble: float
+    span_bubble: float
+    bubble: float
+    ideal_makespan: float
+    lower_bound: float
+    peak_activations: list[int]
+    peak_versions: list[int]
+    staleness: list[int]
+    busy: list[float]
+    idle: list[dict[str, float]]
+    sampled_seconds: float | None = None
+    sampled_range: tuple[float, float] | None = None
+
+
+def run(argv: Sequence[str]) -> int:
+    options = read(SimulateOptions, argv, "simulate")
+    schedule, costs, found = _schedule(options)
+    answer = summarise(schedule, costs, simulate(schedule, costs))
+    if options.spread is not None:
+        spread = read_spread(options.spread, schedule)
+        if options.following:
+            spread = _that_follow(spread, schedule, options)
+        sampled = simulate_spread(schedule, costs, spread)
+        answer = replace(answer, sampled_seconds=sampled.median, sampled_range=sampled.range())
+    elif options.following:
+        raise ValueError(f"--following {options.following}: expected --spread and a run that measured steps, too")
+    if options.json:
+        # not asdict: its deep copies are of no use here
+        print(json.dumps({name: getattr(answer, name) for name in SimulationSummary.__slots__}))
+    else:
+        print(table(answer, options) if found is None else wrapped(f"{table(answer, options)}\n\n  {found.summary()}"))
+    return 0
+
+
+def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> SimulationSummary:
+    return SimulationSummary(
+        schedule=schedule.name,
+        num_ranks=schedule.num_ranks,
+        num_chunks=max(map(len, schedule.placement)),
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        num_batches=schedule.num_batches,
+        streams=schedule.is_asynchronous,
+        makespan=timeline.makespan,
+        batch_seconds=timeline.batch_seconds,
+        makespan_bubble=timeline.makespan_bubble,
+        span_bubble=timeline.span_bubble,
+        bubble=timeline.bubble,
+        ideal_makespan=ideal_makespan(schedule, costs),
+        lower_bound=lower_bound(schedule, costs),
+        peak_activations=list(timeline.peak_activations),
+        peak_versions=list(timeline.peak_versions),
+        staleness=list(timeline.staleness),
+        busy=[rank.busy for rank in timeline.ranks],
+        idle=[idle._asdict() for idle in attribute_idle(timeline)],
+    )
+
+
+def read_spread(text: str, schedule: Schedule) -> Spread:
+    """The spread that --spread names; ValueError says what was expected."""
+    try:
+        number = float(text)
+    except ValueError:
+        pass
+    else:
+        return Spread.of_half_ranges([number] * schedule.num_stages)
+    from ..train.run_folder import find_run  # numpy: a simulation without a spread needs none
+
+    path = Path(text)
+    if path.is_file() and path.name != NAME:
+        return Spread.from_json(path.read_text(encoding="utf-8"))
+    try:
+        folder = path.parent if path.is_file() else find_run(path)
+    except ValueError as error:
+        raise ValueError(
+            f"--spread {text}: expected a number such as 0.1, a Spread's JSON file, or a run; {error}"
+        ) from None
+    found = RunFile.read(folder).spread
+    if found is None:
+        raise ValueError(f"--spread {text}: the run measured fewer than ten steps: expected one that measured more")
+    return found
+
+
+def _that_follow(spread: Spread, schedule: Schedule, options: SimulateOptions) -> Spread:
+    from ..pace import steps_that_follow  # numpy, likewise
+
+    if not spread.steps:
+        raise ValueError(
+            f"--following {options.following}: --spread {options.spread} knows nothing of how steps differ: expected a "
+            f"run that measured them"
+        )
+    return steps_that_follow(spread, schedule, options.following)
+
+
+def _schedule(options: SimulateOptions) -> tuple[Schedule, Costs, Synthesis | None]:
+    if (options.schedule is None) == (options.csv is None):
+        raise ValueError(
+            "expected a schedule's name or its file, once, such as `stagewright simulate 1f1b --ranks 4 --microbatches "
+            "8` or `stagewright simulate mine.csv`"
+        )
+    name = str(options.schedule or options.csv)
+    schedule, costs, found = made_or_found(name, options, command=f"simulate {name}")
+    return schedule_without(replicate(schedule, options.data), options.without), costs, found
+
+
+def table(answer: SimulationSummary, options: CostOptions) -> str:
+    """Figures, a row a rank, and what a second stands for where nobody gave any."""
+    batches = f" a batch, {count(answer.num_batches, 'batch')}" if answer.num_batches > 1 else ""
+    # The first and the last batch are not like those between them.
+    steady = "of the steady state" if answer.num_batches > 2 else "of all: give more --batches for a steady state"
+    figures = [
+        ("makespan", f"{duration(answer.makespan):>10}", ""),
+        ("lower bound", f"{duration(answer.lower_bound):>10}", "   no order of this work can beat it"),
+        ("ideal makespan", f"{duration(answer.ideal_makespan):>10}", "   a rank without idle time"),
+        ("makespan bubble", f"{answer.makespan_bubble:10.2%}", ""),
+        ("span bubble", f"{answer.span_bubble:10.2%}", ""),
+    ]
+    if answer.sampled_seconds is not None and answer.sampled_range is not None:
+        low, high = map(duration, answer.sampled_range)
+        median = f"{duration(answer.sampled_seconds):>10}"
+        figures.insert(1, ("predicted", median, f"   median of steps that vary; 90%: {low} .. {high}"))
+    if answer.streams:
+        figures[-2:] = [
+            ("batch seconds", f"{duration(answer.batch_seconds):>10}", f"   from batch to batch {steady}"),
+            ("bubble", f"{answer.bubble:10.2%}", f"   {steady}"),
+        ]
+    lines = [
+        f"{answer.schedule}: {count(answer.num_ranks, 'rank')}, {count(answer.num_chunks, 'chunk')} a rank, "
+        f"{count(answer.num_microbatches, 'microbatch')}{batches} (simulated)",
+        *(f"  {name:<16} {number}{meaning}" for name, number, meaning in figures),
+        "",
+        f"  rank       busy       idle  held{'  versions  staleness' * answer.streams}  largest idle cause",
+    ]
+    for rank, (busy, idle, peak) in enumerate(zip(answer.busy, answer.idle, answer.peak_activations, strict=True)):
+        cause, most = max(idle.items(), key=lambda item: item[1])
+        why = f"{cause.replace('_', ' ')} ({duration(most)})" if most > 0 else "none"
+        weights = f" {answer.peak_versions[rank]:>9} {answer.staleness[rank]:>10}" if answer.streams else ""
+        lines.append(f"  {rank:>4} {duration(busy):>10} {duration(sum(idle.values())):>10} {peak:>5}{weights}  {why}")
+    lines += (
+        [] if options.forward else ["", "  held: activations of stages; 1 s is one forward of a stage (or: --forward)"]
+    )
+    return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""`stagewright timeline RUN_OR_PLAN_OR_SCHEDULE...`: everything that has a time in it, drawn in one way.
+
+stagewright timeline runs/gpt                             beside the run: page, picture, Perfetto trace
+stagewright timeline runs/gpt plan.json -o both.html      several below each other, on one scale
+stagewright timeline rank*.pt.trace.json -o torch.html    traces of others, a file a rank
+stagewright timeline 1f1b zb-h1 --ranks 4 --microbatches 8 -o a.svg --width 7 --font 7 --no-title
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ...schedules.wording import count, duration
+from ...viz import Exhibit, FigureStyle
+from ..options import plain_help, read
+from .exhibits import read_exhibits
+from .outputs import check_output, write_output
+from .schedule_options import CostOptions
+
+_FIRST, _STYLE = "timeline", FigureStyle()
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineOptions(CostOptions):
+    """Draw runs, plans, schedules and traces, one below the other on one scale.
+
+    Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own. Schedules with
+    more stages than others cut the same model: equal work.
+    """
+
+    inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN|SCHEDULE|TRACE")]
+    """Runs (folder or name), plans, schedules (file or name), timelines (JSON), traces (torch.profiler, Perfetto)."""
+    out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
+    """File to write, by its end: .html to look into, .png, .svg, .json for Perfetto (ui.perfetto.dev); may be given
+    several times (default: timeline.html, and beside a run .png and .perfetto.json)."""
+    width: float = _STYLE.width
+    """Width of a picture [inch]."""
+    dpi: float = _STYLE.dpi
+    """Pixels an inch of a PNG."""
+    font: float = _STYLE.font
+    """Size of a picture's words [points]."""
+    no_title: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Leave the title to a paper's caption."""
+    critical_path: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Mark the chain of actions and messages that determines the end."""
+    memory: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Below each timeline of a picture, what each rank holds over time, with peaks and limit."""
+    idle: Literal["cause", "hatch"] = _STYLE.idle
+    """cause: idle time in the hue of its cause. hatch: all alike."""
+    terminal: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Draw in the terminal, and write only what -o asks for; NO_COLOR=1: without colours."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print one JSON object."""
+
+
+def run(argv: Sequence[str]) -> int:
+    options = read(TimelineOptions, argv, "timeline")
+    style = FigureStyle(
+        width=options.width,
+        dpi=options.dpi,
+        font=options.font,
+        title=not options.no_title,
+        idle=options.idle,
+        critical_path=options.critical_path,
+        memory=options.memory,
+    )
+    if options.terminal and options.json:
+        raise ValueError("--terminal beside --json: expected one of them")
+    for path in options.out:
+        check_output(path)
+    exhibits = read_exhibits(options.inputs, options)
+    notes = [note for exhibit in exhibits for note in exhibit.notes] + shape_notes(exhibits)
+    if options.memory:
+        notes += [
+            f"{each.name}: no memory is drawn: nothing says what its stages hold"
+            for each in exhibits
+            if not each.memory
+        ]
+    outputs = list(options.out) or ([] if options.terminal else _usual_outputs(options.inputs))
+    ways = [write_output(exhibits, path, style) for path in outputs]
+    if options.json:
+        print(json.dumps({"written": list(map(str, outputs)), "notes": notes, "exhibits": list(map(_facts, exhibits))}))
+        return 0
+    if options.terminal:
+        from ...viz.terminal import render_terminal
+
+        print(render_terminal(exhibits))
+    for exhibit in () if options.terminal else exhibits:
+        for caption, timeline in exhibit.timelines:
+            taken = f"{duration(timeline.batch_seconds)} a batch, bubble {timeline.bubble:.1%}"
+            if timeline is exhibit.predicted and (sampled := exhibit.sampled) is not None:
+                taken = f"{sampled} a batch, bubble {sampled.bubble:.1%}"
+            print(f"{exhibit.name}, {caption}: {taken}")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    for path, how in zip(outputs, ways, strict=True):
+        print(f"{path}{how}")
+    return 0
+
+
+def shape_notes(exhibits: Sequence[Exhibit]) -> list[str]:
+    """Sentences on timelines whose rows say different things."""
+    notes = []
+    for exhibit in exhibits:
+        shapes = {
+            caption: (t.schedule.num_ranks, t.schedule.num_stages, t.schedule.num_microbatches)
+            for caption, t in exhibit.timelines
+        }
+        if len(set(shapes.values())) > 1:
+            said = " and ".join(
+                f"{c} has {count(r, 'rank')}, {count(s, 'stage')}, {count(m, 'microbatch')}"
+                for c, (r, s, m) in shapes.items()
+            )
+            notes.append(f"{exhibit.name}: {said}: both are drawn, and are not to be compared row by row")
+    return notes
+
+
+def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
+    """Files beside a run that stands alone; else in the current folder."""
+    from ..train.run_folder import RUNS
+
+    ends = [".png", ".perfetto.json", ".html"]
+    for folder in (Path(inputs[0]), RUNS / inputs[0]):
+        if len(inputs) == 1 and folder.is_dir():
+            return [folder / f"{_FIRST}{end}" for end in ends]
+    return [Path(f"{_FIRST}{end}") for end in ends[2:]]
+
+
+def _facts(exhibit: Exhibit) -> dict[str, object]:
+    newest, sampled = exhibit.measured[-1].timeline if exhibit.measured else None, exhibit.sampled
+    found: dict[str, object] = {"name": exhibit.name}
+    for name, timeline in (("predicted", exhibit.predicted), ("measured", newest)):
+        if timeline is not None:
+            figures = {"step_seconds": timeline.batch_seconds, "makespan": timeline.makespan, "bubble": timeline.bubble}
+            varied: dict[str, object] = {}
+            if sampled is not None and name == "predicted":
+                varied = {"step_seconds": sampled.median, "step_range": sampled.range(), "bubble": sampled.bubble}
+            found[name] = figures | varied
+    return found

@@ -1,0 +1,210 @@
+"""Shares of a fleet's devices for each job, as linear programs (Gavel, OSDI 2020).
+
+X[m, k]     part of the time for which job m runs on kind k     sum over k: at most 1
+demand      devices of a job times its parts                    sum over m: at most the devices of that kind
+rate        samples/s of job m: sum over k of throughputs[m, k] X[m, k]
+
+policy        what is best
+max-min       the least rate beside that of an equal split, by weight
+finish-time   the largest (time so far + time left) beside that of an equal split from the start (Themis' rho)
+makespan      all are done as early as can be
+cost          least money for at least the rates of an equal split
+deadline      all deadlines are met for the least money; where they cannot, each as nearly as the next
+
+The first three hand out what they leave over by a second program, at no loss of the first. An equal split gives each
+job the same part, by weight, of each kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog  # type: ignore[import-untyped]
+
+from ...partition.strict import check_figures, count, number, printable
+from ...partition.topology import Floats
+
+POLICIES = ("max-min", "finish-time", "makespan", "cost", "deadline", "equal")
+_HALVINGS = 30  # of the interval in which rho is looked for
+_SLACK = 1e-7  # relative: what a second program may take from the first's result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetJob:
+    """A training job.
+
+    Arguments:
+        name: for people.
+        throughputs: by kind of device, of all its devices together [samples/s]; 0: does not run there.
+        samples: to train on in all.
+        devices: that it takes at once, all of one kind.
+        weight: its part beside the others'.
+        arrival: when it is there [s].
+        deadline: when it is to be done [s]; None: whenever.
+
+    Raises ValueError for figures that are none, and for a job that runs nowhere.
+    """
+
+    name: str
+    throughputs: tuple[float, ...]
+    samples: float
+    devices: int = 1
+    weight: float = 1.0
+    arrival: float = 0.0
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"job {printable('job', self.name)!r}"
+        check_figures(self, where, positive=("samples", "weight", "deadline"))
+        count(f"{where}: devices", self.devices)
+        rates = tuple(number(f"{where}: throughputs[{k}]", rate) for k, rate in enumerate(self.throughputs))
+        object.__setattr__(self, "throughputs", rates)
+        if not any(rates):
+            raise ValueError(f"{where}: throughputs {list(rates)}: expected one above 0, on some kind of device")
+        if self.deadline is not None and self.deadline <= self.arrival:
+            raise ValueError(f"{where}: deadline {self.deadline:g}: expected one behind its arrival, {self.arrival:g}")
+
+
+class Shares:
+    """The programs for jobs on a fleet as it is at one moment.
+
+    Arguments:
+        counts: [K] devices of each kind.
+        prices: [K] of a device [money/s].
+        left: [m] samples that are left; None: all.
+        now: the moment [s].
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[FleetJob],
+        counts: Sequence[int],
+        *,
+        prices: Sequence[float] | None = None,
+        left: Sequence[float] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        for job in jobs:
+            if len(job.throughputs) != len(counts):
+                raise ValueError(
+                    f"job {job.name!r}: {len(job.throughputs)} throughputs for {len(counts)} kinds of devices: "
+                    f"expected one a kind"
+                )
+            if all(rate == 0 or job.devices > have for rate, have in zip(job.throughputs, counts, strict=True)):
+                raise ValueError(
+                    f"job {job.name!r} takes {job.devices} devices of a kind: expected at most {max(counts)}, which "
+                    f"some kind has on which it runs"
+                )
+        self.jobs, self.now = jobs, now
+        self.counts = np.array(counts, dtype=np.float64)
+        self.devices = np.array([job.devices for job in jobs], dtype=np.float64)
+        fits = self.devices[:, None] <= self.counts
+        self.rates = np.array([job.throughputs for job in jobs]) * fits
+        self.weights = np.array([job.weight for job in jobs])
+        self.left = np.array([job.samples for job in jobs] if left is None else left, dtype=np.float64)
+        self.prices = np.array([1.0] * len(counts) if prices is None else prices, dtype=np.float64)
+        self.fits = fits & (self.rates > 0)
+
+    @property
+    def equal(self) -> Floats:
+        """The equal split, by weight."""
+        parts = self.weights[:, None] / self.weights.sum() * self.counts / self.devices[:, None]
+        parts = np.where(self.devices[:, None] <= self.counts, parts, 0.0)
+        return np.asarray(parts / np.maximum(1.0, parts.sum(axis=1, keepdims=True)))
+
+    def rate(self, shares: Floats) -> Floats:
+        """[m] samples/s."""
+        return np.asarray((self.rates * shares).sum(axis=1))
+
+    def of(self, policy: str) -> Floats:
+        """[m, K] the policy's shares. Raises ValueError for another word."""
+        found = self._found(policy)
+        assert found is not None
+        return found
+
+    def _found(self, policy: str) -> Floats | None:
+        match policy:
+            case "max-min":
+                return self._most_of_least(self.rate(self.equal))
+            case "makespan":
+                return self._most_of_least(self.left)
+            case "finish-time":
+                return self._finish_time()
+            case "cost":
+                return self._for_least_money(self.rate(self.equal))
+            case "deadline":
+                return self._deadlines()
+            case "equal":
+                return self.equal
+        raise ValueError(f"policy {policy!r}: expected one of {', '.join(POLICIES)}")
+
+    def _most_of_least(self, wanted: Floats) -> Floats:
+        """The largest z with rate >= z wanted for all; then the most work beside the best kinds'."""
+        size = self.rates.size
+        objective = np.zeros(size + 1)
+        objective[-1] = -1.0
+        found = self._solve(objective, least=(wanted, 0.0), extra=1)
+        assert found is not None
+        return self._rest(wanted * found[-1])
+
+    def _rest(self, least: Floats) -> Floats:
+        """Shares with at least these rates, and otherwise the most work, each job beside its best kind."""
+        gain = -(self.rates / self.rates.max(axis=1, keepdims=True)).ravel()
+        found = self._solve(gain, least=(np.zeros_like(least), least * (1 - _SLACK)))
+        assert found is not None
+        return found.reshape(self.rates.shape)
+
+    def _finish_time(self) -> Floats:
+        """Rho by halving: what each rate must be for a rho is fixed."""
+        spent = np.array([self.now - job.arrival for job in self.jobs])
+        alone = spent + self.left / self.rate(self.equal)
+        low, high = 0.0, 1.0  # the equal split has 1
+        shares = self.equal
+        for _ in range(_HALVINGS):
+            rho = (low + high) / 2
+            time = rho * alone - spent
+            least = np.where(time > 0, self.left / np.maximum(time, 1e-300), math.inf)
+            best = self.rates.max(axis=1)
+            found = None
+            if (least <= best).all():
+                found = self._solve(np.zeros(self.rates.size), least=(np.zeros_like(least), least))
+            if found is None:
+                low = rho
+            else:
+                high, shares = rho, found.reshape(self.rates.shape)
+        return self._rest(self.rate(shares))
+
+    def _deadlines(self) -> Floats:
+        time = np.array([math.inf if job.deadline is None else job.deadline - self.now for job in self.jobs])
+        wanted = np.where(time > 0, self.left / np.maximum(time, 1e-300), 0.0)  # one that is missed waits for the rest
+        shares = self._for_least_money(wanted) if wanted.any() else self._rest(wanted)
+        return self._most_of_least(wanted) if shares is None else shares
+
+    def _for_least_money(self, least: Floats) -> Floats | None:
+        """None: no shares have these rates."""
+        money = (self.prices * self.devices[:, None]).ravel()
+        found = self._solve(money, least=(np.zeros_like(least), least * (1 - _SLACK)))
+        return None if found is None else found.reshape(self.rates.shape)
+
+    def _solve(self, objective: Floats, *, least: tuple[Floats, Floats | float], extra: int = 0) -> Floats | None:
+        """The program's variables; None: no shares have rate >= least[0] z + least[1]. `extra`: 1: z is a variable
+        behind the shares."""
+        jobs, kinds = self.rates.shape
+        size = jobs * kinds
+        rows = np.zeros((jobs + kinds + jobs, size + extra))
+        for m in range(jobs):
+            own = slice(m * kinds, (m + 1) * kinds)
+            rows[m, own] = 1.0
+            rows[jobs + kinds + m, own] = -self.rates[m]
+        for k in range(kinds):
+            rows[jobs + k, k:size:kinds] = self.devices
+        if extra:
+            rows[jobs + kinds :, -1] = least[0]
+        limits = np.concatenate([np.ones(jobs), self.counts, -np.broadcast_to(least[1], (jobs,))])
+        scale = np.maximum(np.abs(rows).max(axis=1), 1e-300)
+        bounds = [(0.0, 1.0 if each else 0.0) for each in self.fits.ravel()] + [(0.0, None)] * extra
+        found = linprog(objective, A_ub=rows / scale[:, None], b_ub=limits / scale, bounds=bounds, method="highs")
+        return np.asarray(found.x) if found.status == 0 else None

@@ -1,0 +1,168 @@
+"""The loss of a model that returns its own: a mean over each microbatch, weighted so that they make the batch's mean.
+
+    loss = sum_k w_k loss_k / sum_k w_k          w_k: over how many items loss_k is a mean
+
+A mean over tokens has as many items as there are labels, and a causal language model, which shifts them by one, has
+none for the first label of a sequence. Equal weights would be wrong as soon as microbatches differ in padding.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...partition.model.batch_dims import parameter_names
+from ...partition.model.forms import Arguments, Form
+from ...partition.model.model_loss import MODEL, mean_of_model, own_loss
+from .given import signature_of
+
+IGNORED = -100  # a label that cross entropy leaves out
+SAMPLES, LABELS, SHIFTED_LABELS = "samples", "labels", "shifted_labels"
+
+LossWeight = str | Callable[..., Any]
+LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
+
+# Names that transformers lists its models under, by how their loss counts.
+_SHIFTING = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",)
+_COUNTING = (
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+)
+
+
+def read_loss_option(
+    loss_fn: Callable[[Any, Any], Any] | str | None, loss_weight: object, model: nn.Module | None
+) -> Callable[[Any, Any], Any] | None:
+    """The loss that `loss_fn=` names; ValueError for another word, and for a weight of what is weighted otherwise."""
+    if isinstance(loss_fn, str):
+        if loss_fn != MODEL:
+            raise ValueError(
+                f"loss_fn={loss_fn!r}: expected a function of (output, target), or {MODEL!r} for a model that returns "
+                f"its own loss"
+            )
+        return ModelLoss(model, loss_weight)
+    if loss_weight is not None:
+        raise ValueError(
+            f"loss_weight={loss_weight!r} without loss_fn={MODEL!r}: expected it for a model that returns its own "
+            f"loss; a loss_fn returns (sum, count) instead"
+        )
+    return loss_fn
+
+
+class ModelLoss:
+    """`loss_fn="model"`: called with a model's output and a weight, returns (weighted loss, weight). `weight`:
+    "samples", "labels", "shifted_labels", a function of the model's arguments, or None: see PipelineModule. Raises
+    ValueError for another weight."""
+
+    def __init__(self, model: nn.Module | None, weight: object) -> None:
+        words = (SAMPLES, LABELS, SHIFTED_LABELS)
+        if weight is not None and weight not in words and not callable(weight):
+            raise ValueError(
+                f"loss_weight={weight!r}: expected one of {', '.join(map(repr, words))}, or a function of the model's "
+                f"arguments that returns over how many items the model's loss is a mean"
+            )
+        self._names = parameter_names(signature_of(model))
+        self._weight = _known_weight(model) if weight is None else weight
+
+    def __call__(self, output: object, weight: torch.Tensor) -> LossValue:
+        """(weight * loss, weight); nothing is to be learned from a microbatch of weight 0, whose mean is nan."""
+        loss = mean_of_model(output)
+        return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight, weight
+
+    def find_slot(self, form: Form) -> int | None:
+        """Number of the loss among the flat tensors of the model's output; None where there is none: the first batch
+        says so."""
+        marks = [torch.empty(()) for _ in range(form.num_tensors)]
+        try:
+            found = own_loss(form.assemble(marks))
+        except ValueError:
+            return None
+        return next(i for i, mark in enumerate(marks) if mark is found)
+
+    def reads(self, name: str) -> bool:
+        """Whether the weight is made of the values of this argument."""
+        if callable(self._weight):
+            return True
+        return self._weight != SAMPLES and name in ("labels", self._position_of_labels())
+
+    def weigh(self, microbatches: Sequence[Arguments]) -> list[torch.Tensor]:
+        """Weight of each microbatch.
+
+        Raises ValueError where it is not known what to count, and for a count that is no number.
+        """
+        first = microbatches[0]
+        if "num_items_in_batch" in first.form.assemble(first.tensors)[1]:
+            raise ValueError(
+                "num_items_in_batch= would divide the loss of every microbatch: expected none, since the mean over "
+                "the batch is made of the microbatches' means and their numbers of labels"
+            )
+        return [self._weigh(each) for each in microbatches]
+
+    def _weigh(self, microbatch: Arguments) -> torch.Tensor:
+        device = microbatch.tensors[0].device
+        count: Any
+        if callable(self._weight):
+            count = microbatch.call(self._weight)
+            if isinstance(count, torch.Tensor) and count.dim():
+                raise ValueError(f"loss_weight returned a tensor of shape {tuple(count.shape)}: expected a number")
+        else:
+            count = self._counted(microbatch)
+        try:
+            return torch.as_tensor(count, dtype=torch.float64, device=device)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"loss_weight returned {count!r}: expected a number, or a scalar tensor") from None
+
+    def _counted(self, microbatch: Arguments) -> Any:
+        labels = self._labels(microbatch)
+        weight = self._weight
+        if labels is None and weight in (LABELS, SHIFTED_LABELS):
+            raise ValueError(
+                f"loss_weight={weight!r} and no labels= of integers among the arguments {', '.join(microbatch.names)}: "
+                f"expected them, or loss_weight= a function of the model's arguments that counts"
+            )
+        if weight == SAMPLES or labels is None:
+            return microbatch.num_samples
+        counts = labels != IGNORED
+        if labels.dim() < 2:
+            return counts.sum()
+        if weight is None:
+            raise ValueError(
+                f"labels have {labels.dim()} dimensions, and it is not known over which ones this model's loss is a "
+                f"mean: expected example_inputs=stagewright.Inputs(loss_weight={LABELS!r}) (each label but {IGNORED}), "
+                f"{SHIFTED_LABELS!r} (those but the first of each sequence, for a causal language model), {SAMPLES!r}, "
+                f"or a function of the model's arguments that counts"
+            )
+        return (counts[:, 1:] if weight == SHIFTED_LABELS else counts).sum()
+
+    def _labels(self, microbatch: Arguments) -> torch.Tensor | None:
+        for name, x in zip(microbatch.names, microbatch.tensors, strict=True):
+            if name in ("labels", self._position_of_labels()) and not (x.is_floating_point() or x.is_complex()):
+                return x
+        return None
+
+    def _position_of_labels(self) -> str | None:
+        return f"input {self._names.index('labels')}" if "labels" in self._names else None
+
+
+def _known_weight(model: nn.Module | None) -> str | None:
+    """Items over which the loss of a transformers model is a mean; None where that is not known."""
+    owner = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), type(model))
+    if not owner.__module__.startswith("transformers."):
+        return None
+    lists = importlib.import_module("transformers.models.auto.modeling_auto")
+    shifts, counts = (
+        any(owner.__name__ in pytree.tree_leaves(list(getattr(lists, each, {}).values())) for each in kinds)
+        for kinds in (_SHIFTING, _COUNTING)
+    )
+    if shifts == counts:
+        return None
+    return SHIFTED_LABELS if shifts else LABELS

@@ -1,0 +1,232 @@
+"""Shards in a tensor group: which part of each weight a member holds, and full tensors from the parts of all members.
+
+    weight [8, 4] cut by columns    member 0: rows 0..4    member 1: rows 4..8
+    a norm's weight [4]             member 0: all of it    member 1: all of it, equal to member 0's
+
+A full tensor is a function of what the members hold; what is whole is equal on all of them, and counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from uuid import uuid4
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from ...comm import Collectives
+from ...partition.deferred.recording import as_recipes
+from ..context import Run
+from ..shards.cutting import cut_by_styles
+from ..shards.shard import Shard
+from ..shards.style import style_of, uncut
+from ..shards.tensor_group import TensorGroup
+
+_COMPARISONS = 2  # update groups whose gradients are compared
+_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; what other kernels add up in another order
+
+
+class MemberShards:
+    """Parts of a model's parameters by name; whatever has no name here is whole on every member.
+
+    Arguments:
+        by_member: name -> [T] shards of the members, for what is divided.
+        originals: full tensors of what is divided, as this process was given them, until they are spread.
+    """
+
+    def __init__(
+        self, collectives: Collectives, by_member: Mapping[str, Sequence[Shard]], originals: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._collectives = collectives
+        self._by_member = by_member
+        self._originals = dict(originals)
+        self._own = collectives.tensor_members.index(collectives.rank)
+        # By their names; None: not now.
+        self._comparisons = Counter[tuple[str, ...]]() if len(collectives.tensor_members) > 1 else None
+        self._undo: Callable[[], None] | None = None
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Sum what members found each of their own parts, in place. Collective over the tensor group."""
+        self._collectives.tensor_sum(tensor, what="adding up the norm of a tensor group's gradients")
+
+    def compare_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Compare the gradients of what all members hold whole, in the first batches. Collective over the tensor group.
+
+        Where a module computes with a part of the activations, a gradient is a part of a sum that nobody makes.
+
+        Raises ValueError, on all members, for one that is not the same on all of them.
+        """
+        names = tuple(gradients)
+        if self._comparisons is None or self._comparisons[names] == _COMPARISONS:
+            return
+        self._comparisons[names] += 1
+        whole = {name: gradient for name, gradient in gradients.items() if name not in self._by_member}
+        rows = [_figures(gradient).to(self._collectives.device) for gradient in whole.values()]
+        if not rows:
+            return
+        mine = torch.stack(rows)
+        members, name_of = self._collectives.tensor_members, self._collectives.name_of
+        first, *others = self._collectives.tensor_gather(mine, what="comparing the gradients of a tensor group")
+        for member, theirs in zip(members[1:], others, strict=True):
+            for (name, gradient), one, other in zip(whole.items(), first.tolist(), theirs.tolist(), strict=True):
+                if _differs(one, other, gradient):
+                    raise ValueError(
+                        f"the gradient of {name!r}, which the members of a tensor group hold whole, has norm "
+                        f"{one[1]:.6g} on {name_of(members[0])} and {other[1]:.6g} on {name_of(member)}: its module "
+                        f"computes with a part of the activations, and nobody adds the parts up. Expected "
+                        f"'sequence' or SummedGradients() for it in tensor_parallel=, or a place that is not between "
+                        f"a 'column' and its 'row'"
+                    )
+
+    @contextmanager
+    def compared_by_verify(self) -> Iterator[None]:
+        """Within, `compare_gradients` does nothing: verify names the module where gradients part."""
+        before, self._comparisons = self._comparisons, None
+        try:
+            yield
+        finally:
+            self._comparisons = before
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[MemberShards]:
+        """Within, an error leaves the user's model as it was before it was divided."""
+        try:
+            yield self
+        except BaseException:
+            if self._undo is not None:
+                self._undo()
+            raise
+        self._undo = None
+        self._originals.clear()
+
+    def is_divided(self, name: str) -> bool:
+        return name in self._by_member
+
+    def counts(self, name: str) -> bool:
+        """Whether this member's part is counted in sums over the group: of what all of them hold, the first one's."""
+        return name in self._by_member or self._collectives.is_first_member
+
+    def shard(self, name: str, local: torch.Tensor) -> Shard:
+        """This process's shard of a tensor that it holds as `local`."""
+        shards = self._by_member.get(name)
+        return Shard.whole(tuple(local.shape)) if shards is None else shards[self._own]
+
+    def gather(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """The full tensor from the members' parts. Collective over the tensor group."""
+        shards = self._by_member.get(name)
+        if shards is None:
+            return local
+        full = local.new_empty(shards[0].full)
+        parts = self._collectives.tensor_gather(local, what=f"gathering the parts of {name!r}")
+        for shard, part in zip(shards, parts, strict=True):
+            shard.put(part, full)
+        return full
+
+    def own_part(self, name: str, local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """This process's part of `value`, which is a full tensor or such a part already; of another shape: as it is."""
+        shard = self.shard(name, local)
+        is_full = tuple(value.shape) == shard.full and shard.full != shard.local
+        return shard.take(value) if is_full else value
+
+    def is_whole_here(self, name: str) -> bool:
+        """Whether this process was given the whole tensor; of a deferred model each member makes its part alone."""
+        return name not in self._by_member or name in self._originals
+
+    def original(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """The full tensor as this process was given it, within `undone_on_error`."""
+        return self._originals.get(name, local)
+
+
+def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberShards:
+    """Cut a model's modules for the tensor group of this process. Collective over the tensor group.
+
+    Arguments:
+        styles: by module name.
+
+    Raises ValueError for modules that cannot be cut so, and where members were given models of other shapes.
+    """
+    root, collectives = run.root, run.collectives
+    members = collectives.tensor_members
+    if len(members) == 1 or not styles:
+        return MemberShards(collectives, {}, {})
+    _refuse_hooks(root)
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    with as_recipes(root.parameters()):
+        full = {id(parameter): parameter.data for parameter in parameters.values()}
+    # DTensor remembers what it did on an equal mesh, with the groups of that one: of another pipeline, maybe closed.
+    unique = f"tensor_{uuid4().hex}"
+    mesh = DeviceMesh.from_group(collectives.tensor_group, run.options.device.type, mesh_dim_names=(unique,))
+    group = TensorGroup(
+        collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=run.seeder.region
+    )
+    with as_recipes(root.parameters()):
+        shards = cut_by_styles(root, styles, group, mesh=mesh)
+
+    def undo() -> None:
+        uncut(root)
+        with as_recipes(root.parameters()):
+            for parameter in parameters.values():
+                parameter.data = full[id(parameter)]
+
+    by_id = {id(parameters[name]): shard for name, shard in shards.items()}
+    own = {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
+    mine = own, any(x.is_meta for x in full.values())
+    gathered = collectives.tensor_gather_objects(mine, what="comparing the parts of a tensor group")
+    everyone = [theirs for theirs, _ in gathered]
+    for member, (theirs, is_meta) in zip(members, gathered, strict=True):
+        differing = [name for name in own if name not in theirs or theirs[name].full != own[name].full]
+        differing = differing if is_meta == mine[1] else [*own]
+        if differing or own.keys() != theirs.keys():
+            name = (differing or sorted(own.keys() ^ theirs.keys()))[0]
+            raise ValueError(
+                f"{collectives.name_of(member)} has divided {name!r} otherwise than {collectives.name_of(members[0])}: "
+                f"expected the same model and tensor_parallel= in every process"
+            )
+    found = MemberShards(
+        collectives,
+        {name: [theirs[name] for theirs in everyone] for name in own},
+        {name: x for name in own if not (x := full[id(parameters[name])]).is_meta},
+    )
+    found._undo = undo
+    return found
+
+
+def _figures(gradient: torch.Tensor | None) -> torch.Tensor:
+    """[3] whether there is one, its norm, its sum: float64."""
+    if gradient is None:
+        return torch.zeros(3, dtype=torch.float64)
+    values = gradient.detach().to_dense().double() if gradient.is_sparse else gradient.detach().double()
+    return torch.stack([values.new_ones(()), values.norm(), values.sum()])
+
+
+def _differs(one: Sequence[float], other: Sequence[float], gradient: torch.Tensor | None) -> bool:
+    """Whether figures are further apart than rounding explains; what is not finite is compared nowhere."""
+    if one[0] != other[0]:
+        return True
+    if gradient is None or not all(map(math.isfinite, (*one, *other))):
+        return False
+    allowed = _ALLOWED.get(gradient.dtype, 5e-2) * max(one[1], other[1])
+    return abs(one[1] - other[1]) > allowed or abs(one[2] - other[2]) > allowed * math.sqrt(gradient.numel())
+
+
+def refuse_divided(root: nn.Module) -> None:
+    name = next((name for name, module in root.named_modules() if style_of(module) is not None), None)
+    if name is not None:
+        raise ValueError(
+            f"module {name!r} is divided over a tensor group already, by a PipelineModule before this one: expected a "
+            f"new model, into which load_state_dict() puts that one's full_state_dict()"
+        )
+
+
+def _refuse_hooks(root: nn.Module) -> None:
+    for name, parameter in root.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter {name!r} has a hook, which would see a part of a gradient under tensor_parallel=: expected "
+                f"none, or a mesh without a tensor axis"
+            )

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.commands import command
+
+__all__ = ["command", "text"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
+    return str(path)

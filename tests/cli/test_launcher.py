@@ -1,0 +1,287 @@
+"""The launcher, with small Python programs for ranks: results, failures by name, and no hang in any case."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.inside import LaunchResult, launch, launcher
+
+LIMIT = 400.0  # [s] guards against hangs alone
+
+PRELUDE = """
+import os, sys, time
+from stagewright.cli.launcher import report_to_launcher
+rank = int(os.environ["RANK"])
+"""
+
+
+def run(program: str, *, num_ranks: int = 2, grace: float = 5.0, timeout: float | None = LIMIT) -> LaunchResult:
+    return launch([sys.executable, "-c", PRELUDE + program], num_ranks=num_ranks, grace=grace, timeout=timeout)
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_ranks_meet_in_the_launchers_store(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run(
+        """
+import torch, torch.distributed as dist
+with report_to_launcher():
+    dist.init_process_group("gloo")
+    x = torch.tensor([rank + 1.0])
+    dist.all_reduce(x)
+    print(rank, "of", dist.get_world_size(), "sum", x.item(), "threads", os.environ["OMP_NUM_THREADS"])
+    dist.destroy_process_group()
+"""
+    )
+    assert result == LaunchResult(status=0, first_failed=None, report="")
+    out = capfd.readouterr().out
+    assert "0 of 2 sum 3.0 threads 1" in out
+    assert "1 of 2" not in out  # only rank 0 talks
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net here")
+def test_the_store_listens_on_loopback_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    program = """
+from pathlib import Path
+with report_to_launcher():
+    port, listening = f"{int(os.environ['MASTER_PORT']):04X}", "0A"
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    print({row[1] for row in rows if row[1].endswith(":" + port) and row[3] == listening} == {"0100007F:" + port})
+"""
+    assert run(program).status == 0
+    assert "True" in capfd.readouterr().out
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_the_first_failure_is_named_with_its_last_lines_and_the_others_end(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run(
+        """
+with report_to_launcher():
+    if rank == 1:
+        raise RuntimeError("stage 3 has run dry")
+    time.sleep(400)
+""",
+        grace=0.2,
+    )
+    assert result.status == 1
+    assert result.first_failed == 1
+    # on a busy machine it takes longer to end than the others are given
+    assert re.search(r"rank 1 failed first \((exit status 1|stopped before it had ended)\)", result.report)
+    assert "RuntimeError: stage 3 has run dry" in result.report
+    assert "rank 0 was still running and was stopped" in result.report
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_the_rank_that_failed_first_is_not_the_one_that_ended_first() -> None:
+    # Rank 1 fails, and takes long to be torn down; rank 0 fails of it and is gone at once.
+    result = run(
+        """
+import atexit
+from pathlib import Path
+failed = Path(os.environ["STAGEWRIGHT_LAUNCH_FOLDER"], "1.failed")
+if rank == 1:
+    atexit.register(time.sleep, 3.0)
+while rank == 0 and not failed.exists():
+    time.sleep(0.02)
+with report_to_launcher():
+    raise RuntimeError(f"rank {rank} lost")
+""",
+        grace=60.0,
+    )
+    assert result.first_failed == 1
+    assert "rank 0 failed after it (exit status 1); its last line: RuntimeError: rank 0 lost" in result.report
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
+    result = run("import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(400)", grace=0.2)
+    assert result.first_failed == 1
+    assert result.status == 128 + signal.SIGKILL
+    assert "killed by SIGKILL" in result.report
+
+
+@pytest.mark.gloo
+def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> None:
+    """They would keep its connections, and the others wait for it."""
+    os.mkfifo(tmp_path / "lives")
+    lives = os.open(tmp_path / "lives", os.O_RDONLY | os.O_NONBLOCK)
+    child = f"os.set_inheritable(os.open({str(tmp_path / 'lives')!r}, os.O_WRONLY), True); os.system('sleep 400 &')"
+    result = run(f"import signal\nif rank == 1: {child}; os.kill(os.getpid(), signal.SIGKILL)", grace=0.2)
+    assert "rank 1 failed first (killed by SIGKILL)" in result.report
+    assert select.select([lives], [], [], 60.0)[0]
+    os.close(lives)
+
+
+@pytest.mark.gloo
+def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose stream takes text alone: what nobody took would fill the pipe, and the rank stand still."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert run("sys.stderr.write(('x' * 99 + chr(10)) * 2000 * (rank == 0))").status == 0
+    assert shown.getvalue().count("x" * 99) == 2000
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_an_abort_after_the_results_are_out_is_reported_and_not_fatal() -> None:
+    result = run("with report_to_launcher(): pass\nif rank == 1: os.abort()")
+    assert result.status == 0
+    assert result.first_failed is None
+    assert result.report == "rank 1: killed by SIGABRT after its results were out"
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_rank_that_hangs_after_its_results_are_out_is_stopped() -> None:
+    result = run("with report_to_launcher(): pass\nif rank == 1: time.sleep(400)", grace=0.3)
+    assert result.status == 0
+    assert "rank 1: stopped before it had ended" in result.report
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_the_whole_has_a_time_limit() -> None:
+    result = run("time.sleep(400 * rank)", timeout=2.0)
+    assert result.status == 1
+    assert result.report in (f"rank {late}: not done after 2 s; stopped" for late in ("1", "0, 1"))  # a busy machine
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
+def test_ranks_that_all_stand_still_are_ended_and_the_report_says_where() -> None:
+    program = """
+import threading
+def wait_for_a_lock_that_nobody_gives_back():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+def read_for_ever():
+    os.read(os.pipe()[0], 1)
+with report_to_launcher():
+    (wait_for_a_lock_that_nobody_gives_back if rank else read_for_ever)()
+"""
+    result = launch([sys.executable, "-c", PRELUDE + program], num_ranks=2, timeout=LIMIT, stall=2.0)
+    assert result.status == 1
+    first, *stories = result.report.splitlines()
+    assert first == "all ranks stand still: none has computed for 2 s; stopped"
+    assert stories[0].startswith("rank 0 stood at <string>:")
+    assert " in read_for_ever, called from <string>:" in stories[0]
+    assert " in wait_for_a_lock_that_nobody_gives_back" in stories[1]
+
+
+@pytest.mark.parametrize(("busiest", "wants", "barks"), [(0.01, False, True), (0.05, False, False), (0.0, True, False)])
+def test_threads_that_wait_in_gloo_do_not_compute_and_who_waits_for_a_core_does_not_stand_still(
+    monkeypatch: pytest.MonkeyPatch, busiest: float, wants: bool, barks: bool
+) -> None:
+    """Such threads wake up a hundred times a second: those of four ranks take as much as one that computes a little."""
+    now = 0.0
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: now))
+    shares = (0.01, 0.01, 0.01, busiest)
+    ranks: Any = [SimpleNamespace(computing=lambda share=share: (5 + share * now, wants)) for share in shares]
+    watchdog, barked = launcher._Watchdog(ranks, 10.0), False
+    while now < 30.0:
+        now += 0.02
+        barked |= watchdog.barks()
+    assert barked == barks
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc here")
+def test_ranks_of_which_one_computes_are_left_alone() -> None:
+    program = """
+from pathlib import Path
+done = Path(os.environ["STAGEWRIGHT_LAUNCH_FOLDER"], "1.done")
+with report_to_launcher():
+    while rank == 1 and time.process_time() < 3.0:
+        pass
+    while rank == 0 and not done.exists():
+        time.sleep(0.02)
+"""
+    assert launch([sys.executable, "-c", PRELUDE + program], num_ranks=2, timeout=LIMIT, stall=1.0).status == 0
+
+
+@pytest.mark.gloo
+def test_a_rank_that_leaves_with_status_0_within_its_work_has_failed() -> None:
+    """It counted as success. `sys.exit()` is an end of one's own."""
+    left = run("with report_to_launcher():\n    os._exit(0) if rank == 1 else time.sleep(400)", grace=0.2)
+    assert (left.status, left.first_failed) == (1, 1)
+    assert left.report.startswith("rank 1 failed first (exit status 0 before its work was done)")
+    assert run("with report_to_launcher():\n    sys.exit()") == LaunchResult(status=0, first_failed=None, report="")
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process that is stopped")
+@pytest.mark.parametrize(
+    ("number", "meanwhile"),
+    [
+        (signal.SIGTERM, "time.sleep(100)"),
+        (signal.SIGKILL, "time.sleep(100)"),
+        (signal.SIGKILL, "__import__('signal').raise_signal(19)"),
+    ],
+    ids=["politely", "killed", "killed beside a rank that is stopped"],
+)
+def test_ranks_end_with_the_launcher(tmp_path: Path, number: signal.Signals, meanwhile: str) -> None:
+    program = PRELUDE + (
+        f"with report_to_launcher():\n"
+        f"    open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(str(os.getpid()))\n"
+        f"    {meanwhile}\n"
+    )
+    start = "import sys; from stagewright.cli.launcher import launch; launch(sys.argv[1:], num_ranks=2)"
+    launcher = subprocess.Popen([sys.executable, "-c", start, sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    files = [tmp_path / "0", tmp_path / "1"]
+    _wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+    pids = [int(file.read_text()) for file in files]
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=LIMIT) != 0
+    _wait_for(lambda: not any(_alive(pid) for pid in pids))
+
+
+def _wait_for(condition: object, *, seconds: float = LIMIT) -> None:
+    until = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def test_no_ranks_at_all_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="num_ranks=0: expected at least 1"):
+        run("", num_ranks=0)
+    with pytest.raises(ValueError, match="restarts=-1: expected at least 0"):
+        launch(["true"], num_ranks=1, restarts=-1)
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_ranks_that_fail_alike_are_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
+    result = run("import sys\nprint('stagewright: error: no such thing', file=sys.stderr)\nsys.exit(2)")
+    assert result.status == 2
+    assert result.report == "all 2 ranks failed alike (exit status 2)"
+    assert capfd.readouterr().err == "stagewright: error: no such thing\n"
