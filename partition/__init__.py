@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from .plans.plan import Plan
     from .plans.record import PlanStage, RunnerUp
     from .profile import Node, Profile
-    from .search.given import GivenStage, evaluate
+    from .search.arguments import GivenStage
+    from .search.given import evaluate
     from .search.partitioner import partition
     from .search.plan import plan
     from .search.source import ProfileSource
@@ -44,7 +45,8 @@ _MODULES = {
     "plans.plan": ("Plan",),
     "plans.record": ("PlanStage", "RunnerUp"),
     "profile": ("Node", "Profile"),
-    "search.given": ("GivenStage", "evaluate"),
+    "search.arguments": ("GivenStage",),
+    "search.given": ("evaluate",),
     "search.partitioner": ("partition",),
     "search.plan": ("plan",),
     "search.source": ("ProfileSource",),

@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...schedules.families.registry import FAMILIES, canonical_name, family
 from ..cluster import Cluster
+from ..plans.record import PlanStage
 from ..profile import Profile
 from ..solve.antichains import MAX_CUTS
 from ..solve.dynamic import SCHEDULES as WITH_REPLICAS
-from ..stage_cost import OFFLOAD, RECOMPUTE
-from ..strict import count, number
+from ..stage_cost import OFFLOAD, RECOMPUTE, count_again, kind_of
+from ..strict import count, fail, number
 from .simulated import MAX_ACTIONS
 from .source import MeasuredProfiles, ProfileSource
 
@@ -26,6 +31,27 @@ CHUNK_SIZES = tuple(range(2, 9))
 SHARDING = ("none", "full")
 COST_MODELS = ("default", "pipedream")
 MAX_MICROBATCH = 64  # samples, where a source can profile any size
+
+
+class GivenStage(NamedTuple):
+    """A stage of a plan that was made elsewhere.
+
+    Arguments:
+        nodes: their names.
+        ranks: T neighbours a replica.
+        tensor: T.
+        recompute: see `PlanStage`.
+        optimizer_shards: ranks over which its optimizer's state is divided.
+    """
+
+    nodes: Sequence[str]
+    ranks: Sequence[int]
+    tensor: int = 1
+    recompute: str = "none"
+    optimizer_shards: int = 1
+
+
+Given = GivenStage | PlanStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,3 +222,62 @@ def refuse_endless(what: str, value: int, schedules: Iterable[str], num_devices:
             f"{what}={value}: expected at most {most:,} on {num_devices} devices in microbatches of up to {largest}; a "
             f"batch of more than {MAX_ACTIONS:,} actions is too long to simulate"
         )
+
+
+def refuse_given(
+    profile: Profile, cluster: Cluster, kinds: Sequence[str], schedule: str, lengths: Sequence[int]
+) -> None:
+    """ValueError for what nobody knows the cost of, and for slices that do not make a sequence, or run again."""
+    if not isinstance(lengths, list | tuple):
+        fail("slice_lengths", lengths, "a list of whole numbers")
+    lengths = tuple(count("slice_lengths", each) for each in lengths)
+    if OFFLOAD in kinds and not all(kind.host_bandwidth for kind in cluster.used_kinds):
+        raise ValueError(f"recompute={OFFLOAD!r}: expected a cluster with DeviceKind(host_bandwidth=), as 25e9 bytes/s")
+    for kind in kinds:
+        if kind != OFFLOAD and not profile.knows(kind_of(kind)):
+            raise ValueError(f"recompute={kind!r}: the profile has no figures for it: expected 'none', 'full', 'layer'")
+    takes = family(schedule).takes_slices
+    if takes and profile.context > 1:
+        fail(f"schedule={schedule!r} with context", profile.context, "1: a slice's keys and values come from all parts")
+    if takes != bool(lengths) or (takes and (sum(lengths) != profile.sequence_tokens or {*kinds} != {"none"})):
+        raise ValueError(
+            f"slice_lengths={lengths} under {schedule!r}: expected lengths that add up to the profile's "
+            f"sequence_tokens={profile.sequence_tokens} and stages of recompute='none' under {', '.join(SLICED)}, "
+            f"and none under others"
+        )
+
+
+def places_of(stages: object) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each place; ValueError for what is no stage, and for ranks that are no whole numbers."""
+    every: Any = stages if isinstance(stages, list | tuple) else [stages]
+    for at, each in enumerate(every):
+        if not isinstance(each, GivenStage | PlanStage):
+            fail("stages", each, "a GivenStage(nodes, ranks) each, or the `stages` of a Plan")
+        numbers = isinstance(each.ranks, Sequence | np.ndarray) and all(
+            isinstance(rank, Integral) for rank in each.ranks
+        )
+        if not numbers or any(isinstance(rank, bool) for rank in each.ranks):
+            fail(f"ranks of stage {at}", each.ranks, "a list of whole numbers")
+    return tuple(dict.fromkeys(tuple(each.ranks) for each in every))
+
+
+def check_ranks(stages: Sequence[Given], ranks: Sequence[Sequence[int]], num_devices: int) -> None:
+    every = [rank for own in ranks for rank in own]
+    if not stages or not all(ranks) or len({*every}) < len(every) or not {*every} <= {*range(num_devices)}:
+        raise ValueError(
+            f"ranks of the stages: {list(map(list, ranks))}: expected some of 0 to {num_devices - 1} a place, each once"
+        )
+    for at, each in enumerate(stages):
+        replicas = len(each.ranks) // count(f"tensor of stage {at}", each.tensor)
+        if len(each.ranks) % each.tensor:
+            raise ValueError(f"stage {at}: {len(each.ranks)} ranks with tensor={each.tensor}: expected a multiple")
+        if each.optimizer_shards not in (1, replicas):
+            raise ValueError(
+                f"stage {at}: optimizer_shards={each.optimizer_shards}: expected 1, or its {replicas} replicas"
+            )
+        if each.tensor != next(other.tensor for other in stages if tuple(other.ranks) == tuple(each.ranks)):
+            raise ValueError(f"stage {at}: tensor={each.tensor}: expected that of the other stages on its ranks")
+        if each.recompute != OFFLOAD:
+            count_again(each.recompute)
+    if len(stages) % len(ranks):
+        raise ValueError(f"{len(stages)} stages on {len(ranks)} places: expected as many on each")
