@@ -1,4 +1,4 @@
-"""Cuts of a model into stages, and the ranks on which the stages stand.
+"""Cuts of a model into stages, and the ranks that run the stages.
 
 read_pipedream_profile, Profile, Cluster -> partition or plan -> Plan. Only the tracer and the profiler need torch.
 """

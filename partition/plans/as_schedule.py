@@ -4,7 +4,7 @@
     simulated again                               ->  step, bubble, range
 
 What a trial did not show (a message that nobody waited for) stays as predicted. F, B, I and W of a stage's replicas are
-each rank's own; sums and updates have one figure for all. `viz` loads when somebody looks.
+each rank's own; sums and updates have one figure for all. `viz` loads when a plan is shown.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The dynamic program over stages: exact for the default model on any hierarchy of links, or on a coarser grain.
 
 It makes small the costs of a stage of which only its own range of devices is known. Devices are counted from the END of
-the pipeline: the last stage stands on devices 0.., so that a stage of r replicas with e devices from itself on to the
-end stands on e-r..e-1, its consumer below and its producer above.
+the pipeline: the last stage has devices 0.., so that a stage of r replicas with e devices from itself on to the end has
+devices e-r..e-1, its consumer those below and its producer those above.
 
     stage       4 3 | 2 2 2 2 | 1 | 0 ...         here r = 4, e = 6: devices 2..5
     device      0 1 | 2 3 4 5 | 6 | 7 ...
 
 The two lanes of `stage_cost`, a microbatch, and `memory.stage_parts`, with four things that only the whole plan
-tells left at the least that they can be: messages go to the neighbour's nearest device (and to no more consumers than
-there are devices behind), the replicas have equal shares of them, they keep a rank as busy as those of the quickest
+shows left at the least that they can be: messages go to the neighbour's nearest device (and to no more consumers than
+there are devices after it), the replicas have equal shares of them, they keep a rank as busy as those of the quickest
 level do, and gradients are summed once in U = M microbatches (where M is not given, once each replica has had one).
 Microbatches in flight: ceil(e/r), the warm-up of 1F1B's order plus one, and no more than a replica's share of a batch
 that is flushed.
