@@ -19,8 +19,8 @@ from ..memory import Moments, RankMemory, RankPlace, certain, count_in_flight, c
 from ..recompute import one_from_each, with_hosts
 from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
+from .bounds import least_step, place, rank_paces
 from .model import Model
-from .paces import least_step, place, rank_paces
 from .simulated import (
     BuiltSchedules,
     by_place,

@@ -36,7 +36,7 @@ from ...partition.profile import Node, Profile
 from ...partition.profiler import profile_model
 from ...partition.profiler.clock import clock_for
 from ...partition.profiler.memory import device_memory
-from ...partition.search import plan
+from ...partition.search.plan import plan
 from ...schedules.wording import count
 from ..batch.agreement import SamePrograms, agreed, check_agreement
 from ..batch.orders import BatchSchedules, size_of

@@ -28,9 +28,9 @@ from torch import nn
 from ...comm import Collectives, Guard, PipelineError, World, make_guard
 from ...partition.model.copies import Copies
 from ...partition.model.untouched import StateSnapshot
+from ...partition.plans.as_schedule import with_measured
 from ...partition.plans.as_text import CHOSEN, describe
 from ...partition.plans.plan import Plan
-from ...partition.plans.simulated import with_measured
 from ...partition.profiler.optimizers import NamedParameters, make_optimizers_of_copies, named
 from ...schedules import Costs, Timeline
 from ...schedules.families.registry import family
