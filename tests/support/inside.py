@@ -82,15 +82,14 @@ _NAMES = {
     "cli.train.traces": "hosts_of_runs read_run",
     "experiments.works.convergence": "Setting batch loss",
     "experiments.works.convergence_report": "draw label outcomes reference seconds_of",
-    "experiments.works.device_fit": "SHOWN fit_device fit_measured fit_sums",
     "experiments.works.ptd_p": "Run table",
     "cli.pace": "Pace paces_of shared_ratios steps_that_follow",
-    "experiments.works.training_files": "MeasuredSum read_trainings",
-    "experiments.works.trainings": "MeasuredTraining estimated schedule_of step_costs",
     "experiments.fleet.policies": "FleetJob Shares",
     "experiments.fleet.prices": "Charges PriceTrace PricedPlan cheapest replay",
     "experiments.fleet.rounds": "run_fleet",
     "partition.analytic.device_model": "DeviceModel PRESETS",
+    "partition.analytic.fit": "MeasuredSum MeasuredTraining SHOWN estimated fit_device fit_measured fit_sums "
+    "read_trainings",
     "partition.analytic.layers": "LAYER_KERNELS TransformerSource transformer_profile",
     "partition.analytic.transformer": "Head Split Transformer",
     "partition.model.copies": "Copies",
@@ -255,7 +254,6 @@ _NAMES = {
 # Names that stand in several modules: (module, name).
 _ALIKE = {
     "CompareOutcome": ("pipe.verify.compare", "Outcome"),
-    "WorksTrainingsTraining": ("experiments.works.trainings", "Training"),
     "GuardsChanges": ("partition.model.recorded.guards", "Changes"),
     "HostHost": ("experiments.backends.namespaces.host", "Host"),
     "JobChanges": ("experiments.jobs.job", "Changes"),
@@ -281,7 +279,7 @@ _ALIKE = {
     "quantities_bandwidth": ("partition.quantities", "bandwidth"),
     "simulated_simulated": ("partition.plans.simulated", "simulated"),
     "trace_file_digest": ("schedules.traces.trace_file", "digest"),
-    "training_simulated": ("experiments.works.trainings", "simulated"),
+    "training_simulated": ("experiments.works.ptd_p", "simulated"),
     "words_digest": ("partition.model.recorded.words", "digest"),
 }
 # Whole modules, whose attributes tests replace.
