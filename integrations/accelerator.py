@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..pipe import Inputs, PipelineModule
-from ..pipe.batch.model_loss import ModelLoss
+from ..pipe.settings.model_loss import ModelLoss
 from .replicas import from_all, read_pipeline, seen_as
 
 _FOLLOWED = {"mixed_precision", "gradient_accumulation_steps", "gradient_accumulation_plugin", "cpu", "rng_types"}

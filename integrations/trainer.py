@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
 from ..pipe import Inputs, PipelineModule, named
-from ..pipe.batch.model_loss import ModelLoss
+from ..pipe.settings.model_loss import ModelLoss
 from .microbatches import Batch, arranged, cut, num_rows, one_each
 from .refusals import divides_by_items, refuse_arguments, refuse_callbacks, refuse_overridden
 from .replicas import from_all, read_pipeline, seen_as

@@ -24,7 +24,7 @@ import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES, receives_ahead
 from .memory import GRADIENTS_SENT, Moments, RankMemory, RankPlace, streaming, total_of
-from .stage_cost import COUNTED, KEEP_LESS, OFFLOAD, Recomputed, StageSeconds, StageSums
+from .stage_cost import COUNTED, OFFLOAD, Recomputed, StageSeconds, StageSums
 from .topology import Floats, Indices
 
 EVERY = 16  # treatments of a rank that are kept
@@ -36,14 +36,12 @@ StageFront = tuple[tuple[str, ...], Recomputed]
 
 
 def stage_front(sums: StageSums, stage: int, names: Sequence[str]) -> StageFront:
-    """Rows of the table for one stage; where "none" or "keep_less" is allowed, counts between it and others as well."""
+    """Rows of the table for one stage; where "none" is allowed, counts between it and others as well."""
     labels, rows = list(names), np.array([[column[stage] for column in sums.under(name)] for name in names])
-    for kind, rest in product((each for each in COUNTED if each in names), ("none", KEEP_LESS)):
-        if rest in names and kind != rest:
-            more = f"+{rest}" * (rest != "none")
-            counts = np.column_stack(sums.counts(stage, f"{kind}{more}"))[1:-1]
-            labels += [f"{kind}:{number + 1}{more}" for number in range(len(counts))]
-            rows = np.append(rows, counts, 0)
+    for kind in (each for each in COUNTED if each in names and "none" in names):
+        counts = np.column_stack(sums.counts(stage, kind))[1:-1]
+        labels += [f"{kind}:{number + 1}" for number in range(len(counts))]
+        rows = np.append(rows, counts, 0)
     order = np.lexsort((rows[:, 0] + rows[:, 1], rows[:, 2]))
     kept, again, seconds = rows[order].T
     beaten = (kept[:, None] >= kept) & (again[:, None] >= again) & np.tri(len(rows), k=-1, dtype=bool)

@@ -40,8 +40,7 @@ Recomputation of a stage, a microbatch:
                 results of its GELUs              beyond that                 its own B
 
 Under the last three a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3" is "layer"
-for the first 3 of the stage's nodes that run again, and "none" for the others; so are "selective:3", "keep_less:3". The
-others may keep less, too: "layer:3+keep_less", "selective:3+keep_less".
+for the first 3 of the stage's nodes that run again, and "none" for the others; so are "selective:3", "keep_less:3".
 "offload" is "none", whose activations wait on the host: the schedule says when they leave and come back.
 """
 
@@ -75,19 +74,19 @@ def count_again(rule: object, *, expected: str = RULES) -> int | None:
     """
     if rule in RECOMPUTE:
         return None
-    counted = rf"({'|'.join(COUNTED)}):([1-9][0-9]{{0,8}})(\+{KEEP_LESS})?"
-    if not isinstance(rule, str) or (found := re.fullmatch(counted, rule)) is None or found[1] == (found[3] or "")[1:]:
+    counted = rf"(?:{'|'.join(COUNTED)}):([1-9][0-9]{{0,8}})"
+    if not isinstance(rule, str) or (found := re.fullmatch(counted, rule)) is None:
         raise ValueError(f"recompute={rule!r}: expected one of {expected}")
-    return int(found[2])
+    return int(found[1])
 
 
 def kind_of(rule: str) -> str:
     """The rule without its count.
 
-    >>> kind_of("layer:3+keep_less"), kind_of("full")
-    ('layer+keep_less', 'full')
+    >>> kind_of("layer:3"), kind_of("full")
+    ('layer', 'full')
     """
-    return re.sub(r":\d+", "", rule)
+    return rule.partition(":")[0]
 
 
 class Recomputed(NamedTuple):
@@ -113,8 +112,7 @@ class StageSums:
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
         experts: of the weights, those that fewer replicas sum [bytes].
         by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
-        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others, also
-            of "layer+keep_less", which begins with "keep_less".
+        by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others.
     """
 
     forward: Floats

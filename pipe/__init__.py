@@ -2,15 +2,15 @@
 
 from ..partition.deferred.recording import deferred
 from ..partition.profiler.optimizers import named
-from .arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous, Weights
 from .batch.batches import NonFiniteLossError
-from .batch.results import EvalResult, StepRecord, StepResult
 from .checkpoint.persist import SaveResult
 from .checkpoint.plain import export_checkpoint, import_checkpoint, read_checkpoint
 from .edits import Edits, edit
 from .module import PipelineModule
+from .results import EvalResult, StepRecord, StepResult
+from .settings.arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous, Weights
+from .settings.delay_correction import ErrorFeedback
 from .stage.slices import first_position
-from .update.delay_correction import ErrorFeedback
 from .verify import Verification, VerificationError
 
 __all__ = [

@@ -18,10 +18,8 @@ from ..schedules import Schedule, Timeline
 from ..schedules.messages import Sharing
 from ..schedules.program import RankProgram
 from ..schedules.timing.records import RankRecord, as_it_ran
-from .arguments import AUTO
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.batches import Batch
-from .batch.given import Given
 from .batch.sequence import Slice, cut_in_slices
 from .batch.slicing import check_stages
 from .checkpoint.state import State
@@ -33,10 +31,12 @@ from .run.evaluation import Evaluation, warn_of_two_axes
 from .run.ranks import RankLinks, Ranks, links_of
 from .run.training import Training
 from .run.worker import TrainingWorker
+from .settings.arguments import AUTO
+from .settings.given import Given
 from .shards.cutting import in_ways
-from .shards.member_shards import MemberShards, divide_over_group, refuse_divided
 from .shards.tensor_option import peers_in_parts, read_tensor_parallel
 from .stage.build import CutModel, cut_model, look_at_loss
+from .stage.members import MemberShards, divide_over_group, refuse_divided
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
 from .stage.unchanged import Unchanged

@@ -32,10 +32,7 @@ from ..comm.sealed import own_folder
 from ..partition.model.forms import Arguments
 from ..partition.model.modes import no_collection
 from ..schedules.transform import on_rows, schedule_without
-from .arguments import AUTO
-from .batch.agreement import unequal_weights
-from .batch.given import Given, check_batch
-from .batch.results import StepResult
+from .batch.agreement import made_of, unequal_weights
 from .batch.slicing import check_slicing
 from .build import Pipeline, build
 from .checkpoint.process_state import ProcessState, lost_text, read_together
@@ -43,10 +40,13 @@ from .checkpoint.reader import Checkpoint
 from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
 from .context import Layout, Run, check_sync
-from .options import REROUTE, Options
+from .results import StepResult
 from .run.compression import check_compress
 from .run.engine import check_runnable
 from .run.training import Training
+from .settings.arguments import AUTO
+from .settings.given import Given, check_batch
+from .settings.options import REROUTE, Options
 from .stage.loss import with_loss
 from .telling import told_if_slow
 
@@ -112,7 +112,7 @@ class Building:
         if options.mesh.on_failure == REROUTE:
             options.refuse_reroute()
             if self.world.distributed or LIFE in os.environ:
-                self._members = Membership(self.world, timeout=options.timeout, made=options.in_words(layout.schedule))
+                self._members = Membership(self.world, timeout=options.timeout, made=made_of(layout.schedule, options))
                 self._judged(self.guard, self._members)
         self.guard.stands_at(layout.place)
         if example is not None:

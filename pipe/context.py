@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..comm import BACKEND, Collectives, Guard, LinkCodecs, MeshPlace, ProcessMesh, World, read_mesh
 from ..partition.deferred.recipes import value_of
@@ -21,13 +22,15 @@ from ..schedules import Schedule, build, canonical_name
 from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
 from ..schedules.kinds import one_of, option
 from ..schedules.transform import replicate
-from .arguments import AUTO, PlanLike
-from .auto.replan import BatchSchedules
 from .guards.randomness import Seeder
-from .options import REROUTE, Options
+from .settings.arguments import AUTO, PlanLike
+from .settings.options import REROUTE, Options
+from .settings.recompute import Recompute, read_recompute
 from .shards.shard import DATA_PARALLEL, SYNC, Sharding, sharding_of, sharding_over
-from .stage.recompute import Recompute, read_recompute
 from .telling import tell
+
+if TYPE_CHECKING:
+    from .batch.orders import BatchSchedules
 
 DEFAULT_SCHEDULE = "1f1b"
 _SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slices": "{} slices a microbatch"}

@@ -20,24 +20,23 @@ from ..partition.deferred.filling import fill_attributes
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
-from .arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments, refuse_unknown
-from .batch.given import Given
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
-from .batch.results import EvalResult, StepRecord, StepResult
 from .batch.shared import share_on_host
 from .building import Building, meet
 from .checkpoint.weights import take_weights
 from .context import choose_layout
 from .edits import Edits
-from .figures import RunFigures
-from .options import FIRST, read_options, warn_of_evaluation_mode
+from .figures.run_figures import RunFigures
+from .results import EvalResult, StepRecord, StepResult
 from .run.evaluation import Evaluation
 from .run.fills import FillWork
 from .run.training import Training
-from .stage.recompute import RecomputeLike
+from .settings.arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments, refuse_unknown
+from .settings.given import Given
+from .settings.options import FIRST, SchedulerFactory, read_options, warn_of_evaluation_mode
+from .settings.precision import refuse_float16_autocast
+from .settings.recompute import RecomputeLike
 from .telling import told_if_slow
-from .update.loss_scale import refuse_float16_autocast
-from .update.optimizers import SchedulerFactory
 from .verify.plain import NotVerifiableError
 from .verify.verification import Verification
 

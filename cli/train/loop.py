@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ...partition.plans.plan import Plan
 from ...partition.plans.simulated import expected
 from ...pipe import StepRecord, StepResult
-from ...pipe.trace.tracer import FIRST_TRACED
+from ...pipe.figures.tracer import FIRST_TRACED
 from ...schedules import Schedule, StepSamples, Timeline, simulate
 from ...schedules.timing.sampling import with_range
 from ...schedules.wording import count, duration, size, wrapped

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ...pipe import PipelineModule
-from ...pipe.batch.results import StepResult
+from ...pipe.results import StepResult
 from ...schedules import Schedule, Timeline, build
 from .models import Problem, StagesProblem, WholeProblem, Workload, drop_gradients
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage
 
 from ...pipe import PipelineModule
-from ...pipe.batch.results import StepResult
+from ...pipe.results import StepResult
 from ...pipe.run.worker import TrainingWorker
 from ...schedules import Action, Costs, Op, Schedule
 from ...schedules.timing.costs import CostTable

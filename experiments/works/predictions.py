@@ -29,7 +29,7 @@ from .ranges import WITHIN
 if TYPE_CHECKING:
     from ...partition.plans.plan import Plan
     from ...pipe import PipelineModule
-    from ...pipe.batch.results import StepResult
+    from ...pipe.results import StepResult
 
 STEP = "step, planned / measured"
 TRIED = "step, tried / measured"
@@ -49,7 +49,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     from ...cli.train.pipeline import make_pipe
     from ...cli.train.task import make_task
     from ...pipe.auto.layout import plan_here
-    from ...pipe.options import TRIALS
+    from ...pipe.settings.options import TRIALS
     from ..measure.sides import TIMEOUT
 
     options = TrainOptions(plan="auto", ranks=case.count("ranks"), batch=16, verify=False, steps=_WARM_UP + _STEPS)
@@ -83,7 +83,7 @@ def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
     """Layers that sleep for unequal times, three a rank."""
     from ...pipe import PipelineModule
     from ...pipe.auto.layout import plan_here
-    from ...pipe.options import TRIALS
+    from ...pipe.settings.options import TRIALS
     from ..measure.models import sleeping_layers
     from ..measure.sides import TIMEOUT
 

@@ -72,7 +72,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 def memory(side: Any) -> tuple[dict[str, int], int]:
     """Parts and peak of this process in one more step of an OurSide."""
     from ...partition.profiler.memory import cpu_peaks
-    from ...pipe.run.memory import parts_at_peak
+    from ...pipe.figures.memory import parts_at_peak
 
     held = side.pipe.held_bytes()
     with cpu_peaks() as (found, mark), side.pipe.watch_memory() as watched, mark():

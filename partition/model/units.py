@@ -18,7 +18,6 @@ from typing import ClassVar, NamedTuple, Protocol
 from torch import nn
 
 from .forms import Arguments, Form, FormError, Tensors
-from .recorded.guards import Guards
 from .untouched import Places
 
 EnterUnit = Callable[[int], None]  # called with a unit's number right before it runs, to seed its random numbers
@@ -160,6 +159,16 @@ class StageUnits(Protocol):
         """Equal for pieces that do equal work on equal inputs."""
 
 
+class ModelGuards(Protocol):
+    """What the pieces of a cut have taken from the model as it was when they were made."""
+
+    def tell(self) -> None:
+        """Warn, when the stages are built, of what cannot be guarded."""
+
+    def differing(self) -> list[str]:
+        """Paths of what the model now has otherwise."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """A model cut into stages, in one mode.
@@ -183,7 +192,7 @@ class Cut:
     again: Callable[[Arguments], Cut]
     together: Together = ()
     left: Places = field(default_factory=list)
-    guards: Guards | None = None
+    guards: ModelGuards | None = None
     digest: Callable[[], str] = lambda: ""
 
     def form_of_output(self, last: StageModule) -> Form:

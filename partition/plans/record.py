@@ -41,8 +41,8 @@ class PlanStage:
         recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
             "layer": each node keeps its own inputs and runs again by itself; "selective": the same, but results of
             matrix products are kept; "keep_less": results of GELUs are not kept; "layer:3", "selective:3",
-            "keep_less:3": the first 3 of the nodes that run again; "layer:3+keep_less": the others keep less;
-            "offload": all is kept, on the host while it waits (`with_offload`).
+            "keep_less:3": the first 3 of the nodes that run again; "offload": all is kept, on the host while it waits
+            (`with_offload`).
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
         ways: of each node over the tensor ranks (`Node.way`); none: all are divided.
     """

@@ -160,12 +160,10 @@ def _measured(stage: PlanStage, profile: Profile) -> dict[str, float]:
     nodes = [node for node in profile.nodes if node.name in set(stage.nodes)]
     forward = sum(node.forward_seconds for node in nodes)
     number = None if stage.recompute == OFFLOAD else count_again(stage.recompute)
-    word, _, rest = kind_of(stage.recompute).partition("+")
+    kind = kind_of(stage.recompute)
+    again = [node for node in nodes if (node.runs_again and kind not in ("none", OFFLOAD)) or kind == "full"]
     whole = sum(node.backward_seconds for node in nodes)
-    for at, node in enumerate(node for node in nodes if node.runs_again or word == "full"):
-        how = word if number is None or at < number else rest
-        if how not in ("", "none", OFFLOAD):
-            whole += node.forward_seconds if how in ("full", "layer") else node.under(how)[1]
+    whole += sum(node.forward_seconds if kind in ("full", "layer") else node.under(kind)[1] for node in again[:number])
     own = whole * input_grad_share(stage, profile)
     stash = sum(node.stash_bytes for node in nodes)
     return {"forward": forward, "input_grad": own, "weight_grad": whole - own, "held": stash}

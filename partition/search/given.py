@@ -256,7 +256,7 @@ def _refuse_unknown(
     if OFFLOAD in kinds and not all(kind.host_bandwidth for kind in cluster.used_kinds):
         raise ValueError(f"recompute={OFFLOAD!r}: expected a cluster with DeviceKind(host_bandwidth=), as 25e9 bytes/s")
     for kind in kinds:
-        if kind != OFFLOAD and not all(map(profile.knows, kind_of(kind).split("+"))):
+        if kind != OFFLOAD and not profile.knows(kind_of(kind)):
             raise ValueError(f"recompute={kind!r}: the profile has no figures for it: expected 'none', 'full', 'layer'")
     takes = family(schedule).takes_slices
     if takes and profile.context > 1:

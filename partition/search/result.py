@@ -123,7 +123,7 @@ def label(e: Evaluated) -> str:
     """The configuration and what was done about its memory."""
     c = e.configuration
     parts = [c.label]
-    chosen = [word for memory in e.memories for name in memory.recompute for word in kind_of(name).split("+")]
+    chosen = [kind_of(name) for memory in e.memories for name in memory.recompute]
     for name in (each for each in RECOMPUTE[1:] if each in chosen):
         times = chosen.count(name)
         parts.append(f"recompute {name}" + ("" if times == c.num_stages else f" in {times} of {c.num_stages} stages"))

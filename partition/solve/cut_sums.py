@@ -165,34 +165,24 @@ class Cuts:
 
     def _counted(self, first: int, last: int, kind: str) -> Recomputed:
         """[n + 1] of the stage between two cuts, of which the first 0, 1, .. n nodes that run again are treated as one
-        of COUNTED says, the others, where "+keep_less" stands behind that, so that they keep less. Under "layer" what a
-        node of them takes counts from the first on that takes it."""
+        of COUNTED says. Under "layer" what a node of them takes counts from the first on that takes it."""
         if (first, last, kind) not in self._counts:
             own = self.members[last] & ~self.members[first]
             again = [at for at in self.order if own[at] and self.nodes[at].runs_again]
-            word, _, rest = kind.partition("+")
-            inputs, seconds, made = self._rows_of(again, word)
+            kept, seconds, made = np.array([(0.0, 0.0, 0.0), *(_treated(self.nodes[at], kind) for at in again)]).T
             stash = np.array([0.0, *(self.nodes[at].stash_bytes for at in again)])
-            kept, others, beside = self._rows_of(again, rest) if rest else (stash, 0.0 * stash, 0.0 * stash)
-            if word == "layer":
+            if kind == "layer":
                 place = {at: k + 1 for k, at in enumerate(again)}
                 for at, takers in enumerate(self.takers):
                     firsts = [place[each] for each in takers if each in place]
                     if firsts:
-                        inputs[min(firsts)] += self.nodes[at].activation_bytes
-            whole = float(_between(self.stash, first, last)) - float((stash - kept).sum())
-            behind = np.maximum.accumulate(np.append(beside[1:], 0.0)[::-1])[::-1]
+                        kept[min(firsts)] += self.nodes[at].activation_bytes
             self._counts[first, last, kind] = Recomputed(
-                kept=np.maximum(whole + np.cumsum(inputs - kept), 0.0),
-                again=np.maximum(np.maximum.accumulate(made), behind),
-                seconds=float(others.sum()) + np.cumsum(seconds - others),
+                kept=np.maximum(float(_between(self.stash, first, last)) + np.cumsum(kept - stash), 0.0),
+                again=np.maximum.accumulate(made),
+                seconds=np.cumsum(seconds),
             )
         return self._counts[first, last, kind]
-
-    def _rows_of(self, nodes: Sequence[int], kind: str) -> tuple[Floats, Floats, Floats]:
-        """[1 + nodes] of nothing and of each of these nodes, as `_treated`."""
-        kept, seconds, made = np.array([(0.0, 0.0, 0.0), *(_treated(self.nodes[at], kind) for at in nodes)]).T
-        return kept, seconds, made
 
     @cached_property
     def _workspace(self) -> Floats:

@@ -39,12 +39,12 @@ from ...partition.profiler.memory import device_memory
 from ...partition.search import plan
 from ...schedules.wording import count
 from ..batch.agreement import SamePrograms, agreed, check_agreement
-from ..batch.given import Given, check_batch, signature_of
+from ..batch.orders import BatchSchedules, size_of
 from ..context import Layout, layout_of_plan
-from ..options import Options
+from ..settings.given import Given, check_batch, signature_of
+from ..settings.options import Options
 from ..stage.shapes import Signature
 from ..telling import Phases, told_if_slow
-from .replan import BatchSchedules, size_of
 from .runtime_seconds import clipping, measure_runtime_seconds
 from .trial import WITHIN, Trials, to_try
 

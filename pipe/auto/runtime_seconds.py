@@ -25,10 +25,10 @@ from ...comm import Guard, World
 from ...comm.links import CACHE_BYTES
 from ...partition.model.forms import Arguments
 from ...partition.profiler.optimizers import NamedParameters, OptimizerFactory, make_optimizers, named
-from ..batch.given import Given
 from ..build import Pipeline, build
 from ..context import Run, choose_layout
-from ..options import Options
+from ..settings.given import Given
+from ..settings.options import Options
 from ..update.gradients import clip_gradients, norm_of, norm_part
 
 _SHORT, _LONG = 4, 16  # microbatches

@@ -35,10 +35,10 @@ from ...partition.profiler.optimizers import NamedParameters, make_optimizers_of
 from ...schedules import Costs, Timeline
 from ...schedules.families.registry import family
 from ...schedules.wording import count, duration, size
-from ..batch.given import Given
 from ..build import Pipeline, build
 from ..context import Run, layout_of_plan
-from ..options import Options
+from ..settings.given import Given
+from ..settings.options import Options
 from ..telling import figure, tell, told_if_slow
 
 TRIAL_SECONDS = 3.0  # for the steps of all of them together, building apart, where _LEAST steps of each take less

@@ -12,9 +12,11 @@ from torch import nn
 
 from ...comm import Collectives, Guard, MeshPlace
 from ...partition.deferred.recipes import value_of
+from ...partition.model.fingerprint import told_apart
 from ...partition.model.recorded.words import digest
 from ...partition.model.units import Step, Steps
 from ...schedules import Schedule
+from ..settings.options import Options
 from .batches import Batch
 from .checksum import UNKNOWN, Identity, checksum
 
@@ -37,6 +39,14 @@ def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str
         *(f"{name}={value}" for name, value in options.items()),
     ]
     return ", ".join(parts)
+
+
+def made_of(schedule: Schedule, options: Options) -> dict[str, str]:
+    """All that decides on a run's numbers, by name: the same in a process that is started with the same script."""
+    told = {name: getattr(options, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
+    such = describe(schedule, options.split_points or ["as they come"], **told)
+    code = {"optimizer": options.user_code[-1], "loss_fn": options.loss_fn, "lr_scheduler": options.lr_scheduler}
+    return {"set of options": such, **told_apart(options.root, code)}
 
 
 def unequal_weights(root: nn.Module, schedule: Schedule, place: MeshPlace, collectives: Collectives) -> str | None:

@@ -12,10 +12,10 @@ import torch
 
 from ...comm import Collectives
 from ...partition.model.forms import Tensors
+from ..settings.model_loss import LossValue
 from ..stage.autocast import Autocast
 from ..stage.shapes import Inferred, Signature
 from ..stage.slices import TokenSpan
-from ..stage.stage import LossValue
 from .checksum import Identity
 
 

@@ -10,13 +10,13 @@ from ...partition.model.chain import is_sequential
 from ...partition.model.forms import Arguments
 from ...partition.model.units import MODEL_INPUT
 from ..context import Run
+from ..settings.given import Given, check_batch, check_like_example
 from ..stage.autocast import Autocast
 from ..stage.shapes import Inferred, Signature
 from ..stage.slices import TokenSpan
 from ..stage.wiring import Mode
 from .batches import Batch, BatchPart, weigh
 from .checksum import Identity, checksum, is_shape_alone
-from .given import Given, check_batch, check_like_example
 from .sequence import Slice, cut_in_slices
 
 

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from ...partition.model.batch_dims import TARGET, BatchDims, key_of, keys_of, parameter_names
 from ...partition.model.forms import Arguments
-from ..options import Options
+from ..settings.given import Given, signature_of
+from ..settings.options import Options
 from ..stage.slices import TokenSpan
-from .given import Given, signature_of
 
 Slice: TypeAlias = tuple[Given, TokenSpan]  # of a microbatch, and where it stands in its sequence
 

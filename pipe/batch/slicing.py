@@ -20,13 +20,13 @@ from ...partition.model.forms import Arguments, Tensors
 from ...partition.model.units import MODEL_INPUT, StageModule
 from ...partition.model.untouched import untouched
 from ..context import Layout, Run
-from ..options import Options
+from ..settings.given import Given
+from ..settings.model_loss import LossValue
+from ..settings.options import Options
 from ..stage.build import CutModel
 from ..stage.shapes import Inferred, InferredStages, Signature
 from ..stage.slices import KeptCalls, TokenSpan, attending
-from ..stage.stage import LossValue
 from .batches import read_loss
-from .given import Given
 from .sequence import Slice, check_slices
 
 # Most that numbers of two ways may differ, in units of their root mean square.

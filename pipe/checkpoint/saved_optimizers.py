@@ -16,9 +16,9 @@ from urllib.parse import unquote
 
 import torch
 
+from ..settings.delay_correction import LAST_UPDATE
 from ..shards.shard import Shard
 from ..stage.ownership import Ownership
-from ..update.delay_correction import LAST_UPDATE
 from ..update.optimizers import StageOptimizers
 from ..update.options import options_of_group, shown
 from .reader import Checkpoint

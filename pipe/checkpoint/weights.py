@@ -23,7 +23,7 @@ from torch import nn
 
 from ...partition.deferred.filling import put, rnns_of
 from ...partition.deferred.recipes import device_where_built, reading
-from ..arguments import Weights
+from ..settings.arguments import Weights
 from ..stage.own_state import keys_of, tensors_of
 from .foreign import plain_file
 from .manifest import model_key

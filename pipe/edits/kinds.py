@@ -26,9 +26,9 @@ from torch import nn
 
 from ...partition.deferred.recording import as_recipes
 from ...partition.model.keep_less import find, keep_less
+from ..settings.recompute import Rule
 from ..shards.tensor_option import WORDS
 from ..stage.nested import mapped
-from ..stage.recompute import Rule
 
 _AROUND = ("_forward", "_backward", "_is_full_backward", "_non_full_backward")  # hooks that run around a module
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

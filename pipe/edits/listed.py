@@ -29,8 +29,8 @@ from ...partition.strict import number
 from ...schedules.wording import count
 from ..context import Layout
 from ..guards.randomness import Seeder
+from ..settings.recompute import Recompute, RecomputedModules
 from ..shards.style import match
-from ..stage.recompute import Recompute, RecomputedModules
 from ..stage.reruns import CheckpointedModules
 from .beside import Edited, explain, found_again, tensors_of, verify
 from .kinds import KINDS, Edit

@@ -43,7 +43,7 @@ from ...schedules.wording import duration, size
 from ..batch.agreement import agreed
 from ..batch.batches import Batch
 from ..context import Run
-from ..stage.recompute import BUDGET
+from ..settings.recompute import BUDGET
 from ..stage.reruns import CheckpointedModules
 from ..stage.stage import Stage
 from ..stage.wiring import Mode

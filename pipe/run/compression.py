@@ -28,10 +28,10 @@ from ...schedules import Costs, Link, Links, Message, MessageKind, critical_path
 from ...schedules.dependencies import Wire
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.timing.links import Network
-from ..arguments import AUTO
-from ..batch.given import Given
 from ..context import Layout, Run
-from ..options import Options
+from ..settings.arguments import AUTO
+from ..settings.given import Given
+from ..settings.options import Options
 from ..stage.shapes import Inferred
 from ..stage.wiring import Mode
 from ..telling import tell

@@ -16,9 +16,9 @@ from ...schedules.messages import Sharing
 from ..batch.agreement import check_same_batch
 from ..batch.batches import Batch, join_outputs, share_of_sum
 from ..batch.checksum import Call
-from ..batch.given import Given, check_batch, check_like_example
 from ..batch.reader import BatchReader
-from ..batch.results import EvalResult
+from ..results import EvalResult
+from ..settings.given import Given, check_batch, check_like_example
 from ..stage.buffers import MovingBuffers, standing_in
 from ..stage.shapes import Signature
 from ..stage.wiring import Mode

@@ -21,7 +21,7 @@ from ...comm import PipelineError
 from ...partition.model.forms import counted_changes
 from ...partition.model.untouched import untouched
 from ...schedules import Action
-from ..batch.results import EvalResult
+from ..results import EvalResult
 
 _SEEN = 6  # steps whose gaps, and pieces whose seconds, are remembered
 _ENOUGH = 3  # pieces whose seconds say what the next one takes

@@ -21,11 +21,12 @@ from ..batch.batches import read_loss, share_of_sum
 from ..batch.reader import BatchReader
 from ..batch.slicing import SlicedLoss
 from ..context import Run
+from ..settings.compiled import compiled_units, refuse_backward
+from ..settings.model_loss import LossValue
 from ..shards.tensor_option import LEAST_BYTES
-from ..stage.compiled import compiled_units, refuse_backward
 from ..stage.loss import LeftBehind, UntrainedLeaves, untrained
 from ..stage.reruns import CheckpointedModules
-from ..stage.stage import LossOf, LossValue, Stage
+from ..stage.stage import LossOf, Stage
 from ..stage.wiring import Mode
 from ..trace.recorder import RankRecorder
 from ..update.interface import Update

@@ -17,13 +17,13 @@ from ...comm import HostClocks, PeerLost, PipelineTimeout
 from ...schedules import Timeline
 from ...schedules.kinds import above_zero, option
 from ...schedules.timing.records import RankRecord
-from ..auto.replan import BatchSchedules
 from ..batch.agreement import check_same_batch
 from ..batch.batches import Batch, hand_back
 from ..batch.checksum import CALLS, UNKNOWN, Call, Identity
-from ..batch.given import Given
+from ..batch.orders import BatchSchedules
 from ..batch.reader import BatchReader
-from ..batch.results import Known, StepReports, StepResult
+from ..results import Known, StepReports, StepResult
+from ..settings.given import Given
 from ..stage.buffers import MovingBuffers, Snapshot
 from ..stage.unchanged import Unchanged
 from ..trace.measurement import gather_records

@@ -22,8 +22,8 @@ from ...partition.model.units import Agree, Cut, Entering
 from ...partition.model.untouched import untouched
 from ...partition.plans.plan import Plan
 from ..context import Run
+from ..settings.recompute import RecomputedModules
 from .loss import give_loss, with_loss
-from .recompute import RecomputedModules
 from .shapes import InferredStages, Signature
 
 

@@ -20,9 +20,9 @@ from ...comm import Collectives
 from ...partition.model.source_line import is_ours, is_users
 from ..context import Run
 from ..guards.separable import refuse_shared_statistic
-from ..shards.member_shards import MemberShards
 from ..shards.shard import Shard
 from .build import CutModel
+from .members import MemberShards
 from .own_state import extra_states, keys_of, tensors_from, tensors_of
 
 T = TypeVar("T")

@@ -41,9 +41,9 @@ from ...partition.model.memory import Operations, memory_of, parts_of, written
 from ...partition.model.source_line import first_line
 from ...partition.stage_cost import KEEP_LESS
 from ..guards.randomness import Seeder
+from ..settings.recompute import NamedRule, Rule
 from .buffers import MovingBuffers
 from .nested import mapped
-from .recompute import NamedRule, Rule
 
 _aten = torch.ops.aten
 # Long to compute and small beside what stands between them. The products inside an attention (bmm, or fused) are not

@@ -22,9 +22,9 @@ from ...partition.model.forms import Arguments, Form, Tensors, shown_call
 from ...partition.model.made_up import wanting_gradient
 from ...partition.model.memory import memory_of
 from ...partition.model.modes import evaluating, quiet_fakes, uncompiled
-from ...partition.model.recorded.guards import Changes, Guards
+from ...partition.model.recorded.guards import Changes
 from ...partition.model.source_line import first_line, users_line
-from ...partition.model.units import MODEL_INPUT, Cut, OutputError, StageModule
+from ...partition.model.units import MODEL_INPUT, Cut, ModelGuards, OutputError, StageModule
 from ...partition.model.untouched import Places, untouched
 from ..guards.presence import OutputSpecs, StageRun, certain_gradients, float16_gradients
 from ..guards.randomness import Seeder
@@ -94,7 +94,7 @@ class Inferred:
     written_buffers: tuple[frozenset[int], ...]
     output_form: Form
     digest: Callable[[], str]
-    guards: Guards | None
+    guards: ModelGuards | None
     left: Places
 
 

@@ -26,13 +26,12 @@ from ...partition.model.calls import Calls
 from ...partition.model.forms import Tensors, tensors_in
 from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
+from ..settings.model_loss import LossValue
 from .autocast import Autocast
 from .buffers import MovingBuffers, Snapshot
 from .moving import Activations
 from .reruns import CheckpointedModules, KeptInputs, no_checkpoints_inside
 from .weights import WeightVersions
-
-LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
 
 LossOf = Callable[[Tensors, object, bool, Tensors], LossValue]
 

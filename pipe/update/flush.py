@@ -20,8 +20,8 @@ from ...schedules.messages import Sharing
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord, assemble_timeline
 from ..batch.batches import Batch, NonFiniteLossError
-from ..batch.results import Known
 from ..context import Run
+from ..results import Known
 from ..stage.ownership import Ownership
 from ..stage.wiring import Mode
 from ..trace.recorder import RankRecorder

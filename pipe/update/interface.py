@@ -26,8 +26,8 @@ from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
 from ..batch.batches import Batch
-from ..batch.results import Known
 from ..context import Run
+from ..results import Known
 from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder

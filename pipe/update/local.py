@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from ...schedules import Collective
 from ..batch.batches import Batch, NonFiniteLossError
 from ..batch.checksum import checksum
-from ..batch.given import Given, check_batch
-from ..batch.results import EvalResult, Known
+from ..results import EvalResult, Known
+from ..settings.given import Given, check_batch
 from ..shards.shard import ADAPTIVE
 from .flush import FlushPrograms, FlushUpdate, shared_sums
 from .gradients import buckets_of, flatten, unflatten

@@ -14,13 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
 from ..guards.separable import known_to_separate, refuse_shared_statistic, separable
+from ..settings.delay_correction import Feedback
+from ..settings.options import SchedulerFactory
 from ..shards.shard import Shard
 from ..shards.split import ShardedParameter
 from ..stage.weights import WeightVersions
-from .delay_correction import Feedback
 from .options import BatchOptions, option_number, shown
-
-SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class StageOptimizers:

@@ -26,7 +26,7 @@ from ..batch.batches import (
     summarize_losses,
 )
 from ..batch.checksum import UNKNOWN, Identity
-from ..stage.stage import LossValue
+from ..settings.model_loss import LossValue
 from .loss_scale import LossScale
 from .shards import Shards
 from .shared_sums import SharedSum

@@ -23,11 +23,11 @@ from torch import nn
 from ...comm import Collectives
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
+from ..settings.delay_correction import Feedback
 from ..shards.split import ParameterSplit, ShardedParameter, split_parameters
 from ..stage.ownership import BETWEEN_BATCHES, Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
-from .delay_correction import Feedback
 from .gradients import buckets_of, flatten, unflatten
 from .optimizers import StageOptimizers
 

@@ -20,8 +20,8 @@ from ...schedules.messages import Sharing
 from ...schedules.timing.records import RankRecord, assemble_stream
 from ...schedules.transform import defer_updates
 from ..batch.batches import Batch
-from ..batch.results import Known
 from ..context import Run
+from ..results import Known
 from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from ..stage.wiring import Mode

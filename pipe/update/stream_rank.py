@@ -20,7 +20,7 @@ from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
 from ...schedules.program import GroupStep
 from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
-from ..batch.results import Known
+from ..results import Known
 from ..stage.ownership import Ownership
 from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
 from .optimizers import StageOptimizers

@@ -17,14 +17,14 @@ from ...partition.model.forms import Arguments, Form, Tensors
 from ...partition.model.units import Entering
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import device_memory
-from ..batch.given import Given
 from ..context import Run
 from ..guards.randomness import Seeder
-from ..options import FIRST
+from ..settings.given import Given
+from ..settings.model_loss import LossValue
+from ..settings.options import FIRST
 from ..stage.autocast import Autocast
 from ..stage.loss import with_loss
 from ..stage.own_state import tensors_of
-from ..stage.stage import LossValue
 from ..telling import tell
 from .compare import Outcome, graph_of, tolerance_of
 

@@ -24,9 +24,9 @@ from ...partition.profiler.memory import give_back
 from ...schedules import Schedule
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.checksum import is_shape_alone
-from ..batch.given import Given
 from ..checkpoint.state import State
 from ..run.evaluation import Evaluation
+from ..settings.given import Given
 from ..telling import tell
 from ..update.gradients import clip_factor
 from .compare import Outcome, first_difference

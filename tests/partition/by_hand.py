@@ -233,10 +233,9 @@ def seconds_again(stage: Sequence[Node], recompute: str) -> float:
     if recompute == "full":
         return sum(node.forward_seconds for node in stage)
     again = [node for node in stage if node.runs_again]
-    kind, _, number = recompute.removesuffix("+keep_less").partition(":")
+    kind, _, number = recompute.partition(":")
     many = int(number or 99) if kind != "none" else 0
-    others = sum(node.keep_less_seconds or 0.0 for node in again[many:] if "+" in recompute)
-    return others + sum(
+    return sum(
         node.forward_seconds if kind == "layer" else getattr(node, f"{kind}_seconds") or 0.0 for node in again[:many]
     )
 
@@ -247,9 +246,8 @@ def kept_and_made(profile: Profile, a: int, b: int, recompute: str) -> tuple[flo
     stash = {i: profile.nodes[i].stash_bytes for i in own}
     inputs = {i: profile.nodes[i - 1].activation_bytes if i else 0.0 for i in own}
     again = {i for i in own if profile.nodes[i].runs_again}
-    recompute, *rest = recompute.split("+")
     recompute, _, number = recompute.partition(":")
-    again, others = {*sorted(again)[: int(number or 99)]}, sorted(again)[int(number or 99) :]
+    again = {*sorted(again)[: int(number or 99)]}
     if recompute == "none":
         return sum(stash.values()), 0.0
     if recompute == "full":
@@ -259,10 +257,6 @@ def kept_and_made(profile: Profile, a: int, b: int, recompute: str) -> tuple[flo
         known = inputs[i] if recompute == "layer" else getattr(profile.nodes[i], f"{recompute}_bytes")
         kept[i] = stash[i] if known is None else known
     made = [stash[i] - (0.0 if recompute == "layer" else kept[i]) for i in again]
-    for i in others if rest else ():
-        less = profile.nodes[i].keep_less_bytes
-        kept[i] = stash[i] if less is None else less
-        made.append(stash[i] - kept[i])
     return sum(kept.values()), max([0.0, *made])
 
 
@@ -288,8 +282,7 @@ def fitting_recompute(
     """Alike on all stages, and of each stage what takes it the least time."""
     own = [profile.nodes[a:b] for a, b in pairwise(each["ends"])]
     counts = product(COUNTED, range(1, max(map(len, own))))
-    parts = [f"{kind}:{number}" for kind, number in counts]
-    ways = (*RECOMPUTE, *parts, *(f"{each}+keep_less" for each in parts if "keep_less" not in each))
+    ways = (*RECOMPUTE, *(f"{kind}:{number}" for kind, number in counts))
     fits = [[way for way in ways if held(profile, each, p, way, tensor) <= limit] for p in range(len(own))]
     for way in RECOMPUTE:
         if all(way in ways for ways in fits):

@@ -101,11 +101,7 @@ def every_step(
             rank = _TreatedRank(base.sums, flights[p], place, rules)
             counted = [word for word in own_words if word in COUNTED]
             numbers = [[*product(counted, range(1, ends[s + 1] - ends[s]))] for s in place.stages]
-            rests = ("", "+keep_less") if "keep_less" in own_words else ("",)
-            options = [
-                [*own_words, *(f"{kind}:{k}{more}" for kind, k in own for more in rests if kind not in more)]
-                for own in numbers
-            ]
+            options = [[*own_words, *(f"{kind}:{k}" for kind, k in own)] for own in numbers]
             choices = product(product(*options), product({*ways}, repeat=len(options)))
             fits = [(names, shards) for names, shards in choices if not rank.memory(names, shards).too_many]
             fitting.append(fits + leaving(fits, rank, ways) if "offload" in words else fits)

@@ -60,11 +60,6 @@ def test_the_first_ones_of_a_stage() -> None:
     none, some = ([column.tolist() for column in sums.under(f"keep_less:{number}")] for number in (1, 2))
     assert none == [[600, 500], [0, 0], [0, 0]]
     assert some == [[550, 500], [50, 0], [0.5, 0]]
-    both, more = (
-        [column.tolist() for column in sums.under(f"{each}+keep_less")] for each in ("layer:1", "selective:2")
-    )
-    assert both == [[250 + 200, 500], [100, 0], [1.5, 0]]
-    assert more == [[40 + 50 + 200, 500], [250, 0], [0.75, 0]]
 
 
 def test_what_does_not_run_again_keeps_its_stash() -> None:

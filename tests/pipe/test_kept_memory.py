@@ -38,6 +38,6 @@ def test_steps_take_no_fresh_pages(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(_STEPS)
     (done,) = run_forked([str(tmp_path / "steps.py")], num_ranks=None)
     assert done.status == 0, done.stderr
-    taken = sorted(int(line) for line in done.stdout.split())
-    assert taken[1] < 1000, done.stdout  # of 4 KiB; what lies between layers takes 100,000; a heap may grow once
-    assert taken[-1] < 10_000, done.stdout
+    taken = [int(line) for line in done.stdout.split()]
+    # Of 4 KiB. Each step would take 100,000 if nothing stayed; a heap that has holes may still grow by a few blocks.
+    assert sum(taken) < 50_000, done.stdout

@@ -131,10 +131,10 @@ def test_activations_of_the_first_stage_wait_on_the_host(gloo: Pool) -> None:
 
 
 @pytest.mark.thorough
-def test_units_run_again_beside_others_that_keep_less() -> None:
+def test_units_keep_less_or_run_again() -> None:
     """Less and less is held, and gradients are the same to the bit."""
     held, states = [], []
-    for word in ("none", "keep_less:1", "keep_less", "layer:1+keep_less", "layer:3+keep_less", "layer"):
+    for word in ("none", "keep_less:1", "keep_less", "layer"):
         model, x = made()
         options = {"loss_fn": F.mse_loss, "mesh": {"pipe": 1}, "num_microbatches": 2, "schedule": "gpipe"}
         with PipelineModule(model, recompute=word, example_inputs=(x,), **options) as pipe:  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def test_units_run_again_beside_others_that_keep_less() -> None:
         assert all(map(torch.equal, state, states[0]))
 
 
-@pytest.mark.parametrize("word", ["keep_less:1+keep_less", "layer+keep_less", "layer:0+keep_less", "offload"])
+@pytest.mark.parametrize("word", ["layer:1+keep_less", "layer:0", "offload"])
 def test_words_that_are_none(word: str) -> None:
     model, x = made()
     with pytest.raises(ValueError, match=f"recompute='{re.escape(word)}': expected one of 'none'"):

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.schedules import (
-    Costs,
-    Op,
-    ScheduleError,
-    build,
-    check,
-    check_lowered,
-    lower,
-    simulate,
-    with_offload,
-)
+from stagewright.schedules import Costs, Op, ScheduleError, build, check, check_lowered, lower, simulate, with_offload
 
 from .builders import FLUSH
 

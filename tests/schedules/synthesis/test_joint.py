@@ -8,16 +8,7 @@ from random import Random
 import pytest
 from support.inside import ChainSearch, Request
 
-from stagewright.schedules import (
-    Costs,
-    Layer,
-    MemoryLimitError,
-    Op,
-    check,
-    simulate,
-    synthesize,
-    synthesize_jointly,
-)
+from stagewright.schedules import Costs, Layer, MemoryLimitError, Op, check, simulate, synthesize, synthesize_jointly
 
 ORDERS = 40
 

@@ -19,8 +19,8 @@ from ...partition.model.forms import argument_name
 from ...partition.plans.replan import Replanner
 from ...partition.plans.sizes import Size
 from ...schedules import Action, Schedule
-from ..batch.batches import Batch
 from ..stage.shapes import Signature
+from .batches import Batch
 
 _KEPT = 256  # orders that are kept for sizes that come again
 _SHOWN = 6  # sizes in an error

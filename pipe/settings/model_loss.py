@@ -19,13 +19,13 @@ from torch.utils import _pytree as pytree
 from ...partition.model.batch_dims import parameter_names
 from ...partition.model.forms import Arguments, Form
 from ...partition.model.model_loss import MODEL, mean_of_model, own_loss
-from ..stage.stage import LossValue
 from .given import signature_of
 
 IGNORED = -100  # a label that cross entropy leaves out
 SAMPLES, LABELS, SHIFTED_LABELS = "samples", "labels", "shifted_labels"
 
 LossWeight = str | Callable[..., Any]
+LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
 
 # Names that transformers lists its models under, by how their loss counts.
 _SHIFTING = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",)

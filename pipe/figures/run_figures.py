@@ -11,19 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..comm import LinkName, World
-from ..partition.plans.plan import Plan
-from ..schedules import Costs, Links, Schedule, Spread, StageBytes
-from ..schedules.kinds import one_of, option
-from ..schedules.timing.links import Network
-from .building import Building
-from .checkpoint.checkpointer import Checkpointer, CheckpointRecord, CopiedBy, Every, check_options
-from .checkpoint.persist import SaveResult
-from .checkpoint.snapshot import HasState
-from .run.memory import ActionMemory, stage_bytes, watch
-from .telling import tell
-from .trace.tracer import TraceEvery, Tracer, check_every
-from .update.local import Averaging, LocalUpdate
+from ...comm import LinkName, World
+from ...partition.plans.plan import Plan
+from ...schedules import Costs, Links, Schedule, Spread, StageBytes
+from ...schedules.kinds import one_of, option
+from ...schedules.timing.links import Network
+from ..building import Building
+from ..checkpoint.checkpointer import Checkpointer, CheckpointRecord, CopiedBy, Every, check_options
+from ..checkpoint.persist import SaveResult
+from ..checkpoint.snapshot import HasState
+from ..telling import tell
+from ..update.local import Averaging, LocalUpdate
+from .memory import ActionMemory, stage_bytes, watch
+from .tracer import TraceEvery, Tracer, check_every
 
 
 class RunFigures:

@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...comm import Collectives
 from ...partition.deferred.recording import as_recipes
 from ..context import Run
-from .cutting import cut_by_styles
-from .shard import Shard
-from .style import style_of, uncut
-from .tensor_group import TensorGroup
+from ..shards.cutting import cut_by_styles
+from ..shards.shard import Shard
+from ..shards.style import style_of, uncut
+from ..shards.tensor_group import TensorGroup
 
 _COMPARISONS = 2  # update groups whose gradients are compared
 _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; what other kernels add up in another order

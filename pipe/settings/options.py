@@ -18,27 +18,26 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..comm import Compress, own_device, read_compress
-from ..partition.deferred.parameters import DeferredParameter
-from ..partition.deferred.recipes import device_where_built
-from ..partition.model.batch_dims import BatchDims, check_batch_dims
-from ..partition.model.fingerprint import told_apart
-from ..partition.profiler.optimizers import NamedFactory, OptimizerFactory
-from ..schedules import Schedule
-from ..schedules.kinds import Kind, above_zero, at_least, one_of, option
-from ..schedules.transform import schedule_without
+from ...comm import Compress, own_device, read_compress
+from ...partition.deferred.parameters import DeferredParameter
+from ...partition.deferred.recipes import device_where_built
+from ...partition.model.batch_dims import BatchDims, check_batch_dims
+from ...partition.profiler.optimizers import NamedFactory, OptimizerFactory
+from ...schedules import Schedule
+from ...schedules.kinds import Kind, above_zero, at_least, one_of, option
+from ...schedules.transform import schedule_without
+from ..results import StepRecord
+from ..shards.tensor_option import SENDS
+from ..telling import tell_of_gpus
 from .arguments import AUTO, Mesh, PlanLike, ScheduleLike, Weights
-from .batch.agreement import describe
-from .batch.given import CallReader, Given, signature_of
-from .batch.model_loss import ModelLoss, read_loss_option
-from .batch.results import StepRecord
-from .shards.tensor_option import SENDS
-from .stage.compiled import read_compile
-from .stage.recompute import RecomputeLike
-from .telling import tell_of_gpus
-from .update.delay_correction import ErrorFeedback, read_delay_correction
-from .update.loss_scale import read_grad_scaler, refuse_float16_parameters
-from .update.optimizers import SchedulerFactory
+from .compiled import read_compile
+from .delay_correction import ErrorFeedback, read_delay_correction
+from .given import CallReader, Given, signature_of
+from .model_loss import ModelLoss, read_loss_option
+from .precision import read_grad_scaler, refuse_float16_parameters
+from .recompute import RecomputeLike
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 REROUTE = "reroute"
 _LONGEST = 365 * 86400.0  # [s] what backends take for ever
@@ -173,13 +172,6 @@ class Options:
     def model_loss(self) -> ModelLoss | None:
         """The loss of a model that returns its own; None for any other, and where there is none."""
         return self.loss_fn if isinstance(self.loss_fn, ModelLoss) else None
-
-    def in_words(self, schedule: Schedule) -> dict[str, str]:
-        """All that decides on a run's numbers, by name: the same in a process that is started with the same script."""
-        told = {name: getattr(self, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
-        options = describe(schedule, self.split_points or ["as they come"], **told)
-        code = {"optimizer": self.user_code[-1], "loss_fn": self.loss_fn, "lr_scheduler": self.lr_scheduler}
-        return {"set of options": options, **told_apart(self.root, code)}
 
     def require_optimizer(self) -> None:
         if self.optimizer is None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ...schedules import Timeline
+from ..schedules import Timeline
 
 
 class Known(NamedTuple):

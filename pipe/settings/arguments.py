@@ -24,12 +24,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.mesh import AXES
-from ..partition.plans.plan import Plan
-from ..schedules.custom.user_schedules import UserScheduleLike
-from .batch.model_loss import LossWeight
-from .shards.tensor_option import TensorParallelLike
-from .update.delay_correction import ErrorFeedback
+from ...comm.mesh import AXES
+from ...partition.plans.plan import Plan
+from ...schedules.custom.user_schedules import UserScheduleLike
+from ..shards.tensor_option import TensorParallelLike
+from .delay_correction import ErrorFeedback
+from .model_loss import LossWeight
+from .precision import DTYPES
 
 AUTO = "auto"
 
@@ -208,7 +209,6 @@ class Weights:
 MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str"
 AnySchedule: TypeAlias = "ScheduleLike | PlanLike | Auto | Asynchronous | Synchronous | Slices"
 
-_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 _AXIS_OF = {"pp": "pipe", "dp": "data", "tp": "tensor"} | {axis: axis for axis in AXES}
 
 # What the records below are read into, with None where they say nothing.
@@ -389,8 +389,8 @@ def _precision_options(precision: object) -> dict[str, Any]:
     if precision is None:
         return {"autocast": None}
     record = precision if isinstance(precision, Precision) else Precision(dtype=precision)  # type: ignore[arg-type]
-    dtype = _DTYPES.get(record.dtype, record.dtype) if isinstance(record.dtype, str) else record.dtype
-    if dtype not in (None, *_DTYPES.values()):
+    dtype = DTYPES.get(record.dtype, record.dtype) if isinstance(record.dtype, str) else record.dtype
+    if dtype not in (None, *DTYPES.values()):
         raise ValueError(
             f"precision={precision!r}: expected 'bf16' or 'fp16', or stagewright.Precision(dtype=, grad_scaler=, "
             f"compile=)"

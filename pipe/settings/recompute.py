@@ -6,7 +6,6 @@
     "selective"   each cut unit, but for the results of its matrix products, which stay   (`reruns`)
     "keep_less"   each cut unit keeps no results of GELUs, which are made again           (`model.keep_less`)
     "layer:3"     the first 3 of them; likewise "selective:3", "keep_less:3"              (`reruns`)
-                  "layer:3+keep_less": the others keep less
     a policy      each cut unit, but for what the policy keeps                            (`reruns`)
     a budget      the units that must, so that it fits                                    (`run/budget`)
 
@@ -190,7 +189,7 @@ class RecomputedModules:
             inside = set(stage.module.modules())
             return {module: rule for module, rule in self.rules.items() if module in inside}
         number = None if callable(kind) else count_again(kind)
-        word, _, rest = kind_of(kind).partition("+") if isinstance(kind, str) else (kind, "", "")
+        word = kind_of(kind) if isinstance(kind, str) else kind
         rule = "full" if word == "layer" else word
         if number is None:
             return dict.fromkeys(stage.units, (stage.name, rule))
@@ -201,8 +200,7 @@ class RecomputedModules:
                 f"again: expected at most {f'{word}:{sum(begun)}'!r}, or {word!r}"
             )
         places = list(zip(stage.units, accumulate(begun), strict=True))
-        rules = {unit: (stage.name, rule) for unit, place in places if place <= number}
-        return rules | {unit: (stage.name, rest) for unit, place in places if rest and place > number}
+        return {unit: (stage.name, rule) for unit, place in places if place <= number}
 
 
 def _matches(pattern: str, root: nn.Module) -> dict[str, nn.Module]:

@@ -1,0 +1,1 @@
+"""What the user gives, read and checked: options, the form of batches, losses, precision, recomputation."""
