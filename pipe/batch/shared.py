@@ -159,7 +159,7 @@ class SharedLoader(ReplicaLoader):
     def __init__(
         self, dataset: Dataset[Any], batches: ReplicaBatches, *, share: HostShare, cache: int, **options: Any
     ) -> None:
-        kept = partial(_Kept, folder=share.folder, share_of=cache / count_samples(dataset)) if cache else None
+        kept = partial(_CachedSamples, folder=share.folder, share_of=cache / count_samples(dataset)) if cache else None
         super().__init__(dataset, batches, seeded=kept, **options)
         self._share = share
 
@@ -266,7 +266,7 @@ def keep_sample(folder: Path, number: int, sample: Any, *, share_of: float) -> N
         new.unlink()
 
 
-class _Kept(Seeded):
+class _CachedSamples(Seeded):
     """A dataset of which the host keeps samples: so many bytes for each."""
 
     def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches, *, folder: Path, share_of: float) -> None:
