@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...schedules.check import check
+from ...schedules.checks import check
 from ...schedules.families.registry import build, canonical_name, family
 from ...schedules.ir import Action, Schedule, ScheduleError
 from ...schedules.transform import on_ranks, replicate, with_offload
