@@ -16,7 +16,7 @@ from operator import add
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ...schedules.check import check
+from ...schedules.checks import check
 from ...schedules.explain.prediction import PredictionCheck, check_prediction
 from ...schedules.families.registry import build, canonical_name, family
 from ...schedules.ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError

@@ -12,7 +12,7 @@ from ...schedules.ir import Schedule
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import ON_CARD, AllReduce, Link, Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
-from ...schedules.wording import Displayable, count, duration
+from ...schedules.wording import count, duration
 from ..memory import MemoryUse
 from ..strict import Fields, number, parse_object, read_text
 from .as_schedule import exhibit_of_plan, schedule_of
@@ -24,10 +24,10 @@ _MODELS = ("default", "pipedream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Displayable, PlanRecord):
+class Plan(PlanRecord):
     """A `PlanRecord` that can be written, read, explained and carried out."""
 
-    _exhibit = exhibit_of_plan
+    exhibit = exhibit_of_plan
 
     def __repr__(self) -> str:
         name = "" if self.schedule is None else f"{self.schedule}, "

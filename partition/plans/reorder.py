@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from ...schedules.check import check
+from ...schedules.checks import check
 from ...schedules.families.registry import canonical_name, family
 from ...schedules.ir import Op, Schedule
 from ...schedules.search.synthesize import synthesize

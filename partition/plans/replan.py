@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...schedules.liveness import peak_held
-from ...schedules.search.batches import BatchOrders, FoundOrder
 from ...schedules.search.request import Request
+from ...schedules.search.search import BatchOrders, FoundOrder
 from ...schedules.timing.costs import Costs
 from .as_schedule import one_pipeline, schedule_of
 from .record import PlanRecord, PlanStage

@@ -15,6 +15,7 @@ from support.inside import (
     Model,
     PlanEvaluator,
     RangeCosts,
+    Synthesis,
     Topology,
     all_cuts,
     candidate_ends,
@@ -25,7 +26,7 @@ from support.inside import (
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
-from stagewright.schedules import Costs, Synthesis, simulate, synthesize
+from stagewright.schedules import Costs, simulate, synthesize
 
 from .small import configuration
 
