@@ -117,9 +117,9 @@ def plan(
         on_runners_up: called with those that are named, each as the plan that it would be, the better ones first.
 
     The best configuration is searched best first by lower bounds; see `search` for what that proves. Those with unequal
-    replicas that `solve.dynamic` finds are among them. Ties (to nine digits): fewest devices, then the
-    least tensor, pipeline and V, the largest microbatch, the first name of a schedule, the least memory, the earliest
-    cuts. Same input, same plan.
+    replicas that `solve.dynamic` finds are among them. Ties (to nine digits): fewest devices, then the least tensor,
+    pipeline and V, the largest microbatch, the first name of a schedule, the least memory, the earliest cuts. Same
+    input, same plan.
 
     Raises ValueError for options that do not fit, and where nothing fits the memory: what came nearest, how many bytes
     are too many, and what would make it fit.
