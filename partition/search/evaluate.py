@@ -55,8 +55,7 @@ class Evaluated:
         norm: of the global norm, for which all ranks wait [s]; None: there is none.
         bottleneck: pace of the slowest rank [s a microbatch].
         bound: no order of this work is faster [s]; 0 where the number of microbatches is open.
-        simulated_seconds: from batch to batch [s]; infinite where it was not simulated: nobody knows its batch, or the
-            schedule does not take it.
+        simulated_seconds: from batch to batch [s]; infinite where it was not simulated.
         bubble: of that simulation.
     """
 

@@ -48,7 +48,7 @@ from .simulated import MAX_ACTIONS
 from .source import MeasuredProfiles, ProfileSource, as_source
 from .space import Configuration, Runs, SearchSpace
 
-CANDIDATES = 8  # of unequal replicas, by each way: as many as `partition()` tries
+CANDIDATES = 8  # of unequal replicas, by each way
 MAX_ORDERS = 6  # of unequal nodes, for configurations with equal replicas
 ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
 
@@ -116,10 +116,10 @@ def plan(
         progress: called with a `Searched` and the best seconds so far.
         on_runners_up: called with those that are named, each as the plan that it would be, the better ones first.
 
-    The best configuration is searched best first by lower bounds; see `search` for what that proves. What
-    `partition()` finds is among the candidates, so no plan is worse. Ties (to nine digits): fewest devices, then the
-    least tensor, pipeline and V, the largest microbatch, the first name of a schedule, the least memory, the earliest
-    cuts. Same input, same plan.
+    The best configuration is searched best first by lower bounds; see `search` for what that proves. Those with unequal
+    replicas that `solve.dynamic` finds are among them. Ties (to nine digits): fewest devices, then the least tensor,
+    pipeline and V, the largest microbatch, the first name of a schedule, the least memory, the earliest cuts. Same
+    input, same plan.
 
     Raises ValueError for options that do not fit, and where nothing fits the memory: what came nearest, how many bytes
     are too many, and what would make it fit.
