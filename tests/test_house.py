@@ -21,8 +21,8 @@ TOOLS = ("cli", "experiments")
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
     "library lines": 69_608,
-    "library code lines": 49_008,
-    "tools lines": 19_029,
+    "library code lines": 49_004,
+    "tools lines": 19_007,
     "library files": 333,
     "library classes": 572,
     "annotated fields": 1_466,
