@@ -20,6 +20,7 @@ from ...partition.model.forms import Arguments, Tensors
 from ...partition.model.units import MODEL_INPUT, StageModule
 from ...partition.model.untouched import untouched
 from ..context import Layout, Run
+from ..guards.rounding import SLICED_LOSSES, SLICED_OUTPUTS, by_type
 from ..settings.given import Given
 from ..settings.model_loss import LossValue
 from ..settings.options import Options
@@ -28,10 +29,6 @@ from ..stage.shapes import Inferred, InferredStages, Signature
 from ..stage.slices import KeptCalls, TokenSpan, attending
 from .batches import read_loss
 from .sequence import Slice, check_slices
-
-# Most that numbers of two ways may differ, in units of their root mean square.
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-_COARSE = 0.25  # of shorter types
 
 
 def check_slicing(layout: Layout, options: Options) -> None:
@@ -130,9 +127,9 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, span: TokenSpan, what:
         difference, size = 1.0, 1.0
     else:
         one, other = expected.double(), found.double()
-        size = max(float(one.square().mean().sqrt()), 1e-30)
+        size = max(float(one.square().mean().sqrt()), 1e-30)  # root mean square
         difference = float((one - other).abs().max())
-        if difference <= _TOLERANCE.get(expected.dtype, _COARSE) * size:
+        if difference <= by_type(SLICED_OUTPUTS, expected.dtype) * size:
             return
     raise ValueError(
         f"{what} is another one over slices of the sequence: of tokens {span.start} to {span.end} of {span.total} it "
@@ -226,7 +223,7 @@ class SlicedLoss:
                 losses = [self._loss(*each, torch.float64) for each in zip(columns, targets, strict=True)]
             except (RuntimeError, TypeError, ValueError):  # a loss for one type of outputs alone
                 losses = [self._loss(*each, None) for each in zip(columns, targets, strict=True)]
-        tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(losses[0][0].dtype, 1e-2)
+        tolerance = by_type(SLICED_LOSSES, losses[0][0].dtype)
         (expected, count), *others = losses
         if count is None:
             found = sum(float(loss) * (s.end - s.start) / s.total for (loss, _), s in zip(others, spans, strict=True))

@@ -35,7 +35,8 @@ Snapshot = Sequence[_BufferBefore]
 
 @contextmanager
 def standing_in(snapshot: Snapshot) -> Iterator[None]:
-    """Within, modules have their buffers as they were, whatever forwards have changed since."""
+    """Within, modules have copies of their buffers as they were, whatever forwards have changed since (the graph may
+    keep the copies; the real ones are not touched)."""
     now = [place.module._buffers[place.name] for place in snapshot]
     try:
         for place in snapshot:
@@ -91,15 +92,3 @@ class MovingBuffers:
             if known:
                 moving.append(place)
         return moving
-
-    @contextmanager
-    def put_back(self, snapshot: Snapshot) -> Iterator[None]:
-        """Within: the copies stand in for the buffers (the graph may keep them; the real ones are not touched)."""
-        real = [place.module._buffers[place.name] for place in snapshot]
-        for place in snapshot:
-            place.module._buffers[place.name] = place.copy
-        try:
-            yield
-        finally:
-            for place, buffer in zip(snapshot, real, strict=True):
-                place.module._buffers[place.name] = buffer

@@ -42,7 +42,7 @@ from ...partition.model.source_line import first_line
 from ...partition.stage_cost import KEEP_LESS
 from ..guards.randomness import Seeder
 from ..settings.recompute import NamedRule, Rule
-from .buffers import MovingBuffers
+from .buffers import MovingBuffers, standing_in
 from .nested import mapped
 
 _aten = torch.ops.aten
@@ -137,7 +137,7 @@ class _Rerun:
                 buffers = self._buffers.after_forward(buffers)
                 return value
             again, keywords = inputs.with_tensors(tensors)
-            with self._seeder.again(random), no_checkpoints_inside(), self._buffers.put_back(buffers):
+            with self._seeder.again(random), no_checkpoints_inside(), standing_in(buffers):
                 forward(*again, **keywords)
             return None
 

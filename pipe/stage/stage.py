@@ -28,7 +28,7 @@ from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
 from ..settings.model_loss import LossValue
 from .autocast import Autocast
-from .buffers import MovingBuffers, Snapshot
+from .buffers import MovingBuffers, Snapshot, standing_in
 from .moving import Activations
 from .reruns import CheckpointedModules, KeptInputs, no_checkpoints_inside
 from .weights import WeightVersions
@@ -281,7 +281,7 @@ class Stage:
             torch.enable_grad(),
             autocast.again(),
             no_checkpoints_inside(),
-            self._buffers.put_back(live.buffers),
+            standing_in(live.buffers),
             self._compiled.through(),
             self._split.forward() if live.is_split else _NOTHING,
         ):

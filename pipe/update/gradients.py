@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,14 @@ from ...comm import TensorSpec
 from ...schedules.messages import ALONE_BYTES, BUCKET_BYTES
 
 Grads = Sequence[torch.Tensor | None]  # None: no gradient came
+Grad = TypeVar("Grad", torch.Tensor, torch.Tensor | None)
+
+
+def added(known: torch.Tensor | None, more: Grad) -> Grad:
+    """The sum of two gradients, or the one that is there."""
+    if known is None or more is None:
+        return more if known is None else known
+    return known + more
 
 
 def scale_gradients(gradients: Iterable[torch.Tensor | None], factor: float) -> None:
