@@ -398,7 +398,7 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
         **({} if options.compress is None else {"compress": options.compress}),
     )
     common = f", microbatches of {microbatch}"
-    check_agreement(mine, run.collectives, run.guard, replica=(run.layout.place.replica[0], common))
+    check_agreement(mine, run.collectives, replica=(run.layout.place.replica[0], common))
 
 
 def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[..., Update]]:

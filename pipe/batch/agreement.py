@@ -22,6 +22,8 @@ from .checksum import UNKNOWN, Identity, checksum
 
 T = TypeVar("T")
 
+_BUILDING = "building the stages"  # whatever each process has come to
+
 
 def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str:
     """Description of all that must be the same on every rank, in a line that people can compare.
@@ -85,7 +87,7 @@ def _checksum(parameter: torch.Tensor) -> float:
 def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, what: str) -> T:
     """Call `make`; where it fails on one rank, ValueError on all, and the run goes on. Collective over all.
 
-    Within, `make` may gather what all give by `gathered`: a rank that fails before answers there.
+    Within, `make` may ask what all give as `_BUILDING`: a rank that fails before answers there.
     """
     if collectives.alone:
         return make()
@@ -98,23 +100,11 @@ def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, wha
         if guard.spares(error):
             raise
         failed, story = error, f"{what} failed on {collectives.name_of(collectives.rank)}: {_told(error)}"
-    gathered(None, collectives, guard, story=story, failed=failed)
+    try:
+        collectives.alike(None, what=_BUILDING, problem=story)
+    except ValueError as error:
+        raise error from failed
     return made[0]
-
-
-def gathered(
-    mine: T, collectives: Collectives, guard: Guard, *, story: str = "", failed: Exception | None = None
-) -> list[T]:
-    """Gather from every process; ValueError on all where one says that it has failed.
-
-    Arguments:
-        story: of what failed here, if so.
-    """
-    everyone = collectives.gather((story, mine), what="building the stages")  # whatever each of them has come to
-    first = next((its for its, _ in everyone if its), None)
-    if first is not None:
-        raise guard.spared(ValueError(first)) from failed
-    return [given for _, given in everyone]
 
 
 def _told(error: Exception) -> str:
@@ -123,22 +113,23 @@ def _told(error: Exception) -> str:
     return text if text and isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
-def check_agreement(mine: str, collectives: Collectives, guard: Guard, *, replica: tuple[int, str] = (0, "")) -> None:
+def check_agreement(mine: str, collectives: Collectives, *, replica: tuple[int, str] = (0, "")) -> None:
     """ValueError on every rank unless all give the same description; the run goes on. Collective over the processes.
 
     Arguments:
         replica: its number, and what the ranks of that one must have in common.
     """
-    gathered = collectives.gather((*replica, mine), what="comparing the pipelines of all ranks")
-    for other, (number, common, its) in enumerate(gathered):
-        if its != mine or (number == replica[0] and common != replica[1]):
-            one, another = collectives.name_of(other), collectives.name_of(collectives.rank)
-            raise guard.spared(
-                ValueError(
-                    f"{one} has {its}{common}; {another} has {mine}{replica[1]}: expected the same model, schedule, "
-                    f"options and batch sizes on every rank"
-                )
-            )
+
+    def differing(process: int, its: tuple[int, str, str], other: int, others: tuple[int, str, str]) -> str | None:
+        if its[2] == others[2] and (its[0] != others[0] or its[1] == others[1]):
+            return None
+        one, another = map(collectives.name_of, (process, other))
+        return (
+            f"{one} has {its[2]}{its[1]}; {another} has {others[2]}{others[1]}: expected the same model, schedule, "
+            f"options and batch sizes on every rank"
+        )
+
+    collectives.alike((*replica, mine), differing, what="comparing the pipelines of all ranks")
 
 
 class SamePrograms:
@@ -158,13 +149,13 @@ class SamePrograms:
             return self._differed.get(training, False)
         steps = own()
         digests = digest(steps), digest(steps if canonical is None else canonical())
-        given = gathered((self.alike, *digests), together, self._guard)
+        given = together.alike((self.alike, *digests), what=_BUILDING)
         first = {alike: digests for alike, *digests in reversed(given)}
         self._differed[training] = self._differed.get(training, False) or any(
             its != first[alike][0] for alike, its, _ in given
         )
         if any(its != first[alike][1] for alike, _, its in given):
-            everyone = gathered((self.alike, steps), together, self._guard)
+            everyone = together.alike((self.alike, steps), what=_BUILDING)
             raise self._guard.spared(ValueError(_first_difference(everyone, together)))
         return self._differed[training]
 
@@ -213,9 +204,9 @@ def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.de
     if batch.identity.number == 1:
         given = collectives.gather((batch.replica[0], batch.identity), what="comparing the first batch")
         named = [(collectives.name_of(process), *one) for process, one in enumerate(given)]
-        last = {key: (name, its) for name, replica, its in named for key in (replica, (replica, its.program % 1))}
+        last = {key: (name, its) for name, replica, its in named for key in (replica, (replica, its.group))}
         for name, replica, its in named if batch.has_target else ():
-            for its_name, other in (last[replica], last[replica, its.program % 1]):
+            for its_name, other in (last[replica], last[replica, its.group]):
                 its.refuse_other(other, step=step, name=name, its_name=its_name)
 
 

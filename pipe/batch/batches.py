@@ -152,7 +152,7 @@ SUMMARY_SIZE = 7 + len(Identity._fields)
 
 
 def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: int) -> torch.Tensor:
-    """[12] float64 on the losses' device: what every rank must know of an update group, whatever M is.
+    """[13] float64 on the losses' device: what every rank must know of an update group, whatever M is.
 
     (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss, samples of these losses,
     samples that the weights took for the whole group, the batch's identity), where total is

@@ -28,14 +28,15 @@ _ONE_PIPELINE = (
 
 class Identity(NamedTuple):
     """A call with a batch: which of CALLS, its number among those of the pipeline; checksums of the batch's inputs and
-    targets and of what the stages run for it, UNKNOWN where they are not to be compared. What tensor groups of other
-    sizes run is not: the part behind the point tells them apart."""
+    targets and of what the stages run for it, UNKNOWN where they are not to be compared; and the size of the tensor
+    group, since groups of other sizes run other programs."""
 
     call: float
     number: float
     inputs: float = UNKNOWN
     targets: float = UNKNOWN
     program: float = UNKNOWN
+    group: float = UNKNOWN
 
     def refuse_other(self, other: Identity, *, step: int, name: str, its_name: str, why: str = _ONE_PIPELINE) -> None:
         """ValueError, which names both, unless another process has made the same call with the same batch."""
@@ -52,8 +53,8 @@ class Identity(NamedTuple):
                     f"pipe.loader(dataset, batch_size=...), or DataLoader(..., "
                     f"generator=torch.Generator().manual_seed(0)) alike on every rank"
                 )
-        is_alike = UNKNOWN not in (self.program, other.program) and self.program % 1 == other.program % 1
-        if is_alike and self.program != other.program:
+        are_known = UNKNOWN not in (self.program, other.program)
+        if are_known and self.group == other.group and self.program != other.program:
             raise ValueError(
                 f"{name} runs another forward in step {step} than {its_name}: expected the same flags among the "
                 f"arguments, and a model whose attributes change alike on every rank, and whose code does the same "

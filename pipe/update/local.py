@@ -140,15 +140,17 @@ class LocalUpdate(FlushUpdate):
             if isinstance(x, torch.Tensor)
         }
         rest = {name: checksum(x) for name, x in states.items() if not (x.dim() and x.is_floating_point())}
-        everyone = run.collectives.by_rank((sorted(states), rest), what="comparing the optimizers of replicas")
-        for row in {*self._programs.data_groups}:
-            if any(everyone[rank] != everyone[row[0]] for rank in row):  # told by all processes alike
-                raise run.guard.spared(
-                    ValueError(
-                        f"the optimizers of ranks {row} hold state of other parameters (gradients came on some alone), "
-                        f"and a checkpoint has one for all: expected sync=1, or a model of which every batch uses all"
-                    )
-                )
+
+        def differing(_: int, one: tuple[object, ...], __: int, other: tuple[object, ...]) -> str | None:
+            if one[:2] != other[:2] or one == other:
+                return None
+            return (
+                f"the optimizers of ranks {one[0]} hold state of other parameters (gradients came on some alone), "
+                f"and a checkpoint has one for all: expected sync=1, or a model of which every batch uses all"
+            )
+
+        mine = tuple(self._row), run.layout.place.tensor[0], sorted(states), rest
+        run.collectives.alike(mine, differing, what="comparing the optimizers of replicas")
         self.gate.enter()
         self._mean([(name[0], states[name]) for name in sorted(states) if name not in rest])
 
