@@ -15,9 +15,9 @@ from ..stage.autocast import Autocast
 from ..stage.shapes import Inferred, Signature
 from ..stage.slices import TokenSpan
 from ..stage.wiring import Mode
+from .agreement import Identity, checksum, is_shape_alone
 from .batches import Batch, BatchPart, weigh
-from .checksum import Identity, checksum, is_shape_alone
-from .sequence import Slice, cut_in_slices
+from .slicing import Slice, cut_in_slices
 
 
 class BatchReader:

@@ -28,9 +28,8 @@ from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
 from ..settings.model_loss import LossValue
 from .autocast import Autocast
-from .buffers import MovingBuffers, Snapshot, standing_in
 from .moving import Activations
-from .reruns import CheckpointedModules, KeptInputs, no_checkpoints_inside
+from .reruns import CheckpointedModules, KeptInputs, MovingBuffers, Snapshot, no_checkpoints_inside, standing_in
 from .weights import WeightVersions
 
 LossOf = Callable[[Tensors, object, bool, Tensors], LossValue]

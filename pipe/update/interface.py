@@ -31,8 +31,7 @@ from ..results import Known
 from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
-from .gradients import buckets_of
-from .loss_scale import LossScale
+from .gradients import LossScale, buckets_of
 from .optimizers import StageOptimizers, warn_of_unheld
 from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards

@@ -23,8 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from ...schedules import Collective
+from ..batch.agreement import checksum
 from ..batch.batches import Batch, NonFiniteLossError
-from ..batch.checksum import checksum
 from ..results import EvalResult, Known
 from ..settings.given import Given, check_batch
 from ..shards.shard import ADAPTIVE
