@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...comm import Collectives
+from ...comm import BucketSum, Collectives
 from ...partition.model.forms import Tensors
 from ..settings.model_loss import LossValue
 from ..stage.autocast import Autocast
@@ -277,11 +277,9 @@ def hand_back(
                 if (slot, k) in gradients:
                     total += gradients[slot, k]
                     is_there += 1
-        if not collectives.alone:
-            flat = torch.cat([is_there, *(total.reshape(-1) for total in sums)])
-            collectives.all_reduce(flat, what="summing the gradients of the batch")
-            is_there, *pieces = torch.split(flat, [1, *(total.numel() for total in sums)])
-            sums = [piece.view(total.shape) for piece, total in zip(pieces, sums, strict=True)]
+        all_ranks = BucketSum([is_there, *sums], collectives, what="summing the gradients of the batch")
+        all_ranks.leave_all([is_there, *sums])
+        is_there, *sums = all_ranks.wait()
         if is_there:
             pairs += [(x, total * scale) for (_, x), total in zip(wanted, sums, strict=True)]
     if pairs:

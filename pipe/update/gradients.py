@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from ...comm import TensorSpec
-from ...schedules.messages import ALONE_BYTES, BUCKET_BYTES
+from ...comm import Flat, TensorSpec
 from ..batch.batches import NonFiniteLossError
 
 Grads = Sequence[torch.Tensor | None]  # None: no gradient came
@@ -114,39 +113,11 @@ def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max
     scale_gradients(gradients, clip_factor(norm=norm, max_norm=max_norm))
 
 
-class Flat:
-    """How tensors travel to other ranks: in flat buckets.
-
-    A bucket holds tensors of one type, together at most BUCKET_BYTES; one of ALONE_BYTES or more stands alone, an empty
-    one nowhere.
-
-    Arguments:
-        like: shapes and types, in the same order on both sides.
-
-    Attributes:
-        buckets: positions of the tensors in each.
-    """
-
-    def __init__(self, like: Sequence[torch.Tensor]) -> None:
-        self.like = tuple(like)
-        self.buckets = tuple(buckets_of(self.like))
-
-    def specs(self) -> list[TensorSpec]:
-        numels = [sum(self.like[i].numel() for i in bucket) for bucket in self.buckets]
-        types = [self.like[bucket[0]].dtype for bucket in self.buckets]
-        return [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
-
-    def pack(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Every bucket as a copy."""
-        return tuple(flatten([tensors[i] for i in bucket]) for bucket in self.buckets)
-
-    def unpack(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors, views of the buckets."""
-        found = list(self.like)  # empty ones stay
-        for bucket, flat in zip(self.buckets, flats, strict=True):
-            for i, part in zip(bucket, unflatten(flat, [self.like[i] for i in bucket]), strict=True):
-                found[i] = part
-        return found
+def flags_of(names: Sequence[str], gradients: Grads, note: Sequence[float], *, device: torch.device) -> torch.Tensor:
+    """[n + note] float64: 1 where there is a gradient, then the note. Raises ValueError for a sparse one."""
+    refuse_sparse(names, gradients)
+    flags = [float(gradient is not None) for gradient in gradients]
+    return torch.tensor([*flags, *note], dtype=torch.float64, device=device)
 
 
 class FlatGradients:
@@ -160,80 +131,34 @@ class FlatGradients:
     """
 
     def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.names = tuple(name for name, _ in parameters)
-        self.parameters = tuple(parameter for _, parameter in parameters)
-        self._flat = Flat(self.parameters)
-        self.buckets = self._flat.buckets
-
-    def flags(self, gradients: Grads) -> torch.Tensor:
-        """[n] float64: 1 where there is a gradient. Raises ValueError for a sparse one."""
-        refuse_sparse(self.names, gradients)
-        return self._numbers([float(gradient is not None) for gradient in gradients])
+        self._names = tuple(name for name, _ in parameters)
+        self._flat = Flat([parameter for _, parameter in parameters])
 
     def specs(self) -> list[TensorSpec]:
-        return [TensorSpec((2 * len(self.parameters) + 1,), (1,), torch.float64, False), *self._flat.specs()]
+        return [TensorSpec((2 * len(self._names) + 1,), (1,), torch.float64, False), *self._flat.specs()]
 
     def pack(self, gradients: Grads, note: Sequence[float]) -> tuple[torch.Tensor, ...]:
         """A message: flags and the note, then every bucket as a copy, zeros where no gradient came."""
-        flags = torch.cat([self.flags(gradients), self._numbers(note)])
+        like = self._flat.like
         whole = [
             torch.zeros_like(parameter) if gradient is None else gradient.detach()
-            for parameter, gradient in zip(self.parameters, gradients, strict=True)
+            for parameter, gradient in zip(like, gradients, strict=True)
         ]
-        return (flags, *self._flat.pack(whole))
+        return (flags_of(self._names, gradients, note, device=like[0].device), *self._flat.pack(whole))
 
     def unpack(self, message: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[float]]:
         """The gradients of a message, views of it, and the note."""
         flags, *flats = message
-        count = len(self.parameters)
+        count = len(self._names)
         numbers: list[float] = flags.tolist()
         present, note = numbers[:count], numbers[count:]
         gradients = zip(self._flat.unpack(flats), present, strict=True)
         return [gradient if is_there else None for gradient, is_there in gradients], note
 
-    def _numbers(self, values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.parameters[0].device)
-
-
-def flatten(tensors: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
-
-
-def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of `flat` with the shapes of the tensors that it was made of."""
-    parts = torch.split(flat, [tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     """Stored values of a gradient, each element once."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def buckets_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Positions by bucket, those of each type in order, without empty ones; large ones have a bucket each."""
-    by_type: dict[torch.dtype, list[int]] = {}
-    for position, parameter in enumerate(parameters):
-        if not parameter.numel():
-            continue
-        by_type.setdefault(parameter.dtype, []).append(position)
-    found: list[tuple[int, ...]] = []
-    for positions in by_type.values():
-        bucket: list[int] = []
-        held = 0
-        for position in positions:
-            size = parameters[position].numel() * parameters[position].element_size()
-            if size >= ALONE_BYTES:
-                found.append((position,))
-                continue
-            if bucket and held + size > BUCKET_BYTES:
-                found.append(tuple(bucket))
-                bucket, held = [], 0
-            bucket.append(position)
-            held += size
-        if bucket:
-            found.append(tuple(bucket))
-    return found
 
 
 class LossScale:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from ...comm import BucketSum
 from ...schedules import Collective
 from ..batch.agreement import checksum
 from ..batch.batches import Batch, NonFiniteLossError
@@ -29,7 +30,6 @@ from ..results import EvalResult, Known
 from ..settings.given import Given, check_batch
 from ..shards.shard import ADAPTIVE
 from .flush import FlushPrograms, FlushUpdate, shared_sums
-from .gradients import buckets_of, flatten, unflatten
 from .interface import Programs
 from .shared_sums import SharedSum
 
@@ -234,16 +234,15 @@ class LocalUpdate(FlushUpdate):
         by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for name, tensor in named:
             by_holders.setdefault(self.ownership.holders(name), []).append(tensor)
-        begun, begin = [], self.run.collectives.begin_all_reduce
+        begun = []
         for ranks, tensors in by_holders.items():
-            for bucket in buckets_of(tensors):
-                some = [tensors[i] for i in bucket]
-                flat = flatten(some).div_(len(ranks))
-                begun.append((some, flat, begin(flat, what="averaging weights", ranks=ranks)))
-                self._sent(2 * (len(ranks) - 1) * flat.nbytes // len(ranks))
-        for some, flat, wait in begun:
-            wait()
-            torch._foreach_copy_(some, unflatten(flat, some))
+            mean = BucketSum(tensors, self.run.collectives, what="averaging weights", ranks=ranks)
+            for at, bucket in enumerate(mean.buckets):
+                mean.leave(at, [tensors[i] / len(ranks) for i in bucket])
+            begun.append((tensors, mean))
+            self._sent(2 * (len(ranks) - 1) * mean.num_bytes // len(ranks))
+        for tensors, mean in begun:
+            torch._foreach_copy_(tensors, mean.wait())
 
     def _sent(self, num_bytes: int) -> None:
         self.averaging = self.averaging._replace(sent_bytes=self.averaging.sent_bytes + num_bytes)

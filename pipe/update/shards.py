@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ...comm import Collectives
+from ...comm import Collectives, buckets_of, flatten, unflatten
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..settings.delay_correction import Feedback
@@ -28,7 +28,6 @@ from ..shards.split import ParameterSplit, ShardedParameter, split_parameters
 from ..stage.ownership import BETWEEN_BATCHES, Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
-from .gradients import buckets_of, flatten, unflatten
 from .optimizers import StageOptimizers
 
 Wait = Callable[[], None]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...comm import TensorSpec
+from ...comm import Flat, TensorSpec
 from ...partition.model.forms import Tensors
 from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
@@ -22,7 +22,7 @@ from ...schedules.program import GroupStep
 from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
 from ..results import Known
 from ..stage.ownership import Ownership
-from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
+from .gradients import FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
 from .optimizers import StageOptimizers
 from .options import SameOptions
 from .rank_update import RankUpdate, UpdateGate

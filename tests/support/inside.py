@@ -12,6 +12,7 @@ from typing import Any
 # By module: what tests import of it.
 _NAMES = {
     "viz.exhibit": "HeadFigure headline",
+    "comm.buckets": "buckets_of",
     "comm.codecs": "num_bytes orthonormal pack read_codec start_matrix unpack wire_specs",
     "comm.failures": "Account find_cause",
     "comm.forked": "keep_from_children kept_from_children",
@@ -188,7 +189,7 @@ _NAMES = {
     "pipe.auto.trial": "Trials to_try",
     "pipe.settings.delay_correction": "Feedback LAST_UPDATE",
     "pipe.update.flush": "FlushUpdate",
-    "pipe.update.gradients": "buckets_of clip_factor",
+    "pipe.update.gradients": "clip_factor",
     "pipe.update.local": "Averaging next_interval",
     "pipe.update.optimizers": "StageOptimizers",
     "pipe.update.options": "SameOptions",
