@@ -13,7 +13,7 @@ import torch
 from ...comm import BucketSum, Collectives
 from ...partition.model.forms import Tensors
 from ..settings.model_loss import LossValue
-from ..stage.autocast import Autocast
+from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
 from ..stage.slices import TokenSpan
 from .agreement import Identity

@@ -11,7 +11,7 @@ from ...partition.model.forms import Arguments
 from ...partition.model.units import MODEL_INPUT
 from ..context import Run
 from ..settings.given import Given, check_batch, check_like_example
-from ..stage.autocast import Autocast
+from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
 from ..stage.slices import TokenSpan
 from ..stage.wiring import Mode

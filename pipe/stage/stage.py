@@ -27,7 +27,7 @@ from ...partition.model.forms import Tensors, tensors_in
 from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
 from ..settings.model_loss import LossValue
-from .autocast import Autocast
+from ..settings.precision import Autocast
 from .moving import Activations
 from .reruns import CheckpointedModules, KeptInputs, MovingBuffers, Snapshot, no_checkpoints_inside, standing_in
 from .weights import WeightVersions

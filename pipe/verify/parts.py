@@ -40,13 +40,13 @@ from ...partition.model.source_line import first_line
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import bytes_of
 from ..context import Run
+from ..settings.precision import Autocast
 from ..shards.attention import Experts, Heads
 from ..shards.shard import Shard
 from ..shards.style import style_of
 from ..shards.styles import Local, Row, Samples
 from ..shards.styles import Sequence as Positions
 from ..shards.tensor_option import describe
-from ..stage.autocast import Autocast
 from ..stage.build import CutModel
 from ..stage.nested import mapped
 from ..stage.own_state import tensors_of

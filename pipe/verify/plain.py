@@ -22,7 +22,7 @@ from ..guards.randomness import MERSENNE_WORDS, Seeder
 from ..settings.given import Given
 from ..settings.model_loss import LossValue
 from ..settings.options import FIRST
-from ..stage.autocast import Autocast
+from ..settings.precision import Autocast
 from ..stage.loss import with_loss
 from ..stage.own_state import tensors_of
 from ..telling import tell
