@@ -1,4 +1,4 @@
-"""In which numbers a run computes: float16 has a loss scale, and needs one; the autocast of a batch counts to its end."""
+"""In which numbers a run computes: float16 has a loss scale, and needs one; a batch keeps the autocast of its call."""
 
 from __future__ import annotations
 
