@@ -1,6 +1,5 @@
 """Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
 
-from .buckets import BucketSum, Flat, buckets_of, flatten, unflatten
 from .codecs import Codec, Compress, LinkCodecs, LinkName, read_compress
 from .collectives import Collectives
 from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
@@ -15,13 +14,11 @@ from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
 
 __all__ = [
     "BACKEND",
-    "BucketSum",
     "Codec",
     "Collectives",
     "Compress",
     "Coordinates",
     "FailureBoard",
-    "Flat",
     "Groups",
     "Guard",
     "HostClocks",
@@ -39,8 +36,6 @@ __all__ = [
     "TensorSpec",
     "Transport",
     "World",
-    "buckets_of",
-    "flatten",
     "join_world",
     "link_lanes",
     "machine",
@@ -49,5 +44,4 @@ __all__ = [
     "read_compress",
     "read_mesh",
     "staged",
-    "unflatten",
 ]

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...comm import BucketSum, Collectives
+from ...comm import Collectives
+from ...comm.buckets import BucketSum
 from ...partition.model.forms import Tensors
 from ..settings.model_loss import LossValue
 from ..settings.precision import Autocast

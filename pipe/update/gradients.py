@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from ...comm import Flat, TensorSpec
+from ...comm import TensorSpec
+from ...comm.buckets import Flat
 from ..batch.batches import NonFiniteLossError
 
 Grads = Sequence[torch.Tensor | None]  # None: no gradient came

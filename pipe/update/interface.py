@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm import buckets_of
+from ...comm.buckets import buckets_of
 from ...partition.profiler.memory import bytes_of
 from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram

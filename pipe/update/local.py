@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from ...comm import BucketSum
+from ...comm.buckets import BucketSum
 from ...schedules import Collective
 from ..batch.agreement import checksum
 from ..batch.batches import Batch, NonFiniteLossError

@@ -20,7 +20,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ...comm import Collectives, buckets_of, flatten, unflatten
+from ...comm import Collectives
+from ...comm.buckets import buckets_of, flatten, unflatten
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..settings.delay_correction import Feedback

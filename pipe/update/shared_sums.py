@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm import BucketSum, Collectives, LinkCodecs, TensorSpec
+from ...comm import Collectives, LinkCodecs, TensorSpec
+from ...comm.buckets import BucketSum
 from ...comm.codecs import exact_type, num_bytes, orthonormal, product, start_matrix, unpack, wire_specs
 from ...schedules import Collective
 from ..shards.split import ShardedParameter
@@ -69,7 +70,7 @@ class SharedSum:
         # Whether a backward makes each gradient at once, and nothing changes it until `begin`; None: nobody has looked.
         self._made_once: bool | None = None
         self._made: dict[int, tuple[torch.Tensor, int]] = {}  # by parameter, as the backward, or `_leave`, has left it
-        self._waits: list[Callable[[], object]] = []  # for flags, and for what does not leave in buckets
+        self._waits: list[Callable[[], Sequence[torch.Tensor] | None]] = []  # for flags, parts, packed sums
         self._sums: Sequence[torch.Tensor] = ()  # by parameter; none where they are divided
 
     @contextmanager
@@ -160,8 +161,7 @@ class SharedSum:
         elif self._is_packed:
             assert self._codecs is not None
             named = dict(zip(self._names, map(_whole, self._parameters), strict=True))
-            wait = begin_packed_sum(self._codecs, named, self._collectives, ranks=ranks, what=what)
-            self._waits.append(lambda: self._take(wait()))
+            self._waits.append(begin_packed_sum(self._codecs, named, self._collectives, ranks=ranks, what=what))
 
     @property
     def _is_packed(self) -> bool:
@@ -180,13 +180,9 @@ class SharedSum:
 
     def wait(self) -> None:
         """Block until all is added up. Raises PipelineTimeout or PeerLost, with the ranks that it is waited for."""
-        if self._total.left:
-            self._take(self._total.wait())
+        self._sums = self._total.wait() if self._total.left else ()
         while self._waits:
-            self._waits.pop(0)()
-
-    def _take(self, sums: Sequence[torch.Tensor]) -> None:
-        self._sums = sums
+            self._sums = self._waits.pop(0)() or self._sums
 
     def finish(self) -> set[str]:
         """The sums become the gradients (of divided parameters: of this rank's parts); returns the names of those which

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...comm import Flat, TensorSpec
+from ...comm import TensorSpec
+from ...comm.buckets import Flat
 from ...partition.model.forms import Tensors
 from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
