@@ -23,6 +23,7 @@ from torch.amp import GradScaler
 
 from ...comm import TensorSpec
 from ...comm.buckets import Flat
+from ...partition.model.forms import Tensors
 from ..batch.batches import NonFiniteLossError
 
 Grads = Sequence[torch.Tensor | None]  # None: no gradient came
@@ -115,46 +116,31 @@ def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max
 
 
 def flags_of(names: Sequence[str], gradients: Grads, note: Sequence[float], *, device: torch.device) -> torch.Tensor:
-    """[n + note] float64: 1 where there is a gradient, then the note. Raises ValueError for a sparse one."""
+    """[n + note] float64: 1 where there is a gradient, else 0, then the note. Raises ValueError for a sparse one.
+
+    One that no rank has is left None, since optimizers leave such a parameter alone.
+    """
     refuse_sparse(names, gradients)
     flags = [float(gradient is not None) for gradient in gradients]
     return torch.tensor([*flags, *note], dtype=torch.float64, device=device)
 
 
-class FlatGradients:
-    """How the gradients of some parameters travel to other ranks: a flag for each, and flat buckets.
+def pack_gradients(flat: Flat, names: Sequence[str], gradients: Grads, note: Sequence[float]) -> Tensors:
+    """A message of n gradients: flags and a note of n + 1 numbers, then every bucket as a copy."""
+    pairs = zip(flat.like, gradients, strict=True)
+    whole = [torch.zeros_like(like) if gradient is None else gradient.detach() for like, gradient in pairs]
+    return (flags_of(names, gradients, note, device=flat.like[0].device), *flat.pack(whole))
 
-    A flag is 1, or 0 where no gradient came: one that no rank has is left None, since optimizers leave such a parameter
-    alone. A note of the sender's travels with the flags: any n + 1 numbers.
 
-    Arguments:
-        parameters: n of them, with their names, in the same order on all ranks; or what travels of each.
-    """
+def gradient_specs(flat: Flat) -> list[TensorSpec]:
+    return [TensorSpec((2 * len(flat.like) + 1,), (1,), torch.float64, False), *flat.specs()]
 
-    def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._names = tuple(name for name, _ in parameters)
-        self._flat = Flat([parameter for _, parameter in parameters])
 
-    def specs(self) -> list[TensorSpec]:
-        return [TensorSpec((2 * len(self._names) + 1,), (1,), torch.float64, False), *self._flat.specs()]
-
-    def pack(self, gradients: Grads, note: Sequence[float]) -> tuple[torch.Tensor, ...]:
-        """A message: flags and the note, then every bucket as a copy, zeros where no gradient came."""
-        like = self._flat.like
-        whole = [
-            torch.zeros_like(parameter) if gradient is None else gradient.detach()
-            for parameter, gradient in zip(like, gradients, strict=True)
-        ]
-        return (flags_of(self._names, gradients, note, device=like[0].device), *self._flat.pack(whole))
-
-    def unpack(self, message: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[float]]:
-        """The gradients of a message, views of it, and the note."""
-        flags, *flats = message
-        count = len(self._names)
-        numbers: list[float] = flags.tolist()
-        present, note = numbers[:count], numbers[count:]
-        gradients = zip(self._flat.unpack(flats), present, strict=True)
-        return [gradient if is_there else None for gradient, is_there in gradients], note
+def unpack_gradients(flat: Flat, message: Tensors) -> tuple[list[torch.Tensor | None], list[float]]:
+    """The gradients of a message, views of it, and the note."""
+    numbers: list[float] = message[0].tolist()
+    gradients = zip(flat.unpack(message[1:]), numbers, strict=False)
+    return [gradient if is_there else None for gradient, is_there in gradients], numbers[len(flat.like) :]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
