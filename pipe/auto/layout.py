@@ -176,7 +176,7 @@ class AutoLayout:
             f"schedule 'auto' for {self._num_ranks} ranks, M={'as planned' if wanted is None else wanted}, "
             f"a batch of {batch}, trials={self._options.trials}, max_grad_norm={self._options.max_grad_norm}"
         )
-        check_agreement(mine, self._collectives, self._guard)
+        check_agreement(mine, self._collectives)
 
     def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
         self.predicted = plans[0]

@@ -36,7 +36,7 @@ from ...partition.model.units import (
 from ...partition.model.untouched import Places, untouched
 from ..guards.presence import OutputSpecs, StageRun, certain_gradients, float16_gradients
 from ..guards.randomness import Seeder
-from .autocast import Autocast
+from ..settings.precision import Autocast
 
 MOST_SIGNATURES = 256
 _MOST_KNOWN = 3  # recordings of one signature: such as for attributes that take turns
