@@ -23,7 +23,7 @@ TOOLS = ("cli", "experiments")
 MOST = {
     "library lines": 69_669,
     "library code lines": 48_971,
-    "tools lines": 19_007,
+    "tools lines": 19_008,
     "library files": 325,
     "library classes": 575,
     "annotated fields": 1_464,
