@@ -32,9 +32,9 @@ from .checkpoint.process_state import ProcessState, lost_text, read_together
 from .checkpoint.reader import Checkpoint
 from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
+from .compression.choice import check_compress
 from .context import Layout, Run, check_sync
 from .life_cycle import LifeCycle
-from .run.compression import check_compress
 from .run.engine import check_runnable
 from .settings.arguments import AUTO
 from .settings.given import Given, check_batch

@@ -29,14 +29,14 @@ from ...schedules.dependencies import Wire
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.timing.links import Network
 from ..context import Layout, Run
+from ..run.ranks import RankLinks
+from ..run.training import Training
 from ..settings.arguments import AUTO
 from ..settings.given import Given
 from ..settings.options import Options
 from ..stage.shapes import Inferred
-from ..stage.wiring import Mode
+from ..stage.wiring import Mode, message_bytes
 from ..telling import tell
-from .ranks import RankLinks
-from .training import Training
 
 Boundary = tuple[int, int]  # stages, the producer's first
 Chosen = dict[Boundary, Codec]
@@ -109,21 +109,6 @@ def boundaries(mode: Mode) -> dict[Boundary, list[Wire]]:
     return found
 
 
-def message_bytes(mode: Mode, inferred: Inferred, codecs: LinkCodecs | None) -> tuple[list[float], list[float]]:
-    """Bytes of a microbatch's activations and gradients over each edge of the schedule, as `Links` takes them."""
-
-    sizes: dict[tuple[MessageKind, int, int], float] = {}
-    for wire in mode.wires:
-        message, specs = wire.message(0), mode.message_specs(wire.message(0), inferred)
-        size = float(num_bytes(specs if codecs is None else codecs.layouts(message, specs)))
-        sizes |= {(wire.kind, wire.producer, consumer): size for consumer in wire.consumers}
-    acts, grads = (
-        [sizes.get((kind, src, dst), 0.0) for src, dst, _ in mode.schedule.stage_edges]
-        for kind in (MessageKind.ACT, MessageKind.GRAD)
-    )
-    return acts, grads
-
-
 def _nothing_to_pack(carried: list[TensorSpec], links: Mapping[Boundary, object]) -> str:
     if not carried:
         return f"no message goes there. Boundaries between ranks are {', '.join(map(str, links)) or 'none'}"
@@ -180,7 +165,7 @@ def step_seconds(
         for link, codec in chosen.items():  # half at either end, in front of an action or behind it
             for stage in link:
                 around[stage] += busy(link, codec) / 2
-        (acts, grads), edges = message_bytes(mode, inferred, codecs), [e[:2] for e in mode.schedule.stage_edges]
+        (acts, grads), edges = message_bytes(mode, inferred, codecs.layouts), [e[:2] for e in mode.schedule.stage_edges]
         links = Links(network=network, activation_bytes=acts, gradient_bytes=grads)
         timeline = simulate(mode.schedule, replace(costs, message_overhead=around), links)
         path: dict[Boundary, float] = {}
@@ -197,7 +182,14 @@ def step_seconds(
 
 
 def decides(
-    run: Run, mode: Mode, inferred: Inferred, ranks: RankLinks, training: Training, *, costs: Callable[[], Costs]
+    run: Run,
+    mode: Mode,
+    inferred: Inferred,
+    ranks: RankLinks,
+    training: Training,
+    *,
+    codecs: LinkCodecs,
+    costs: Callable[[], Costs],
 ) -> None:
     """Have it decided in front of the training's step that follows its first STEPS ones."""
     begun, before = iter(range(STEPS + 1)), training.before_step
@@ -235,8 +227,7 @@ def decides(
                 free = replace(measured, latency=0.0)
                 found = choose(list(specs), step_seconds(mode, inferred, free, network, cache(busy)))
             found = run.collectives.gather(found, what="choosing codecs for links")[0]
-        assert run.codecs is not None
-        take_codecs(run.codecs, found, mode, inferred)
+        take_codecs(codecs, found, mode, inferred)
         tell(f"compress='auto': {shown(found) if found else 'nothing'} is packed", rank=run.collectives.rank)
 
     training.before_step = decide
