@@ -35,7 +35,7 @@ WITHOUT_TORCH = {"schedules", "viz", "partition"}
 TORCH_HALF = {("partition", "deferred"), ("partition", "model"), ("partition", "profiler")}
 EXPLORER = ROOT / "viz" / "explorer"
 # A plan loads the views when it is shown, against the arrows.
-LATE_ARROWS = {("partition/plans/shown.py", "viz")}
+LATE_ARROWS = {("partition/plans/as_schedule.py", "viz")}
 FOLDERS_WITHOUT_CIRCLES = ("schedules", "partition", "comm", "viz", "pipe", "cli", "experiments", "integrations")
 FILES = sorted(path.relative_to(ROOT) for folder in ARROWS for path in (ROOT / folder).rglob("*.py"))
 
@@ -158,6 +158,19 @@ def test_pipeline_module_loads_on_first_use():
     assert stagewright.PipelineModule is PipelineModule
     with pytest.raises(AttributeError, match="module 'stagewright' has no attribute 'PipelineModul'"):
         _ = stagewright.PipelineModul
+
+
+def test_a_rank_that_trains_by_a_named_schedule_loads_no_planner():
+    program = """
+import sys, torch, stagewright
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+options = {"loss_fn": torch.nn.functional.mse_loss, "optimizer": torch.optim.SGD, "mesh": {"pipe": 2}}
+stagewright.PipelineModule(model, schedule="1f1b", **options).train_step(torch.ones(4, 2), torch.ones(4, 2))
+planner = ("search", "solve", "analytic")
+print([name for name in sys.modules if name.startswith(tuple(f"stagewright.partition.{room}" for room in planner))])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr  # where a busy machine says that building takes long
 
 
 def test_folders_load_on_first_use_and_are_listed():

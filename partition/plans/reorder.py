@@ -13,9 +13,8 @@ from ...schedules.timing.costs import Costs, by_stage, columns
 from ...schedules.wording import duration
 from ..profile import Profile
 from ..stage_cost import OFFLOAD
+from .as_schedule import one_pipeline, simulated
 from .record import PlanRecord, PlanStage
-from .simulated import simulated
-from .to_schedule import one_pipeline
 
 P = TypeVar("P", bound=PlanRecord)
 
