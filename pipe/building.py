@@ -33,20 +33,18 @@ from ..partition.model.forms import Arguments
 from ..partition.model.modes import no_collection
 from ..schedules.transform import on_rows, schedule_without
 from .batch.agreement import made_of, unequal_weights
-from .batch.slicing import check_slicing
 from .build import Pipeline, build
 from .checkpoint.process_state import ProcessState, lost_text, read_together
 from .checkpoint.reader import Checkpoint
 from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
-from .context import Layout, Run, check_sync
+from .context import Layout, Run
 from .results import StepResult
-from .run.compression import check_compress
 from .run.engine import check_runnable
 from .run.training import Training
-from .settings.arguments import AUTO
+from .settings.excludes import REROUTE, check_layout
 from .settings.given import Given, check_batch
-from .settings.options import REROUTE, Options
+from .settings.options import Options
 from .stage.loss import with_loss
 from .telling import told_if_slow
 
@@ -96,24 +94,20 @@ class Building:
         self.edits: tuple[ExitStack, Callable[[], AbstractContextManager[object]]] = ExitStack(), nullcontext
         self._are_undone = False
         if make_layout is None:
-            self._plan_first()
+            from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
+
+            self._auto = AutoLayout(options, world, guard=guard)
         else:
             self._start(make_layout(world), options.example)
 
     def _start(self, layout: Layout, example: Given | None) -> None:
         options = self.options
-        options.check_kind(layout.schedule)
-        check_slicing(layout, options)
-        check_sync(layout, options)
-        check_compress(layout, options)
+        check_layout(options, layout.schedule, layout.place, layout.sharding)
         check_runnable(layout.schedule, has_optimizer=options.optimizer is not None)
-        layout.sharding.check_optimizer(has_optimizer=options.optimizer is not None)
         self.layout = layout
-        if options.mesh.on_failure == REROUTE:
-            options.refuse_reroute()
-            if self.world.distributed or LIFE in os.environ:
-                self._members = Membership(self.world, timeout=options.timeout, made=made_of(layout.schedule, options))
-                self._judged(self.guard, self._members)
+        if options.mesh.on_failure == REROUTE and (self.world.distributed or LIFE in os.environ):
+            self._members = Membership(self.world, timeout=options.timeout, made=made_of(layout.schedule, options))
+            self._judged(self.guard, self._members)
         self.guard.stands_at(layout.place)
         if example is not None:
             replica, num_replicas = layout.place.replica
@@ -136,12 +130,6 @@ class Building:
             raise
         if self.pipeline is not None:
             edits.close()
-
-    def _plan_first(self) -> None:
-        from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
-
-        self.options.refuse_flush(AUTO)
-        self._auto = AutoLayout(self.options, self.world, guard=self.guard)
 
     @property
     def replica(self) -> tuple[int, int]:

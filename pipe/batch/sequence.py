@@ -23,21 +23,6 @@ from ..stage.slices import TokenSpan
 Slice: TypeAlias = tuple[Given, TokenSpan]  # of a microbatch, and where it stands in its sequence
 
 
-def check_slices(options: Options, num_slices: int) -> None:
-    """ValueError for options that do not go with so many slices."""
-    lengths = options.slice_lengths
-    if num_slices == 1:
-        given = {"lengths": lengths, "dims": options.sequence_dims or None}
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value!r} for a schedule without slices: expected a schedule over slices of the "
-                    f"sequence, such as stagewright.Slices('seq1f1b', num_slices=4)"
-                )
-    if lengths is not None and len(lengths) != num_slices:
-        raise ValueError(f"lengths={list(lengths)} for {num_slices} slices: expected {num_slices} numbers of tokens")
-
-
 def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[TokenSpan]:
     if total < num_slices:
         raise ValueError(
@@ -56,7 +41,7 @@ def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[T
 
 def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice]:
     """The slices of a microbatch; ValueError where it is not clear where the sequence stands in a tensor."""
-    arguments, named = given.arguments, options.sequence_dims
+    arguments, named = given.arguments, options.slices.dims or {}
     names = parameter_names(signature_of(options.model))
     keys = [next((key for key in keys_of(path, names) if key in named), None) for path in arguments.form.paths]
     dims = _dims(arguments, keys, named)
@@ -71,7 +56,7 @@ def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice
     leaves, spec = pytree.tree_flatten(given.target)
     target_dims = [_target_dim(leaf, named, total) for leaf in leaves]
     slices = []
-    for span in _spans(options.slice_lengths, total, num_slices):
+    for span in _spans(options.slices.lengths, total, num_slices):
         tensors = tuple(span.part(x, dim) for x, dim in zip(arguments.tensors, dims, strict=True))
         target = [
             span.part(leaf, dim) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,4 +1,4 @@
-"""Slices of the sequence in a run: what they go with, and whether a model and its loss compute the same in slices.
+"""Slices of the sequence in a run: whether a model and its loss compute the same in slices.
 
 Nothing says of a module whether its tokens meet anywhere but in causal attention. So it is tried: each stage runs once
 on a whole microbatch and once slice by slice, on random numbers and with random weights, and the loss on outputs of the
@@ -19,37 +19,18 @@ from ...comm import TensorSpec
 from ...partition.model.forms import Arguments, Tensors
 from ...partition.model.units import MODEL_INPUT, StageModule
 from ...partition.model.untouched import untouched
-from ..context import Layout, Run
+from ..context import Run
 from ..settings.given import Given
 from ..settings.model_loss import LossValue
-from ..settings.options import Options
 from ..stage.build import CutModel
 from ..stage.shapes import Inferred, InferredStages, Signature
 from ..stage.slices import KeptCalls, TokenSpan, attending
 from .batches import read_loss
-from .sequence import Slice, check_slices
+from .sequence import Slice
 
 # Most that numbers of two ways may differ, in units of their root mean square.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _COARSE = 0.25  # of shorter types
-
-
-def check_slicing(layout: Layout, options: Options) -> None:
-    """ValueError for options that do not go with slices, and for ones that need them."""
-    schedule = layout.schedule
-    check_slices(options, schedule.num_slices)
-    if schedule.num_slices == 1:
-        return
-    what = f"schedule {schedule.name!r} over {schedule.num_slices} slices of the sequence"
-    if options.model_loss is not None:
-        raise ValueError(
-            f'loss_fn="model" under {what}: a model shifts its labels within what it is given. Expected '
-            f"loss_fn=lambda output, target: ..., with targets that are shifted already"
-        )
-    if options.compile is not None:
-        raise ValueError(f"compile= under {what}: expected compile=False, since keys and values are kept in Python")
-    if max(layout.place.mesh.tensor_sizes) > 1:
-        raise ValueError(f"a tensor group under {what}: expected mesh={{'tensor': 1}}, or a schedule without slices")
 
 
 def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
