@@ -80,7 +80,7 @@ class Options(GivenOptions):
     Arguments:
         model: None: it is given as stages.
         schedule: None: the default.
-        kind: of the record around the schedule, if there is one.
+        kind: of what was given as the schedule, such as Slices.
         sizes: of the mesh, by axis; None where the number of processes decides.
         calls: reads what `train_step` and its likes are given.
         loss_fn: of a model that returns its own: a ModelLoss.
@@ -122,7 +122,7 @@ class Options(GivenOptions):
         if self.auto.trials is not None:
             option("trials", self.auto.trials, at_least(0, "a number of plans, 0 to try none"))
         option("verify", self.verify, _VERIFY)
-        _ = self.example
+        _ = self.example  # ValueError where it is none
         option("sends", self.mesh.sends, one_of(SENDS))
         _ = self.compress
 
