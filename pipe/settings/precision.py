@@ -1,4 +1,5 @@
-"""In which numbers a run computes, and whether compiled. Float16 has a loss scale, and needs one.
+"""In which numbers a run computes, and whether compiled. Float16 has a loss scale, and needs one; a batch keeps the
+autocast of its call.
 
 torch.compile of stages: each cut unit's forward by itself. A stage seeds random numbers between its units, hooks stand
 around them, and recomputation runs them again: compiled whole, a stage would break at each. Equal units share one
@@ -10,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -158,3 +160,29 @@ def _refuse_rerun(name: str, rule: Rule, *, is_unit: bool) -> None:
 
 def _instead(compiled: Callable[..., Any], _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return compiled(*args, **kwargs)
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Autocast(NamedTuple):
+    """Type that a kind of device casts to; None: no autocast."""
+
+    kind: str
+    dtype: torch.dtype | None
+
+    @classmethod
+    def now(cls, kind: str) -> Autocast:
+        return cls(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+
+    def off(self) -> AbstractContextManager[None]:
+        """Within: none is in force. Backwards run so: operations have the types of the forward's results already, and
+        float32 islands in a forward must not be cast behind it."""
+        return torch.autocast(self.kind, enabled=False) if torch.is_autocast_enabled(self.kind) else _NOTHING
+
+    def again(self) -> AbstractContextManager[None]:
+        if self.dtype is None:
+            return self.off()
+        if Autocast.now(self.kind) == self:
+            return _NOTHING
+        return torch.autocast(self.kind, dtype=self.dtype)

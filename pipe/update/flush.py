@@ -25,9 +25,8 @@ from ..results import Known
 from ..stage.ownership import Ownership
 from ..stage.wiring import Mode
 from ..trace.recorder import RankRecorder
-from .gradients import clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients
+from .gradients import LossScale, clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients, unscale
 from .interface import Programs, Update
-from .loss_scale import LossScale, unscale
 from .optimizers import StageOptimizers
 from .rank_update import RankUpdate
 from .shards import Shards, shard, stage_optimizers

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...comm import TensorSpec
+from ...comm.buckets import Flat
 from ...partition.model.forms import Tensors
 from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
@@ -22,7 +23,15 @@ from ...schedules.program import GroupStep
 from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
 from ..results import Known
 from ..stage.ownership import Ownership
-from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
+from .gradients import (
+    clip_gradients,
+    gradient_specs,
+    norm_of,
+    norm_part,
+    pack_gradients,
+    scale_gradients,
+    unpack_gradients,
+)
 from .optimizers import StageOptimizers
 from .options import SameOptions
 from .rank_update import RankUpdate, UpdateGate
@@ -107,7 +116,7 @@ class StreamRank(RankUpdate):
                 return super().specs(message)
             case MessageKind.SUM:
                 comes = message.dst == self._rank
-                return (self._from[message.src] if comes else self._to[message.dst]).specs()
+                return gradient_specs(self._from[message.src] if comes else self._to[message.dst])
             case MessageKind.WEIGHTS:
                 peer = message.src if message.dst == self._rank else message.dst
                 return self._flat_parts(peer, of=message.src).specs()
@@ -144,7 +153,7 @@ class StreamRank(RankUpdate):
                     None if gradient is None else self._part(name, message.dst, gradient)
                     for name, gradient in zip(names, own, strict=True)
                 ]
-                return self._to[message.dst].pack(gradients, self._same_options.note(names))
+                return pack_gradients(self._to[message.dst], names, gradients, self._same_options.note(names))
             case MessageKind.NORM:
                 return (group.norms[self._rank],)
             case _:
@@ -262,8 +271,8 @@ class StreamRank(RankUpdate):
         for weights in self.weights.values():
             weights.note()
 
-    def _flat(self, names: Sequence[str], *, of: int) -> FlatGradients:
-        return FlatGradients([(name, self._part(name, of, _like(self._parameter(name)))) for name in names])
+    def _flat(self, names: Sequence[str], *, of: int) -> Flat:
+        return Flat([self._part(name, of, _like(self._parameter(name))) for name in names])
 
     def _flat_parts(self, peer: int, *, of: int) -> Flat:
         """The parts of a rank, among what this one and `peer` divide."""
@@ -288,7 +297,7 @@ class StreamRank(RankUpdate):
             return
         parts: dict[str, dict[int, torch.Tensor | None]] = {}  # parameter -> rank -> gradient
         for peer, message in group.sums.items():
-            gradients, note = self._from[peer].unpack(message)
+            gradients, note = unpack_gradients(self._from[peer], message)
             if peer not in group.notes:
                 group.notes.add(peer)
                 self._same_options.told(peer, self._with[peer], note)
