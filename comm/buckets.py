@@ -92,7 +92,7 @@ class BucketSum(Flat):
         ranks: that make the same sum, with buckets that leave in the same order; None: all processes.
 
     Attributes:
-        left: buckets, by number.
+        left: the buckets that have left, by number.
     """
 
     def __init__(

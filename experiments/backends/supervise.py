@@ -198,13 +198,7 @@ class _Running(Process):
                 continue
             if kind == "up":
                 self.facts = NodeFacts.from_json(event["facts"])
-            elif kind == "met":
-                (self.log.parent / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
-            elif kind == "failed":
-                self.problem = event["report"]
-            elif kind == "line":
-                self.say(f"{self.name}: {shlex.join(event['words'])}")
-                self.words = tuple(event["words"])
+            hear(self, event)
 
     def _lines(self, stream: IO[bytes]) -> None:
         with self.log.open("wb") as file:
@@ -265,16 +259,31 @@ def _judge(running: list[_Running]) -> Outcome:
     failed = sorted((node for node in running if node.poll() and node.status != 0), key=lambda node: node.ended_at)
     if not failed:
         return outcome(running, status=0)
-    stories = list(dict.fromkeys(node.story() for node in failed if node.problem)) or [
-        failed[0].story(),
-        *(f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]),
-    ]
+    stories = list(dict.fromkeys(node.problem for node in failed if node.problem)) or stories_of(failed)
     stories += [
         f"{node.name}: still ran {_GRACE:g} s later; stopped"
         for node in running
         if node.has_started and not node.poll()
     ]
     return outcome(running, status=failed[0].status, report="\n".join(stories))
+
+
+def hear(node: Any, event: Mapping[str, Any]) -> None:
+    """Note what a node says of itself: whom it met, its torchrun line, why it does not work."""
+    match event["event"]:
+        case "met":
+            (node.log.parent / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
+        case "line":
+            node.say(f"{node.name}: {shlex.join(event['words'])}")
+            node.words = tuple(event["words"])
+        case "failed":
+            node.problem = event["report"]
+
+
+def stories_of(failed: Sequence[Any]) -> list[str]:
+    """Stories of nodes that failed, in the order in which they did: the first one's in full."""
+    others = [f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]]
+    return [*(node.story() for node in failed[:1]), *others]
 
 
 def outcome(nodes: Sequence[Any], *, status: int, timed_out: bool = False, report: str = "") -> Outcome:

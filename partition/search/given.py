@@ -129,7 +129,7 @@ def evaluate(
     once, in an order of the graph; for ranks that the cluster has not, or that two places share; and for sizes that the
     schedule does not take.
 
-    >>> from stagewright.partition import Cluster, Node, Profile
+    >>> from stagewright.partition import Cluster, GivenStage, Node, Profile
     >>> nodes = [Node(name=n, forward_seconds=1, backward_seconds=2) for n in "abc"]
     >>> stages = [GivenStage(["a", "b"], [0]), GivenStage(["c"], [1])]
     >>> evaluate(Profile(nodes=nodes), Cluster.parse("2:net=1GB/s"), stages, num_microbatches=4).simulated_step_time

@@ -47,7 +47,6 @@ class _UpdateGroup:
     notes: set[int] = field(default_factory=set)  # ranks whose note is read
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # parts of the norm, by rank
     norm: float | None = None
-    clipped: bool = False
     updates: int = 0
 
 
@@ -190,10 +189,9 @@ class StreamRank(RankUpdate):
         self.has_updated = True
         group = self._group(index)
         self._add_shared(index)
-        if self._max_grad_norm is not None and not group.clipped:
+        if self._max_grad_norm is not None and not group.updates:
             assert group.norm is not None
             clip_gradients(self._gradients(index), norm=group.norm, max_norm=self._max_grad_norm)
-            group.clipped = True
         optimizers = self.stages[stage]
         batch = index // self._per_batch
         is_batchs_last = (index + 1) % self._per_batch == 0
