@@ -126,7 +126,12 @@ def _connected(
         _tell_of_two_axes(run, placed, Signature.of(example))
     ranks = Ranks(links, update)
     beside = UnitsBeside(run, ranks.parts, ranks.stages) if run.by_unit and run.verifies else plain
-    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=beside, before=before)
+    pipeline = _assembled(run, placed, ranks, example=example, clocks=clocks, plain=beside, before=before)
+
+    # 11. What is around it
+    for each in run.added:
+        each.connected(pipeline, links)
+    return pipeline
 
 
 def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
@@ -184,7 +189,7 @@ def _assembled(
         made = _placed_again(anew, placed, example, goes_on=goes_on)
         return _connected(anew, made, example, plain=None, before=state if goes_on else None)
 
-    pipeline = Pipeline(
+    return Pipeline(
         schedule=update.schedule,
         parts=update.ownership.model,
         engine=engine,
@@ -196,9 +201,6 @@ def _assembled(
         again=again,
         message_bytes=lambda: message_bytes(train, inferred, engine.ranks[0].transport.layouts),
     )
-    for each in run.added:
-        each.connected(pipeline, ranks.links)
-    return pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,9 +386,9 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
         run.layout.schedule,
         parts.names,
         seed=options.seed,
-        slice_lengths=options.slice_lengths,
+        lengths=options.slices.lengths,
         max_grad_norm=options.max_grad_norm,
-        delay_correction=options.delay_correction,
+        correction=options.correction,
         flush_first=options.flush_first,
         grad_scaler=None if options.grad_scaler is None else options.grad_scaler.state_dict(),
         loss_fn=kind,
@@ -401,19 +403,11 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
 
 def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[..., Update]]:
     """Programs of all ranks, and what makes the update: flush or stream, decided here and asked nowhere else."""
-    schedule, options = placed.train.schedule, run.options
-    if schedule.is_asynchronous:
-        if options.grad_scaler is not None:
-            raise ValueError(
-                f"grad_scaler= under the asynchronous schedule {schedule.name!r}: batches are under way with weights "
-                f"of several updates, each with a scale of its own. Expected a flush schedule such as "
-                f"schedule='1f1b', or torch.autocast to bfloat16, which needs no scale"
-            )
+    if placed.train.schedule.is_asynchronous:
         course = stream_course(run, placed.train, placed.ownership)
         return course.programs, partial(StreamUpdate, course)
-    options.refuse_flush(schedule.name)
     programs = flush_programs(run, placed.train, placed.ownership)
-    return programs.programs, partial(FlushUpdate if options.mesh.sync == 1 else LocalUpdate, programs)
+    return programs.programs, partial(FlushUpdate if run.options.mesh.sync == 1 else LocalUpdate, programs)
 
 
 def _tell_of_two_axes(run: Run, placed: _Placed, microbatch: Signature) -> None:

@@ -21,19 +21,19 @@ from typing import Any
 
 import torch
 
-from ...comm import Codec, Compress, LinkCodecs, TensorSpec
+from ...comm import Codec, LinkCodecs, TensorSpec
 from ...comm.codecs import num_bytes, pack, unpack, wire_specs
 from ...comm.links import fit_line, ping_pong
 from ...schedules import Costs, Link, Links, Message, MessageKind, critical_path, simulate
 from ...schedules.dependencies import Wire
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.timing.links import Network
-from ..context import Layout, Run
+from ..context import Run
 from ..run.ranks import RankLinks
 from ..run.training import Training
 from ..settings.arguments import AUTO
+from ..settings.excludes import shown
 from ..settings.given import Given
-from ..settings.options import Options
 from ..stage.shapes import Inferred
 from ..stage.wiring import Mode, message_bytes
 from ..telling import tell
@@ -45,39 +45,6 @@ LADDER = (None, Codec("int8"))  # what others cost in loss: experiments/works/sl
 WORTH = 0.05  # of the step, for which one more rung is taken
 STEPS = 5  # that are measured
 _SMALL, _TIMED, _ROUNDS = 1024, 3, 5
-
-
-def check_compress(layout: Layout, options: Options) -> None:
-    """ValueError for what does not go with packed links."""
-    place, schedule, sync, compress = layout.place, layout.schedule, options.mesh.sync, options.compress
-    if compress is None:
-        return
-    wrong = [
-        (max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
-        (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
-        (AUTO in compress and schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected a codec"),
-        (
-            AUTO in compress and options.optimizer is None,
-            "without an optimizer, whose steps it looks at: expected one",
-        ),
-    ]
-    if "data" in compress:
-        wrong += [
-            (max(map(len, schedule.owners)) == 1, "where no stage has replicas: expected Mesh(data=D)"),
-            (not place.world.distributed, "in one process, where replicas share Parameters: expected no 'data'"),
-            (schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected '1f1b', or no 'data'"),
-            (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate', or no 'data'"),
-            (sync != 1, f"beside sync={sync!r}, which sums no gradients: expected no 'data'"),
-        ]
-    for is_wrong, why in wrong:
-        if is_wrong:
-            raise ValueError(f"compress={shown(compress)} {why}, or compress=None")
-
-
-def shown(compress: Compress) -> str:
-    if isinstance(compress, str):
-        return repr(compress)
-    return "{" + ", ".join(f"{link!r}: {codec}" for link, codec in compress.items()) + "}"
 
 
 def take_codecs(codecs: LinkCodecs, compress: Mapping[Any, Codec], mode: Mode, inferred: Inferred) -> None:
