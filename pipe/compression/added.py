@@ -23,7 +23,7 @@ from .choice import decides, take_codecs
 from .sums import begin_packed_sum
 
 
-class Pipeline(Protocol):
+class Built(Protocol):
     """What is connected: see `build.Pipeline`."""
 
     @property
@@ -52,7 +52,7 @@ class Compression(Addition):
     def sent(self) -> Mapping[LinkName, tuple[int, int]]:  # type: ignore[override]
         return self.codecs.sent
 
-    def connected(self, pipeline: Pipeline, links: RankLinks) -> None:
+    def connected(self, pipeline: Built, links: RankLinks) -> None:
         """From here on what the training engine sends goes packed; under "auto" once its first steps are measured."""
         engine, compress = pipeline.engine, self._run.options.compress
         engine.ranks = [
