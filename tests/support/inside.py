@@ -140,7 +140,7 @@ _NAMES = {
     "partition.stage_cost": "COUNTED RECOMPUTE Recomputed StageSums message_overheads message_seconds stage_seconds",
     "partition.topology": "Topology",
     "pipe.compression.choice": "choose",
-    "pipe.compression.sums": "begin_packed_sum",
+    "pipe.compression.added": "begin_packed_sum",
     "pipe.auto.layout": "host_bandwidth AutoLayout cluster_of median_profile",
     "pipe.batch.agreement": "UNKNOWN checksum",
     "pipe.settings.given": "CallReader Given",
