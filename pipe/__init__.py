@@ -10,7 +10,7 @@ from .module import PipelineModule
 from .results import EvalResult, StepRecord, StepResult
 from .settings.arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous, Weights
 from .settings.delay_correction import ErrorFeedback
-from .stage.slices import first_position
+from .stage.tokens import first_position
 from .verify import Verification, VerificationError
 
 __all__ = [

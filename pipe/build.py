@@ -20,7 +20,6 @@ from ..schedules.program import RankProgram
 from ..schedules.timing.records import RankRecord, as_it_ran
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.batches import Batch
-from .batch.slicing import Slice, check_stages, cut_in_slices
 from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
@@ -37,6 +36,7 @@ from .stage.build import CutModel, cut_model, look_at_loss
 from .stage.members import MemberShards, divide_over_group, refuse_divided
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
+from .stage.tokens import Slice
 from .stage.unchanged import Unchanged
 from .stage.wiring import Mode, message_bytes
 from .trace.measurement import Measurement
@@ -88,7 +88,11 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
 
     def read() -> tuple[Given, list[Slice]]:
         whole = Given(arguments=first())
-        return whole, cut_in_slices(options, whole, num_slices) if num_slices > 1 else []
+        if num_slices == 1:
+            return whole, []
+        from .batch.slicing import cut_in_slices
+
+        return whole, cut_in_slices(options, whole, num_slices)
 
     whole, slices = agreed(read, run.collectives, guard, what="the first batch")
     example = (slices[0][0] if slices else whole).arguments
@@ -262,6 +266,8 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
             for mode in parts.prepared:
                 mode.stages[stage].module.to(options.device)
         if slices:
+            from .batch.slicing import check_stages
+
             check_stages(run, parts, whole, slices)
         ownership.spread_from_first_owners(run.collectives)
     if same is not None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...pipe.stage.slices import first_position
+from ...pipe.stage.tokens import first_position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

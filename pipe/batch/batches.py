@@ -16,7 +16,7 @@ from ...partition.model.forms import Tensors
 from ..settings.model_loss import LossValue
 from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
-from ..stage.slices import TokenSpan
+from ..stage.tokens import TokenSpan
 from .agreement import Identity
 
 

@@ -13,11 +13,10 @@ from ..context import Run
 from ..settings.given import Given, check_batch, check_like_example
 from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
-from ..stage.slices import TokenSpan
+from ..stage.tokens import Slice, TokenSpan
 from ..stage.wiring import Mode
 from .agreement import Identity, checksum, is_shape_alone
 from .batches import Batch, BatchPart, weigh
-from .slicing import Slice, cut_in_slices
 
 
 class BatchReader:
@@ -127,6 +126,8 @@ class BatchReader:
             )
 
     def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[TokenSpan]]:
+        from .slicing import cut_in_slices
+
         slices = [cut_in_slices(self._options, each, self._num_slices) for each in microbatches]
         if self._slices_agree is not None:
             self._slices_agree(microbatches[0], slices[0])

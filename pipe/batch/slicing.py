@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -33,10 +32,9 @@ from ..settings.model_loss import LossValue
 from ..settings.options import Options
 from ..stage.build import CutModel
 from ..stage.shapes import Inferred, InferredStages, Signature
-from ..stage.slices import KeptCalls, TokenSpan, attending
+from ..stage.slices import KeptCalls, attending
+from ..stage.tokens import Slice, TokenSpan
 from .batches import read_loss
-
-Slice: TypeAlias = tuple[Given, TokenSpan]  # of a microbatch, and where it stands in its sequence
 
 
 def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[TokenSpan]:

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +20,6 @@ from ...schedules.messages import Transfer
 from ...schedules.program import RankProgram
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.reader import BatchReader
-from ..batch.slicing import SlicedLoss
 from ..context import Run
 from ..settings.model_loss import LossValue
 from ..settings.precision import compiled_units, refuse_backward
@@ -33,6 +33,10 @@ from ..update.interface import Update
 from ..update.rank_update import RankUpdate
 from .engine import Engine, LocalRank
 from .worker import EvaluationWorker, TrainingWorker
+
+if TYPE_CHECKING:
+    from ..batch.slicing import SlicedLoss
+
 
 _OVERLAPPING = 4  # batches in a measured timeline, where they overlap
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of mallopt(3)
@@ -119,6 +123,8 @@ class Ranks:
         loss_fn, schedule = run.options.loss_fn, run.layout.schedule
         self._sliced_loss: SlicedLoss | None = None
         if loss_fn is not None and schedule.num_slices > 1 and schedule.num_stages - 1 in run.local_stages:
+            from ..batch.slicing import SlicedLoss
+
             self._sliced_loss = SlicedLoss(loss_fn, partial(parts.output, training=True))
         self.stages = self._make_stages()
 

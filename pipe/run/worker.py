@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -35,11 +35,13 @@ from ..context import Run
 from ..guards.presence import Gradients, pack, unpack
 from ..shards.tensor_group import settled
 from ..stage.moving import Host
-from ..stage.slices import KVCache
 from ..stage.stage import Stage
 from ..stage.wiring import Mode
 from ..update.gradients import added
 from ..update.rank_update import RankUpdate
+
+if TYPE_CHECKING:
+    from ..stage.slices import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,12 @@ def _model_inputs(s: int, part: BatchPart) -> list[int]:
     return [ref.slot for ref in part.inferred.stages[s].inputs if ref.producer == MODEL_INPUT]
 
 
+def _kv_cache(num_slices: int) -> KVCache:
+    from ..stage.slices import KVCache  # which other runs need not load
+
+    return KVCache(num_slices)
+
+
 _WHOLE = nullcontext()  # around an action of a whole microbatch
 
 
@@ -107,7 +115,7 @@ class Worker(ABC):
         self._device = run.options.device
         self._seeder = run.seeder
         self._batch_indices = schedule.batch_indices
-        self._slices = KVCache(schedule.num_slices) if schedule.num_slices > 1 else None
+        self._slices = _kv_cache(schedule.num_slices) if schedule.num_slices > 1 else None
         self._last = schedule.num_stages - 1
         self._owner = schedule.owner
         self._ports = {s: _ports(s, mode) for s in stages}

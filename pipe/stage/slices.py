@@ -15,9 +15,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,40 +26,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torchs
 
+from .tokens import TokenSpan, running
+
 _attention = F.scaled_dot_product_attention
 _ATTENTION = frozenset({_attention, torch.ops.aten.scaled_dot_product_attention.default})
 _DROPOUT = frozenset(
     {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 )
-
-
-class TokenSpan(NamedTuple):
-    """Tokens of one slice: `start` to `end` of a sequence of `total`."""
-
-    start: int
-    end: int
-    total: int
-
-    def part(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """Its part of a tensor, contiguous, as a microbatch is for shape inference; all of one without tokens."""
-        return x if dim is None else x.narrow(dim, self.start, self.end - self.start).contiguous()
-
-
-def first_position() -> int:
-    """Position in its sequence of the first token that a module is given; above 0 for later slices of a microbatch.
-
-    For models with position embeddings of their own, within the forward of a module:
-
-        start = stagewright.first_position()
-        hidden = self.tokens(tokens) + self.positions[start : start + tokens.shape[1]]
-
-    The code between modules is recorded once, and must take positions from an input of the model instead.
-    """
-    mode = _running.get()
-    return 0 if mode is None else mode.span.start
-
-
-_running: ContextVar[_Attending | None] = ContextVar("running", default=None)  # of this thread
 
 
 class _Kept:
@@ -130,7 +102,7 @@ class _Attending(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = {} if kwargs is None else kwargs
-        if self is not _running.get():  # what runs again in a backward has a mode of its own, inside the backward's
+        if self is not running.get():  # what runs again in a backward has a mode of its own, inside the backward's
             return func(*args, **given)
         if func in _ATTENTION:
             return self._attend(*args, **given)
@@ -248,12 +220,12 @@ def attending(kept: KeptCalls, span: TokenSpan, *, drops: bool = True) -> Iterat
 
 @contextmanager
 def _entered(mode: _Attending) -> Iterator[None]:
-    token = _running.set(mode)
+    token = running.set(mode)
     try:
         with mode:
             yield
     finally:
-        _running.reset(token)
+        running.reset(token)
 
 
 class _Resumed:

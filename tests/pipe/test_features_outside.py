@@ -16,6 +16,7 @@ FEATURES = {  # rooms, and what asks for the feature
         ("pipe.compression", "pipe.compression.added"),
         "pipe(mesh=sw.Mesh(pipe=2, compress='int8')).train_step(x, x)",
     ),
+    "slices": (("pipe.batch.slicing", "pipe.stage.slices"), "pipe(schedule='seq1f1b').train_step(x, x)"),
     "trials": (("pipe.auto.trial",), "pipe(schedule=sw.Auto(trials=2)).train_step(x, x)"),
     "shared loader": (("pipe.batch.shared",), "run.loader(data, batch_size=4, shared='host')"),
     "trace": (("pipe.figures.tracer",), "run.tracer('traces')"),
