@@ -416,19 +416,6 @@ class PipelineModule(RunFigures):
             raise PipelineError("this pipeline has ended: expected fill(...) before close()")
         return fills.add(work, name=name, seconds=seconds)
 
-    def fill_eval(self, *inputs_and_target: Any, **keywords: Any) -> FillWork:
-        """Background work as of `fill`: an `eval_step` of this batch now, where ranks wait in the step to come.
-
-        What is left of it is done in front of that step's update; from then on it has its `result`. Collective.
-
-        The batch is copied. Raises ValueError where weights, or what a forward reads, may change meanwhile, or where
-        forwards have collectives in them.
-        """
-        with self._building.alone():
-            self._building.refuse_reroute("fill_eval(...)", instead="expected eval_step(...)")
-            given = self._given(inputs_and_target, keywords)
-            return self._evaluation_for(given).in_waits(given)
-
     def flush(self) -> list[StepResult]:
         """End what is under way: batches of a stream. Collective.
 

@@ -11,9 +11,8 @@ waits for what is not there yet. Nothing else differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from ...comm import PipelineError, Transport
@@ -141,22 +140,6 @@ class Engine:
                 stories = "; ".join(one.why_it_waits() for one in standing)
                 raise PipelineError(f"deadlock in one process: {stories}")
 
-    def in_pieces(self, programs: Mapping[int, RankProgram]) -> tuple[Iterator[Callable[[], bool]], Callable[[], bool]]:
-        """The same as background work, an action a piece, which tells whether it was the last; and whether the next one
-        would stand and wait now. In one process, where nothing waits, it is one piece."""
-        if len(self.ranks) > 1:
-
-            def whole() -> bool:
-                self.run(programs)
-                return True
-
-            return iter([whole]), lambda: False
-        (local,) = self.ranks
-        one = _Run(local, programs[local.worker.rank], self.fills)
-        local.transport.is_watched = True
-        one.advance(self._timeout)
-        return one.rest(self._timeout), one.stands
-
     def _tell(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
         known = error if isinstance(error, PipelineError) else self._lost_member(error)
         if known is not None:
@@ -182,7 +165,6 @@ class _Run:
         local.worker.begin(program)
         local.recorder.runs_as_one(program.fused)
         self._proven: list[Message] = []  # sends known to be received: freed before the next wait, when there is time
-        self._next: Instruction | None = None  # in front of which `advance` has stopped
 
     def receive(self, wait: Wait, timeout: float) -> bool:
         """Take the messages; False where they are not there and another rank of this process must go on first."""
@@ -227,36 +209,6 @@ class _Run:
         self.local.worker.settle()
         self.local.transport.acknowledged(self._proven)
         self.local.transport.end_of_program()
-
-    def advance(self, timeout: float) -> bool:
-        """Through the next action and what it waits for, to what follows it; the first time, in front of an action.
-        Whether that was all."""
-        worker, transport, recorder = self.local.worker, self.local.transport, self.local.recorder
-        if isinstance(self._next, Wait):
-            self.receive(self._next, timeout)
-            self._next = self.machine.next()
-        if isinstance(self._next, Action):
-            start = recorder.clock.stamp()
-            worker.run(self._next)
-            recorder.action(self._next, start, recorder.clock.stamp())
-        while isinstance(instruction := self.machine.next(), Transfer):
-            message, peer, is_send = instruction
-            if is_send:
-                transport.send(message, peer, worker.take(message), worker.specs(message))
-            else:
-                transport.post(message, peer, worker.specs(message))
-        self._next = instruction
-        if instruction is None:
-            self.end()
-        return instruction is None
-
-    def rest(self, timeout: float) -> Iterator[Callable[[], bool]]:
-        while self._next is not None:
-            yield partial(self.advance, timeout)
-
-    def stands(self) -> bool:
-        """Whether `advance` would wait now."""
-        return isinstance(self._next, Wait) and not all(map(self.local.transport.is_here, self._next.messages))
 
     def why_it_waits(self) -> str:
         wait = self.machine.next()

@@ -21,14 +21,12 @@ from ...comm import PipelineError
 from ...partition.model.forms import counted_changes
 from ...partition.model.untouched import untouched
 from ...schedules import Action
-from ..results import EvalResult
 
 _SEEN = 6  # steps whose gaps, and pieces whose seconds, are remembered
 _ENOUGH = 3  # pieces whose seconds say what the next one takes
 _PATIENCE = 1000  # places that were too short
 _SAFE = 0.9  # share of a gap that is filled
 _MET = 0.02  # of what was filled: with less left to wait, the message was there before
-_POLL = 3e-4  # [s]
 _Place = tuple[int, Action | None]  # rank, and the action that waits there, of any batch; None: the program's end
 
 
@@ -39,16 +37,12 @@ class FillWork:
         name: for people.
         num_done: pieces that are through.
         is_done: whether all are.
-        result: of an evaluation that is done, an EvalResult.
     """
 
     def __init__(
         self, pieces: Iterable[Callable[[], object]], *, name: str, took: Iterable[float], now: Callable[[], float]
     ) -> None:
         self._now = now
-        self.stands: Callable[[], bool] = lambda: False  # whether the next piece would wait for a message now
-        self.is_warm = False  # whether work like it ran before
-        self.result: EvalResult | None = None
         self.name = name
         self.num_done = 0
         self.is_done = False
@@ -61,10 +55,8 @@ class FillWork:
 
     def finish(self) -> None:
         """Run what is left now."""
-        took = self.took.copy()
         while not self.is_done:
             self.run_piece()
-        self.took = took  # a piece may have waited
 
     @property
     def seconds(self) -> float | None:
@@ -98,7 +90,7 @@ class FillWork:
                 f"piece {self.num_done} of the background work {self.name!r} failed: {type(error).__name__}: {error}"
             ) from error
         self.num_done += 1
-        if self.num_done > 1 or self.is_warm:  # else the first one loads and allocates
+        if self.num_done > 1:  # the first one loads and allocates
             self.took.append(self._now() - begun)
 
 
@@ -115,14 +107,9 @@ class Fills:
         self._visits: dict[int, tuple[_Place, float, float, float]] = {}
 
     def add(
-        self,
-        work: Iterable[Callable[[], object]],
-        *,
-        name: str | None,
-        seconds: float | None = None,
-        like: FillWork | None = None,
+        self, work: Iterable[Callable[[], object]], *, name: str | None = None, seconds: float | None = None
     ) -> FillWork:
-        """See `PipelineModule.fill`. `like`: one before, whose pieces took as long."""
+        """See `PipelineModule.fill`."""
         if not isinstance(work, Iterable):
             hint = "[piece]" if callable(work) else "an iterable of callables without arguments"
             raise ValueError(f"fill({work!r:.60}): expected {hint}, or a generator that yields them")
@@ -132,9 +119,8 @@ class Fills:
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds={seconds!r}: expected what a piece takes, above 0, or None")
         name = name or str(getattr(work, "__name__", "work"))
-        took = like.took if like is not None else [] if seconds is None else [seconds] * _ENOUGH
+        took = [] if seconds is None else [seconds] * _ENOUGH
         self.works.append(FillWork(work, name=name, took=took, now=self._now))
-        self.works[-1].is_warm = like is not None
         return self.works[-1]
 
     @staticmethod
@@ -167,27 +153,21 @@ class Fills:
             if now - begun + needed > budget:
                 work.refused()
                 break
-            if work.stands():  # another process may bring what it waits for
-                time.sleep(_POLL)
-            else:
-                self.is_running, changes = True, self.changes()
-                try:
-                    work.run_piece()
-                finally:
-                    self.is_running = False
-                if self.changes() != changes:
-                    work.is_done = True
-                    raise ValueError(
-                        f"piece {work.num_done - 1} of the background work {work.name!r} changed a weight in the midst "
-                        f"of a step: expected pieces that read weights, and changes between two steps"
-                    )
-                worked = (now if worked is None else worked[0]), self._now()
+            self.is_running, changes = True, counted_changes(self.weights)
+            try:
+                work.run_piece()
+            finally:
+                self.is_running = False
+            if counted_changes(self.weights) != changes:
+                work.is_done = True
+                raise ValueError(
+                    f"piece {work.num_done - 1} of the background work {work.name!r} changed a weight in the midst "
+                    f"of a step: expected pieces that read weights, and changes between two steps"
+                )
+            worked = (now if worked is None else worked[0]), self._now()
             now = self._now()
         self._visits[rank] = place, begun, now - begun, now
         return worked
-
-    def changes(self) -> list[int]:
-        return counted_changes(self.weights)
 
     def _budget(self, place: _Place) -> float:
         gaps = self._gaps.get(place, ())
@@ -206,8 +186,7 @@ class Fills:
     def _next(self) -> FillWork | None:
         while self.works and self.works[0].is_done:
             self.works.popleft()
-        left = [work for work in self.works if not work.is_done]
-        return next((work for work in left if not work.stands()), left[0] if left else None)
+        return next((work for work in self.works if not work.is_done), None)
 
     def close(self) -> None:
         """Drop what is left, with a warning."""

@@ -52,7 +52,6 @@ class Training:
         self._num_calls = 0  # with a batch, evaluations too
         self._engine = engine
         self.fills = engine.fills
-        self.transports = [local.transport for local in engine.ranks]  # all that there are, to be closed
         self._update = update
         self._seeder = run.seeder
         self._reader = reader
@@ -198,14 +197,13 @@ class Training:
         if not self._guard.ended:
             if not self._update.is_lost:
                 self.drain()
-                self._update.gate.enter()  # an evaluation has messages under way
             left = (PeerLost, PipelineTimeout) if self.goes_on else ()  # who died behind the last call is not needed
             with suppress(*left), self._guard.together():
-                for transport in self.transports:
-                    transport.drain(timeout)
+                for local in self._engine.ranks:
+                    local.transport.drain(timeout)
                 self._collectives.gather(None, what="closing a pipeline")  # nobody waits for a link any more
-        for transport in self.transports:
-            transport.close()
+        for local in self._engine.ranks:
+            local.transport.close()
         self._collectives.close()
         self._guard.close()
 

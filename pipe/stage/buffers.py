@@ -33,19 +33,6 @@ class _BufferBefore:
 Snapshot = Sequence[_BufferBefore]
 
 
-@contextmanager
-def standing_in(snapshot: Snapshot) -> Iterator[None]:
-    """Within, modules have their buffers as they were, whatever forwards have changed since."""
-    now = [place.module._buffers[place.name] for place in snapshot]
-    try:
-        for place in snapshot:
-            place.module._buffers[place.name] = place.copy
-        yield
-    finally:
-        for place, buffer in zip(snapshot, now, strict=True):
-            place.module._buffers[place.name] = buffer
-
-
 class MovingBuffers:
     """Buffers of the modules that a forward runs, copied for each microbatch. Small ones are copied each time, whether
     they move or not: a running mean may stay where it is for a while. Of large ones, such as masks, the first forward

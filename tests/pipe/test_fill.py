@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,9 @@ import torch
 import torch.distributed as dist
 from support.inside import Fills
 from support.pool import Pool
-from support.small import WIDTH, X, Y, layers, make, stream
+from support.small import WIDTH, X, Y, make, stream
 from torch import nn
 
-import stagewright as sw
 from stagewright.comm import PipelineError
 from stagewright.schedules import Action, Costs, Op, ScheduleError, attribute_idle, build, check, with_fill
 
@@ -110,26 +108,6 @@ def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None
         hand.wait(B3, 10.0)
         counts.append(len(hand.done))
     assert counts == [0, 0, 1, 2, 3, 12, 25]  # what the first one takes says nothing; the fourth tells, and 8 more fit
-
-
-@pytest.mark.parametrize("seconds", [None, 2.0])
-def test_work_that_waits_itself_waits_no_longer_than_its_place(seconds: float | None) -> None:
-    """Its message comes 4 behind the rank: one piece of unknown length follows, or two of 2; then it never comes."""
-    hand = Hand()
-    for _ in range(3):
-        hand.wait(B3, 10.0)
-    work, comes = hand.fills.add(hand.pieces(*[2.0] * 9), name=None, seconds=seconds), hand.at + 4.0
-
-    def stands() -> bool:
-        hand.spend(0.125)
-        return hand.at < comes
-
-    work.stands = stands
-    assert hand.wait(B3, 10.0) == 0.0
-    assert work.num_done == (1 if seconds is None else 2)
-    comes = float("inf")
-    assert hand.wait(B3, 10.0) == 0.0
-    assert work.num_done == (1 if seconds is None else 2)
 
 
 def test_what_took_too_long_once_is_tried_again() -> None:
@@ -260,55 +238,11 @@ def test_a_piece_that_changes_a_weight_in_a_step_ends_the_step_by_name() -> None
     pipe.close()
 
 
-def test_an_evaluation_in_the_waits_is_of_what_it_was_given() -> None:
-    """Though its batch's memory is filled again; and not of weights that were edited since."""
-    pipe = make()
-    wanted, x, y = pipe.eval_step(X, Y).loss, X.clone(), Y.clone()
-    work = pipe.fill_eval(x, y)
-    x.zero_()
-    y.zero_()
-    pipe.train_step(x, y)
-    assert work.result is not None
-    assert work.result.loss == wanted
-    pipe.fill_eval(x, y)
-    with torch.no_grad():
-        pipe.parameters()[-1].mul_(2.0)
-    with pytest.raises(
-        RuntimeError, match="ValueError: a weight was changed behind fill_eval: expected that behind the"
-    ):
-        pipe.train_step(x, y)
-    pipe.close()
-
-
 def test_what_a_generator_yields_is_looked_at() -> None:
     pipe = make()
     work = pipe.fill(iter([3]), name="mine")  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="'mine' failed: TypeError: expected a callable without arguments, found 3"):
         work.finish()
-
-
-def test_a_checkpoint_is_copied_where_the_process_waits(tmp_path: Path) -> None:
-    """The state behind its step, from pieces in the next one and the rest in front of its update."""
-    pipe = make(model=layers(40), optimizer=torch.optim.Adam)
-    with pipe.checkpointer(tmp_path, every=3, copies="waits") as saver:
-        for step in range(1, 10):
-            pipe.train_step(X, Y)
-            saver.step()
-            if step in (3, 6):
-                wanted = {name: value.clone() for name, value in pipe.state_dict().items()}
-                work = pipe._building.built("fills").training.fills.works[-1]
-            elif step in (4, 7):
-                assert repr(work) == f"<FillWork the checkpoint behind step {step - 1}: {work.num_done} pieces done>"
-                saver.wait()
-                found = make(model=layers(40), optimizer=torch.optim.Adam)
-                found.load(saver.records[-1].path)
-                assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
-                if step == 7:
-                    assert work.num_done > 0
-    assert [record.step for record in saver.records] == [3, 6, 9]
-    with pytest.raises(ValueError, match="copies='other': expected one of"):
-        pipe.checkpointer(tmp_path, every=1, copies="other")  # type: ignore[arg-type]
-    pipe.close()
 
 
 # --- over processes ---
@@ -358,126 +292,6 @@ def test_processes_fill_where_they_wait_and_where_their_schedule_says(gloo: Pool
     assert marked[0][2] == 0
     for *_, spans in marked:
         assert {what for step in spans for own in step for what in own} <= {"1FILL0"}
-
-
-class Slow(nn.Module):
-    """A layer that takes its time in training, and draws, and has statistics that move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            time.sleep(0.01)
-        return self.dropout(self.norm(self.layer(x)))  # type: ignore[no-any-return]
-
-
-def evaluated_run(in_waits: bool, steps: int, mesh: dict[str, int]) -> tuple[Any, ...]:
-    """Evaluations in front of steps, or in the waits of these: of one microbatch, of fewer than M, of M."""
-    torch.manual_seed(0)
-    pipe = make(mesh=mesh, model=nn.Sequential(*[Slow() for _ in range(4)]), max_grad_norm=1.0)
-    evaluated, losses, filled = [], [], 0
-    for step in range(steps):
-        x, y = X[: (1, 3, 8)[step % 3] * mesh.get("data", 1)] + step, Y[: (1, 3, 8)[step % 3] * mesh.get("data", 1)]
-        if in_waits:
-            work = pipe.fill_eval(x, y)
-        else:
-            found = pipe.eval_step(x, y)
-        result = pipe.train_step(X, Y)
-        if in_waits:
-            assert work.is_done
-            assert work.result is not None
-            found = work.result
-        evaluated.append((found.loss, None if found.output is None else found.output.tolist()))  # type: ignore[attr-defined]
-        losses.append((result.loss, result.grad_norm))
-        filled += any(what.op is Op.FILL for trace in result.timeline().ranks for what, *_ in trace.moves)
-    if in_waits:
-        first, second = pipe.fill_eval(X, Y), pipe.fill_eval(X[:2], Y[:2])  # the one before is finished first
-        assert first.is_done
-        assert not second.is_done
-    weights = {name: value.tolist() for name, value in pipe.full_state_dict().items()}
-    pipe.close()
-    return evaluated, losses, weights, torch.get_rng_state().tolist(), filled
-
-
-@pytest.mark.thorough(but=["mesh0"])
-@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}])
-def test_evaluations_in_the_waits_are_those_in_front_of_the_step(gloo: Pool, mesh: dict[str, int]) -> None:
-    """Losses, outputs, weights, running statistics and generators, to the last bit; and waits had pieces in them."""
-    ranks = mesh["pipe"] * mesh.get("data", 1)
-    plain, filled = (gloo.run(evaluated_run, ranks=ranks, args=(in_waits, 9, mesh)) for in_waits in (False, True))
-    assert [run[:4] for run in filled] == [run[:4] for run in plain]
-    assert [run[4] for run in plain] == [0] * ranks
-    assert max(run[4] for run in filled) > 3
-
-
-@pytest.mark.thorough
-def test_in_one_process_and_what_evaluates_no_batch_in_waits() -> None:
-    torch.manual_seed(0)
-    pipe = make(model=nn.Sequential(*[Slow() for _ in range(2)]))
-    for batch in (X, X[:3]):
-        wanted, work = pipe.eval_step(batch, Y[: len(batch)]), pipe.fill_eval(batch, Y[: len(batch)])
-        assert work.result is None
-        pipe.train_step(X, Y)
-        assert work.result is not None
-        assert work.result.loss == wanted.loss
-        torch.testing.assert_close(work.result.output, wanted.output, rtol=0, atol=0)
-    pipe.close()
-    for other, message in (
-        (stream(), "where updates do not stand behind a flush"),
-        (make(optimizer=None), "without optimizer="),
-    ):
-        with pytest.raises(ValueError, match=rf"fill_eval\(...\) {message}.*: expected eval_step"):
-            other.fill_eval(X, Y)
-
-
-class Drawing(Slow):
-    """One that draws in evaluations, too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + 0.1 * torch.rand_like(x)
-
-
-@pytest.mark.thorough(but=["None"])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_evaluations_in_the_waits_draw_and_cast_as_those_in_front_of_the_step(precision: str | None) -> None:
-    """Weights and running statistics are what both trainings end with, so nothing that was cast is taken for new."""
-    found = []
-    for in_waits in (False, True):
-        torch.manual_seed(0)
-        pipe = make(model=nn.Sequential(*[Drawing() for _ in range(2)]), precision=precision)
-        results: list[Any] = []
-        for x in (X, X[:3], X):
-            work = pipe.fill_eval(x, Y[: len(x)]) if in_waits else None
-            plain = None if in_waits else pipe.eval_step(x, Y[: len(x)])
-            results.append(pipe.train_step(X, Y).loss)
-            evaluated: Any = plain if work is None else work.result
-            results += [evaluated.loss, evaluated.output.tolist()]
-        weights = {name: each.tolist() for name, each in pipe.full_state_dict().items()}
-        found.append((results, weights, torch.get_rng_state().tolist()))
-        pipe.close()
-    assert found[1] == found[0]
-
-
-def refused_run() -> list[str]:
-    told_by = []
-    for options in (
-        {"mesh": sw.Mesh(pipe=1, tensor=2, tensor_parallel={"0": "column", "1": "row"})},
-        {"mesh": {"pipe": 1, "data": 2}, "data_parallel": "fsdp"},
-    ):
-        pipe = make(model=layers(2), **options)
-        with pytest.raises(ValueError, match="expected eval_step") as told:
-            pipe.fill_eval(X, Y)
-        told_by.append(str(told.value))
-        pipe.close()
-    return told_by
-
-
-def test_no_forward_with_collectives_is_in_the_waits(gloo: Pool) -> None:
-    for tensor, fsdp in gloo.run(refused_run, ranks=2):
-        assert tensor.startswith("fill_eval(...) beside a tensor group")
-        assert fsdp.startswith('fill_eval(...) beside data_parallel="fsdp"')
 
 
 class Telling(torch.optim.SGD):
