@@ -10,7 +10,7 @@ from .parts import PartsTransport
 from .process_group import ProcessGroupTransport
 from .rendezvous import join_world
 from .staged import staged
-from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
+from .transport import InProcessTransport, Mailbox, TensorSpec, Transport, TransportAround
 
 __all__ = [
     "BACKEND",
@@ -35,6 +35,7 @@ __all__ = [
     "ProcessMesh",
     "TensorSpec",
     "Transport",
+    "TransportAround",
     "World",
     "join_world",
     "link_lanes",

@@ -66,6 +66,7 @@ class Run:
         evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
         codecs: of its links, once the stages are cut; None: everything goes as it is.
         spares_memory: whether the model was built without memory: then what is freed goes back to the system.
+        inside: what of the user's runs in the midst of a step, and may not call the pipeline, if anything.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Run:
         self.verifies, self.by_unit = verifies, False
         self.evaluates = evaluates
         self.codecs: LinkCodecs | None = None
+        self.inside: str | None = None
         device, timeout, place = options.device, options.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
         guard.on_failure(self.collectives.abort)

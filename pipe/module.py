@@ -29,7 +29,6 @@ from .edits import Edits
 from .figures.run_figures import RunFigures
 from .results import EvalResult, StepRecord, StepResult
 from .run.evaluation import Evaluation
-from .run.fills import FillWork
 from .run.training import Training
 from .settings.arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments, refuse_unknown
 from .settings.given import Given
@@ -39,6 +38,9 @@ from .settings.recompute import RecomputeLike
 from .telling import told_if_slow
 from .verify.plain import NotVerifiableError
 from .verify.verification import Verification
+
+if TYPE_CHECKING:
+    from .run.fills import FillWork
 
 _log = logging.getLogger("stagewright")
 
@@ -409,12 +411,13 @@ class PipelineModule(RunFigures):
         Returns the work: `finish()` runs what is left, `is_done` and `num_done` tell how far it is. A piece that fails
         ends the step on every rank, by name. Raises ValueError for no such work, unbuilt stages, and a CUDA device.
         """
-        fills = self._building.built("fill").training.fills
-        fills.require(self.device)
+        fill = self._building.built("fill").fill
+        assert fill is not None
         self._building.refuse_reroute("fill(...)", instead='expected on_failure="stop"')
         if self._building.is_closed:
             raise PipelineError("this pipeline has ended: expected fill(...) before close()")
-        return fills.add(work, name=name, seconds=seconds)
+        found: FillWork = fill(work, name=name, seconds=seconds)
+        return found
 
     def flush(self) -> list[StepResult]:
         """End what is under way: batches of a stream. Collective.
@@ -460,4 +463,3 @@ class PipelineModule(RunFigures):
         self._building.is_closed = True
         if self._building.pipeline is not None:
             self._building.pipeline.training.close(self._building.options.timeout)
-            self._building.pipeline.training.fills.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,14 +30,7 @@ from .worker import EvaluationWorker
 
 # The way of batches of one number of microbatches, over the transports and recorders of the ranks that train.
 _Forwards = tuple[Mode, BatchReader, Engine, Programs]
-
-
-class _Ran(NamedTuple):
-    """A batch that has run forwards."""
-
-    mode: Mode
-    engine: Engine
-    microbatches: Sequence[Arguments]
+_Ran = tuple[Mode, Engine, Sequence[Arguments]]  # a batch that has run forwards, by microbatch
 
 
 def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_samples: int) -> None:
@@ -91,8 +83,8 @@ class Evaluation:
 
     def columns(self, given: Given) -> list[Tensors]:
         """By flat output, those of the microbatches that end in this process."""
-        with self._evaluated(given, "verify", has_loss=False) as ran:
-            return _columns(ran.engine)
+        with self._evaluated(given, "verify", has_loss=False) as (_, engine, _):
+            return _columns(engine)
 
     def _join(self, columns: Sequence[Tensors], *, like: Arguments) -> list[torch.Tensor | list[torch.Tensor]]:
         """Flat outputs of a batch: by output, those of its microbatches in one."""
@@ -179,7 +171,7 @@ class Evaluation:
         try:
             with evaluating(*self._modules(mode)), run.guard.together(), run.seeder.call():
                 engine.run(programs)
-            yield _Ran(mode, engine, microbatches)
+            yield mode, engine, microbatches
         finally:
             engine.drop()
 

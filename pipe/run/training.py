@@ -51,7 +51,6 @@ class Training:
         self.num_steps = 0
         self._num_calls = 0  # with a batch, evaluations too
         self._engine = engine
-        self.fills = engine.fills
         self._update = update
         self._seeder = run.seeder
         self._reader = reader
@@ -72,7 +71,6 @@ class Training:
         self.steps_made = 0  # updates in front of the newest such step
         self._buffers: Snapshot = ()
         self._root = run.root
-        self.fills.weights = [*run.root.parameters()]
         self._begun = 0.0
 
     @property

@@ -21,7 +21,6 @@ _Stamps = tuple[
     list[tuple[Collective, Stamp, Stamp]],
     list[tuple[Stamp, Stamp]],
     set[Action],
-    list[Span[Action]],
 ]
 
 
@@ -45,7 +44,6 @@ class RankRecorder:
         self._data: list[tuple[Stamp, Stamp]] = []  # waits for the batch of the step that runs
         self._data_ahead: list[tuple[Stamp, Stamp]] = []  # and of the one that is to begin
         self._fused: set[Action] = set()
-        self._fills: list[Span[Action]] = []
         self._remembered = 0  # actions of this step whose durations are in already
         self._waited: list[tuple[int, Stamp, Stamp]] = []  # behind how many actions of this step
         self._overheads: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
@@ -86,7 +84,7 @@ class RankRecorder:
                 self._around.append(self._outside(*self._step))
         self._step, self._entered, self._step_norms = [] if self._entered is None else [self._entered], None, 0.0
         if counts and self._counts:
-            self._before.append((self._actions, self._waits, self._collectives, self._data, self._fused, self._fills))
+            self._before.append(self._stamps())
         else:
             self._before.clear()
             self._unrecorded = 0
@@ -94,7 +92,7 @@ class RankRecorder:
         self._fused = set()
         self._data, self._data_ahead = self._data_ahead, []
         self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
-        self._waited, self._fills = [], []
+        self._waited = []
 
     def runs_as_one(self, fused: Collection[Action]) -> None:
         """These I run with the W behind each as one backward: half of its time is recorded for either."""
@@ -114,11 +112,6 @@ class RankRecorder:
         self._waits += [(message, start, end) for message in messages]
         self._waited.append((len(self._actions), start, end))
 
-    def fill(self, action: Action, start: Stamp, end: Stamp) -> None:
-        """Background work in a wait, a part of which it counts as."""
-        self._fills.append(Span(action, self.clock.seconds(start), self.clock.seconds(end)))
-        self._waited.append((len(self._actions), start, end))
-
     def data(self, start: Stamp) -> None:
         """The batch of the step that is to begin is there, and was waited for since then."""
         self._data_ahead.append((start, self.clock.stamp()))
@@ -131,11 +124,6 @@ class RankRecorder:
         self._norms.append(self.clock.between(start, end))
         self._step_norms += self._norms[-1]
 
-    @property
-    def last_norm(self) -> float:
-        """Seconds of the newest global norm, waiting included; 0 without one."""
-        return self._norms[-1] if self._norms else 0.0
-
     def median_norm(self) -> float | None:
         """Median seconds of the global norm, waiting for the other ranks included; None without one."""
         return statistics.median(self._norms) if self._norms else None
@@ -145,24 +133,26 @@ class RankRecorder:
 
     def snapshot(self) -> Callable[[], RankRecord]:
         """This step's record, to be read now or later (reading a CUDA clock waits)."""
-        steps = [*self._before, (self._actions, self._waits, self._collectives, self._data, self._fused, self._fills)]
+        steps = [*self._before, self._stamps()]
         at, step = self.clock.seconds, tuple(self._step)
 
         def read() -> RankRecord:
             return RankRecord(
                 compute=tuple(
                     Span(a, start, end)
-                    for actions, *_, fused, _ in steps
+                    for actions, *_, fused in steps
                     for a, start, end in _halved([(a, at(start), at(end)) for a, start, end in actions], fused)
                 ),
                 arrivals=tuple(Span(m, at(start), at(end)) for _, waits, *_ in steps for m, start, end in waits),
                 collectives=tuple(Span(c, at(start), at(end)) for _, _, begun, *_ in steps for c, start, end in begun),
-                data=tuple((at(start), at(end)) for *_, waits, _, _ in steps for start, end in waits),
-                fills=tuple(span for *_, fills in steps for span in fills),
+                data=tuple((at(start), at(end)) for *_, waits, _ in steps for start, end in waits),
                 step=(at(step[0]), at(step[1])) if len(step) == 2 else None,
             )
 
         return read
+
+    def _stamps(self) -> _Stamps:
+        return self._actions, self._waits, self._collectives, self._data, self._fused
 
     def medians(self) -> dict[Timed, float]:
         self._remember()
