@@ -29,7 +29,7 @@ from .timing.sampling import StepSamples, simulate_spread
 from .timing.simulate import ideal_makespan, simulate
 from .timing.spread import Spread, estimate_spread
 from .timing.timeline import Idle, RankTrace, Span, Timeline
-from .transform import flushed, with_fill, with_offload
+from .transform import flushed, with_offload
 
 if TYPE_CHECKING:
     from .search.joint import JointSynthesis, Layer, synthesize_jointly
@@ -110,7 +110,6 @@ __all__ = [
     "slice_seconds",
     "synthesize",
     "synthesize_jointly",
-    "with_fill",
     "with_offload",
 ]
 

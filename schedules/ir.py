@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from .actions import BACKWARD_OPS, BESIDE_OPS, COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Relation
+from .actions import BACKWARD_OPS, COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Relation
 from .rules.weight_rules import RULES, WeightRule
 from .wording import Displayable, count
 
 __all__ = [
     "BACKWARD_OPS",
-    "BESIDE_OPS",
     "COMPUTE_OPS",
     "LAST_USES",
     "MOVE_OPS",
@@ -216,9 +215,9 @@ class Schedule(Displayable):
     @property
     def compute_programs(self) -> tuple[tuple[Action, ...], ...]:
         """The programs without moves and background work: what each rank's compute lane runs."""
-        if not any(op in BESIDE_OPS for program in self.programs for _, op, _ in program):
+        if not any(op in MOVE_OPS for program in self.programs for _, op, _ in program):
             return self.programs
-        return tuple(tuple(action for action in program if action.op not in BESIDE_OPS) for program in self.programs)
+        return tuple(tuple(action for action in program if action.op not in MOVE_OPS) for program in self.programs)
 
     @property
     def split_stages(self) -> frozenset[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from .check import check
-from .ir import BESIDE_OPS, COMPUTE_OPS, Action, Edge, Op, Schedule, ScheduleError, fitting_owners
+from .ir import COMPUTE_OPS, MOVE_OPS, Action, Edge, Op, Schedule, ScheduleError, fitting_owners
 from .timing.costs import UNIT_COSTS
 from .timing.simulate import simulate
 
@@ -63,10 +63,10 @@ def to_csv(schedule: Schedule, *, overlap: Literal["none", "pairs"] = "none") ->
     """See `Schedule.to_csv`."""
     if overlap not in ("none", "pairs"):
         raise ValueError(f"overlap={overlap!r}: expected 'none' or 'pairs'")
-    move = next((action for program in schedule.programs for action in program if action.op in BESIDE_OPS), None)
+    move = next((action for program in schedule.programs for action in program if action.op in MOVE_OPS), None)
     if move is not None:
         raise ScheduleError(
-            f"schedule {schedule.name!r} {_BESIDE[move.op]} ({move}, ...), which a CSV table cannot say: use to_json"
+            f"schedule {schedule.name!r} moves activations ({move}, ...), which a CSV table cannot say: use to_json"
         )
     updates = any(action.op is Op.U for program in schedule.programs for action in program)
     replicas = any(len(ranks) > 1 for ranks in schedule.owners)
@@ -138,9 +138,9 @@ def _read_row(row: int, line: str) -> tuple[Action, ...]:
         except ValueError as error:
             raise ScheduleError(f"row {row}, column {column}: {error}") from None
         program += actions
-        if moving := [action for action in actions if action.op in BESIDE_OPS]:
+        if moving := [action for action in actions if action.op in MOVE_OPS]:
             raise ScheduleError(
-                f"row {row}, column {column}: {moving[0]} {_BESIDE[moving[0].op]}, which a CSV table cannot say: "
+                f"row {row}, column {column}: {moving[0]} moves activations, which a CSV table cannot say: "
                 f"expected F B I W, or a schedule as JSON"
             )
     return tuple(program)
@@ -240,18 +240,16 @@ def to_grid(schedule: Schedule) -> str:
     return "\n".join(lines)
 
 
-_MARKS = {Op.OFFLOAD: ">", Op.RELOAD: "<", Op.FILL: "~"}
-_BESIDE = {**dict.fromkeys(_MARKS, "moves activations"), Op.FILL: "does background work"}
+_MARKS = {Op.OFFLOAD: ">", Op.RELOAD: "<"}
 
 
 def _move_cells(program: Sequence[Action], row: Sequence[Action | None], *, several: bool) -> list[str]:
-    """Moves and background work of a rank, each under the action in front of which it is begun; at the end in a cell
-    more."""
+    """Moves of a rank, each under the action in front of which it is begun; at the end in a cell more."""
     column = {action: at for at, action in enumerate(row) if action is not None}
     cells: list[list[str]] = [[] for _ in range(len(row) + 1)]
     at = len(row)
     for action in reversed(program):
-        if action.op in BESIDE_OPS:
+        if action.op in MOVE_OPS:
             stage = f"{action.stage}" if several else ""
             cells[at].insert(0, f"{stage}{_MARKS[action.op]}{action.index}")
         else:
