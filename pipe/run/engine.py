@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from ...comm import PipelineError, Transport
 from ...schedules import Action, Collective, Message, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
@@ -95,6 +97,7 @@ class Engine:
 
     def __init__(self, run: Run, ranks: Sequence[LocalRank]) -> None:
         self.ranks = ranks
+        self._guard, self._seeder = run.guard, run.seeder
         self._lost_member = run.collectives.lost_member  # of a tensor group, behind an action's error
         self._timeout = run.options.timeout
 
@@ -102,44 +105,42 @@ class Engine:
         """Run the programs, by rank, to their end on every rank of this process.
 
         Round and round, each rank until it waits for what is not there; a round in which none got on is a deadlock.
-        All in one function, since between `train_step` and a layer every call counts.
+        All in one function, since between `train_step` and a layer every call counts. Collective over the processes.
 
         Raises PipelineTimeout or PeerLost, with who waited for which action of whom and this rank's last actions.
         """
-        standing = [(local, _begin(local, programs[local.worker.rank])) for local in self.ranks]
-        while standing:
-            moved = False
-            for local, machine in tuple(standing):
-                worker, transport, recorder = local.worker, local.transport, local.recorder
-                stamp = recorder.clock.stamp
-                instruction: Instruction | None = None
-                try:
-                    while (instruction := machine.next()) is not None:
-                        if isinstance(instruction, Action):
-                            start = stamp()
-                            worker.run(instruction)
-                            recorder.action(instruction, start, stamp())
-                        elif isinstance(instruction, Transfer):
-                            message, peer, is_send = instruction
-                            if is_send:
-                                transport.send(message, peer, worker.take(message), worker.specs(message))
-                            else:
-                                transport.post(message, peer, worker.specs(message))
-                        elif isinstance(instruction, GroupStep | Collective):
-                            worker.take_part(instruction)
-                        elif not self._receive(local, machine, instruction):
-                            break
-                        moved = True
-                    else:
-                        _end(local, machine)
-                        standing.remove((local, machine))
-                        moved = True
-                except RuntimeError as error:
-                    self._tell(error, local, instruction)
-                    raise
-            if not moved:
-                stories = "; ".join(_why_it_waits(local, machine) for local, machine in standing)
-                raise PipelineError(f"deadlock in one process: {stories}")
+        torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
+        with self._guard.together(), self._seeder.call():
+            standing = [(local, _begin(local, programs[local.worker.rank])) for local in self.ranks]
+            while standing:
+                moved = False
+                for local, machine in tuple(standing):
+                    worker, transport, recorder = local.worker, local.transport, local.recorder
+                    stamp = recorder.clock.stamp
+                    instruction: Instruction | None = None
+                    try:
+                        while (instruction := machine.next()) is not None:
+                            if isinstance(instruction, Action):
+                                start = stamp()
+                                worker.run(instruction)
+                                recorder.action(instruction, start, stamp())
+                            elif isinstance(instruction, Transfer):
+                                _transfer(worker, transport, instruction)
+                            elif isinstance(instruction, GroupStep | Collective):
+                                worker.take_part(instruction)
+                            elif not self._receive(local, machine, instruction):
+                                break
+                            moved = True
+                        else:
+                            _end(local, machine)
+                            standing.remove((local, machine))
+                            moved = True
+                    except RuntimeError as error:
+                        self._tell(error, local, instruction)
+                        raise
+                if not moved:
+                    stories = "; ".join(_why_it_waits(local, machine) for local, machine in standing)
+                    raise PipelineError(f"deadlock in one process: {stories}")
 
     def _receive(self, local: LocalRank, machine: RankMachine, wait: Wait) -> bool:
         """Take the messages; False where they are not there and another rank of this process must go on first."""
@@ -188,6 +189,14 @@ def _begin(local: LocalRank, program: RankProgram) -> RankMachine:
     local.worker.begin(program)
     local.recorder.runs_as_one(program.fused)
     return RankMachine(program)
+
+
+def _transfer(worker: Worker, transport: Transport, transfer: Transfer) -> None:
+    message, peer, is_send = transfer
+    if is_send:
+        transport.send(message, peer, worker.take(message), worker.specs(message))
+    else:
+        transport.post(message, peer, worker.specs(message))
 
 
 def _end(local: LocalRank, machine: RankMachine) -> None:

@@ -167,9 +167,8 @@ class Evaluation:
         for local in engine.ranks:
             local.worker.updates.enter(batch)
             local.recorder.begin(counts=False)
-        torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
         try:
-            with evaluating(*self._modules(mode)), run.guard.together(), run.seeder.call():
+            with evaluating(*self._modules(mode)):
                 engine.run(programs)
             yield mode, engine, microbatches
         finally:
