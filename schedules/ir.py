@@ -214,8 +214,8 @@ class Schedule(Displayable):
 
     @property
     def compute_programs(self) -> tuple[tuple[Action, ...], ...]:
-        """The programs without moves and background work: what each rank's compute lane runs."""
-        if not any(op in MOVE_OPS for program in self.programs for _, op, _ in program):
+        """The programs without moves: what each rank's compute lane runs."""
+        if not self.moves_activations:
             return self.programs
         return tuple(tuple(action for action in program if action.op not in MOVE_OPS) for program in self.programs)
 
@@ -310,8 +310,7 @@ class Schedule(Displayable):
         """The order as an aligned text grid, a row per rank, a column per unit of time.
 
         The stage stands before the op only where a rank has several. A rank that begins moves of activations has a
-        second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back; and with
-        ~3, background work in the wait in front of it.
+        second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back.
         """
         from .text import to_grid
 

@@ -20,12 +20,12 @@ TOOLS = ("cli", "experiments")
 
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines.
 MOST = {
-    "library lines": 69_234,
-    "library code lines": 48_752,
+    "library lines": 68_920,
+    "library code lines": 48_501,
     "tools lines": 19_482,
     "library files": 332,
     "library classes": 569,
-    "annotated fields": 1_444,
+    "annotated fields": 1_441,
     "functions above 60 lines": 0,
     "functions above 8 parameters": 3,
     "modules with one importer": 22,

@@ -7,7 +7,6 @@ Simulated links that block hold a rank until its own message has left: transfer,
 A rank that waits for its batch waits for data first of all; in front of the step so does one that reads none, until
 the first rank acts.
 Activations that come back are made when both ranks have begun that, and arrive when it is through.
-Background work stands at the beginning of its gap, behind the wait for data.
 The gap before an optimizer step is drain while another rank still computes, update after that.
 """
 

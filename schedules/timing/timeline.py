@@ -3,7 +3,7 @@
     rank 0 |1F0|1F1|....|1B0|      compute lane: spans of F B I W U
            |  >>>>                 comm lane: spans of messages, from ready at the sender to arrived here
            |              ====     collectives: all-reduces of gradients, from begun on this rank to through
-           |      <<<<             moves: activations that leave or come, from begun to through; background work
+           |      <<<<             moves: activations that leave or come, from begun to through
 
 All times are in seconds from one origin that the ranks share.
 """
