@@ -4,6 +4,7 @@
 at once.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+# What shows its page as the last line of a notebook's cell.
+_SHOWN = (("schedules.ir", "Schedule"), ("schedules.timing.timeline", "Timeline"), ("partition.plans.plan", "Plan"))
 _FOLDERS = ("cli", "comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
 
 
@@ -69,3 +72,20 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *_FOLDERS])
+
+
+def _as_html(shown: Any) -> str:
+    from .viz.notebook import as_html  # the views load when something is shown, and never before
+
+    return as_html(shown)
+
+
+def _show_in_notebooks() -> None:
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is not None:
+        for module, name in _SHOWN:
+            shell.display_formatter.formatters["text/html"].for_type_by_name(f"{__name__}.{module}", name, _as_html)
+
+
+_show_in_notebooks()

@@ -38,6 +38,11 @@ def free_ports(count: int, *, host: str = "", among: range = PORTS) -> list[int]
     raise OSError(f"{len(found)} free ports from {among.start} to {among.stop - 1}: expected {count}")
 
 
+def loopback() -> str:
+    """The interface through which processes of this host reach each other; empty where it is not named as on Linux."""
+    return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else ""
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

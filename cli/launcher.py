@@ -13,7 +13,6 @@ that ends with status 0 within its work has failed.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import secrets
@@ -24,13 +23,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from .host import num_cores
+from .host import loopback, num_cores
+from .processes import POLL, all_ended, die_with_parent, end, exit_with_stdin
 from .rank_process import SILENT, WHERE, RankProcess
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
 _HOST = "127.0.0.1"
-_PR_SET_PDEATHSIG = 1
-_POLL_S = 0.02
+_SHOWN = 30  # last lines of the rank that failed first
 _ANSWER_S = 15.0  # that ranks have, at most, to say where they stand
 _GLANCE_S = 0.25  # that count at most between two looks: more than that, and the machine let nobody run
 _STILL = 0.02  # of a core, by any rank: less is standing still; gloo's threads take 0.01 while they wait
@@ -110,7 +109,7 @@ def launch(
             judge = _Judge(ranks, store, start, restarts)
             return _see_through(ranks, judge, grace=grace, timeout=timeout, stall=stall)
         finally:
-            _end(ranks)
+            end(ranks)
             if sys.stdout.isatty():  # show the cursor, which a bar that was ended from outside has left hidden
                 print("\x1b[?25h", end="", flush=True)
 
@@ -137,9 +136,8 @@ def report_to_launcher() -> Iterator[None]:
         yield
         return
     rank = os.environ["RANK"]
-    with suppress(OSError, AttributeError):  # on Linux: by the system, which also ends a rank that is stopped
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_exit_with_launcher, daemon=True).start()
+    die_with_parent()
+    exit_with_stdin()
     with Path(folder, f"{rank}.stack").open("w") as stack:
         signal.signal(WHERE, signal.SIG_IGN)  # what it is again after this
         faulthandler.register(WHERE, file=stack, all_threads=True)
@@ -154,12 +152,6 @@ def report_to_launcher() -> Iterator[None]:
         finally:
             faulthandler.unregister(WHERE)
     Path(folder, f"{rank}.done").touch()
-
-
-def _exit_with_launcher() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
 
 
 class _Watchdog:
@@ -255,7 +247,7 @@ def _see_through(
     started = time.monotonic()
     overdue_at = None if timeout is None else started + timeout
     grace_until: float | None = None
-    while not _all_ended(ranks):
+    while not all_ended(ranks):
         judge.look()
         now = time.monotonic()
         if overdue_at is not None and now > overdue_at and grace_until is None:
@@ -269,15 +261,10 @@ def _see_through(
             grace_until = now + grace
         if grace_until is not None and now > grace_until:
             break
-        time.sleep(_POLL_S)
+        time.sleep(POLL)
     else:
         judge.look()  # at one that was killed as the last one ended
     return _judge(ranks)
-
-
-def _all_ended(ranks: list[RankProcess]) -> bool:
-    ended = [rank.poll() for rank in ranks]  # each one, so that the first to end is noted first
-    return all(ended)
 
 
 def _over(rank: RankProcess) -> bool:
@@ -297,9 +284,8 @@ def _judge(ranks: list[RankProcess]) -> LaunchResult:
         lines += [f"rank {r.number}: {r.how_it_ended} {so[r.is_spared]}{e}" for r, e in zip(odd, errors, strict=True)]
         report = "\n".join(lines)
         return LaunchResult(status=0, first_failed=None, report=report)
-    status = failed[0].process.returncode or 1
     return LaunchResult(
-        status=status if status > 0 else 128 - status,
+        status=failed[0].status or 1,
         first_failed=failed[0].number,
         report=_failure_report(ranks, failed),
     )
@@ -315,7 +301,7 @@ def _failure_report(ranks: list[RankProcess], failed: list[RankProcess]) -> str:
     if first.number == 0:
         story[0] += f"; its last line: {last_line[0]}"
     else:
-        story += ["its last lines:", *(f"  {line}" for line in first.tail)]
+        story += ["its last lines:", *(f"  {line}" for line in list(first.tail)[-_SHOWN:])]
     for rank in others:
         said = last_line[rank.number]
         story.append(f"rank {rank.number} failed after it ({rank.how_it_ended}); its last line: {said}")
@@ -328,19 +314,6 @@ def _failure_report(ranks: list[RankProcess], failed: list[RankProcess]) -> str:
 def _last_line(rank: RankProcess) -> str:
     line = next(reversed(rank.last_lines()), "nothing")
     return line.removeprefix(f"[rank{rank.number}]: ")  # torch puts it there, in front of tracebacks
-
-
-def _end(ranks: list[RankProcess]) -> None:
-    """End what still runs: asked first, then not."""
-    for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
-        running = [rank for rank in ranks if not rank.poll()]
-        for rank in running:
-            rank.kill(number)
-        until = time.monotonic() + patience
-        while not _all_ended(running) and time.monotonic() < until:
-            time.sleep(_POLL_S)
-    for rank in ranks:
-        rank.close()
 
 
 def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str, str]:
@@ -358,8 +331,8 @@ def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str
     # What the user has set stays: threads (each rank its share of the cores), and gloo's interface.
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
-    if "GLOO_SOCKET_IFNAME" not in os.environ and "lo" in (name for _, name in socket.if_nameindex()):
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    if "GLOO_SOCKET_IFNAME" not in os.environ and loopback():
+        variables["GLOO_SOCKET_IFNAME"] = loopback()
     return variables
 
 

@@ -7,51 +7,41 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from .processes import Process, signal_name
+
 WHERE = signal.SIGUSR1  # asks a rank where it stands
 SILENT = "it does not say where"
-_TAIL_LINES = 30
 _FRAMES = 4  # of a stack, in a report
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RankProcess:
-    """One started process and its state."""
+class RankProcess(Process):
+    """One rank and its state."""
 
     number: int
-    process: subprocess.Popen[bytes]
     folder: Path
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
-    pump: threading.Thread | None = None
-    ended_at: float = 0.0
     is_spared: bool = False  # it was killed, or is not let in again yet, and the others go on without it
     lives: list[str] = field(default_factory=list)  # how those before it ended, which it was started again for
 
     @classmethod
     def start(cls, command: Sequence[str], number: int, environment: dict[str, str], folder: str) -> RankProcess:
-        process = subprocess.Popen(
-            list(command),
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=None if number == 0 else subprocess.PIPE,
-            stderr=subprocess.PIPE if number == 0 else subprocess.STDOUT,
-            start_new_session=True,
-        )
-        rank = cls(number=number, process=process, folder=Path(folder))
-        stream = process.stderr if number == 0 else process.stdout
-        assert stream is not None
-        echo = _echo_stderr if number == 0 else None
-        rank.pump = threading.Thread(target=_pump, args=(stream, rank.tail, echo), daemon=True)
-        rank.pump.start()
+        pipe = subprocess.PIPE
+        out, err = (None, pipe) if number == 0 else (pipe, subprocess.STDOUT)
+        rank = cls.begin(command, environment, out=out, err=err, number=number, folder=Path(folder))
+        rank.read(rank.process.stdout or rank.process.stderr, rank._hear)
         return rank
+
+    def _hear(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            if self.number == 0:
+                _echo_stderr(line)
+            self.keep(line)
 
     @property
     def done(self) -> bool:
@@ -90,17 +80,7 @@ class RankProcess:
             return "stopped before it had ended"
         if self._left:
             return "exit status 0 before its work was done"
-        return f"exit status {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
-
-    def poll(self) -> bool:
-        """Whether the process has ended."""
-        if self.process.poll() is None:
-            return False
-        if not self.ended_at:
-            self.ended_at = time.time()
-            if self.process.returncode < 0:
-                self.kill(signal.SIGKILL)  # children that it had no time to end
-        return True
+        return f"exit status {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
     def computing(self) -> tuple[float, bool]:
         """Seconds of a core that it has taken so far, and whether it wants one; 0 where the system does not tell."""
@@ -128,30 +108,6 @@ class RankProcess:
                 )
         return SILENT
 
-    def last_lines(self) -> list[str]:
-        """Its last lines, after waiting a moment for its stream to drain."""
-        assert self.pump is not None
-        self.pump.join(timeout=1.0)
-        return list(self.tail)
-
-    def close(self) -> None:
-        """Give its streams back, behind its end."""
-        self.last_lines()  # joins the thread that reads the stream
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if stream is not None and (self.pump is None or not self.pump.is_alive()):
-                stream.close()
-
-    def kill(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-
-def _pump(stream: IO[bytes], tail: deque[str], echo: Callable[[bytes], None] | None) -> None:
-    for line in stream:
-        if echo is not None:
-            echo(line)
-        tail.append(line.decode(errors="replace").rstrip())
-
 
 def _echo_stderr(line: bytes) -> None:
     with suppress(OSError, ValueError, AttributeError):  # closed, or none
@@ -160,10 +116,3 @@ def _echo_stderr(line: bytes) -> None:
         else:  # a notebook's
             sys.stderr.write(line.decode(errors="replace"))
         sys.stderr.flush()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

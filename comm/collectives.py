@@ -52,7 +52,8 @@ class Collectives:
         self.rank, self.size, self.alone = world.rank, world.size, not world.distributed
         self.device = device
         self._timeout = timeout
-        self.groups = Groups(place, device=device, timeout=timeout, guard=guard)
+        self._guard = guard or Guard(None)
+        self.groups = Groups(place, device=device, timeout=timeout, guard=self._guard)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
         self.behind = ""
@@ -126,6 +127,31 @@ class Collectives:
         """[R] by rank, what the first process of its tensor group gives, on every process. One rank a process."""
         everyone = self.gather(mine, what=what)
         return [everyone[self._place.process_of(rank, tensor=0)] for rank in range(self._place.mesh.num_ranks)]
+
+    def alike(
+        self,
+        mine: T,
+        differing: Callable[[int, T, int, T], str | None] = lambda *_: None,
+        *,
+        what: str,
+        problem: str = "",
+    ) -> list[T]:
+        """Values of every process, by its number; where they are not alike, ValueError on all, and the run goes on.
+
+        Arguments:
+            differing: how the values of two processes, each after its number, are not alike; None: they are.
+            problem: that this process has met before: then all of them raise it.
+        """
+        everyone = self.gather((problem, mine), what=what)
+        text = next((its for its, _ in everyone if its), None)
+        different: dict[int, T] = {}  # by the first process that gives it
+        for process, (_, its) in enumerate(everyone):
+            if its not in different.values():
+                text = text or next(filter(None, (differing(*one, process, its) for one in different.items())), None)
+                different[process] = its
+        if text:
+            raise self._guard.spared(ValueError(text))
+        return [its for _, its in everyone]
 
     @property
     def is_first_member(self) -> bool:

@@ -68,7 +68,7 @@ class PipelineAccelerator(Accelerator):
 
     @property
     def _replica(self) -> tuple[int, int]:
-        return self.pipe._building.replica
+        return self.pipe.replica
 
     def prepare(self, *args: Any, **options: Any) -> Any:
         models = [each for each in args if isinstance(each, nn.Module)]
@@ -95,7 +95,7 @@ class PipelineAccelerator(Accelerator):
         options = {"precision": self._precision, "device": device, "loss_fn": "model", **self._pipeline}
         options["example_inputs"] = replace(given, loss_weight=prepared.weigh)
         self.pipe = PipelineModule(model, **options)
-        layout = self.pipe._building.layout
+        layout = self.pipe.layout
         if layout is None or layout.schedule.is_asynchronous or layout.place.tensor[1] > 1 or layout.plan is not None:
             raise ValueError(
                 f"pipeline={self._pipeline!r:.100}: expected a schedule with a flush, by name, and a mesh without "
@@ -190,7 +190,7 @@ class PipelinedModel(nn.Module):
         self._tied = {name: first.setdefault(key, name) for name, key in pairs}
 
     def weigh(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        (count,) = self._counting.weigh([self._accelerator.pipe._calls.inputs(args, kwargs).arguments])
+        (count,) = self._counting.weigh([self._accelerator.pipe.read(*args, **kwargs)])
         return count / self._total
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,8 +204,8 @@ class PipelinedModel(nn.Module):
         if kwargs.get("labels") is None and not self.training:
             output = pipe.predict(*args, **kwargs)
         else:
-            if self.training and pipe._until_verified <= 0:  # with all replicas' microbatches weighed alike
-                pipe._training_for(pipe._given(args, kwargs))
+            if self.training:
+                pipe.verify_if_due(*args, **kwargs)  # with all replicas' microbatches weighed alike
             self._total = max(float(self.weigh(*args, **kwargs)), 1.0)
             if self.training:
                 loss = torch.tensor(pipe.forward_backward(*args, **kwargs).loss, device=accelerator.device)
@@ -218,12 +218,12 @@ class PipelinedModel(nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        built = self._accelerator.pipe._building.pipeline
-        state = self.module.state_dict() if built is None else self._accelerator.pipe.full_state_dict()
+        pipe = self._accelerator.pipe
+        state = pipe.full_state_dict() if pipe.is_built else self.module.state_dict()
         return OrderedDict((name, state[self._tied.get(name, name)]) for name in state)  # as accelerate looks for ties
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        if self._accelerator.pipe._building.pipeline is None:
+        if not self._accelerator.pipe.is_built:
             return self.module.load_state_dict(state_dict, strict, assign)
         known = self.state_dict()
         given = {self._tied.get(name, name): value for name, value in state_dict.items()}

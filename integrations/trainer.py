@@ -133,7 +133,7 @@ class PipelineTrainer(Trainer):
             options["example_inputs"] = replace(options.get("example_inputs", Inputs()), loss_weight=self._weight)
         self.pipe = PipelineModule(self.model, **options)
         self._counting = ModelLoss(self.model, None)
-        self.args.distributed_state.num_processes = self.pipe._building.replica[1]
+        self.args.distributed_state.num_processes = self.pipe.replica[1]
         if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
             raise ValueError(f"{self.args.world_size} data replicas: expected average_tokens_across_devices=True")
         if self.args.world_size > 1 and not self.args.accelerator_config.even_batches:
@@ -149,7 +149,7 @@ class PipelineTrainer(Trainer):
     @property
     def _replica(self) -> tuple[int, int]:
         """Number of this process's data replica, and how many there are."""
-        return self._made()._building.replica
+        return self._made().replica
 
     def _seen_as(self, index: int, count: int) -> AbstractContextManager[None]:
         return seen_as((self.args.distributed_state, self.accelerator.state), index, count)
@@ -207,14 +207,14 @@ class PipelineTrainer(Trainer):
 
     def _weight(self, **arguments: Any) -> Any:
         """A microbatch's weight in the loss; Trainer: the mean of batches' losses where it has no number of labels."""
-        (count,) = self._counting.weigh([self._made()._calls.inputs((), arguments).arguments])
+        (count,) = self._counting.weigh([self._made().read(**arguments)])
         return count.clamp(max=1) if self._batches_are_equal else count
 
     @property
     def _num_microbatches(self) -> int:
         count = self._replica[1]
         assert self.pipe is not None
-        layout = self.pipe._building.layout
+        layout = self.pipe.layout
         return self.args.gradient_accumulation_steps if layout is None else layout.schedule.num_microbatches // count
 
     def _check_weights(self, batches: Sequence[Batch], num_items: Any) -> None:
@@ -250,13 +250,12 @@ class PipelineTrainer(Trainer):
             )
 
     def _counts(self, batches: Sequence[Batch]) -> list[float]:
-        reader = self._made()._calls
-        return [float(w) for w in self._counting.weigh([reader.inputs((), batch).arguments for batch in batches])]
+        return [float(w) for w in self._counting.weigh([self._made().read(**batch) for batch in batches])]
 
     def _is_divided(self, batch: Batch) -> bool:
         """Whether num_items_in_batch divides all of the model's loss, as its forward seems to say."""
         if self._divides is None:
-            example = self._made()._calls.inputs((), batch).arguments
+            example = self._made().read(**batch)
             self._divides = divides_by_items(self.model, example, self.args.device)
         return self._divides
 
@@ -334,7 +333,7 @@ class PipelineTrainer(Trainer):
     # Checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if self.pipe is not None and self.pipe._building.pipeline is not None:
+        if self.pipe is not None and self.pipe.is_built:
             state_dict = self.pipe.full_state_dict()
         super()._save(output_dir, state_dict)
         _wait()  # all processes look for what the first one has written
@@ -398,7 +397,7 @@ def _like(
 
 def _shares_of_last_stage(pipe: PipelineModule, rows: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
     """Number of this process among those of the last stage, and whose rows each has: a plan may share one batch out."""
-    layout = pipe._building.layout
+    layout = pipe.layout
     assert layout is not None
     owners = layout.schedule.owners[-1]
     microbatches = rows.tensor_split(min(len(rows), layout.schedule.num_microbatches))

@@ -32,9 +32,9 @@ from ..schedules.families.warmup import Turns
 from ..schedules.ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op, Schedule
 from ..schedules.liveness import activation_counts, activations
 from ..schedules.messages import AHEAD_BYTES, BUCKET_BYTES, RECEIVES_AHEAD
-from ..schedules.rules.versions import derive_versions
 from ..schedules.timing.memory import StageBytes
 from ..schedules.timing.timeline import Timeline
+from ..schedules.versions import derive_versions
 from .stage_cost import StageSums
 from .strict import check_figures
 from .topology import Floats, Indices

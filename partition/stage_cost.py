@@ -24,7 +24,7 @@ A stage has two lanes, which overlap. Its pace is that of the slower one, a micr
               + (ring + gather) updates
 
 The dynamic program of `partition()` looks at the same lanes where only the stage's range of devices is known, not yet
-the ranks of its neighbours (`solver/ranges.py`): it is never slower there than here.
+the ranks of its neighbours (`solve/dynamic.py`): it is never slower there than here.
 
 Recomputation of a stage, a microbatch:
 

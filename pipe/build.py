@@ -21,8 +21,7 @@ from ..schedules.program import RankProgram
 from ..schedules.timing.records import RankRecord, as_it_ran
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.batches import Batch
-from .batch.sequence import Slice, cut_in_slices
-from .batch.slicing import check_stages
+from .batch.slicing import Slice, check_stages, cut_in_slices
 from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
@@ -48,9 +47,8 @@ from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
 from .update.local import LocalUpdate
 from .update.stream import StreamUpdate, stream_course
+from .verify.parts import Regions, UnitsBeside
 from .verify.plain import PlainModule, copy_to_verify
-from .verify.regions import Regions
-from .verify.units import UnitsBeside
 from .verify.verification import Verifier
 
 _log = logging.getLogger("stagewright")
@@ -408,7 +406,7 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
         **({} if options.compress is None else {"compress": options.compress}),
     )
     common = f", microbatches of {microbatch}"
-    check_agreement(mine, run.collectives, run.guard, replica=(run.layout.place.replica[0], common))
+    check_agreement(mine, run.collectives, replica=(run.layout.place.replica[0], common))
 
 
 def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[..., Update]]:

@@ -17,15 +17,15 @@ from torch.utils.data import Dataset
 
 from ..comm import Guard, PipelineError, make_guard
 from ..partition.deferred.filling import fill_attributes
+from ..partition.model.forms import Arguments
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
-from .batch.shared import share_on_host
 from .building import Building, meet
 from .checkpoint.weights import take_weights
 from .context import choose_layout
-from .edits import Edits
+from .edits import Edits, UntilBuilt
 from .figures.run_figures import RunFigures
 from .results import EvalResult, StepRecord, StepResult
 from .run.evaluation import Evaluation
@@ -176,7 +176,8 @@ class PipelineModule(RunFigures):
                 fill_attributes(options.root, options.loss_fn, undo=undo)
             self._building = Building(options, make_layout, world=world, guard=guard)
             if edits is not None and self._building.pipeline is None:
-                self._building.edits = stack.pop_all(), again
+                building = self._building
+                building.around = UntilBuilt(stack.pop_all(), again, lambda: building.pipeline is not None)
             undo.pop_all()
 
     @property
@@ -244,6 +245,10 @@ class PipelineModule(RunFigures):
             given = self._given(inputs_and_target, keywords)
             self._building.built_for(given, evaluates=True)
 
+    def read(self, *inputs: Any, **keywords: Any) -> Arguments:
+        """The arguments that the model's forward is called with for these inputs, as `predict` takes them."""
+        return self._calls.inputs(inputs, keywords).arguments
+
     def loader(
         self,
         dataset: Dataset[Any],
@@ -293,16 +298,13 @@ class PipelineModule(RunFigures):
             remainder=remainder,
         )
         run = self._building
-        return ReplicaLoader(
-            dataset,
-            batches,
-            is_idle=lambda: run.reads_nothing,
-            same_shapes=same_shapes,
-            waiting=run.waiting_for_data,
-            share=None if shared is None else share_on_host(run.decided().place, timeout=run.options.timeout),
-            cache=cache,
-            **options,
-        )
+        options |= {"is_idle": lambda: run.reads_nothing, "waiting": run.waiting_for_data, "same_shapes": same_shapes}
+        if shared is None:
+            return ReplicaLoader(dataset, batches, **options)
+        from .batch.shared import SharedLoader, share_on_host
+
+        share = share_on_host(run.decided().place, timeout=run.options.timeout)
+        return SharedLoader(dataset, batches, share=share, cache=cache, **options)
 
     # Training
 
@@ -329,7 +331,7 @@ class PipelineModule(RunFigures):
             self._building.options.require_optimizer()
             self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
-            return self._building.step_of(self._training_for(given))(given)
+            return self._building.life.step_of(self._training_for(given))(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
@@ -338,6 +340,11 @@ class PipelineModule(RunFigures):
             given = self._given(inputs_and_target, keywords)
             return self._training_for(given).accumulate(given)
 
+    def verify_if_due(self, *inputs_and_target: Any, **keywords: Any) -> None:
+        """`verify` with this batch, which is not trained on yet, if `verify=` says so of the next one. Collective."""
+        if self._until_verified <= 0:
+            self._training_for(self._given(inputs_and_target, keywords))
+
     def eval_step(self, *inputs_and_target: Any, **keywords: Any) -> EvalResult:
         """Forwards alone, in evaluation mode, of a batch as for `train_step`; without a loss_fn there is no target.
 
@@ -345,7 +352,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs_and_target, keywords)
-            return self._building.outlasting(lambda: self._evaluation_for(given).step(given))
+            return self._building.life.outlasting(lambda: self._evaluation_for(given).step(given))
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
@@ -355,7 +362,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs, keywords, has_target=False)
-            return self._building.outlasting(lambda: self._evaluation_for(given).predict(given))
+            return self._building.life.outlasting(lambda: self._evaluation_for(given).predict(given))
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
@@ -413,7 +420,7 @@ class PipelineModule(RunFigures):
         """
         fill = self._building.built("fill").fill
         assert fill is not None
-        self._building.refuse_reroute("fill(...)", instead='expected on_failure="stop"')
+        self._building.life.refuse("fill(...)", instead='expected on_failure="stop"')
         if self._building.is_closed:
             raise PipelineError("this pipeline has ended: expected fill(...) before close()")
         found: FillWork = fill(work, name=name, seconds=seconds)

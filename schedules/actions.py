@@ -16,6 +16,10 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
+class ScheduleError(ValueError):
+    """A schedule that cannot be run as it stands; the message says where and why."""
+
+
 class Op(StrEnum):
     """Kind of an action: compute (F, B, I, W), update (U), or a move of activations, which begins where it stands and
     goes on beside compute. The others are steps that lowering inserts."""

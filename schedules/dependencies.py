@@ -1,18 +1,4 @@
-"""Data dependencies: which actions an action needs, and which messages bring their results. Nobody else derives them.
-
-F(s, k)   the output of every producer of s            (and the weights, see versions)
-B(s, k)   the gradient from every consumer of s, and its own F(s, k)
-I(s, k)   the same as B
-W(s, k)   its own I(s, k)
-
-Slices of a microbatch attend to those before them: they need the keys and values of F, and B needs what later ones add
-to the gradients of its own.
-
-F(s, q)   F(s, q - 1), and B(s, q) or I(s, q) the one of slice q + 1, where they are slices of the same microbatch
-
-Moves: activations that leave their rank for its host while they wait. B or I then needs the way back, too.
-
-F3 . . OFFLOAD3 . . . . . RELOAD3 . B3
+"""Data dependencies of a schedule (`needs`), and the messages that bring results from rank to rank.
 
 A move stands in its rank's program where it is begun. It goes on beside compute, over the rank's link to its host, one
 direction each. Moves of one direction go in the order in which they are begun, and a way back begins no earlier than
@@ -33,6 +19,7 @@ from typing import NamedTuple
 
 from .ir import BACKWARD_OPS, MOVE_OPS, Action, Edge, Op, Schedule, ScheduleError
 from .messages import Message, MessageKind
+from .needs import Needs
 
 _FORWARD_OPS = frozenset({Op.F})
 _KIND_OF_OP = {Op.F: MessageKind.ACT, **dict.fromkeys(BACKWARD_OPS, MessageKind.GRAD)}
@@ -85,22 +72,21 @@ class Delivery(NamedTuple):
     receiver: int
 
 
-class Dependencies:
+class Dependencies(Needs):
     """The data dependencies of one schedule; each answer takes O(in-degree) or O(out-degree).
-
-    A stage may split the backward of some microbatches and not of others, so which action makes a gradient
-    (B or I) is looked up by microbatch.
 
     Attributes:
         wires: activations, and gradients where edges and schedule have them, in the order of the edges.
         moves: ranks of activations that leave them, by (stage, microbatch).
     """
 
+    moves: dict[tuple[int, int], int]
+
     def __init__(self, schedule: Schedule) -> None:
+        moves = find_moves(schedule)
+        super().__init__(schedule.programs, schedule.stage_edges, num_slices=schedule.num_slices, moves=moves)
         self.wires = tuple(_wires(schedule))
-        self.moves = find_moves(schedule)
         self._owner = schedule.owner
-        self._num_slices = schedule.num_slices
         self._programs = schedule.programs
         # The wires that bring something to, and take something from, each (forward or backward, stage).
         self._to: defaultdict[tuple[MessageKind, int], list[Wire]] = defaultdict(list)
@@ -110,32 +96,7 @@ class Dependencies:
                 self._to[wire.kind, stage].append(wire)
             for stage in wire.makers:
                 self._from[wire.kind, stage].append(wire)
-        self._split = {(a.stage, a.index) for program in schedule.programs for a in program if a.op is Op.I}
         self._wire_of = {(w.kind, w.src, w.dst): w for w in self.wires}
-
-    def backward(self, stage: int, index: int) -> Action:
-        """The action that makes the gradient which `stage` sends on."""
-        return Action(stage, Op.I if (stage, index) in self._split else Op.B, index)
-
-    def of(self, action: Action) -> list[Action]:
-        """The actions whose results `action` needs, in a fixed order."""
-        stage, op, index = action
-        if op is Op.F:
-            makes = [Action(wire.src, Op.F, index) for wire in self._to[MessageKind.ACT, stage]]
-            return makes if index % self._num_slices == 0 else [*makes, Action(stage, Op.F, index - 1)]
-        if op in BACKWARD_OPS:
-            makers = sorted(maker for wire in self._to[MessageKind.GRAD, stage] for maker in wire.makers)
-            own = [Action(stage, Op.RELOAD, index)] if (stage, index) in self.moves else []
-            own.append(Action(stage, Op.F, index))
-            if (index + 1) % self._num_slices:
-                own.append(self.backward(stage, index + 1))
-            return [self.backward(maker, index) for maker in makers] + own
-        if op is Op.W:
-            return [Action(stage, Op.I, index)]
-        if op in MOVE_OPS and (stage, index) in self.moves:
-            forward = Action(stage, Op.F, index)
-            return [forward] if op is Op.OFFLOAD else [forward, Action(stage, Op.OFFLOAD, index)]
-        return []
 
     def rank(self, action: Action) -> int:
         return self._owner(action.stage, action.index)

@@ -13,13 +13,36 @@ its actions (`actions`) from here, too.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
-from .actions import BACKWARD_OPS, COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Relation
-from .rules.weight_rules import RULES, WeightRule
-from .wording import Displayable, count
+from .actions import (
+    BACKWARD_OPS,
+    COMPUTE_OPS,
+    LAST_USES,
+    MOVE_OPS,
+    Action,
+    Collective,
+    Op,
+    Relation,
+    ScheduleError,
+)
+from .needs import Edge, Needs, chain, check_edges
+from .placement import ascending_owners, read_owners
+from .text import (
+    JSON_VERSION,
+    csv_of,
+    grid_of,
+    read_csv,
+    read_data,
+    read_json,
+    refuse_undeclared_owners,
+    unit_time_cells,
+)
+from .weight_rules import RULES, WeightRule
+from .wording import count
 
 __all__ = [
     "BACKWARD_OPS",
@@ -33,31 +56,13 @@ __all__ = [
     "Relation",
     "Schedule",
     "ScheduleError",
-    "ascending_owners",
     "chain",
     "fitting_owners",
 ]
 
 
-class ScheduleError(ValueError):
-    """A schedule that cannot be run as it stands; the message says where and why."""
-
-
-class Edge(NamedTuple):
-    """The outputs of stage `src` feed stage `dst`; `grad`: a gradient travels back."""
-
-    src: int
-    dst: int
-    grad: bool = True
-
-
-def chain(num_stages: int) -> tuple[Edge, ...]:
-    """The stage graph of a plain chain: 0 -> 1 -> ... -> S-1."""
-    return tuple(Edge(stage, stage + 1) for stage in range(num_stages - 1))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule(Displayable):
+class Schedule:
     """A program for each rank, with where the stages stand.
 
     Invariant (made sure by `check`, not here): each stage's forward and backward of each
@@ -74,7 +79,7 @@ class Schedule(Displayable):
         num_slices: n, of one microbatch along the sequence: slice q of microbatch k has the index k*n + q. A slice
             attends to those before it, so a stage runs F in their order and the backwards in the opposite one.
         num_batches: how many batches the program spans; 1 for every flush schedule.
-        weight_rule: which weight version a forward uses ("flush": the one of the batch), see `rules.weight_rules`.
+        weight_rule: which weight version a forward uses ("flush": the one of the batch), see `weight_rules`.
         update_every: microbatches of one update group, behind which each stage updates (U); M where not given.
         edges: the stage graph; a chain where not given. Skip connections add edges.
         without_backward: stages that run their forwards alone, under no gradient, and are not updated: earlier passes
@@ -130,10 +135,10 @@ class Schedule(Displayable):
                 f"num_slices={self.num_slices} for {count(self.num_batches, 'batch')} under the rule "
                 f"{self.weight_rule!r}: expected one batch under a rule that flushes, or num_slices=1"
             )
-        object.__setattr__(self, "owners", _read_owners(self.owners, ascending_owners(self.placement)))
+        object.__setattr__(self, "owners", read_owners(self.owners, ascending_owners(self.placement)))
         if self.edges is None:
             object.__setattr__(self, "edges", chain(self.num_stages))
-        _check_edges(self.stage_edges, self.num_stages)
+        check_edges(self.stage_edges, self.num_stages)
         if self.without_backward:
             self._read_without_backward()
 
@@ -263,6 +268,31 @@ class Schedule(Displayable):
             without_backward=(),
         )
 
+    def unit_time_cells(self) -> list[list[Action | None]]:
+        """[P][T]: what each rank does in each unit of time when every compute action takes one; None: idle.
+
+        An action that takes no time of its own (U) shares no cell and is left out. Raises ScheduleError for a schedule
+        that deadlocks.
+        """
+        needs = Needs(self.programs, self.stage_edges, num_slices=self.num_slices)
+        sums = self._summed_gradients()
+
+        def from_other_ranks(action: Action) -> list[Action]:
+            rank = self.owner(action.stage, action.index)
+            return [a for a in needs.of(action) if self.owner(a.stage, a.index) != rank] + sums.get(action, [])
+
+        return unit_time_cells(self.compute_programs, from_other_ranks)
+
+    def _summed_gradients(self) -> dict[Action, list[Action]]:
+        """The last uses of replicated stages that each update waits for, where updates may not stand later."""
+        if not self.is_asynchronous or self.rule.updates_may_wait:
+            return {}
+        sums: dict[Action, list[Action]] = {}
+        for action in (action for program in self.programs for action in program if action.op in LAST_USES):
+            if len(self.owners[action.stage]) > 1:
+                sums.setdefault(Op.U(action.stage, action.index // self.group_size), []).append(action)
+        return sums
+
     def to_csv(self, *, overlap: Literal["none", "pairs"] = "none") -> str:
         """torch.distributed.pipelining's table: a row per rank, a column per unit of time, empty where idle.
 
@@ -273,9 +303,25 @@ class Schedule(Displayable):
         The stage graph is no part of the table. Raises ScheduleError for a schedule that the table cannot say
         (replicas, slices, several batches, updates, moves).
         """
-        from .text import to_csv
-
-        return to_csv(self, overlap=overlap)
+        if overlap not in ("none", "pairs"):
+            raise ValueError(f"overlap={overlap!r}: expected 'none' or 'pairs'")
+        actions = [action for program in self.programs for action in program]
+        if beside := next((action for action in actions if action.op in MOVE_OPS), None):
+            raise ScheduleError(
+                f"schedule {self.name!r} moves activations ({beside}, ...), which a CSV table cannot say: use to_json"
+            )
+        if self.without_backward:
+            raise ScheduleError(
+                f"schedule {self.name!r} has stages without a backward, {self.without_backward}, which a CSV table "
+                f"cannot say; use to_json"
+            )
+        several = max(self.num_batches, self.num_slices, *map(len, self.owners)) > 1
+        if several or self.weight_rule != "flush" or any(action.op is Op.U for action in actions):
+            raise ScheduleError(
+                f"schedule {self.name!r} has replicas, slices, several batches or updates, which a CSV table cannot "
+                f"say: expected a flush schedule with one owner a stage; use to_json"
+            )
+        return csv_of(self.unit_time_cells(), pairs=overlap == "pairs")
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:
@@ -289,22 +335,50 @@ class Schedule(Displayable):
         Raises ScheduleError that names row and column (from 1) of a cell that is no action, and the row of a stage that
         other rows have, too, where neither the owners nor ascending ones fit.
         """
-        from .text import from_csv
+        rows = read_csv(text)
+        programs = tuple(rows.values())
+        schedule = cls(
+            name=name,
+            placement=tuple(tuple(sorted({a.stage for a in actions})) for actions in programs),
+            programs=programs,
+            num_microbatches=1 + max(a.index for actions in programs for a in actions),
+            owners=tuple(map(tuple, owners)),
+        )
+        fitting = fitting_owners(schedule)
+        if not owners and fitting != schedule.owners:
+            refuse_undeclared_owners(rows, fitting)
+        return schedule
 
-        return from_csv(text, name=name, owners=owners)
+    def to_data(self) -> dict[str, Any]:
+        """Everything, as what JSON can say."""
+        return {
+            "version": JSON_VERSION,
+            "name": self.name,
+            "num_microbatches": int(self.num_microbatches),  # numpy's
+            "num_slices": int(self.num_slices),
+            "num_batches": int(self.num_batches),
+            "weight_rule": self.weight_rule,
+            "update_every": None if self.update_every is None else int(self.update_every),
+            "placement": [list(map(int, stages)) for stages in self.placement],
+            "owners": [list(map(int, ranks)) for ranks in self.owners],
+            "without_backward": list(self.without_backward),
+            "edges": [[int(e.src), int(e.dst), e.grad] for e in self.stage_edges],
+            "programs": [" ".join(map(str, program)) for program in self.programs],
+        }
+
+    @classmethod
+    def from_data(cls, data: object) -> Schedule:
+        """Read `to_data`'s form; ScheduleError says which key is wrong."""
+        return cls(**read_data(data))
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""
-        from .text import to_json
-
-        return to_json(self)
+        return json.dumps(self.to_data(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
         """Read `to_json`'s form; ScheduleError says which key is wrong."""
-        from .text import from_json
-
-        return from_json(text)
+        return cls.from_data(read_json(text))
 
     def grid(self) -> str:
         """The order as an aligned text grid, a row per rank, a column per unit of time.
@@ -312,44 +386,8 @@ class Schedule(Displayable):
         The stage stands before the op only where a rank has several. A rank that begins moves of activations has a
         second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back.
         """
-        from .text import to_grid
-
-        return to_grid(self)
-
-
-def ascending_owners(placement: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """[S] the ranks that hold each stage, ascending. ScheduleError for a placement that is none."""
-    placed = {stage for stages in placement for stage in stages}
-    if not placed:
-        raise ScheduleError("the ranks hold no stage: expected at least one")
-    if min(placed) != 0 or max(placed) != len(placed) - 1:
-        lacking = next(stage for stage in range(len(placed) + 1) if stage not in placed)
-        raise ScheduleError(
-            f"the ranks hold {len(placed)} stages, numbered {min(placed)} to {max(placed)}, and none holds "
-            f"stage {lacking}: expected stages numbered from 0 without a gap"
-        )
-    owners: list[list[int]] = [[] for _ in placed]
-    for rank, stages in enumerate(placement):
-        for stage in stages:
-            if rank in owners[stage]:
-                raise ScheduleError(f"stage {stage} stands twice on rank {rank}: expected each stage once")
-            owners[stage].append(rank)
-    return tuple(tuple(ranks) for ranks in owners)
-
-
-def _read_owners(declared: Sequence[Sequence[int]], placed: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """The declared owners, or where there are none the ranks on which each stage is placed, ascending."""
-    if not declared:
-        return placed
-    if len(declared) != len(placed):
-        raise ScheduleError(f"owners of {len(declared)} stages for {len(placed)}: expected the ranks of each stage")
-    for stage, (said, ranks) in enumerate(zip(declared, placed, strict=True)):
-        if tuple(sorted({*said})) != ranks:
-            raise ScheduleError(
-                f"the owners of stage {stage} are said to be the ranks {tuple(said)}, and it is placed on {ranks}: "
-                f"expected each of these, in the order in which microbatches go round"
-            )
-    return tuple(tuple(ranks) for ranks in declared)
+        several = any(len(stages) > 1 for stages in self.placement)
+        return grid_of(self.unit_time_cells(), self.programs, several=several)
 
 
 def fitting_owners(schedule: Schedule) -> tuple[tuple[int, ...], ...] | None:
@@ -366,13 +404,3 @@ def fitting_owners(schedule: Schedule) -> tuple[tuple[int, ...], ...] | None:
         found.append(owners)
     fits = all(found[s][(index // n % M) % len(found[s])] == rank for s, index, rank in forwards)
     return tuple(found) if fits else None
-
-
-def _check_edges(edges: tuple[Edge, ...], num_stages: int) -> None:
-    seen: set[tuple[int, int]] = set()
-    for src, dst, _ in edges:
-        if not 0 <= src < dst < num_stages:
-            raise ScheduleError(f"edge {src} -> {dst}: expected stages in ascending order below {num_stages}")
-        if (src, dst) in seen:
-            raise ScheduleError(f"edge {src} -> {dst} stands twice: expected each edge once")
-        seen.add((src, dst))

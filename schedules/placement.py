@@ -12,56 +12,68 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
+from .actions import ScheduleError
 from .kinds import at_least, option
-
-Placement = tuple[tuple[int, ...], ...]
 
 PLACEMENTS = ("plain", "cyclic", "v")  # that users choose from
 
 
-def cyclic_placement(*, num_ranks: int, num_chunks: int) -> Placement:
-    """Stage s stands on rank s mod P: rank r holds r, P+r, 2P+r, ...
+class StagePlacement(tuple[tuple[int, ...], ...]):
+    """[P] tuples: the stages of each rank, each stage on one."""
 
-    >>> cyclic_placement(num_ranks=2, num_chunks=3)
-    ((0, 2, 4), (1, 3, 5))
-    """
-    return tuple(tuple(range(rank, num_ranks * num_chunks, num_ranks)) for rank in range(num_ranks))
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """[S] the rank of each stage; ScheduleError where a stage is missing or on several ranks, or a rank has none.
+
+        >>> StagePlacement.snake(num_ranks=3, num_chunks=2).rank_of
+        (0, 1, 2, 2, 1, 0)
+        """
+        rank_of = {stage: rank for rank, own in enumerate(self) for stage in own}
+        stages = sorted(stage for own in self for stage in own)
+        if not self or not all(self) or stages != list(range(len(stages))):
+            raise ScheduleError(
+                f"placement={self!r:.80}: expected stages from 0 without a gap, each on one rank, at least one a rank"
+            )
+        return tuple(rank_of[stage] for stage in stages)
+
+    @classmethod
+    def cyclic(cls, *, num_ranks: int, num_chunks: int = 1) -> StagePlacement:
+        """Stage s stands on rank s mod P: rank r holds r, P+r, 2P+r, ...
+
+        >>> StagePlacement.cyclic(num_ranks=2, num_chunks=3)
+        ((0, 2, 4), (1, 3, 5))
+        """
+        return cls(tuple(range(rank, num_ranks * num_chunks, num_ranks)) for rank in range(num_ranks))
+
+    @classmethod
+    def snake(cls, *, num_ranks: int, num_chunks: int = 2) -> StagePlacement:
+        """Stages go down the ranks and up again: with two chunks a V, whose first and last stage share rank 0.
+
+        Where the way turns, two stages that follow each other stand on one rank, and no message passes between them.
+
+        >>> StagePlacement.snake(num_ranks=3)
+        ((0, 5), (1, 4), (2, 3))
+        """
+        return cls(
+            tuple(chunk * num_ranks + (num_ranks - 1 - rank if chunk % 2 else rank) for chunk in range(num_chunks))
+            for rank in range(num_ranks)
+        )
 
 
-def snake_placement(*, num_ranks: int, num_chunks: int) -> Placement:
-    """Stages go down the ranks and up again: with two chunks a V, whose first and last stage share rank 0.
-
-    Where the way turns, two stages that follow each other stand on one rank, and no message passes between them.
-
-    >>> snake_placement(num_ranks=3, num_chunks=2)
-    ((0, 5), (1, 4), (2, 3))
-    """
-    return tuple(
-        tuple(chunk * num_ranks + (num_ranks - 1 - rank if chunk % 2 else rank) for chunk in range(num_chunks))
-        for rank in range(num_ranks)
-    )
-
-
-# How stages of one owner each may stand, by the name that a family gives.
-FAMILY_PLACEMENTS = {"cyclic": cyclic_placement, "snake": snake_placement}
+# How stages of one owner each may stand, by the name that a family gives: stage s is chunk s // P of its rank.
+FAMILY_PLACEMENTS = {"cyclic": StagePlacement.cyclic, "snake": StagePlacement.snake}
 
 
 @lru_cache(maxsize=1024)
-def rank_of_stages(name: str, *, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-    """[S] rank of each stage under one of FAMILY_PLACEMENTS. Under each of them stage s is chunk s // P of its rank.
-
-    >>> rank_of_stages("snake", num_ranks=3, num_chunks=2)
-    (0, 1, 2, 2, 1, 0)
-    """
-    placement = FAMILY_PLACEMENTS[name](num_ranks=num_ranks, num_chunks=num_chunks)
-    rank_of = {stage: rank for rank, own in enumerate(placement) for stage in own}
-    return tuple(rank_of[stage] for stage in range(num_ranks * num_chunks))
+def family_placement(name: str, *, num_ranks: int, num_chunks: int) -> StagePlacement:
+    """One of FAMILY_PLACEMENTS; KeyError for another."""
+    return FAMILY_PLACEMENTS[name](num_ranks=num_ranks, num_chunks=num_chunks)
 
 
-def two_way(num_ranks: int, name: str) -> tuple[Placement, Placement]:
-    """Placement and owners where even microbatches go down the ranks and odd ones up: each rank holds r and P-1-r.
+def two_way(num_ranks: int, name: str) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """StagePlacement and owners where even microbatches go down the ranks and odd ones up: each rank holds r and P-1-r.
 
     ValueError that names the schedule for an odd number of ranks.
 
@@ -77,7 +89,7 @@ def two_way(num_ranks: int, name: str) -> tuple[Placement, Placement]:
     return tuple((min(pair), max(pair)) for pair in stages), tuple(stages)
 
 
-def place(name: str, *, num_ranks: int, num_chunks: int | None = None) -> Placement:
+def place(name: str, *, num_ranks: int, num_chunks: int | None = None) -> StagePlacement:
     """One of PLACEMENTS; "cyclic" has V chunks a rank, 2 by default.
 
     >>> place("v", num_ranks=3)
@@ -88,12 +100,12 @@ def place(name: str, *, num_ranks: int, num_chunks: int | None = None) -> Placem
         raise ValueError(f"placement={name!r}: expected one of {', '.join(PLACEMENTS)}, or the stages of each rank")
     if num_chunks not in (None, chunks) or chunks < 1:
         raise ValueError(f"num_chunks={num_chunks} for placement {name!r}: expected {max(1, chunks)}")
-    return (snake_placement if name == "v" else cyclic_placement)(num_ranks=num_ranks, num_chunks=chunks)
+    return (StagePlacement.snake if name == "v" else StagePlacement.cyclic)(num_ranks=num_ranks, num_chunks=chunks)
 
 
 def read_placement(
     placement: str | Sequence[Sequence[int]], num_ranks: int | None, num_chunks: int | None
-) -> Placement:
+) -> StagePlacement:
     """The placement that a user gives: a name with sizes, or the stages of each rank; ValueError for anything else."""
     if isinstance(placement, str):
         return place(placement, num_ranks=option("num_ranks", num_ranks, at_least(1)), num_chunks=num_chunks)
@@ -102,7 +114,7 @@ def read_placement(
             f"placement={placement!r:.60}: expected one of {', '.join(PLACEMENTS)}, or the stages of each rank"
         )
     try:
-        placed = tuple(tuple(map(operator.index, own)) for own in placement)
+        placed = StagePlacement(tuple(map(operator.index, own)) for own in placement)
     except TypeError:
         raise ValueError(
             f"placement={placement!r:.60}: expected the stages of each rank, as [[0, 3], [1, 2]]"
@@ -110,3 +122,38 @@ def read_placement(
     if num_ranks not in (None, len(placed)):
         raise ValueError(f"num_ranks={num_ranks!r} for a placement of {len(placed)} ranks: expected {len(placed)}")
     return placed
+
+
+def ascending_owners(placement: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """[S] the ranks that hold each stage, ascending. ScheduleError for a placement that is none."""
+    placed = {stage for stages in placement for stage in stages}
+    if not placed:
+        raise ScheduleError("the ranks hold no stage: expected at least one")
+    if min(placed) != 0 or max(placed) != len(placed) - 1:
+        lacking = next(stage for stage in range(len(placed) + 1) if stage not in placed)
+        raise ScheduleError(
+            f"the ranks hold {len(placed)} stages, numbered {min(placed)} to {max(placed)}, and none holds "
+            f"stage {lacking}: expected stages numbered from 0 without a gap"
+        )
+    owners: list[list[int]] = [[] for _ in placed]
+    for rank, stages in enumerate(placement):
+        for stage in stages:
+            if rank in owners[stage]:
+                raise ScheduleError(f"stage {stage} stands twice on rank {rank}: expected each stage once")
+            owners[stage].append(rank)
+    return tuple(tuple(ranks) for ranks in owners)
+
+
+def read_owners(declared: Sequence[Sequence[int]], placed: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """The declared owners, or where there are none the ranks on which each stage is placed, ascending."""
+    if not declared:
+        return placed
+    if len(declared) != len(placed):
+        raise ScheduleError(f"owners of {len(declared)} stages for {len(placed)}: expected the ranks of each stage")
+    for stage, (said, ranks) in enumerate(zip(declared, placed, strict=True)):
+        if tuple(sorted({*said})) != ranks:
+            raise ScheduleError(
+                f"the owners of stage {stage} are said to be the ranks {tuple(said)}, and it is placed on {ranks}: "
+                f"expected each of these, in the order in which microbatches go round"
+            )
+    return tuple(tuple(ranks) for ranks in declared)

@@ -1,20 +1,19 @@
-"""Schedules as text: the CSV of torch.distributed.pipelining, JSON, and grids for people."""
+"""Schedules as text, from their actions and plain data: the CSV of torch.distributed.pipelining, JSON, and grids for
+people. `Schedule` has the methods."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from .check import check
-from .ir import COMPUTE_OPS, MOVE_OPS, Action, Edge, Op, Schedule, ScheduleError, fitting_owners
-from .timing.costs import UNIT_COSTS
-from .timing.simulate import simulate
+from .actions import COMPUTE_OPS, MOVE_OPS, Action, Op, ScheduleError
+from .needs import Edge
 
-_JSON_VERSION = 1
+JSON_VERSION = 1
 _JSON_KEYS = frozenset(
     ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
 )
@@ -25,95 +24,64 @@ _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d+|\d+(UNSHARD|RE
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's cell of a forward and a backward that may run at once
 
 
-def read_schedule(path: Path) -> Schedule:
-    """The checked schedule of a file: JSON where the text begins as an object, else CSV, whatever its name ends in.
+Cells = Sequence[Sequence[Action | None]]  # [P][T]: what each rank does in each unit of time; None: idle
 
-    Raises ValueError for a file that cannot be read, ScheduleError for a schedule that is faulty; both name the file.
+
+def unit_time_cells(
+    programs: Sequence[Sequence[Action]], needs: Callable[[Action], Iterable[Action]]
+) -> list[list[Action | None]]:
+    """See `Schedule.unit_time_cells`.
+
+    Arguments:
+        needs: the actions of other ranks that an action waits for; the order of its program says the rest.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # with a byte order mark, as spreadsheets write it, or not
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
-    try:
-        schedule = from_json(text) if text.lstrip().startswith("{") else from_csv(text, name=repr(path.stem)[1:-1])
-        check(schedule)
-    except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from None
-    return schedule
+    rows: list[list[Action | None]] = [[] for _ in programs]
+    waiting = [deque(program) for program in programs]
+    free_at = [0] * len(programs)
+    ends: dict[Action, int] = {}
+    ready = True
+    while ready:
+        ready = False
+        for rank, todo in enumerate(waiting):
+            while todo and ends.keys() >= (needed := set(needs(todo[0]))):
+                action, ready = todo.popleft(), True
+                free_at[rank] = max([free_at[rank], *map(ends.__getitem__, needed)])
+                if action.op in COMPUTE_OPS:
+                    rows[rank] += [None] * (free_at[rank] - len(rows[rank])) + [action]
+                    free_at[rank] += 1
+                ends[action] = free_at[rank]
+    for rank, todo in enumerate(waiting):
+        if todo:
+            raise ScheduleError(
+                f"rank {rank} never gets what {todo[0]} needs: the schedule deadlocks; check(schedule) prints the cycle"
+            )
+    length = max(map(len, rows))
+    return [row + [None] * (length - len(row)) for row in rows]
 
 
-def unit_time_cells(schedule: Schedule) -> list[list[Action | None]]:
-    """[P][T]: what each rank does in each unit of time when every compute action takes one; None: idle.
-
-    An action that takes no time of its own (U) shares no cell and is left out.
-    """
-    timeline = simulate(schedule, UNIT_COSTS)
-    length = round(timeline.end)
-    rows: list[list[Action | None]] = []
-    for trace in timeline.ranks:
-        row: list[Action | None] = [None] * length
-        for what, start, _ in trace.compute:
-            if what.op in COMPUTE_OPS:
-                row[round(start)] = what
-        rows.append(row)
-    return rows
-
-
-def to_csv(schedule: Schedule, *, overlap: Literal["none", "pairs"] = "none") -> str:
+def csv_of(cells: Cells, *, pairs: bool) -> str:
     """See `Schedule.to_csv`."""
-    if overlap not in ("none", "pairs"):
-        raise ValueError(f"overlap={overlap!r}: expected 'none' or 'pairs'")
-    move = next((action for program in schedule.programs for action in program if action.op in MOVE_OPS), None)
-    if move is not None:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} moves activations ({move}, ...), which a CSV table cannot say: use to_json"
-        )
-    updates = any(action.op is Op.U for program in schedule.programs for action in program)
-    replicas = any(len(ranks) > 1 for ranks in schedule.owners)
-    if schedule.without_backward:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has stages without a backward, {schedule.without_backward}, which a CSV table "
-            f"cannot say; use to_json"
-        )
-    if updates or replicas or max(schedule.num_batches, schedule.num_slices) > 1 or schedule.weight_rule != "flush":
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has replicas, slices, several batches or updates, which a CSV table cannot "
-            f"say: expected a flush schedule with one owner a stage; use to_json"
-        )
-    table = unit_time_cells(schedule)
-    rows = [["" if cell is None else str(cell) for cell in row] for row in table]
-    if overlap == "pairs":
-        for row, cells in zip(rows, table, strict=True):
-            for at, (one, then) in enumerate(pairwise(cells)):
+    rows = [["" if cell is None else str(cell) for cell in row] for row in cells]
+    if pairs:
+        for texts, row in zip(rows, cells, strict=True):
+            for at, (one, then) in enumerate(pairwise(row)):
                 if one and then and one.op is Op.F and then.op is Op.B and one.stage != then.stage:
-                    row[at : at + 2] = f"({one};{then})OVERLAP_F_B", ""
+                    texts[at : at + 2] = f"({one};{then})OVERLAP_F_B", ""
     return "".join(",".join(row) + "\n" for row in rows)
 
 
-def from_csv(text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:
-    """See `Schedule.from_csv`."""
-    rows = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    programs = tuple(_read_row(number, line) for number, line in rows)
-    if not any(programs):
+def read_csv(text: str) -> dict[int, tuple[Action, ...]]:
+    """The program of each row, by its number (from 1); see `Schedule.from_csv`."""
+    rows = {row: _read_row(row, line) for row, line in enumerate(text.splitlines(), start=1) if line.strip()}
+    if not any(rows.values()):
         raise ScheduleError("the table has no action: expected a row a rank with cells such as 0F0")
-    schedule = Schedule(
-        name=name,
-        placement=tuple(tuple(sorted({a.stage for a in actions})) for actions in programs),
-        programs=programs,
-        num_microbatches=1 + max(a.index for actions in programs for a in actions),
-        owners=tuple(map(tuple, owners)),
-    )
-    fitting = fitting_owners(schedule)
-    if not owners and fitting != schedule.owners:
-        _refuse_undeclared_owners([row for row, _ in rows], programs, fitting)
-    return schedule
+    return rows
 
 
-def _refuse_undeclared_owners(
-    rows: Sequence[int], programs: Sequence[Sequence[Action]], fitting: tuple[tuple[int, ...], ...] | None
-) -> None:
+def refuse_undeclared_owners(rows: Mapping[int, Sequence[Action]], fitting: tuple[tuple[int, ...], ...] | None) -> None:
+    """Raise ScheduleError that names the second row of a stage, and the owners that would fit."""
     row_of: dict[int, int] = {}
-    for row, actions in zip(rows, programs, strict=True):
+    for row, actions in rows.items():
         for action in actions:
             if row_of.setdefault(action.stage, row) != row:
                 declared = (
@@ -146,52 +114,36 @@ def _read_row(row: int, line: str) -> tuple[Action, ...]:
     return tuple(program)
 
 
-def to_json(schedule: Schedule) -> str:
-    return json.dumps(
-        {
-            "version": _JSON_VERSION,
-            "name": schedule.name,
-            "num_microbatches": schedule.num_microbatches,
-            "num_slices": schedule.num_slices,
-            "num_batches": schedule.num_batches,
-            "weight_rule": schedule.weight_rule,
-            "update_every": schedule.update_every,
-            "placement": [list(stages) for stages in schedule.placement],
-            "owners": [list(ranks) for ranks in schedule.owners],
-            "without_backward": list(schedule.without_backward),
-            "edges": [[e.src, e.dst, e.grad] for e in schedule.stage_edges],
-            "programs": [" ".join(map(str, program)) for program in schedule.programs],
-        },
-        indent=1,
-        default=int,  # numpy's
-    )
-
-
-def from_json(text: str) -> Schedule:
+def read_json(text: str) -> object:
+    """What a JSON text says; ScheduleError where it is none."""
     try:
-        data = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise ScheduleError(f"not JSON: {error}") from None
+
+
+def read_data(data: object) -> dict[str, Any]:
+    """The fields of a schedule, of `Schedule.to_data`'s form."""
     if not isinstance(data, dict) or set(data) - _OPTIONAL_KEYS != _JSON_KEYS:
         found = sorted(data) if isinstance(data, dict) else type(data).__name__
         raise ScheduleError(f"a schedule has the keys {sorted(_JSON_KEYS)}, found {found}")
-    if data["version"] != _JSON_VERSION:
-        raise ScheduleError(f"version {data['version']!r}: expected {_JSON_VERSION}")
-    return Schedule(
-        name=str(data["name"]),
-        placement=_read_numbers(data["placement"], "placement"),
-        owners=_read_numbers(data.get("owners", []), "owners"),
-        programs=tuple(_read_program(*pair) for pair in enumerate(_list(data["programs"], "programs"))),
-        num_microbatches=_whole(data["num_microbatches"], "num_microbatches"),
-        num_slices=_whole(data.get("num_slices", 1), "num_slices"),
-        num_batches=_whole(data["num_batches"], "num_batches"),
-        weight_rule=str(data["weight_rule"]),
-        update_every=None if data.get("update_every") is None else _whole(data["update_every"], "update_every"),
-        without_backward=tuple(
+    if data["version"] != JSON_VERSION:
+        raise ScheduleError(f"version {data['version']!r}: expected {JSON_VERSION}")
+    return {
+        "name": str(data["name"]),
+        "placement": _read_numbers(data["placement"], "placement"),
+        "owners": _read_numbers(data.get("owners", []), "owners"),
+        "programs": tuple(_read_program(*pair) for pair in enumerate(_list(data["programs"], "programs"))),
+        "num_microbatches": _whole(data["num_microbatches"], "num_microbatches"),
+        "num_slices": _whole(data.get("num_slices", 1), "num_slices"),
+        "num_batches": _whole(data["num_batches"], "num_batches"),
+        "weight_rule": str(data["weight_rule"]),
+        "update_every": None if data.get("update_every") is None else _whole(data["update_every"], "update_every"),
+        "without_backward": tuple(
             _whole(stage, "without_backward") for stage in _list(data.get("without_backward", []), "without_backward")
         ),
-        edges=tuple(_read_edge(edge) for edge in _list(data["edges"], "edges")),
-    )
+        "edges": tuple(_read_edge(edge) for edge in _list(data["edges"], "edges")),
+    }
 
 
 def _read_numbers(value: object, key: str) -> tuple[tuple[int, ...], ...]:
@@ -224,14 +176,12 @@ def _whole(value: object, key: str) -> int:
     return value
 
 
-def to_grid(schedule: Schedule) -> str:
-    """See `Schedule.grid`."""
-    rows = unit_time_cells(schedule)
-    several = any(len(stages) > 1 for stages in schedule.placement)
-    texts = [["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in rows]
-    moves = [_move_cells(program, row, several=several) for program, row in zip(schedule.programs, rows, strict=True)]
+def grid_of(cells: Cells, programs: Sequence[Sequence[Action]], *, several: bool) -> str:
+    """See `Schedule.grid`; `several`: whether the stage stands before the op."""
+    texts = [["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in cells]
+    moves = [_move_cells(program, row, several=several) for program, row in zip(programs, cells, strict=True)]
     width = max((len(cell) for row in (*texts, *moves) for cell in row), default=1)
-    label = len(str(len(rows) - 1))
+    label = len(str(len(cells) - 1))
     lines = []
     for rank, (row, below) in enumerate(zip(texts, moves, strict=True)):
         lines.append(f"rank {rank:>{label}} | " + " ".join(cell.ljust(width) for cell in row).rstrip())

@@ -1,16 +1,10 @@
-"""How counts, durations and sizes read wherever something is printed for people, and things that show themselves.
-
-Those show in a notebook by being the last line of a cell, elsewhere by `show()`. The views are in `viz`, which imports
-this package: they load when something is shown, and never before.
-"""
+"""How counts, durations and sizes read wherever something is printed for people."""
 
 from __future__ import annotations
 
 import math
 import re
 import textwrap
-from importlib import import_module
-from typing import Any
 
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _UNIT = re.compile(r"(?<=\d) (?=(?:[mun]?s|[kMGT]B|bytes)\b)")
@@ -84,26 +78,3 @@ def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     scaled = value / unit
     digits = max(0, 2 - math.floor(math.log10(max(abs(float(f"{scaled:.3g}")), 1.0))))
     return f"{scaled:,.{digits}f} {name}"
-
-
-def notebook() -> Any:
-    """The views' module, named and not imported: nothing here depends on it."""
-    return import_module("..viz.notebook", __package__)
-
-
-class Displayable:
-    """A schedule, a timeline or a plan, as what can be looked at."""
-
-    __slots__ = ()
-
-    def show(self) -> None:
-        """Show the timeline page: below the cell of a notebook; else in a browser, where there is one, from a temporary
-        file whose path is printed."""
-        notebook().show(self)
-
-    def _repr_html_(self) -> str:
-        return str(notebook().as_html(self))
-
-    def _exhibit(self) -> Any:
-        """Exhibit of its page; ValueError where nothing can be simulated."""
-        return notebook().exhibit_of(self)

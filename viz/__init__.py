@@ -5,6 +5,7 @@ from .exhibit import Exhibit
 from .explorer import explorer_html, write_explorer
 from .figures import comparison_figure, render_comparison, render_timeline, timeline_figure, write_figure
 from .foreign import exhibit_of_traces
+from .notebook import show
 from .perfetto import read_perfetto, write_perfetto
 from .sheet import FigureStyle
 
@@ -18,6 +19,7 @@ __all__ = [
     "read_perfetto",
     "render_comparison",
     "render_timeline",
+    "show",
     "timeline_figure",
     "write_explorer",
     "write_figure",

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..schedules import Action, CriticalPath, Op, Timeline
-from ..schedules.rules.versions import derive_versions
+from ..schedules.versions import derive_versions
 from .idle import IdleFill, draw_idle
 from .palette import ink
 from .rows import LANES, LANES_HEIGHT, TOP, ActionBox, Scale, bars_of, boxes_of, corners, points

@@ -1,6 +1,6 @@
 """Idle time: drawn where it is, coloured by cause, and added up beside the rows.
 
-rank 0 |#########|    late peer    | transfer |?|#########|      as `schedules.timing.attribution` puts it
+rank 0 |#########|    late peer    | transfer |?|#########|      as `schedules.timing.waits` puts it
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from ..schedules import Idle, Span, Timeline, attribute_idle
-from ..schedules.timing.attribution import find_gaps
+from ..schedules.timing.waits import find_gaps
 from .palette import CAUSE_HUES, IDLE_FILL, IDLE_HATCH, OTHER_HUE, RGB, mixed, rgb
 from .rows import TOP, Scale, corners, style_rows
 

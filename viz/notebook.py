@@ -1,7 +1,9 @@
 """Schedules, timelines and plans where people work: in notebooks, and in a browser beside a terminal.
 
-last line of a cell ---> `_repr_html_` ---> the page in a sandboxed frame, or a sentence where it is too large
-thing.show()        ---> the same in a notebook; else a temporary file, a browser, and the path
+last line of a cell ---> `as_html` ---> the page in a sandboxed frame, or a sentence where it is too large
+show(thing)         ---> the same in a notebook; else a temporary file, a browser, and the path
+
+The package's `__init__` registers `as_html` with IPython, so that nothing in `schedules` depends on the views.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import sys
 import tempfile
 import webbrowser
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 from ..schedules import Costs, Schedule, Timeline, simulate
 from ..schedules.timing.timeline import MeasuredStep
-from ..schedules.wording import Displayable
 from .exhibit import Exhibit
 from .explorer import explorer_html, write_explorer
 
@@ -23,8 +25,17 @@ _MAX_ACTIONS = 10_000  # in a cell: a notebook keeps its page, about 2 MB
 _HEADER, _PANEL, _ROW, _LEAST, _MOST = 300, 42, 40, 540, 900  # height of a frame [pixels]
 
 
-def exhibit_of(shown: Displayable) -> Exhibit:
-    """A schedule under costs of one second, or a timeline as it is."""
+class Exhibited(Protocol):
+    """A plan: it makes its exhibit itself."""
+
+    def exhibit(self) -> Exhibit: ...
+
+
+Displayable: TypeAlias = Schedule | Timeline | Exhibited
+
+
+def _exhibit_of(shown: Displayable) -> Exhibit:
+    """A schedule under costs of one second, a timeline as it is; ValueError where nothing can be simulated."""
     match shown:
         case Schedule():
             costs = Costs()
@@ -34,13 +45,13 @@ def exhibit_of(shown: Displayable) -> Exhibit:
             return Exhibit(name=shown.schedule.name, measured=(MeasuredStep(0, shown),))
         case Timeline():
             return Exhibit(name=shown.schedule.name, predicted=shown)
-    raise ValueError(f"{shown!r:.60}: expected a Schedule or a Timeline")
+    return shown.exhibit()
 
 
 def as_html(shown: Displayable) -> str:
     """The page of a thing in a frame; a sentence where there is none. What a notebook shows."""
     try:
-        exhibit = shown._exhibit()
+        exhibit = _exhibit_of(shown)
     except ValueError as error:
         return _sentence(f"{shown!r}: {error}")
     if (actions := _actions(exhibit)) > _MAX_ACTIONS:
@@ -57,7 +68,8 @@ def as_html(shown: Displayable) -> str:
 
 
 def show(shown: Displayable) -> None:
-    """Show the page in a notebook's cell or in a browser; says where the page is."""
+    """Show the timeline page: below the cell of a notebook; else in a browser, where there is one, from a temporary
+    file whose path is printed."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if ipython is not None and hasattr(shell, "kernel"):
@@ -65,7 +77,7 @@ def show(shown: Displayable) -> None:
         return
     descriptor, name = tempfile.mkstemp(prefix="stagewright-", suffix=".html")
     os.close(descriptor)
-    write_explorer([shown._exhibit()], name)
+    write_explorer([_exhibit_of(shown)], name)
     opened = _has_screen() and webbrowser.open(Path(name).as_uri())
     print(f"{name}{'' if opened else ': open it in a browser'}")
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from ..schedules import Action, Collective, Idle, Message, Op, Span, Timeline
 from ..schedules.messages import STAGE_KINDS
-from ..schedules.rules.versions import derive_versions
-from ..schedules.timing.attribution import find_gaps
 from ..schedules.timing.timeline import What
+from ..schedules.timing.waits import find_gaps
+from ..schedules.versions import derive_versions
 from .rows import assign_lanes, find_arrows
 
 Event = dict[str, Any]  # as the Trace Event Format has it

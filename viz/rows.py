@@ -14,7 +14,8 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..schedules import Action, Collective, Message, MessageKind, Op, RankTrace, Timeline
-from ..schedules.dependencies import Delivery, Dependencies
+from ..schedules.dependencies import Delivery
+from ..schedules.timing.waits import waits
 from .palette import COLLECTIVE_HUES, MESSAGE_HUES, OTHER_HUE, RGB, box_colour
 
 if TYPE_CHECKING:
@@ -96,15 +97,7 @@ def assign_lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
 
 def find_arrows(timeline: Timeline) -> list[Delivery]:
     """The messages of a timeline whose makers stand in it, in the order of the users' ranks and programs."""
-    needs = Dependencies(timeline.schedule)
-    made = {what for trace in timeline.ranks for what, _, _ in trace.compute}
-    return [
-        delivery
-        for trace in timeline.ranks
-        for action, _, _ in trace.compute
-        for delivery in needs.arrivals(action)
-        if delivery.maker in made
-    ]
+    return [each for own in waits(timeline).values() for each, made, _ in own if made is not None]
 
 
 def num_chunks(timeline: Timeline) -> int:

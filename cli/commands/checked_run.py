@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ...partition import Plan
-from ...partition.plans.simulated import SimulatedPlan, simulated
+from ...partition.plans.as_schedule import SimulatedPlan, simulated
 from ...schedules import PredictionCheck, Schedule, Timeline, check_prediction
 from ...schedules.timing.sampling import StepSamples
 from ...schedules.traces.trace_reader import find_traces, newest_cut_since, processes_by_host

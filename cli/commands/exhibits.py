@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...partition import Plan
-from ...partition.plans.shown import exhibit_of_plan
+from ...partition.plans.as_schedule import exhibit_of_plan
 from ...schedules import FAMILIES, Costs, Schedule, Timeline, simulate
 from ...schedules.custom.user_schedules import FORMS, is_own
 from ...schedules.families.registry import family

@@ -24,7 +24,8 @@ from ...partition.analytic import Transformer, TransformerSource
 from ...partition.analytic.device_model import PRESETS, DeviceModel
 from ...partition.plans.record import Searched
 from ...partition.plans.reorder import reorder
-from ...partition.search import CHUNK_SIZES, SCHEDULES, difference
+from ...partition.search.arguments import CHUNK_SIZES, SCHEDULES
+from ...partition.search.source import difference
 from ...schedules.wording import duration, size, wrapped
 from ..options import OwnOptions, check_out, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..train.options import DEFAULT_CLIP
@@ -194,9 +195,8 @@ def _norm(options: PlanOptions, source: list[Profile] | ProfileSource, found: Pl
 
 def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile | None:
     """The profile that the plan was made from, where it is one of several given ones."""
-    if not isinstance(source, list):
-        return None
-    return next((each for each in source if each.microbatch_size == found.microbatch_size), None)
+    given = source if isinstance(source, list) else []
+    return next((each for each in given if each.microbatch_size == found.microbatch_size), None)
 
 
 def _planned(

@@ -23,7 +23,7 @@ from .simulate import SimulationSummary, summarise, table
 from .synthesis import SynthesisOptions, made_or_found, synthesis_data, synthesis_table
 
 if TYPE_CHECKING:
-    from ...schedules.search.portfolio import Synthesis
+    from ...schedules.search.synthesize import Synthesis
 
 
 @plain_help
@@ -84,4 +84,4 @@ def _json(schedule: Schedule, costs: Costs, found: Synthesis | None) -> str:
     answer = summarise(schedule, costs, simulate(schedule, costs))
     figures = {name: getattr(answer, name) for name in SimulationSummary.__slots__}
     search = {} if found is None else {"search": synthesis_data(found)}
-    return json.dumps({"schedule": json.loads(schedule.to_json()), "figures": figures, **search})
+    return json.dumps({"schedule": schedule.to_data(), "figures": figures, **search})

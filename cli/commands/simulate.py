@@ -29,7 +29,7 @@ from .schedule_options import NAME_HELP, CostOptions
 from .synthesis import SynthesisOptions, made_or_found
 
 if TYPE_CHECKING:
-    from ...schedules.search.portfolio import Synthesis
+    from ...schedules.search.synthesize import Synthesis
 
 
 @plain_help

@@ -16,7 +16,7 @@ from .schedule_options import CostOptions, one_or_several
 
 if TYPE_CHECKING:
     from ...schedules.search.incumbent import Progress as SearchProgress
-    from ...schedules.search.portfolio import Synthesis, Tried
+    from ...schedules.search.synthesize import Synthesis, Tried
 
 AUTO = "auto"
 _ROWS = 12  # of the table of gap against time

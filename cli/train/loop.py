@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ...partition.plans.as_schedule import expected
 from ...partition.plans.plan import Plan
-from ...partition.plans.simulated import expected
 from ...pipe import StepRecord, StepResult
 from ...pipe.figures.tracer import FIRST_TRACED
 from ...schedules import Schedule, StepSamples, Timeline, simulate

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ... import __version__
 from ...cli.host import free_ports, package_versions
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-_ROOMS = ("schedules", "partition", "comm", "pipe", "viz", "cli", "experiments")
+_ROOMS = ("schedules", "partition", "comm", "pipe", "cli", "experiments")  # all that figures come from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ def interfaces() -> dict[str, tuple[str, ...]]:
     return {name: tuple(addresses) for name, addresses in found.items()}
 
 
+@cache
 def code_digest() -> str:
     """Digest of stagewright's source files, 12 hexadecimal digits."""
     root = Path(__file__).parents[2]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-
+from ...cli.host import loopback
 from .node import STARTER
 from .records import Nodes, Outcome, Work
 from .supervise import NodeStart, Say, run_nodes, to_stderr
@@ -28,10 +27,8 @@ class LocalBackend:
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
         self.check(nodes)
-        loopback = "lo" if "lo" in (name for _, name in socket.if_nameindex()) else ""
-        starts = [
-            NodeStart(name=f"node {rank}", command=STARTER, interface=loopback) for rank in range(nodes.num_nodes)
-        ]
+        ranks = range(nodes.num_nodes)
+        starts = [NodeStart(name=f"node {rank}", command=STARTER, interface=loopback()) for rank in ranks]
         return run_nodes(starts, work, nodes, address=_ADDRESS, say=self._say)
 
 

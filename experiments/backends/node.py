@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...cli.processes import die_with_parent
 from .facts import NodeFacts
 from .preflight import Meeting, PreflightError, meet
 from .records import Nodes, Work
@@ -36,7 +37,6 @@ TOKEN = ".token"  # a file in the work's folder, by which a node sees that it is
 TIMED_OUT = 124  # exit status of a whole run, as of timeout(1)
 UNAVAILABLE = 69  # exit status where the nodes cannot work together (EX_UNAVAILABLE of sysexits.h)
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 _LIBC = ctypes.CDLL(None)
 _ASKED = 3.0  # [s] between asking processes to end and killing them
 _KILLED = 5.0  # [s] for killed ones to be gone
@@ -147,7 +147,7 @@ def _run(words: tuple[str, ...], order: Order, wake: int) -> int:
         stdout=2,  # this process's own stderr
         stderr=2,
         start_new_session=True,
-        preexec_fn=_die_with_parent,  # noqa: PLW1509 - one system call, and the other thread only reads
+        preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # noqa: PLW1509 - one system call, and the other thread only reads
     )
     while agent.poll() is None:
         for number in os.read(wake, 512):
@@ -165,11 +165,6 @@ def _wake_on_signals() -> int:
         signal.signal(number, lambda *_: None)
     _LIBC.prctl(_SUBREAPER, 1)
     return reading
-
-
-def _die_with_parent() -> None:
-    """An agent whose starter was killed ends its ranks."""
-    _LIBC.prctl(_PARENT_DEATH, signal.SIGTERM)
 
 
 def _end_descendants() -> None:

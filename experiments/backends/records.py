@@ -57,7 +57,7 @@ class Work:
     """Program of each rank: a module as a script, under torchrun.
 
     Arguments:
-        module: dotted name, such as "stagewright.experiments.works.train".
+        module: dotted name, such as "stagewright.experiments.jobs.worker".
         arguments: of the script, each one word; nothing is left to a shell.
         folder: where logs of the nodes go, and what the ranks write.
         environment: variables on top of each node's own.

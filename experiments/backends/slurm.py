@@ -12,7 +12,6 @@ import json
 import math
 import os
 import secrets
-import shlex
 import shutil
 import subprocess
 import time
@@ -27,7 +26,7 @@ from .local import refuse_shape
 from .node import TIMED_OUT, TOKEN, UNAVAILABLE
 from .records import Nodes, Outcome, Work
 from .slurm_task import run_task
-from .supervise import Say, failure, outcome, to_stderr
+from .supervise import Say, failure, hear, outcome, stories_of, to_stderr
 
 _LOOK = 1.0  # [s] between questions to Slurm
 _POLL = 0.05  # [s] between looks at the files
@@ -221,24 +220,20 @@ class _Told:
     def read(self) -> None:
         for line in self._new("events"):
             event = json.loads(line)
-            match event["event"]:
-                case "up":
-                    self.name = f"node {self.rank} (host {event['facts']['host']})"
-                case "met":
-                    (self.folder / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
-                case "line":
-                    self.words = tuple(event["words"])
-                    self.say(f"{self.name}: {shlex.join(self.words)}")
-                case "failed":
-                    self.problem = event["report"]
-                case "ended":
-                    self.status, self.ended_at = event["status"], event["time"]
+            if event["event"] == "up":
+                self.name = f"node {self.rank} (host {event['facts']['host']})"
+            elif event["event"] == "ended":
+                self.status, self.ended_at = event["status"], event["time"]
+            hear(self, event)
         for line in self._new("log"):
             self.say(f"{self.name}: {line}")
 
     @property
     def log(self) -> Path:
         return self.folder / f"node{self.rank}.log"
+
+    def story(self) -> str:
+        return failure(self.name, self.status or 0, self.log, self.log.read_text(errors="replace").splitlines())
 
     def _new(self, ending: str) -> list[str]:
         """Whole lines since the last look."""
@@ -258,11 +253,7 @@ def _judge(told: list[_Told], watch: _Watch, folder: Path) -> Outcome:
         return outcome(told, status=TIMED_OUT, timed_out=True, report="Slurm ended the job: its time limit was over")
     if problems:
         return outcome(told, status=UNAVAILABLE, report="\n".join(problems))
-    stories = []
-    for node in failed[:1]:
-        lines = node.log.read_text(errors="replace").splitlines()
-        stories.append(failure(node.name, node.status or 0, node.log, lines))
-    stories += [f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]]
+    stories = stories_of(failed)
     if silent and (stories or watch.state == "COMPLETED"):
         stories += [f"{node.name}: stopped, or ended without saying how" for node in silent]
     elif silent:

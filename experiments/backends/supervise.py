@@ -15,17 +15,16 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from ... import __version__
 from ...cli.launcher import sigterm_as_interrupt
+from ...cli.processes import POLL, Process, all_ended, await_end, end
 from .facts import NodeFacts, code_digest, differences
 from .node import TIMED_OUT, TOKEN, UNAVAILABLE, Order
 from .preflight import Meeting
@@ -33,13 +32,11 @@ from .records import Nodes, Outcome, Work
 
 Say = Callable[[str], None]
 
-_POLL = 0.02  # [s]
 _GRACE = 10.0  # [s] from the first failure to the end of the other nodes: they say what they saw
 _SAME = 0.5  # [s] likewise where no ranks run yet: what one node was told all are
 _SLACK = 15.0  # [s] for a node to say how its preflight went
 _SIGNS = 5  # of life from here in the time after which a node believes us gone
 _LET_GO = 10.0  # [s] for a starter to end its ranks once its stdin has ended
-_TAIL = 200  # lines of a node's output that are remembered
 _SHOWN = 15  # of them in the report of a failed node
 _FEW = 3  # of a node that never came up
 _AGENT = re.compile(
@@ -106,7 +103,7 @@ def run_nodes(
     with sigterm_as_interrupt():
         try:
             for rank, start in enumerate(starts):
-                running.append(_Running.begin(start, work.folder / f"node{rank}.log", say))
+                running.append(_Running.of(start, work.folder / f"node{rank}.log", say))
             if failure := _gather(running, work):
                 return failure
             names = tuple(start.name for start in starts)
@@ -131,33 +128,23 @@ def run_nodes(
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Running:
-    """One started node, what it told, and its last lines."""
+class _Running(Process):
+    """One started node, and what it told."""
 
     start: NodeStart
-    process: subprocess.Popen[bytes]
     say: Say
     log: Path
     words: tuple[str, ...] = ()
     facts: NodeFacts | None = None
     problem: str = ""
-    ended_at: float = 0.0
     told_at: float = 0.0
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
-    threads: list[threading.Thread] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, start: NodeStart, log: Path, say: Say) -> _Running:
+    def of(cls, start: NodeStart, log: Path, say: Say) -> _Running:
         pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            start.command, stdin=pipe, stdout=pipe, stderr=pipe, env=start.environment, start_new_session=True
-        )
-        node = cls(start=start, process=process, say=say, log=log)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for target, stream in ((node._events, process.stdout), (node._lines, process.stderr)):
-            node.threads.append(threading.Thread(target=target, args=(stream,), daemon=True))
-            node.threads[-1].start()
+        node = cls.begin(start.command, start.environment, out=pipe, err=pipe, start=start, say=say, log=log)
+        node.read(node.process.stdout, node._events)
+        node.read(node.process.stderr, node._lines)
         return node
 
     def tell(self, line: str = "") -> None:
@@ -182,33 +169,24 @@ class _Running:
     def has_started(self) -> bool:
         return bool(self.words)
 
-    @property
-    def status(self) -> int:
-        """Exit status, 128 + its signal where one killed it."""
-        code = self.process.returncode
-        return code if code >= 0 else 128 - code
-
     def poll(self) -> bool:
         """Whether it has ended, all that it said read."""
-        if self.process.poll() is None:
-            return False
-        if not self.ended_at:
-            self.ended_at = time.monotonic()
-            for thread in self.threads:
-                thread.join(timeout=1.0)
-        return True
+        was_known = self.ended_at
+        if (has_ended := super(_Running, self).poll()) and not was_known:
+            self.last_lines()
+        return has_ended
 
     def story(self) -> str:
         if self.problem:
             return self.problem
         if self.facts is None:
             return f"{self.name}: could not be started (exit status {self.status}): {self.last_words}{self.start.hint}"
-        return failure(self.name, self.status, self.log, list(self.tail))
+        return failure(self.name, self.status, self.log, self.last_lines())
 
     @property
     def last_words(self) -> str:
         """Last words of a node that never came up."""
-        return "; ".join(list(self.tail)[-_FEW:]) or "without a word"
+        return "; ".join(self.last_lines()[-_FEW:]) or "without a word"
 
     def _events(self, stream: IO[bytes]) -> None:
         for line in stream:
@@ -216,28 +194,19 @@ class _Running:
                 event: dict[str, Any] = json.loads(line)
                 kind = event["event"]
             except (ValueError, KeyError, TypeError):  # of a login shell, which greets
-                self._keep(line)
+                self.keep(line)
                 continue
             if kind == "up":
                 self.facts = NodeFacts.from_json(event["facts"])
-            elif kind == "met":
-                (self.log.parent / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
-            elif kind == "failed":
-                self.problem = event["report"]
-            elif kind == "line":
-                self.say(f"{self.name}: {shlex.join(event['words'])}")
-                self.words = tuple(event["words"])
+            hear(self, event)
 
     def _lines(self, stream: IO[bytes]) -> None:
         with self.log.open("wb") as file:
             for line in stream:
                 file.write(line)
                 file.flush()
-                self._keep(line)
+                self.keep(line)
                 self.say(f"{self.name}: {self.tail[-1]}")
-
-    def _keep(self, line: bytes) -> None:
-        self.tail.append(line.decode(errors="replace").rstrip())
 
 
 def _gather(running: list[_Running], work: Work) -> Outcome | None:
@@ -250,7 +219,7 @@ def _gather(running: list[_Running], work: Work) -> Outcome | None:
             absent = [node for node in running if node.facts is None]
             report = [f"{node.name}: not up after {work.join_timeout:g} s ({node.last_words})" for node in absent]
             return outcome(running, status=UNAVAILABLE, report="\n".join(report))
-        time.sleep(_POLL)
+        time.sleep(POLL)
     wrong = []
     for node in running:
         assert node.facts is not None
@@ -264,7 +233,7 @@ def _see_through(running: list[_Running], work: Work) -> Outcome:
     started = time.monotonic()
     met_until = started + 2 * work.join_timeout + _SLACK  # for all to come, and for node 0 to say that they have not
     grace_until: float | None = None
-    while not _all_ended(running):
+    while not all_ended(running):
         now = time.monotonic()
         failed = [node for node in running if node.poll() and node.status != 0]
         if grace_until is None and failed:
@@ -282,29 +251,39 @@ def _see_through(running: list[_Running], work: Work) -> Outcome:
         for node in running:
             if node.start.silence and now > node.told_at + node.start.silence / _SIGNS:
                 node.tell()
-        time.sleep(_POLL)
+        time.sleep(POLL)
     return _judge(running)
-
-
-def _all_ended(running: list[_Running]) -> bool:
-    ended = [node.poll() for node in running]  # each one, so that the first to end is noted first
-    return all(ended)
 
 
 def _judge(running: list[_Running]) -> Outcome:
     failed = sorted((node for node in running if node.poll() and node.status != 0), key=lambda node: node.ended_at)
     if not failed:
         return outcome(running, status=0)
-    stories = list(dict.fromkeys(node.story() for node in failed if node.problem)) or [
-        failed[0].story(),
-        *(f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]),
-    ]
+    stories = list(dict.fromkeys(node.problem for node in failed if node.problem)) or stories_of(failed)
     stories += [
         f"{node.name}: still ran {_GRACE:g} s later; stopped"
         for node in running
         if node.has_started and not node.poll()
     ]
     return outcome(running, status=failed[0].status, report="\n".join(stories))
+
+
+def hear(node: Any, event: Mapping[str, Any]) -> None:
+    """Note what a node says of itself: whom it met, its torchrun line, why it does not work."""
+    match event["event"]:
+        case "met":
+            (node.log.parent / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
+        case "line":
+            node.say(f"{node.name}: {shlex.join(event['words'])}")
+            node.words = tuple(event["words"])
+        case "failed":
+            node.problem = event["report"]
+
+
+def stories_of(failed: Sequence[Any]) -> list[str]:
+    """Stories of nodes that failed, in the order in which they did: the first one's in full."""
+    others = [f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]]
+    return [*(node.story() for node in failed[:1]), *others]
 
 
 def outcome(nodes: Sequence[Any], *, status: int, timed_out: bool = False, report: str = "") -> Outcome:
@@ -320,20 +299,11 @@ def _end(running: list[_Running]) -> None:
             assert node.process.stdin is not None
             node.process.stdin.close()
         if node.facts is None:  # nothing of ours reads there
-            _kill(node, signal.SIGTERM)
-    until = time.monotonic() + _LET_GO
-    while not _all_ended(running) and time.monotonic() < until:
-        time.sleep(_POLL)
+            node.kill(signal.SIGTERM)
+    await_end(running, _LET_GO)
     for node in running:
         if not node.poll():
-            _kill(node, signal.SIGKILL)
-            node.process.wait()
-        for thread, stream in zip(node.threads, (node.process.stdout, node.process.stderr), strict=True):
-            thread.join(timeout=_LET_GO)  # its stream ends with the last process that may write to it
-            if stream is not None and not thread.is_alive():
-                stream.close()
-
-
-def _kill(node: _Running, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(node.process.pid, number)
+            node.kill(signal.SIGKILL)
+        for reader in node.readers:
+            reader.join(timeout=_LET_GO)  # its stream ends with the last process that may write to it
+    end(running)

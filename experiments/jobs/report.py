@@ -15,11 +15,10 @@ from ...schedules.wording import count
 from ...viz.palette import SERIES_HUES
 from .case import Case
 from .case import shown as shown_value
-from .cells import Cell, cells, markdown
 from .declaration import Declaration
 from .figure import Figure, How, ways
-from .layout import Plot
 from .results import Results
+from .tables import Cell, Plot, cells, markdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,19 +11,19 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from ...cli.host import num_cores, processor
+from ...cli.processes import POLL, Process, end, signal_name
 from ...cli.progress import Progress
 from ...cli.train.run_folder import write_whole
 from ...schedules.wording import duration
@@ -249,44 +249,19 @@ def _in_process(intent: Intent, progress: JobProgress, stop: threading.Event) ->
     command = [sys.executable, "-P", "-m", _WORKER, str(intent.folder), "--watch"]
     limit = time.monotonic() + intent.job.part.timeout
     with (intent.folder / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            env={"OMP_NUM_THREADS": "1", **os.environ, **dict(intent.job.part.environment)},
-            stdin=subprocess.PIPE,  # never written: its end says that this process has died
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone
-        )
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **dict(intent.job.part.environment)}
+        process = Process.begin(command, environment, out=log, err=subprocess.STDOUT)
         try:
-            while (code := _poll(process)) is None and time.monotonic() < limit and not stop.is_set():
+            while not (has_ended := process.poll()) and time.monotonic() < limit and not stop.wait(POLL):
                 pass
         finally:
-            _end(process)
-    if code is None:
+            end([process], patience=_END_GRACE)
+    if not has_ended:
         return Status() if stop.is_set() else _finished(begun, State.TIMED_OUT, _limit(intent))
-    if code != 0:
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    if code := process.process.returncode:
+        how = f"signal {signal_name(-code)}" if code < 0 else f"exit status {code}"
         return _finished(begun, State.FAILED, f"{how}; the log's last lines:\n{_tail(intent.folder / 'log.txt')}")
     return _finished(begun, State.DONE)
-
-
-def _poll(process: subprocess.Popen[bytes]) -> int | None:
-    """Its exit status, waited for a little."""
-    with suppress(subprocess.TimeoutExpired):
-        return process.wait(0.1)
-    return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it started are gone."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_GRACE)
-    if process.stdin is not None:
-        process.stdin.close()
 
 
 def _limit(intent: Intent) -> str:

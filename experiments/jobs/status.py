@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ... import __version__
 from ...cli.train.run_folder import write_whole
+from ..backends.facts import code_digest
 
 _ROOT = Path(__file__).parents[2]
-_ROOMS = ("schedules", "partition", "comm", "pipe", "cli", "experiments")  # all that figures come from
 
 
 class State(StrEnum):
@@ -70,15 +70,11 @@ def code_version(work: str = "") -> str:
     Arguments:
         work: "file.py:function" counts that file in, other works are the package's or installed.
     """
-    digest = hashlib.sha256()
-    for room in _ROOMS:
-        for path in sorted((_ROOT / room).rglob("*.py")):
-            digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    own = Path(work.rpartition(":")[0])
+    source, own = code_digest(), Path(work.rpartition(":")[0])
     if own.suffix == ".py" and own.is_file():  # one that is missing fails in the job, which says so
-        digest.update(own.read_bytes())
+        source = hashlib.sha256(source.encode() + own.read_bytes()).hexdigest()
     commit = _commit()
-    return f"{__version__}{f', commit {commit}' if commit else ''}, source {digest.hexdigest()[:8]}"
+    return f"{__version__}{f', commit {commit}' if commit else ''}, source {source[:8]}"
 
 
 def _commit() -> str:

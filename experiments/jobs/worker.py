@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from ...cli.launcher import report_to_launcher
+from ...cli.processes import exit_with_stdin
 from ...partition.strict import fail, parse_object, read_text
 from ...schedules.custom.user_code import check_call, load
 from ...schedules.wording import duration
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--watch", action="store_true", help="end when the standard input does")
     options = parser.parse_args(argv)
     if options.watch:
-        threading.Thread(target=_exit_with_parent, daemon=True).start()
+        exit_with_stdin()
     if not options.ranks:
         _run_cases(options.folder, options.folder / "figures.jsonl")
         return
@@ -73,12 +73,6 @@ def _run_cases(folder: Path, path: Path | None) -> None:
             file.flush()
             if path is not None:
                 print(f"{case}: {duration(time.perf_counter() - began)}", file=sys.stderr, flush=True)
-
-
-def _exit_with_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,8 @@ class _Side:
         update = self._built.training._update
         assert isinstance(update, FlushUpdate)
         programs = [replace(each, steps=sums_last(each.steps)) for each in update._programs.programs]
-        update._programs = replace(update._programs, programs=programs)
+        update._programs = replace(update._programs)
+        vars(update._programs)["programs"] = programs  # which follow from the schedule otherwise
 
 
 def sums_last(steps: Sequence[Step]) -> tuple[Step, ...]:

@@ -164,7 +164,7 @@ def _ran(
 
 
 def _expected(plan: Plan) -> tuple[float, float]:
-    from ...partition.plans.simulated import expected
+    from ...partition.plans.as_schedule import expected
 
     step = expected(plan)
     assert step is not None

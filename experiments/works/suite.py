@@ -27,8 +27,8 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     """Figures of a `model` in `microbatches` of so many `samples`, a repetition a step; runs on all ranks."""
     import torch.distributed as dist
 
+    from ...partition.plans.as_schedule import expected
     from ...partition.plans.as_text import describe
-    from ...partition.plans.simulated import expected
     from ..measure.sides import OurSide
     from ..measure.suite import make_problem
     from ..measure.timing import timed

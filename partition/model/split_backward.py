@@ -28,8 +28,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .memory import parts_of
-from .weight_ops import INSTEAD, Instead
-from .weight_products import Compute
+from .weight_ops import INSTEAD, Compute, Instead
 
 
 class _PutAside(NamedTuple):

@@ -1,6 +1,1 @@
 """Plans: which nodes make a stage, on which ranks, what that is predicted to take; as JSON, as text, as a schedule."""
-
-from .plan import Plan
-from .record import PlanStage, RunnerUp
-
-__all__ = ["Plan", "PlanStage", "RunnerUp"]

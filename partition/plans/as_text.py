@@ -10,8 +10,8 @@ from ...schedules.timing.costs import by_stage
 from ...schedules.wording import count, duration, size, wrapped
 from ..memory import MemoryUse
 from ..stage_cost import message_seconds
+from .as_schedule import sampled
 from .record import PlanRecord, RunnerUp
-from .simulated import sampled
 
 CHOSEN = "chosen: "  # begins the note that names the planner's choice
 MAX_ROWS = 24  # of a table; of longer ones the first and the last ENDS are shown

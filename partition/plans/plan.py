@@ -12,23 +12,22 @@ from ...schedules.ir import Schedule
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import ON_CARD, AllReduce, Link, Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
-from ...schedules.wording import Displayable, count, duration
+from ...schedules.wording import count, duration
 from ..memory import MemoryUse
 from ..strict import Fields, number, parse_object, read_text
+from .as_schedule import exhibit_of_plan, schedule_of
 from .as_text import explain
 from .record import PlanRecord, PlanStage, RunnerUp, Searched, positions_of
-from .shown import exhibit_of_plan
-from .to_schedule import schedule_of
 
 _JSON_VERSION = 2
 _MODELS = ("default", "pipedream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(Displayable, PlanRecord):
+class Plan(PlanRecord):
     """A `PlanRecord` that can be written, read, explained and carried out."""
 
-    _exhibit = exhibit_of_plan
+    exhibit = exhibit_of_plan
 
     def __repr__(self) -> str:
         name = "" if self.schedule is None else f"{self.schedule}, "
@@ -37,7 +36,7 @@ class Plan(Displayable, PlanRecord):
         return f"<Plan {name}{count(len(self.stages), 'stage')} on {count(self.num_devices, 'device')}{time}>"
 
     def build_schedule(self, *, num_microbatches: int | None = None) -> Schedule:
-        """The schedule that carries the plan out, on its ranks; see `to_schedule.schedule_of`."""
+        """The schedule that carries the plan out, on its ranks; see `schedule_of`."""
         return schedule_of(self, num_microbatches=num_microbatches)
 
     def explain(self) -> str:

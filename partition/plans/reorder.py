@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from ...schedules.check import check
+from ...schedules.checks import check
 from ...schedules.families.registry import canonical_name, family
 from ...schedules.ir import Op, Schedule
 from ...schedules.search.synthesize import synthesize
@@ -13,9 +13,8 @@ from ...schedules.timing.costs import Costs, by_stage, columns
 from ...schedules.wording import duration
 from ..profile import Profile
 from ..stage_cost import OFFLOAD
+from .as_schedule import one_pipeline, simulated
 from .record import PlanRecord, PlanStage
-from .simulated import simulated
-from .to_schedule import one_pipeline
 
 P = TypeVar("P", bound=PlanRecord)
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...schedules.liveness import peak_held
-from ...schedules.search.batches import BatchOrders, FoundOrder
 from ...schedules.search.request import Request
+from ...schedules.search.search import BatchOrders, FoundOrder
 from ...schedules.timing.costs import Costs
+from .as_schedule import one_pipeline, schedule_of
 from .record import PlanRecord, PlanStage
 from .sizes import Profiles, Size, ascending, stage_laws
-from .to_schedule import one_pipeline, schedule_of
 
 
 class Replanner:

@@ -22,12 +22,11 @@ from torch import nn
 from ...schedules.actions import Op
 from ..model.calls import Calls
 from ..model.fingerprint import tensor_form
-from ..model.first_run import first_run, fresh_leaves, take
 from ..model.forms import Arguments, Form, Tensors
 from ..model.keep_less import without_activations
 from ..model.source_line import first_line, users_line
 from ..model.split_backward import SplitBackward, WeightGradients
-from ..model.units import ModelUnits, StageModule, Unit
+from ..model.units import ModelUnits, StageModule, Unit, first_run, fresh_leaves, take
 from ..model.untouched import untouched
 from .clock import Clock, Stamp
 from .memory import Stash, bytes_of

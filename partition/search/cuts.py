@@ -11,9 +11,8 @@ from ...schedules.families.registry import family
 from ..cluster import Cluster
 from ..memory import Moments, RankPlace, certain, stage_parts
 from ..solve.chunks import all_stages, equal_stages, even_stages
-from ..solve.dynamic import grain_of, solve, stage_ranks
+from ..solve.dynamic import RangeCosts, grain_of, solve, stage_ranks
 from ..solve.orders import node_orders
-from ..solve.ranges import RangeCosts
 from ..stage_cost import COUNTED, Placement, pace
 from ..topology import Floats
 from .evaluate import Ends, PlanEvaluator

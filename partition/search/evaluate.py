@@ -19,8 +19,8 @@ from ..memory import Moments, RankMemory, RankPlace, certain, count_in_flight, c
 from ..recompute import one_from_each, with_hosts
 from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
+from .bounds import least_step, place, rank_paces
 from .model import Model
-from .paces import least_step, place, rank_paces
 from .simulated import (
     BuiltSchedules,
     by_place,
@@ -55,8 +55,7 @@ class Evaluated:
         norm: of the global norm, for which all ranks wait [s]; None: there is none.
         bottleneck: pace of the slowest rank [s a microbatch].
         bound: no order of this work is faster [s]; 0 where the number of microbatches is open.
-        simulated_seconds: from batch to batch [s]; infinite where it was not simulated: nobody knows its batch, or the
-            schedule does not take it.
+        simulated_seconds: from batch to batch [s]; infinite where it was not simulated.
         bubble: of that simulation.
     """
 

@@ -4,50 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schedules.families.registry import FAMILIES, canonical_name, family
+from ...schedules.families.registry import FAMILIES, canonical_name
 from ...schedules.kinds import above_zero, one_of, option
 from ...schedules.slice_lengths import slice_seconds
 from ..cluster import Cluster
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
-from ..plans.record import PlanStage
 from ..profile import Node, Profile
 from ..solve.antichains import MAX_CUTS
-from ..stage_cost import OFFLOAD, count_again, kind_of
+from ..stage_cost import OFFLOAD
 from ..strict import count, fail
 from ..topology import Topology
+from .arguments import SLICED, Given, check_ranks, places_of, refuse_given
 from .evaluate import Ends, MisfitError, PlanEvaluator
 from .model import Model
-from .plan import SLICED, models_of, norm_seconds
+from .plan import models_of, norm_seconds
 from .result import as_plan, label
 from .source import MeasuredProfiles, ProfileSource, as_source, difference
 from .space import Configuration
 
-
-class GivenStage(NamedTuple):
-    """A stage of a plan that was made elsewhere.
-
-    Arguments:
-        nodes: their names.
-        ranks: T neighbours a replica.
-        tensor: T.
-        recompute: see `PlanStage`.
-        optimizer_shards: ranks over which its optimizer's state is divided.
-    """
-
-    nodes: Sequence[str]
-    ranks: Sequence[int]
-    tensor: int = 1
-    recompute: str = "none"
-    optimizer_shards: int = 1
-
-
-Given = GivenStage | PlanStage
 Source = Profile | Mapping[int, Profile] | Sequence[Profile] | ProfileSource
 
 
@@ -150,7 +129,7 @@ def evaluate(
     once, in an order of the graph; for ranks that the cluster has not, or that two places share; and for sizes that the
     schedule does not take.
 
-    >>> from stagewright.partition import Cluster, Node, Profile
+    >>> from stagewright.partition import Cluster, GivenStage, Node, Profile
     >>> nodes = [Node(name=n, forward_seconds=1, backward_seconds=2) for n in "abc"]
     >>> stages = [GivenStage(["a", "b"], [0]), GivenStage(["c"], [1])]
     >>> evaluate(Profile(nodes=nodes), Cluster.parse("2:net=1GB/s"), stages, num_microbatches=4).simulated_step_time
@@ -159,8 +138,8 @@ def evaluate(
     name = canonical_name(schedule)
     option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
     num_microbatches = count("num_microbatches", num_microbatches)
-    ranks = _places(stages)
-    _check_ranks(stages, ranks, cluster.num_devices)
+    ranks = places_of(stages)
+    check_ranks(stages, ranks, cluster.num_devices)
     source = _of_kinds(source, cluster, stages)
     size = _size(source, microbatch_size)
     if memory_limit is not None:
@@ -170,7 +149,7 @@ def evaluate(
     model_of = models_of(source, None, kinds, ("none",), MAX_CUTS)
     tensors = tuple(next(each.tensor for each in stages if tuple(each.ranks) == own) for own in ranks)
     model = model_of(size, min(tensors))
-    _refuse_unknown(model.profile, cluster, kinds, name, slice_lengths)
+    refuse_given(model.profile, cluster, kinds, name, slice_lengths)
     c = _configuration(model, ranks, tensors, num_chunks=len(stages) // len(ranks), lengths=tuple(slice_lengths))
     c = replace(c, schedule=name, microbatch_size=size, num_microbatches=num_microbatches)
     if [ranks[p] for p in c.positions] != [tuple(each.ranks) for each in stages]:
@@ -244,65 +223,6 @@ def _configuration(
         lengths=lengths,
         shares=tuple(each / (sum(seconds) or 1.0) for each in seconds),
     )
-
-
-def _refuse_unknown(
-    profile: Profile, cluster: Cluster, kinds: Sequence[str], schedule: str, lengths: Sequence[int]
-) -> None:
-    """ValueError for what nobody knows the cost of, and for slices that do not make a sequence, or run again."""
-    if not isinstance(lengths, list | tuple):
-        fail("slice_lengths", lengths, "a list of whole numbers")
-    lengths = tuple(count("slice_lengths", each) for each in lengths)
-    if OFFLOAD in kinds and not all(kind.host_bandwidth for kind in cluster.used_kinds):
-        raise ValueError(f"recompute={OFFLOAD!r}: expected a cluster with DeviceKind(host_bandwidth=), as 25e9 bytes/s")
-    for kind in kinds:
-        if kind != OFFLOAD and not profile.knows(kind_of(kind)):
-            raise ValueError(f"recompute={kind!r}: the profile has no figures for it: expected 'none', 'full', 'layer'")
-    takes = family(schedule).takes_slices
-    if takes and profile.context > 1:
-        fail(f"schedule={schedule!r} with context", profile.context, "1: a slice's keys and values come from all parts")
-    if takes != bool(lengths) or (takes and (sum(lengths) != profile.sequence_tokens or {*kinds} != {"none"})):
-        raise ValueError(
-            f"slice_lengths={lengths} under {schedule!r}: expected lengths that add up to the profile's "
-            f"sequence_tokens={profile.sequence_tokens} and stages of recompute='none' under {', '.join(SLICED)}, "
-            f"and none under others"
-        )
-
-
-def _places(stages: object) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each place; ValueError for what is no stage, and for ranks that are no whole numbers."""
-    every: Any = stages if isinstance(stages, list | tuple) else [stages]
-    for at, each in enumerate(every):
-        if not isinstance(each, GivenStage | PlanStage):
-            fail("stages", each, "a GivenStage(nodes, ranks) each, or the `stages` of a Plan")
-        numbers = isinstance(each.ranks, Sequence | np.ndarray) and all(
-            isinstance(rank, Integral) for rank in each.ranks
-        )
-        if not numbers or any(isinstance(rank, bool) for rank in each.ranks):
-            fail(f"ranks of stage {at}", each.ranks, "a list of whole numbers")
-    return tuple(dict.fromkeys(tuple(each.ranks) for each in every))
-
-
-def _check_ranks(stages: Sequence[Given], ranks: Sequence[Sequence[int]], num_devices: int) -> None:
-    every = [rank for own in ranks for rank in own]
-    if not stages or not all(ranks) or len({*every}) < len(every) or not {*every} <= {*range(num_devices)}:
-        raise ValueError(
-            f"ranks of the stages: {list(map(list, ranks))}: expected some of 0 to {num_devices - 1} a place, each once"
-        )
-    for at, each in enumerate(stages):
-        replicas = len(each.ranks) // count(f"tensor of stage {at}", each.tensor)
-        if len(each.ranks) % each.tensor:
-            raise ValueError(f"stage {at}: {len(each.ranks)} ranks with tensor={each.tensor}: expected a multiple")
-        if each.optimizer_shards not in (1, replicas):
-            raise ValueError(
-                f"stage {at}: optimizer_shards={each.optimizer_shards}: expected 1, or its {replicas} replicas"
-            )
-        if each.tensor != next(other.tensor for other in stages if tuple(other.ranks) == tuple(each.ranks)):
-            raise ValueError(f"stage {at}: tensor={each.tensor}: expected that of the other stages on its ranks")
-        if each.recompute != OFFLOAD:
-            count_again(each.recompute)
-    if len(stages) % len(ranks):
-        raise ValueError(f"{len(stages)} stages on {len(ranks)} places: expected as many on each")
 
 
 def _ends(model: Model, stages: Sequence[Given]) -> Ends:

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from ..solve.cut_sums import thinned
+from ..solve.dynamic import RangeCosts
 from ..solve.orders import node_orders, own_ranks
-from ..solve.ranges import RangeCosts
 from ..topology import Floats, Topology
 from .cuts import range_costs
 from .evaluate import Ends, Evaluated

@@ -28,19 +28,13 @@ _SCALED = 0.005  # of the profile's seconds: less is not worth a word
 class Model:
     """One profile for the planner, with the seconds that a run will see (`Profile.typical`).
 
-    Arguments:
-        rules: what may be done about its memory.
-        compression: of activations, divides what crosses a cut.
-    """
+    `rules`: what may be done about its memory."""
 
-    def __init__(
-        self, profile: Profile, rules: MemoryRules, *, max_cuts: int = MAX_CUTS, compression: float = 1.0
-    ) -> None:
+    def __init__(self, profile: Profile, rules: MemoryRules, *, max_cuts: int = MAX_CUTS) -> None:
         self.profile, self.rules = profile.typical(), rules
         times = self.profile.parts_seconds / (profile.parts_seconds or 1.0)
         scaled = f"all parts of the profile count {times:.3g} times, as long as the whole took"
-        cuts = all_cuts(self.profile, limit=max_cuts)
-        self.cuts: Cuts = replace(cuts, crossing=cuts.crossing / compression)
+        self.cuts: Cuts = all_cuts(self.profile, limit=max_cuts)
         self.notes = (scaled,) * (abs(times - 1) > _SCALED and times > 0) + self.cuts.notes
         self.seconds = float(self.cuts.seconds[-1])
         self._beyond: dict[int, float] = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from ...schedules.families.registry import FAMILIES, family
+from ...schedules.families.registry import family
 from ...schedules.timing.costs import Costs
 from ..analytic.pipedream import PipeDreamModel
 from ..cluster import Cluster
@@ -16,75 +16,19 @@ from ..plans.plan import Plan
 from ..plans.record import PlanStage
 from ..profile import Profile
 from ..recompute import MemoryRules
-from ..solve.antichains import MAX_CUTS, pipedream_cuts
+from ..solve.antichains import pipedream_cuts
 from ..solve.cut_sums import node_names
 from ..solve.orders import canonical_order
-from ..solve.ranges import SCHEDULES
-from ..strict import count, made_of, number
+from ..strict import made_of
 from ..topology import Topology
+from .arguments import CHUNK_SIZES, LOOPING, PartitionOptions, refuse_endless
 from .cuts import candidates
-from .evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
-from .layouts import all_rows
+from .evaluate import Evaluated, MisfitError, PlanEvaluator
 from .model import Model
 from .plan import plan
 from .result import as_plan, distinct
-from .search import PlanSearch
-from .simulated import SizesError, num_actions
-from .space import Configuration
 
-COST_MODELS = ("default", "pipedream")
-LOOPING = tuple(each.name for each in FAMILIES.values() if each.is_planned and each.takes_chunks)
-MAX_ACTIONS = 200_000  # of the simulation of a candidate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionOptions:
-    """Options of `partition`, which says what they mean. Raises ValueError for those that do not fit each other."""
-
-    cost_model: str = "default"
-    schedule: str | None = None
-    num_microbatches: int | None = None
-    num_chunks: int = 1
-    activation_compression_ratio: float | None = None
-    straight: bool = False
-    memory_limit: float | None = None
-    optimizer_bytes: float = 2.0
-    num_candidates: int = 8
-    max_cuts: int = MAX_CUTS
-
-    def __post_init__(self) -> None:
-        if self.cost_model not in COST_MODELS:
-            raise ValueError(f"cost_model={self.cost_model!r}: expected one of {', '.join(COST_MODELS)}")
-        if self.num_microbatches is not None:
-            count("num_microbatches", self.num_microbatches)
-        count("num_candidates", self.num_candidates)
-        for name in ("activation_compression_ratio", "memory_limit"):
-            if getattr(self, name) is not None:
-                number(name, getattr(self, name), positive=True)
-        schedule, num_chunks = self.schedule, self.num_chunks
-        if num_chunks != 1 and schedule not in LOOPING:
-            raise ValueError(
-                f"num_chunks={num_chunks} with schedule={schedule!r}: expected 1, or {' or '.join(LOOPING)}"
-            )
-        if self.cost_model == "pipedream":
-            for name in ("schedule", "memory_limit"):
-                if (given := getattr(self, name)) is not None:
-                    raise ValueError(f"{name}={given!r} with cost_model='pipedream': expected None, it knows no memory")
-            return
-        number("optimizer_bytes", self.optimizer_bytes)
-        if schedule in LOOPING:
-            if self.num_microbatches is None or self.activation_compression_ratio is not None:
-                raise ValueError(
-                    f"schedule={schedule!r} with num_microbatches={self.num_microbatches}, activation_compression_"
-                    f"ratio={self.activation_compression_ratio}: expected a number of microbatches, and no compression"
-                )
-            if count("num_chunks", num_chunks) < 2:
-                raise ValueError(
-                    f"num_chunks={num_chunks} with schedule={schedule!r}: expected at least 2 (a schedule with one "
-                    f"stage a rank is 1f1b)"
-                )
-        elif schedule is not None and schedule not in SCHEDULES:
-            raise ValueError(f"schedule={schedule!r}: expected one of {', '.join((*SCHEDULES, *LOOPING))}")
+_MOST_STEADY = 3  # candidates that are found by each way
 
 
 def partition(profile: Profile, cluster: Cluster, **options: Any) -> Plan:
@@ -96,8 +40,9 @@ def partition(profile: Profile, cluster: Cluster, **options: Any) -> Plan:
         schedule: "1f1b" (the default), "2bw", "paci" or "pipedream": what is in flight, and weight versions kept. Or
             "interleaved" or "looped-bfs", with V = `num_chunks` stages a rank and equal replicas (module
             `solve.chunks`); these need `num_microbatches`.
-        num_microbatches: of a batch, M; the best candidates are then simulated, and the least step time wins. None:
-            replicas share gradients once each of them has had a microbatch, and nothing is simulated.
+        num_microbatches: of a batch, M; the plan is then what `plan` finds under this schedule, simulated, with nothing
+            recomputed and no optimizer divided. None: replicas share gradients once each of them has had a microbatch,
+            and nothing is simulated.
         activation_compression_ratio: divides the bytes across cuts. Under "pipedream" None leaves transfers out.
         straight: no replicas.
         memory_limit: of a device [bytes]; None: the cluster's own, if it has one.
@@ -123,85 +68,68 @@ def partition(profile: Profile, cluster: Cluster, **options: Any) -> Plan:
     given = made_of(PartitionOptions, options, "partition")
     if given.cost_model == "pipedream":
         return _as_pipedream(profile, cluster, given.activation_compression_ratio, given.straight)
-    if given.schedule not in LOOPING:
-        return _by_ranges(profile, cluster, given, given.schedule or "1f1b")
+    if given.activation_compression_ratio is not None:
+        profile = _compressed(profile, given.activation_compression_ratio)
+    if given.num_microbatches is None:
+        return _steady(profile, cluster, given)
+    schedule = given.schedule or "1f1b"
+    refuse_endless("num_microbatches", given.num_microbatches, (schedule,), cluster.num_devices)
     return plan(
         profile,
         cluster,
-        global_batch=(given.num_microbatches or 1) * (profile.microbatch_size or 1),
+        global_batch=given.num_microbatches * (profile.microbatch_size or 1),
         memory_limit=given.memory_limit,
-        schedules=(given.schedule,),
-        chunk_sizes=(given.num_chunks,),
+        schedules=(schedule,),
+        chunk_sizes=(given.num_chunks,) if schedule in LOOPING else CHUNK_SIZES,
         data_sizes=(1,) if given.straight else None,
         recompute=("none",),
         optimizer_sharding=("none",),
         optimizer_bytes=given.optimizer_bytes,
-        num_runners_up=given.num_candidates,
+        num_runners_up=given.num_candidates - 1,
         max_cuts=given.max_cuts,
     )
 
 
-def _by_ranges(profile: Profile, cluster: Cluster, options: PartitionOptions, schedule: str) -> Plan:
-    """The best candidate of the dynamic program."""
-    rules = MemoryRules(optimizer_ratio=options.optimizer_bytes)
-    compression = options.activation_compression_ratio or 1.0
-    model = Model(profile, rules, max_cuts=options.max_cuts, compression=compression)
-    order, wanted = canonical_order(cluster), options.num_candidates
+def _compressed(profile: Profile, ratio: float) -> Profile:
+    """The profile with so many times fewer bytes across cuts."""
+    nodes = (replace(node, activation_bytes=node.activation_bytes / ratio) for node in profile.nodes)
+    return replace(profile, nodes=tuple(nodes))
+
+
+def _steady(profile: Profile, cluster: Cluster, options: PartitionOptions) -> Plan:
+    """The best candidate of the dynamic program, by its bottleneck: replicas share gradients once each of them has had
+    a microbatch."""
+    rules, schedule = MemoryRules(optimizer_ratio=options.optimizer_bytes), options.schedule or "1f1b"
+    model, order = Model(profile, rules, max_cuts=options.max_cuts), canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=options.memory_limit)
     every, bound, notes = candidates(
         model,
         topology.cluster,
         schedule=schedule,
         microbatch_size=profile.microbatch_size or 1,
-        num_microbatches=options.num_microbatches,
+        num_microbatches=None,
         memory_limit=options.memory_limit,
         straight=options.straight,
-        wanted=wanted if options.num_microbatches is not None else min(wanted, 3),
+        wanted=min(options.num_candidates, _MOST_STEADY),
     )
-    evaluator = PlanEvaluator(topology, lambda _size, _tensor: model)
-    found, why_not = [], []
-    for configuration, ends in every:
-        try:
-            one, reason = _evaluated(evaluator, configuration, ends)
-        except MisfitError:
-            continue
-        found.append(one)
-        why_not += [reason] if reason is not None else []
-    if options.num_microbatches is not None and not (why_not or options.straight):
-        search, size = PlanSearch(evaluator, wanted=1, max_simulated=8 * wanted), profile.microbatch_size or 1
-        sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": options.num_microbatches}
-        beside = search.least.beside(schedule, model)
-        find = partial(all_rows, topology, model, beside, schedule=schedule, **sizes)
-        found = search.improved(found, [(0.0, find)])
+    evaluator, found = PlanEvaluator(topology, lambda _size, _tensor: model), list[Evaluated]()
+    for c, ends in every:
+        with suppress(MisfitError):
+            found.append(evaluator.evaluate(c, ends, flights=steady_in_flight(schedule, c.counts, None)))
     if not found:
         raise ValueError(_why_nothing_fits(profile, schedule, rules.optimizer_ratio, topology))
-    found.sort(key=lambda each: (each.simulated_seconds, each.bottleneck))
     # With fewer cuts than the graph has, only the work itself bounds what might have been.
     # So it does on unequal devices, whose order was chosen.
     by_work = bool(model.cuts.notes) or not topology.is_uniform
     return as_plan(
-        distinct(found),
+        distinct(sorted(found, key=lambda each: each.bottleneck)),
         topology,
         order=order,
         bound=model.seconds / topology.total_speed if by_work else bound,
         says_size=profile.microbatch_size is not None,
-        num_runners_up=wanted - 1,
-        notes=(*model.notes, *notes, *dict.fromkeys(why_not)),
+        num_runners_up=options.num_candidates - 1,
+        notes=(*model.notes, *notes),
     )
-
-
-def _evaluated(evaluator: PlanEvaluator, c: Configuration, ends: Ends) -> tuple[Evaluated, str | None]:
-    """A candidate, simulated where that can be, else why it is not; MisfitError where it does not fit the memory."""
-    reason = None
-    if c.num_microbatches is not None:
-        try:
-            if num_actions(c) <= MAX_ACTIONS:
-                return evaluator.simulate(evaluator.evaluate(c, ends, exact=True)), None
-            reason = f"not simulated: more than {MAX_ACTIONS:,} actions a batch"
-        except SizesError as error:
-            reason = f"not simulated: {error}"
-    flights = steady_in_flight(c.schedule, c.counts, c.num_microbatches)
-    return evaluator.evaluate(c, ends, flights=flights), reason
 
 
 def _why_nothing_fits(profile: Profile, schedule: str, optimizer_ratio: float, topology: Topology) -> str:

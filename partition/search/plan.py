@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product
-from typing import Any
 
 import numpy as np
 
-from ...schedules.families.registry import FAMILIES, canonical_name, family
+from ...schedules.families.registry import family
 from ..cluster import Cluster
 from ..memory import certain
 from ..plans.as_text import CHOSEN
@@ -19,11 +18,26 @@ from ..plans.plan import Plan
 from ..profile import Profile
 from ..recompute import MemoryRules
 from ..solve.antichains import MAX_CUTS
+from ..solve.dynamic import SCHEDULES as SCHEDULES_WITH_REPLICAS
 from ..solve.orders import canonical_order, node_orders, own_ranks
-from ..solve.ranges import SCHEDULES as SCHEDULES_WITH_REPLICAS
-from ..stage_cost import OFFLOAD, RECOMPUTE
+from ..stage_cost import OFFLOAD
 from ..strict import count, number
 from ..topology import Topology
+from .arguments import (
+    CHUNK_SIZES,
+    SCHEDULES,
+    SHARDING,
+    choices,
+    counts,
+    figure,
+    listed,
+    refuse_endless,
+    refuse_unknown,
+    schedules_with_chunks,
+    treatments,
+)
+from .arguments import microbatch_sizes as sizes_to_try
+from .arguments import tensor_sizes as tensor_sizes_of
 from .cuts import TooLargeError, candidates
 from .evaluate import Ends, Evaluated, PlanEvaluator
 from .layouts import all_rows
@@ -32,16 +46,13 @@ from .result import as_plan, distinct, label
 from .search import PlanSearch, Progress
 from .simulated import MAX_ACTIONS
 from .source import MeasuredProfiles, ProfileSource, as_source
-from .source import microbatch_sizes as sizes_to_try
 from .space import Configuration, Runs, SearchSpace
 
-SCHEDULES = ("1f1b", "interleaved")
-SLICED = ("terapipe", "seq1f1b")
-CHUNK_SIZES = tuple(range(2, 9))
-CANDIDATES = 8  # of unequal replicas, by each way: as many as `partition()` tries
+CANDIDATES = 8  # of unequal replicas, by each way
 MAX_ORDERS = 6  # of unequal nodes, for configurations with equal replicas
-SHARDING = ("none", "full")
 ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
+
+_Found = tuple[PlanSearch, list[Evaluated], Profile]  # the search, what it found, the best first, and one profile
 
 
 def plan(
@@ -105,10 +116,10 @@ def plan(
         progress: called with a `Searched` and the best seconds so far.
         on_runners_up: called with those that are named, each as the plan that it would be, the better ones first.
 
-    The best configuration is searched best first by lower bounds; see `search` for what that proves. What
-    `partition()` finds is among the candidates, so no plan is worse. Ties (to nine digits): fewest devices, then the
-    least tensor, pipeline and V, the largest microbatch, the first name of a schedule, the least memory, the earliest
-    cuts. Same input, same plan.
+    The best configuration is searched best first by lower bounds; see `search` for what that proves. Those with unequal
+    replicas that `solve.dynamic` finds are among them. Ties (to nine digits): fewest devices, then the least tensor,
+    pipeline and V, the largest microbatch, the first name of a schedule, the least memory, the earliest cuts. Same
+    input, same plan.
 
     Raises ValueError for options that do not fit, and where nothing fits the memory: what came nearest, how many bytes
     are too many, and what would make it fit.
@@ -119,61 +130,60 @@ def plan(
     >>> found.replicas, round(found.simulated_step_time, 6)
     ((4,), 24.0)
     """
-    global_batch = count("global_batch", global_batch)
-    source = as_source(source, cluster)
-    if isinstance(source, MeasuredProfiles) and source.chooses is None:
-        return _best(**locals())
-    sizes = sizes_to_try(source, global_batch, microbatch_sizes)
-    _refuse_endless(global_batch, sizes[-1], cluster.num_devices)
-    allowed, sharding = _treatments(recompute, cluster), _choices("optimizer_sharding", optimizer_sharding, SHARDING)
-    ways = _tensor_sizes(source, cluster, tensor_sizes)
-    order = canonical_order(cluster)
-    topology = Topology(cluster.reordered(order), memory_limit=_figure("memory_limit", memory_limit))
-    model_of = models_of(source, _figure("optimizer_bytes", optimizer_bytes), allowed, sharding, max_cuts)
-    space = SearchSpace(
+    global_batch, given = count("global_batch", global_batch), as_source(source, cluster)
+    sizes, named = sizes_to_try(given, global_batch, microbatch_sizes), schedules_with_chunks(schedules, chunk_sizes)
+    refuse_endless("global_batch", global_batch, dict(named), cluster.num_devices, largest=sizes[-1])
+    allowed, sharding = treatments(recompute, cluster), choices("optimizer_sharding", optimizer_sharding, SHARDING)
+    ways, order = tensor_sizes_of(given, cluster, tensor_sizes), canonical_order(cluster)
+    topology = Topology(cluster.reordered(order), memory_limit=figure("memory_limit", memory_limit))
+    ratio, taken = figure("optimizer_bytes", optimizer_bytes), figure("seconds", seconds)
+    space = partial(
+        SearchSpace,
         num_devices=cluster.num_devices,
         global_batch=global_batch,
-        schedules=_with_chunks(_schedules(schedules), chunk_sizes),
+        schedules=named,
         microbatch_sizes=sizes,
         tensor_sizes=ways,
-        pipeline_sizes=_counts("pipeline_sizes", pipeline_sizes),
-        data_sizes=_counts("data_sizes", data_sizes),
-        max_stages=max(model_of(size, tensor).max_stages for size in sizes for tensor in ways[:1]),
-        slicings=lambda whole: model_of(whole.microbatch_size, 1).slicings(whole),
+        pipeline_sizes=counts("pipeline_sizes", pipeline_sizes),
+        data_sizes=counts("data_sizes", data_sizes),
     )
-    _refuse_unknown([model_of(size, ways[0]).profile for size in sizes], () if recompute is None else allowed)
-    one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
-    search = PlanSearch(
-        PlanEvaluator(topology, model_of, norm=norm_seconds(max_grad_norm, one, topology)),
-        wanted=num_runners_up + 1,
-        max_simulated=count("max_simulated", max_simulated),
-        seconds=_figure("seconds", seconds),
-        progress=progress,
-    )
-    found = distinct(_found(search, space, order, runnable=runnable))
+
+    def searched(source: ProfileSource) -> _Found:
+        model_of = models_of(source, ratio, allowed, sharding, max_cuts)
+        models = [model_of(size, ways[0]) for size in sizes]
+        refuse_unknown([model.profile for model in models], () if recompute is None else allowed)
+        own = space(max_stages=max(model.max_stages for model in models), slicings=_slicings(model_of))
+        one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
+        evaluator = PlanEvaluator(topology, model_of, norm=norm_seconds(max_grad_norm, one, topology))
+        most = count("max_simulated", max_simulated)
+        search = PlanSearch(evaluator, wanted=num_runners_up + 1, max_simulated=most, seconds=taken, progress=progress)
+        return search, distinct(_found(search, own, order, runnable=runnable)), one
+
+    search, found, one = _best(given, searched)
     ranked = partial(_ranked, search, found, order=order, one=one, num_runners_up=num_runners_up)
     if on_runners_up is not None:
-        on_runners_up([ranked(at) for at in range(1, min(len(found), num_runners_up + 1))])
+        on_runners_up([*map(ranked, range(1, min(len(found), num_runners_up + 1)))])
     return ranked(0)
 
 
-def _best(
-    source: MeasuredProfiles, *, on_runners_up: Callable[[Sequence[Plan]], object] | None, **options: Any
-) -> Plan:
-    """The better of two plans: one with whole weights by layer takes more memory, and longer to sum over replicas."""
-    found, others, refusal = list[Plan](), dict[int, Sequence[Plan]](), None
+def _best(source: ProfileSource, searched: Callable[[ProfileSource], _Found]) -> _Found:
+    """What was found; where ways by layer are to be chosen, the better of with and without: one with whole weights
+    takes more memory, and longer to sum over replicas."""
+    if not isinstance(source, MeasuredProfiles) or source.chooses is not None:
+        return searched(source)
+    every, refusal = list[_Found](), None
     for chooses in (True, False):
-        tell = None if on_runners_up is None else partial(others.__setitem__, len(found))
         try:
-            found.append(plan(source.decided(chooses=chooses), on_runners_up=tell, **options))
+            every.append(searched(source.decided(chooses=chooses)))
         except ValueError as error:
             refusal = error
-    if refusal is not None and not found:
+    if refusal is not None and not every:
         raise refusal
-    at = min(range(len(found)), key=lambda at: found[at].simulated_step_time or math.inf)
-    if on_runners_up is not None:
-        on_runners_up(others[at])
-    return found[at]
+    return min(every, key=lambda each: each[1][0].simulated_seconds)
+
+
+def _slicings(model_of: Callable[[int, int], Model]) -> Callable[[Configuration], Iterator[Configuration]]:
+    return lambda whole: model_of(whole.microbatch_size, 1).slicings(whole)
 
 
 def models_of(
@@ -260,15 +270,6 @@ def norm_seconds(max_grad_norm: float | None, one: Profile, topology: Topology) 
     return topology.small_sum(range(topology.num_devices))
 
 
-def _refuse_endless(global_batch: int, largest: int, num_devices: int) -> None:
-    most = MAX_ACTIONS // 2 * num_devices * largest
-    if global_batch > most:
-        raise ValueError(
-            f"global_batch={global_batch}: expected at most {most:,} on {num_devices} devices in microbatches of up to "
-            f"{largest}; a batch of more than {MAX_ACTIONS:,} actions is too long to simulate"
-        )
-
-
 def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
     """Every configuration, the same with each replica in a row, so that messages stay on its nodes and sums leave
     them, and along other orders of unequal nodes; of many orders the slow ones last."""
@@ -320,105 +321,20 @@ def _unequal(
                 yield plain if same else configuration, ends
 
 
-def _listed(values: Sequence[int] | None) -> str:
-    return "None" if values is None else ", ".join(map(str, values))
-
-
-def _names(what: str, values: Sequence[str]) -> tuple[str, ...]:
-    if not values:
-        raise ValueError(f"{what}=(): expected at least one name")
-    return tuple(dict.fromkeys(values))
-
-
-def _schedules(wanted: str | Sequence[str]) -> tuple[str, ...]:
-    names = _names("schedules", [canonical_name(each) for each in ([wanted] if isinstance(wanted, str) else wanted)])
-    for name in names:
-        if not family(name).is_planned and name not in SLICED:
-            known = [each.name for each in FAMILIES.values() if each.is_planned]
-            raise ValueError(
-                f"schedules: {name!r}: plans are for stages that stand on one rank each, and for whole sequences or "
-                f"slices with whole backwards: expected some of {', '.join((*known, *SLICED))}"
-            )
-    return names
-
-
-def _choices(what: str, values: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    values = (values,) if isinstance(values, str) else tuple(values)
-    for value in values:
-        if value not in known:
-            raise ValueError(f"{what}: {value!r}: expected some of {', '.join(known)}")
-    return tuple(each for each in known if each in _names(what, values))
-
-
-def _treatments(asked: Sequence[str] | None, cluster: Cluster) -> tuple[str, ...]:
-    """Choices of what to do about memory. ValueError for activations on a host whose link nobody knows."""
-    knows_link = any(kind.host_bandwidth for kind in cluster.used_kinds)
-    if asked is None:
-        return (*RECOMPUTE, OFFLOAD) if knows_link else RECOMPUTE
-    found = _choices("recompute", asked, (*RECOMPUTE, OFFLOAD))
-    if OFFLOAD in found and not knows_link:
-        raise ValueError(
-            f"recompute: {OFFLOAD!r} in a cluster that does not say how fast its devices reach their hosts: expected "
-            f"DeviceKind(host_bandwidth=), as 25e9 bytes/s, or some of {', '.join(RECOMPUTE)}"
-        )
-    return found
-
-
 def _refuse_slices(space: SearchSpace, allowed: Sequence[str]) -> None:
     """ValueError for schedules over slices where nothing that is allowed goes with them."""
     sliced = [name for name, _ in space.schedules if family(name).takes_slices]
     if sliced and ("none" not in allowed or 1 not in space.tensor_sizes):
         raise ValueError(
             f"schedules: {sliced[0]!r} with recompute={', '.join(allowed)} and tensor_sizes="
-            f"{_listed(space.tensor_sizes)}: expected 'none' and 1 among them, all that slices go with"
+            f"{listed(space.tensor_sizes)}: expected 'none' and 1 among them, all that slices go with"
         )
-
-
-def _refuse_unknown(profiles: Sequence[Profile], asked: Sequence[str]) -> None:
-    for profile, kind in product(profiles, asked):
-        if not profile.knows(kind):
-            lacks = next(node for node in profile.nodes if getattr(node, f"{kind}_bytes") is None)
-            raise ValueError(
-                f"recompute: {kind!r} with a profile whose node {lacks.name!r} has no {kind}_bytes and "
-                f"{kind}_seconds: expected a profile with both, or some of none, full, layer"
-            )
-
-
-def _figure(what: str, value: float | None) -> float | None:
-    return None if value is None else number(what, value)
-
-
-def _counts(what: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
-    if values is None:
-        return None
-    if not values:
-        raise ValueError(f"{what}=(): expected at least one size, or None for all")
-    return tuple(dict.fromkeys(count(what, value) for value in values))
-
-
-def _with_chunks(names: Sequence[str], chunk_sizes: Sequence[int]) -> list[tuple[str, Sequence[int]]]:
-    sizes = _counts("chunk_sizes", chunk_sizes) or ()
-    if 1 in sizes:
-        raise ValueError("chunk_sizes: 1: expected at least 2 (a schedule with one stage a rank is 1f1b)")
-    own = [sizes if (each := family(name)).takes_chunks else (each.num_chunks,) for name in names]
-    return [(name, (1, *some) if name == "seq1f1b" else some) for name, some in zip(names, own, strict=True)]
-
-
-def _tensor_sizes(source: ProfileSource, cluster: Cluster, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    known = tuple(source.tensor_sizes(cluster.num_devices))
-    sizes = known if wanted is None else tuple(size for size in _counts("tensor_sizes", wanted) or () if size in known)
-    if not sizes:
-        raise ValueError(
-            f"tensor_sizes={_listed(wanted)}: expected some of {_listed(known) or 'the sizes of other profiles'}: what "
-            f"profiles and cluster allow, whose innermost links join {cluster.levels[0].size} devices"
-        )
-    return sizes
 
 
 def _why_nothing(search: PlanSearch, space: SearchSpace, *, runnable: bool) -> str:
     if search.miss is None:
         sizes = {"pipeline_sizes": space.pipeline_sizes, "data_sizes": space.data_sizes}
-        given = [f"{name}={_listed(values)}" for name, values in sizes.items() if values is not None]
+        given = [f"{name}={listed(values)}" for name, values in sizes.items() if values is not None]
         asked = f" with {' and '.join(given)}" if given else ""
         refused = f" ({search.refusal})" if search.refusal is not None else ""
         runs = "; or runnable=False, where tensor groups and streams may leave devices over" if runnable else ""

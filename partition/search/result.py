@@ -16,8 +16,8 @@ from ..profile import Node
 from ..solve.orders import own_ranks
 from ..stage_cost import OFFLOAD, RECOMPUTE, kind_of
 from ..topology import Topology
+from .bounds import stage_paces
 from .evaluate import Evaluated
-from .paces import stage_paces
 
 
 def distinct(found: Iterable[Evaluated]) -> list[Evaluated]:

@@ -12,10 +12,10 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from heapq import heapify, heappop, heappush, merge
 from itertools import count
 from operator import itemgetter
-from typing import NamedTuple, cast
 
 from ...schedules.families.registry import family
 from ...schedules.ir import ScheduleError
@@ -40,19 +40,13 @@ _STARTS = 3  # numbers of stages from whose best they are moved
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
-_Entry = tuple[float, int, tuple[object, ...], int, object]  # bound, level, key, number, what is looked at
+_Steps = Iterator[float]  # with what is looked at; after each its least seconds, up to when it is done
+_Entry = tuple[float, int, tuple[object, ...], int, _Steps]  # bound, steps that were taken, key, number
 Progress = Callable[[Searched, float | None], None]
 # Configurations that bring their own cuts (unequal replicas), found when they may win.
 Brought = Callable[[], Iterable[tuple[Configuration, Ends]]]
 Moves = Callable[[Evaluated], Iterable[Layout]]
-
-
-class _WithCuts(NamedTuple):
-    """A configuration with its cuts to look at, the one with the least bound first."""
-
-    configuration: Configuration
-    every: list[Ends]
-    is_weighed: bool = False  # the bound knows what must run again
+Better = Callable[[Evaluated], Iterable[Evaluated]]  # than one: of the moves from it those that help
 
 
 class PlanSearch:
@@ -85,7 +79,8 @@ class PlanSearch:
         self.deadline = None if seconds is None else time.monotonic() + seconds
         self._least_seconds = math.inf  # of any configuration, whatever its cuts
         self._least_left = math.inf  # of those that were not simulated
-        self._numbers, self._brought_numbers = count(), count(-1, -1)
+        self._queue, self._numbers, self._brought_numbers = list[_Entry](), count(), count(-1, -1)
+        self._actions_left = 0  # of simulations that move cuts
 
     def run(self, configurations: Iterable[Configuration], brought: Sequence[tuple[float, Brought]]) -> list[Evaluated]:
         """Simulated configurations, the best first; empty where nothing fits.
@@ -93,31 +88,31 @@ class PlanSearch:
         Arguments:
             brought: each with the seconds that none of its configurations falls below [s].
         """
-        queue: list[_Entry] = []
+        found, queue = list[Evaluated](), list[_Entry]()
         for c in configurations:
             self._counts["considered"] += 1
             if self._is_hopeless(c):
                 self._counts["unfit"] += 1
             else:
-                queue.append((self._least(c), 0, c.key, len(queue), c))
+                queue.append((self._least(c), 0, c.key, len(queue), self._steps(c, found)))
         self._numbers, self._brought_numbers = count(len(queue)), count(-1, -1)
-        queue += [(least, 0, (), next(self._brought_numbers), find) for least, find in brought]
+        for least, find in brought:
+            queue.append((least, 0, (), next(self._brought_numbers), self._found_now(find, least, found)))
         self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue)])
         heapify(queue)
-        found: list[Evaluated] = []
+        self._queue = queue
         for step in count():
             if not queue or self._is_done(queue[0][0], found):
                 break
-            self._look(self._next(queue, step), queue, found)
+            self._look(self._next(step))
             if self.progress is not None:
                 self.progress(self.searched, _least_seconds(found) if found else None)
         # Stopped or not, nothing that was brought along and may still win is left out.
-        own = [entry for entry in queue if entry[3] < 0]
-        queue = [entry for entry in queue if entry[3] >= 0]
-        self._least_left = min([self._least_left, *(entry[0] for entry in queue)])
+        self._queue = own = [entry for entry in queue if entry[3] < 0]
+        self._least_left = min([self._least_left, *(entry[0] for entry in queue if entry[3] >= 0)])
         heapify(own)
         while own and own[0][0] < _least_seconds(found):
-            self._look(heappop(own), own, found)
+            self._look(heappop(own))
         self._least_left = min([self._least_left, *(entry[0] for entry in own)])
         if not found:
             self._find_miss()
@@ -155,7 +150,7 @@ class PlanSearch:
             starts = dict[tuple[int, int], Evaluated]()
             for each in sorted(found, key=_rank):
                 starts.setdefault((each.configuration.num_stages, len(each.configuration.lengths)), each)
-            climbed = [self._climbed(each, moves, looked) for each in [*starts.values()][:_STARTS]]
+            climbed = [_climb(each, self._by_moves(moves, looked)) for each in [*starts.values()][:_STARTS]]
             found += self._refined([each for each in climbed if each not in found], most=1)
         self._least_left = min(self._least_left, left)
         self._counts["considered"] += len(looked)
@@ -164,23 +159,22 @@ class PlanSearch:
     def _is_late(self, found: Sequence[Evaluated]) -> bool:
         return bool(found) and self.deadline is not None and time.monotonic() > self.deadline
 
-    def _climbed(self, best: Evaluated, moves: Moves, looked: set[tuple[Configuration, Ends]]) -> Evaluated:
-        """The best that comes of one by moves that help; those that were `looked` at do not."""
-        left, start = _MOVES, None
-        while best is not start and not self._is_late([best]):
-            start = best
-            for least, c, ends in moves(best):
-                limit = best.simulated_seconds * (1 - _TIE)
-                if least >= limit or not left:
+    def _by_moves(self, moves: Moves, looked: set[tuple[Configuration, Ends]]) -> Better:
+        """Of one the better ones that moves make of it, a few moves in all; those that were `looked` at do not."""
+        left = iter(range(_MOVES))
+
+        def better(start: Evaluated) -> Iterator[Evaluated]:
+            limit = start.simulated_seconds * (1 - _TIE)
+            for least, c, ends in () if self._is_late([start]) else moves(start):
+                if least >= limit:
                     break
-                if (c, ends) in looked:
-                    continue
-                looked.add((c, ends))
-                left -= 1
-                if better := self._simulated(c, {ends: least}, limit):
-                    best = better[0]
-                    break
-        return best
+                if (c, ends) not in looked:
+                    if next(left, None) is None:
+                        break
+                    looked.add((c, ends))
+                    yield from self._simulated(c, {ends: least}, limit)
+
+        return better
 
     def _least(self, c: Configuration) -> float:
         """Seconds of a batch, at least, whatever the cuts [s]; of unequal groups as in `bounds`, with their members."""
@@ -193,22 +187,22 @@ class PlanSearch:
         weight = c.num_devices / m if family(c.schedule).splits_backward else weight
         return max(least, self.evaluator.work_of_all(c) / weight / self.evaluator.topology.fastest)
 
-    def _look(self, entry: _Entry, queue: list[_Entry], found: list[Evaluated]) -> None:
-        """Take one step with what is looked at: it joins `found`, or the queue again, or is out."""
-        bound, _, key, number, item = entry
-        if isinstance(item, list):
-            self._run(item, found)
-            return
-        if callable(item):
-            for c, ends in cast(Brought, item)():
-                least = max(bound, self.evaluator.least_seconds(c, ends))
-                heappush(queue, (least, 1, c.key, next(self._brought_numbers), _WithCuts(c, [ends])))
-                self._counts["considered"] += 1
-            return
-        further, least = self._further(item)
-        if further is not None:
-            level = 1 + further.is_weighed if isinstance(further, _WithCuts) else 3
-            heappush(queue, (max(bound, least), level, key, next(self._numbers) if level == 1 else number, further))
+    def _look(self, entry: _Entry) -> None:
+        """Take one step with what is looked at, which is in the queue again unless it is done."""
+        bound, taken, key, number, steps = entry
+        least = next(steps, None)
+        if least is not None:
+            number = number if taken else next(self._numbers)
+            heappush(self._queue, (max(bound, least), taken + 1, key, number, steps))
+
+    def _found_now(self, find: Brought, bound: float, found: list[Evaluated]) -> _Steps:
+        """Configurations that bring their own cuts, each of which joins the queue."""
+        for c, ends in find():
+            least = max(bound, self.evaluator.least_seconds(c, ends))
+            steps = self._steps_of_cuts(c, [ends], found)
+            heappush(self._queue, (least, 1, c.key, next(self._brought_numbers), steps))
+            self._counts["considered"] += 1
+        yield from ()
 
     @property
     def searched(self) -> Searched:
@@ -218,13 +212,13 @@ class PlanSearch:
             least=self._least_seconds,
         )
 
-    def _next(self, queue: list[_Entry], step: int) -> _Entry:
+    def _next(self, step: int) -> _Entry:
         """Entry with the least bound; where seconds are counted, now and then the farthest of all."""
         if self.deadline is None or step % _STEPS:
-            return heappop(queue)
-        farthest = min(queue, key=lambda entry: (-entry[1], entry[0], *entry[2:4]))
-        queue.remove(farthest)
-        heapify(queue)
+            return heappop(self._queue)
+        farthest = min(self._queue, key=lambda entry: (-entry[1], entry[0], *entry[2:4]))
+        self._queue.remove(farthest)
+        heapify(self._queue)
         return farthest
 
     def _is_done(self, least: float, found: Sequence[Evaluated]) -> bool:
@@ -234,55 +228,46 @@ class PlanSearch:
         done = bool(found) and least >= _least_seconds(found) and len(found) >= self.wanted
         return done or len(found) >= self.max_simulated
 
-    def _further(self, item: object) -> tuple[_WithCuts | list[Evaluated] | None, float]:
-        """A configuration as its cuts, cuts as those that fit, with the least seconds; None where nothing is left."""
-        if isinstance(item, Configuration):
-            return self._cut(item)
-        assert isinstance(item, _WithCuts)
-        if not item.is_weighed:
-            return self._weighed(item)
-        fitting = self._fitting(item.configuration, item.every)
-        self._counts["unfit"] += not fitting
-        return fitting or None, fitting[0].bound if fitting else math.inf
-
-    def _cut(self, c: Configuration) -> tuple[_WithCuts | None, float]:
-        """A configuration's cuts, and the least seconds of any of them; None where it can't be cut so that it fits."""
+    def _steps(self, c: Configuration, found: list[Evaluated]) -> _Steps:
+        """A configuration is cut, unless it can't be cut so that it fits; then as its cuts."""
         self._counts["cut"] += 1
         every = self._ends(c)
         if not every:
             self._counts["unfit"] += 1
-            return None, math.inf
+            return
         least = {ends: self.evaluator.least_seconds(c, ends) for ends in every}
-        every.sort(key=lambda ends: (least[ends], ends))
         if c.num_chunks > 1:
             cuts = self.evaluator.model(c).cuts
-            for ends in [level_ranks(cuts, ends, c.positions) for ends in every[:2]]:
-                if ends not in least:
-                    least[ends] = self.evaluator.least_seconds(c, ends)
-        return _WithCuts(c, sorted(least, key=lambda ends: (least[ends], ends))), min(least.values())
+            for ends in sorted(every, key=lambda ends: (least[ends], ends))[:2]:
+                level = level_ranks(cuts, ends, c.positions)
+                least.setdefault(level, self.evaluator.least_seconds(c, level))
+        yield min(least.values())
+        yield from self._steps_of_cuts(c, sorted(least, key=lambda ends: (least[ends], ends)), found)
 
-    def _weighed(self, cut: _WithCuts) -> tuple[_WithCuts, float]:
-        """The same, with the least seconds of any of them now that their memory is known."""
-        c, find = cut.configuration, self.evaluator.least_seconds
-        try:
+    def _steps_of_cuts(self, c: Configuration, every: list[Ends], found: list[Evaluated]) -> _Steps:
+        """What must run again of each is known, then what fits the memory and how; that is simulated, and the best of
+        it joins `found`."""
+        bound = 0.0
+        with suppress(SizesError):  # `_fitting` says so
             kv_share = self.evaluator.model(c).profile.kv_share
             flights = self.evaluator.schedules.in_flight(c, exact=False, kv_share=kv_share)
-        except SizesError:  # `_fitting` says so
-            return cut._replace(is_weighed=True), 0.0
-        least = {ends: find(c, ends, flights=flights) for ends in cut.every}
-        every = sorted(cut.every, key=lambda ends: (least[ends], ends))
-        return _WithCuts(c, every, is_weighed=True), least[every[0]]
-
-    def _run(self, item: list[Evaluated], found: list[Evaluated]) -> None:
-        """Simulate the candidates of one configuration; the best of them joins `found`."""
-        if num_actions(item[0].configuration) > MAX_ACTIONS:
+            least = {ends: self.evaluator.least_seconds(c, ends, flights=flights) for ends in every}
+            every = sorted(every, key=lambda ends: (least[ends], ends))
+            bound = least[every[0]]
+        yield bound
+        fitting = self._fitting(c, every)
+        if not fitting:
+            self._counts["unfit"] += 1
+            return
+        yield fitting[0].bound
+        if num_actions(c) > MAX_ACTIONS:
             self._counts["too_long"] += 1
-            self._least_left = min(self._least_left, item[0].bound)
+            self._least_left = min(self._least_left, fitting[0].bound)
             return
         bounds = dict[Ends, float]()
-        for each in item:
+        for each in fitting:
             bounds.setdefault(each.ends, each.bound)
-        ran = self._simulated(item[0].configuration, bounds)
+        ran = self._simulated(c, bounds)
         found += ran
         self._counts["unfit"] += not ran
 
@@ -373,40 +358,39 @@ class PlanSearch:
         best: dict[Configuration, Evaluated] = {}  # of one configuration, with its own cuts and those that were brought
         for each in sorted(found, key=_rank):
             best.setdefault(each.configuration, each)
-        left = float(_REFINED_ACTIONS)
-        better, others = [], [*best.values()]
-        for each in others[:most]:
-            refined, left = self._move_cuts(each, left)
-            better.append(refined)
+        self._actions_left, others = _REFINED_ACTIONS, [*best.values()]
+        better = [_climb(each, self._by_cuts) for each in others[:most]]
         return sorted(better + others[most:], key=_rank)
 
-    def _move_cuts(self, start: Evaluated, budget: float) -> tuple[Evaluated, float]:
+    def _by_cuts(self, start: Evaluated) -> Iterator[Evaluated]:
+        """The better ones with one cut moved, for as long as there are actions left to simulate."""
         best, c = start, start.configuration
         cost = num_actions(c) * (_STREAM_BATCHES if family(c.schedule).rule.is_asynchronous else 1)
-        moved = True
-        while moved:
-            moved = False
-            for ends in neighbours(self.evaluator.model(c).cuts, best.ends):
-                try:
-                    choices = self.evaluator.choices(c, ends, exact=True)[: _num_choices(c)]
-                except MisfitError:
+        for ends in neighbours(self.evaluator.model(c).cuts, start.ends):
+            try:
+                choices = self.evaluator.choices(c, ends, exact=True)[: _num_choices(c)]
+            except MisfitError:
+                continue
+            for evaluated in choices:
+                if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
                     continue
-                before = best
-                for evaluated in choices:
-                    if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
-                        continue
-                    if budget < cost:
-                        return best, budget
-                    budget -= cost
-                    try:
-                        simulated = self.evaluator.simulate(evaluated)
-                    except (SizesError, MisfitError):  # too long, as no short batch stands for these cuts
-                        continue
+                if self._actions_left < cost:
+                    yield from [best] * (best is not start)
+                    return
+                self._actions_left -= cost
+                with suppress(SizesError, MisfitError):  # too long, as no short batch stands for these cuts
+                    simulated = self.evaluator.simulate(evaluated)
                     if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
-                        best, moved = simulated, True
-                if best is not before:
-                    break
-        return best, budget
+                        best = simulated
+            if best is not start:
+                yield best
+
+
+def _climb(best: Evaluated, better: Better) -> Evaluated:
+    """The best that comes of one: the first that is better is taken, for as long as there is one."""
+    while (found := next(iter(better(best)), None)) is not None:
+        best = found
+    return best
 
 
 def _num_choices(c: Configuration) -> int:

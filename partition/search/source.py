@@ -19,8 +19,6 @@ from ..topology import Topology, TransferTime
 
 Priced = Callable[[Node], Node]
 
-MAX_MICROBATCH = 64  # samples, where a source can profile any size
-
 
 @runtime_checkable
 class ProfileSource(Protocol):
@@ -269,29 +267,3 @@ def as_source(
         f"source of type {type(source).__name__}: expected a Profile, several, a mapping from microbatch size to "
         f"Profile, or an object with profile() and tensor_sizes()"
     )
-
-
-def microbatch_sizes(source: ProfileSource, global_batch: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    """Sizes to try: divisors of the batch that were measured (or, of a formula, up to MAX_MICROBATCH).
-
-    Raises ValueError where there are none.
-    """
-    known = source.sizes if isinstance(source, MeasuredProfiles) else None
-    if wanted is not None:
-        sizes = tuple(dict.fromkeys(count("microbatch_sizes", size) for size in wanted))
-        missing = [size for size in sizes if known is not None and size not in known]
-        if missing:
-            raise ValueError(
-                f"microbatch_sizes: no profile of {missing[0]} samples: expected some of "
-                f"{', '.join(map(str, known or ()))}, or one more profile"
-            )
-    else:
-        sizes = known if known is not None else tuple(range(1, min(global_batch, MAX_MICROBATCH) + 1))
-    fitting = tuple(sorted(size for size in sizes if global_batch % size == 0))
-    if not fitting:
-        least = min(sizes, default=1)
-        raise ValueError(
-            f"global_batch={global_batch} is no multiple of any microbatch size ({', '.join(map(str, sizes))}): "
-            f"expected one such as {max(1, round(global_batch / least)) * least}, or a profile of another size"
-        )
-    return fitting

@@ -134,7 +134,7 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Whether a configuration can be carried out on these devices, as `plans.to_schedule` does, and, where it is to be
+    """Whether a configuration can be carried out on these devices, as `plans.as_schedule` does, and, where it is to be
     `runnable`, the runtime: there groups of T divide the devices, and streams leave none idle."""
 
     num_devices: int

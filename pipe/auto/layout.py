@@ -36,7 +36,7 @@ from ...partition.profile import Node, Profile
 from ...partition.profiler import profile_model
 from ...partition.profiler.clock import clock_for
 from ...partition.profiler.memory import device_memory
-from ...partition.search import plan
+from ...partition.search.plan import plan
 from ...schedules.wording import count
 from ..batch.agreement import SamePrograms, agreed, check_agreement
 from ..batch.orders import BatchSchedules, size_of
@@ -46,11 +46,11 @@ from ..settings.options import Options
 from ..stage.shapes import Signature
 from ..telling import Phases, told_if_slow
 from .runtime_seconds import clipping, measure_runtime_seconds
-from .trial import WITHIN, Trials, to_try
 
 PROFILE_SECONDS = 4.0  # for all microbatch sizes together, tracing apart
 SEARCH_SECONDS = 2.0  # for better orders of the plans' work
 MAX_SIZES = 4
+WITHIN = 0.1  # of the best predicted step, at most: others that may be tried
 _LEAST_NOISE = 0.05  # of a prediction, however steady its profile
 _FREE = 1e15  # [bytes/s] between ranks in one process
 _COPIED_BYTES = 1 << 26  # to the host and back, by which that link is measured
@@ -149,7 +149,11 @@ class AutoLayout:
             best = plan(profiles, cluster, global_batch=batch, on_runners_up=others.extend, **bounds)
             if self._replans:  # each batch has its own
                 return [best.to_json()]
-            chosen = to_try(best, others, trials=self._options.trials, noise=self._noise)
+            chosen = [best]
+            if self._options.trials:
+                from .trial import to_try
+
+                chosen = to_try(best, others, trials=self._options.trials, noise=self._noise)
             ordered = [
                 reorder(each, profiles.get(each.microbatch_size or 0), seconds=SEARCH_SECONDS / len(chosen))
                 for each in chosen
@@ -172,7 +176,7 @@ class AutoLayout:
             f"schedule 'auto' for {self._num_ranks} ranks, M={'as planned' if wanted is None else wanted}, "
             f"a batch of {batch}, trials={self._options.trials}, max_grad_norm={self._options.max_grad_norm}"
         )
-        check_agreement(mine, self._collectives, self._guard)
+        check_agreement(mine, self._collectives)
 
     def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
         self.predicted = plans[0]
@@ -181,9 +185,11 @@ class AutoLayout:
         note = "each batch has an order of its own" if self._replans else None
         if len(plans) == 1 < self._options.trials:
             note = note or f"no other plan comes within {self._noise:.0%} of it, more than the profile can be off"
-        trials = Trials(self._options, self._world, self._collectives)
         if note is not None:
             return replace(plans[0], notes=(*plans[0].notes, f"not tried: {note}"))
+        from .trial import Trials
+
+        trials = Trials(self._options, self._world, self._collectives)
         if trials.refusal(plans, given) is None:
             self._phases.ended("search", then=f"{count(len(plans), 'trial')}, of plans closer than {self._noise:.0%}")
         found, self.predicted = trials.best(plans, given)

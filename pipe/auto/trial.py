@@ -28,9 +28,9 @@ from torch import nn
 from ...comm import Collectives, Guard, PipelineError, World, make_guard
 from ...partition.model.copies import Copies
 from ...partition.model.untouched import StateSnapshot
+from ...partition.plans.as_schedule import with_measured
 from ...partition.plans.as_text import CHOSEN, describe
 from ...partition.plans.plan import Plan
-from ...partition.plans.simulated import with_measured
 from ...partition.profiler.optimizers import NamedParameters, make_optimizers_of_copies, named
 from ...schedules import Costs, Timeline
 from ...schedules.families.registry import family
@@ -43,13 +43,13 @@ from ..telling import figure, tell, told_if_slow
 
 TRIAL_SECONDS = 3.0  # for the steps of all of them together, building apart, where _LEAST steps of each take less
 LONGEST = 16.0  # seconds that _LEAST steps may take
-WITHIN = 0.1  # of the best predicted step, at most: others that may be tried
+
 _WARM_UP = 2  # steps that do not count; one where there is little time
 _LEAST, _MOST = 2, 12  # steps
 _KINDS = ("own", "memory", "lost")  # of errors, what counts first
 
 
-def to_try(best: Plan, others: Sequence[Plan], *, trials: int, noise: float = WITHIN) -> list[Plan]:
+def to_try(best: Plan, others: Sequence[Plan], *, trials: int, noise: float) -> list[Plan]:
     """The best plan, and others that are predicted to take longer by this share at most, of other layouts, `trials`.
 
     Layouts differ in replicas, microbatches, or in whether ranks have several chunks.

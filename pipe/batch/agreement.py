@@ -1,14 +1,21 @@
-"""All ranks must have built the same pipeline: otherwise their messages would not fit, or never come."""
+"""All ranks must have the same: otherwise their messages would not fit, or never come, or numbers would mean nothing.
+
+The same pipeline, programs and weights when it is built; the same batch in each call. Rank 0 computes with the inputs
+and the last rank with the target. If a data loader shuffles by itself on each rank, an input meets the target of
+another one, and training goes on as if the labels were noise.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import takewhile, zip_longest
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ...comm import Collectives, Guard, MeshPlace
 from ...partition.deferred.recipes import value_of
@@ -17,10 +24,21 @@ from ...partition.model.recorded.words import digest
 from ...partition.model.units import Step, Steps
 from ...schedules import Schedule
 from ..settings.options import Options
-from .batches import Batch
-from .checksum import UNKNOWN, Identity, checksum
 
 T = TypeVar("T")
+
+# Elements of each tensor, evenly spread: an order or a sample that differs shows, at no cost to speak of.
+_SAMPLED = 4096
+UNKNOWN = -1.0  # of a rank that passes shapes alone
+
+CALLS = ("train_step", "forward_backward", "eval_step", "predict", "verify")  # that take a batch
+Call = Literal["train_step", "forward_backward", "eval_step", "predict", "verify"]
+
+_ONE_PIPELINE = (
+    "Ranks of one pipeline must pass the same batch, since the first computes with its inputs and the last with its "
+    "targets; most often a DataLoader(shuffle=True) or a sampler draws another order on each rank."
+)
+_BUILDING = "building the stages"  # whatever each process has come to
 
 
 def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str:
@@ -85,7 +103,7 @@ def _checksum(parameter: torch.Tensor) -> float:
 def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, what: str) -> T:
     """Call `make`; where it fails on one rank, ValueError on all, and the run goes on. Collective over all.
 
-    Within, `make` may gather what all give by `gathered`: a rank that fails before answers there.
+    Within, `make` may ask what all give as `_BUILDING`: a rank that fails before answers there.
     """
     if collectives.alone:
         return make()
@@ -98,23 +116,11 @@ def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, wha
         if guard.spares(error):
             raise
         failed, story = error, f"{what} failed on {collectives.name_of(collectives.rank)}: {_told(error)}"
-    gathered(None, collectives, guard, story=story, failed=failed)
+    try:
+        collectives.alike(None, what=_BUILDING, problem=story)
+    except ValueError as error:
+        raise error from failed
     return made[0]
-
-
-def gathered(
-    mine: T, collectives: Collectives, guard: Guard, *, story: str = "", failed: Exception | None = None
-) -> list[T]:
-    """Gather from every process; ValueError on all where one says that it has failed.
-
-    Arguments:
-        story: of what failed here, if so.
-    """
-    everyone = collectives.gather((story, mine), what="building the stages")  # whatever each of them has come to
-    first = next((its for its, _ in everyone if its), None)
-    if first is not None:
-        raise guard.spared(ValueError(first)) from failed
-    return [given for _, given in everyone]
 
 
 def _told(error: Exception) -> str:
@@ -123,22 +129,23 @@ def _told(error: Exception) -> str:
     return text if text and isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
-def check_agreement(mine: str, collectives: Collectives, guard: Guard, *, replica: tuple[int, str] = (0, "")) -> None:
+def check_agreement(mine: str, collectives: Collectives, *, replica: tuple[int, str] = (0, "")) -> None:
     """ValueError on every rank unless all give the same description; the run goes on. Collective over the processes.
 
     Arguments:
         replica: its number, and what the ranks of that one must have in common.
     """
-    gathered = collectives.gather((*replica, mine), what="comparing the pipelines of all ranks")
-    for other, (number, common, its) in enumerate(gathered):
-        if its != mine or (number == replica[0] and common != replica[1]):
-            one, another = collectives.name_of(other), collectives.name_of(collectives.rank)
-            raise guard.spared(
-                ValueError(
-                    f"{one} has {its}{common}; {another} has {mine}{replica[1]}: expected the same model, schedule, "
-                    f"options and batch sizes on every rank"
-                )
-            )
+
+    def differing(process: int, its: tuple[int, str, str], other: int, others: tuple[int, str, str]) -> str | None:
+        if its[2] == others[2] and (its[0] != others[0] or its[1] == others[1]):
+            return None
+        one, another = map(collectives.name_of, (process, other))
+        return (
+            f"{one} has {its[2]}{its[1]}; {another} has {others[2]}{others[1]}: expected the same model, schedule, "
+            f"options and batch sizes on every rank"
+        )
+
+    collectives.alike((*replica, mine), differing, what="comparing the pipelines of all ranks")
 
 
 class SamePrograms:
@@ -158,13 +165,13 @@ class SamePrograms:
             return self._differed.get(training, False)
         steps = own()
         digests = digest(steps), digest(steps if canonical is None else canonical())
-        given = gathered((self.alike, *digests), together, self._guard)
+        given = together.alike((self.alike, *digests), what=_BUILDING)
         first = {alike: digests for alike, *digests in reversed(given)}
         self._differed[training] = self._differed.get(training, False) or any(
             its != first[alike][0] for alike, its, _ in given
         )
         if any(its != first[alike][1] for alike, _, its in given):
-            everyone = gathered((self.alike, steps), together, self._guard)
+            everyone = together.alike((self.alike, steps), what=_BUILDING)
             raise self._guard.spared(ValueError(_first_difference(everyone, together)))
         return self._differed[training]
 
@@ -196,27 +203,82 @@ def _first_difference(everyone: Sequence[tuple[str, Sequence[Step]]], collective
     raise AssertionError("no two programs differ")
 
 
-def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.device) -> None:
-    """ValueError on every member of a tensor group unless all are in the same call with the same batch; on every
-    process, where it is the pipeline's first one. Collective over the group, then over all processes.
+class Identity(NamedTuple):
+    """A call with a batch: which of CALLS, its number among those of the pipeline; checksums of the batch's inputs and
+    targets and of what the stages run for it, UNKNOWN where they are not to be compared; and the size of the tensor
+    group, since groups of other sizes run other programs."""
 
-    The others are compared where losses arrive: ranks of the last stage, which wait for nobody, learn of it later.
+    call: float
+    number: float
+    inputs: float = UNKNOWN
+    targets: float = UNKNOWN
+    program: float = UNKNOWN
+    group: float = UNKNOWN
+
+    def refuse_other(self, other: Identity, *, step: int, name: str, its_name: str, why: str = _ONE_PIPELINE) -> None:
+        """ValueError, which names both, unless another process has made the same call with the same batch."""
+        if self[:2] != other[:2]:
+            mine, its = (f"{CALLS[int(one.call)]} (call {int(one.number)} with a batch)" for one in (self, other))
+            raise ValueError(
+                f"{name} is in {mine}, and {its_name} in {its}: expected the same calls, in the same order, on every "
+                f"rank"
+            )
+        for what, one, its_one in zip(("inputs", "targets"), self[2:], other[2:], strict=False):
+            if one != its_one and UNKNOWN not in (one, its_one):
+                raise ValueError(
+                    f"{name} passed other {what} to step {step} than {its_name}. {why} Expected "
+                    f"pipe.loader(dataset, batch_size=...), or DataLoader(..., "
+                    f"generator=torch.Generator().manual_seed(0)) alike on every rank"
+                )
+        are_known = UNKNOWN not in (self.program, other.program)
+        if are_known and self.group == other.group and self.program != other.program:
+            raise ValueError(
+                f"{name} runs another forward in step {step} than {its_name}: expected the same flags among the "
+                f"arguments, and a model whose attributes change alike on every rank, and whose code does the same "
+                f"there (sorted(...) around sets)"
+            )
+
+
+def checksum(value: object) -> float:
+    """A whole number of 32 bits over shapes, types and up to 4,096 elements of each tensor in `value`.
+
+    UNKNOWN where a tensor is on the meta device. Of sparse and nested tensors shapes and types count alone, of other
+    objects nothing. On CUDA it waits for the tensors to be there.
+
+    >>> checksum((torch.arange(6), "name")) == checksum((torch.arange(6), "other"))
+    True
+    >>> checksum(torch.arange(6)) == checksum(torch.arange(6).flip(0))
+    False
     """
-    members, step = collectives.tensor_members, batch.step
-    if len(members) > 1:
-        own = torch.tensor(batch.identity, dtype=torch.float64, device=device)
-        gathered = collectives.tensor_gather(own, what="comparing batches")
-        first, *others = (Identity(*one.tolist()) for one in gathered)
-        names = [collectives.name_of(member) for member in members]
-        for name, theirs in zip(names[1:], others, strict=True):
-            theirs.refuse_other(first, step=step, name=name, its_name=names[0], why=_ONE_RANK)
-    if batch.identity.number == 1:
-        given = collectives.gather((batch.replica[0], batch.identity), what="comparing the first batch")
-        named = [(collectives.name_of(process), *one) for process, one in enumerate(given)]
-        last = {key: (name, its) for name, replica, its in named for key in (replica, (replica, its.program % 1))}
-        for name, replica, its in named if batch.has_target else ():
-            for its_name, other in (last[replica], last[replica, its.program % 1]):
-                its.refuse_other(other, step=step, name=name, its_name=its_name)
+    if is_shape_alone(value):
+        return UNKNOWN
+    number = 0
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        shape = "nested" if leaf.is_nested else tuple(leaf.shape)
+        number = zlib.crc32(f"{shape} {leaf.dtype}{' wants a gradient' * leaf.requires_grad}".encode(), number)
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            continue
+        some = leaf.detach()
+        if leaf.numel() > _SAMPLED:
+            places = _places(leaf.numel()).to(leaf.device)
+            some = some.view(-1)[places] if leaf.is_contiguous() else some[torch.unravel_index(places, leaf.shape)]
+        some = torch.view_as_real(some.resolve_conj()) if some.is_complex() else some
+        if some.numel():
+            flat = some.contiguous().as_strided((some.numel(),), (1,))  # bytes need this stride
+            number = zlib.crc32(flat.view(torch.uint8).cpu().numpy().tobytes(), number)
+    return float(number)
 
 
-_ONE_RANK = "The members of a tensor group run one rank together."
+def is_shape_alone(value: object) -> bool:
+    """Whether a tensor in `value` is on the meta device."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value))
+
+
+@lru_cache(maxsize=64)  # sequences may have any number of lengths
+def _places(size: int) -> torch.Tensor:
+    """One element of each of 4,096 equal runs, each at another place of its run: equal columns must not be all."""
+    run = size / _SAMPLED
+    number = torch.arange(_SAMPLED, dtype=torch.float64)
+    return ((number + (number * 0.6180339887498949) % 1.0) * run).to(torch.int64).clamp_(max=size - 1)

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 
 from ...comm import Collectives
+from ...comm.buckets import BucketSum
 from ...partition.model.forms import Tensors
 from ..settings.model_loss import LossValue
-from ..stage.autocast import Autocast
+from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
 from ..stage.slices import TokenSpan
-from .checksum import Identity
+from .agreement import Identity
 
 
 class BatchPart(NamedTuple):
@@ -152,7 +153,7 @@ SUMMARY_SIZE = 7 + len(Identity._fields)
 
 
 def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: int) -> torch.Tensor:
-    """[12] float64 on the losses' device: what every rank must know of an update group, whatever M is.
+    """[13] float64 on the losses' device: what every rank must know of an update group, whatever M is.
 
     (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss, samples of these losses,
     samples that the weights took for the whole group, the batch's identity), where total is
@@ -277,12 +278,36 @@ def hand_back(
                 if (slot, k) in gradients:
                     total += gradients[slot, k]
                     is_there += 1
-        if not collectives.alone:
-            flat = torch.cat([is_there, *(total.reshape(-1) for total in sums)])
-            collectives.all_reduce(flat, what="summing the gradients of the batch")
-            is_there, *pieces = torch.split(flat, [1, *(total.numel() for total in sums)])
-            sums = [piece.view(total.shape) for piece, total in zip(pieces, sums, strict=True)]
+        all_ranks = BucketSum([is_there, *sums], collectives, what="summing the gradients of the batch")
+        all_ranks.leave_all([is_there, *sums])
+        is_there, *sums = all_ranks.wait()
         if is_there:
             pairs += [(x, total * scale) for (_, x), total in zip(wanted, sums, strict=True)]
     if pairs:
         torch.autograd.backward([x for x, _ in pairs], [part for _, part in pairs])
+
+
+def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.device) -> None:
+    """ValueError on every member of a tensor group unless all are in the same call with the same batch; on every
+    process, where it is the pipeline's first one. Collective over the group, then over all processes.
+
+    The others are compared where losses arrive: ranks of the last stage, which wait for nobody, learn of it later.
+    """
+    members, step = collectives.tensor_members, batch.step
+    if len(members) > 1:
+        own = torch.tensor(batch.identity, dtype=torch.float64, device=device)
+        gathered = collectives.tensor_gather(own, what="comparing batches")
+        first, *others = (Identity(*one.tolist()) for one in gathered)
+        names = [collectives.name_of(member) for member in members]
+        for name, theirs in zip(names[1:], others, strict=True):
+            theirs.refuse_other(first, step=step, name=name, its_name=names[0], why=_ONE_RANK)
+    if batch.identity.number == 1:
+        given = collectives.gather((batch.replica[0], batch.identity), what="comparing the first batch")
+        named = [(collectives.name_of(process), *one) for process, one in enumerate(given)]
+        last = {key: (name, its) for name, replica, its in named for key in (replica, (replica, its.group))}
+        for name, replica, its in named if batch.has_target else ():
+            for its_name, other in (last[replica], last[replica, its.group]):
+                its.refuse_other(other, step=step, name=name, its_name=its_name)
+
+
+_ONE_RANK = "The members of a tensor group run one rank together."

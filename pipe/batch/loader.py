@@ -14,11 +14,9 @@ without, on every rank of a pipeline, and in a run that goes on from a checkpoin
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -28,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from ...schedules.kinds import at_least, one_of, option
 from ..guards.randomness import mix
-from .shared import HostShare, keep_sample, kept_sample
 
 _log = logging.getLogger("stagewright")
 Remainder = Literal["drop", "carry", "keep"]
@@ -198,8 +195,7 @@ class ReplicaLoader:
         same_shapes: all batches have the first one's shapes; an idle process then loads no other, and passes meta
             tensors (shapes alone).
         waiting: entered around the wait for a batch.
-        share: where one process reads for others of its host.
-        cache: bytes of samples that the host keeps for later epochs.
+        seeded: a dataset whose samples are drawn under seeds of their own.
         options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
 
     Python's, numpy's and torch's generators are seeded for each sample, so that augmentation is random and can be
@@ -217,8 +213,7 @@ class ReplicaLoader:
         is_idle: Callable[[], bool] = lambda: False,
         same_shapes: bool = False,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        share: HostShare | None = None,
-        cache: int = 0,
+        seeded: Callable[[Dataset[Any], ReplicaBatches], Dataset[Any]] | None = None,
         **options: Any,
     ) -> None:
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"):
@@ -234,14 +229,11 @@ class ReplicaLoader:
         self.batches = batches
         self._workers: torch.Generator = options.setdefault("generator", torch.Generator())
         self._name = type(dataset).__name__
-        kept = None if share is None or not cache else (share.folder, cache / count_samples(dataset))
-        self.within: DataLoader[Any] = DataLoader(
-            _Seeded(dataset, batches, kept), batch_sampler=_DrawnBatches(batches), **options
-        )
+        drawn = (seeded or Seeded)(dataset, batches)
+        self.within: DataLoader[Any] = DataLoader(drawn, batch_sampler=_DrawnBatches(batches), **options)
         self._is_idle = is_idle
         self._same_shapes = same_shapes
         self._waiting = waiting
-        self._share = share
         self._shapes: Any = None
 
     def __len__(self) -> int:
@@ -252,16 +244,16 @@ class ReplicaLoader:
         """The rest of the epoch; the next `iter()` begins another one."""
         left = self.batches.left
         self._workers.manual_seed(self.batches.worker_seed())
-        for batch in () if self._may_rest() else self._loaded():
+        for batch in () if self.may_rest() else self.loaded():
             if self._same_shapes:
                 self._check_shapes(batch)
             self.batches.passed()  # before the caller runs it: a state saved after train_step begins behind it
             left -= 1
             yield batch
-            if self._may_rest():
+            if self.may_rest():
                 break
-        if left and self._share is not None:
-            self._share.rest()
+        if left:
+            self.rest()
         for _ in range(left):
             self.batches.passed()
             yield self._shapes
@@ -277,39 +269,24 @@ class ReplicaLoader:
         except ValueError as error:
             raise ValueError(f"{self._name} as the dataset: {error}") from None
 
-    def _loaded(self) -> Iterator[Any]:
-        """The rest of the epoch from the DataLoader, whose work leaves this process's random state as it was; or from
-        the process that reads for this one, as long as it does."""
-        share = self._share
-        if share is not None:
-            share.begin()
-            for _ in range(0 if share.reads else self.batches.left):
-                with self._waiting():
-                    taken = share.take((self.batches.epoch, self.batches.position))
-                yield from taken
-                if not taken:
-                    break
-            else:
-                if not share.reads:
-                    return
+    def loaded(self) -> Iterator[Any]:
+        """The rest of the epoch from the DataLoader, whose work leaves this process's random state as it was."""
         loaded = iter(self.within)
         while True:
             with _own_random_state(), self._waiting():
                 try:
                     batch = next(loaded)
-                    if share is not None and share.reads:
-                        share.put(batch, (self.batches.epoch, self.batches.position))
                 except StopIteration:
                     return
-                except Exception as error:
-                    if share is not None and share.reads:
-                        share.fail(error)
-                    raise
             yield batch
 
-    def _may_rest(self) -> bool:
-        reads = self._share is not None and self._share.reads
-        return self._shapes is not None and self._is_idle() and not reads
+    def may_rest(self) -> bool:
+        """Whether this process needs no more batches of the epoch."""
+        return self._shapes is not None and self._is_idle()
+
+    def rest(self) -> None:
+        """This process takes no more batches of the epoch."""
+        return
 
     def _check_shapes(self, batch: Any) -> None:
         shapes = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), batch)
@@ -337,33 +314,14 @@ class _DrawnBatches(Sampler[list[Draw]]):
         return self._batches.draws()
 
 
-class _Seeded(Dataset[Any]):
+class Seeded(Dataset[Any]):
     """A dataset whose samples are drawn under seeds of their own; all else is that of the dataset within."""
 
-    def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches, kept: tuple[Path, float] | None = None) -> None:
+    def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches) -> None:
         self.dataset = dataset
         self._batches = batches
-        self._kept = kept  # folder, and bytes for each sample
 
     def __getitems__(self, draws: Sequence[Draw]) -> Any:
-        if self._kept is None:
-            return self._read(draws)
-        folder, share_of = self._kept
-        known = {draw: kept_sample(folder, draw.number) for draw in draws}
-        missing = [draw for draw, kept in known.items() if not kept]
-        for draw, sample in zip(missing, self._read(missing) if missing else (), strict=True):
-            known[draw].append(sample)
-            try:
-                if self._kept is not None:
-                    keep_sample(folder, draw.number, sample, share_of=share_of)
-            except (OSError, RuntimeError) as error:  # torch's own, of a full disk
-                self._kept = None
-                for left in folder.glob(f"new.{os.getpid()}.*"):
-                    left.unlink(missing_ok=True)
-                _log.warning("the loader's cache= keeps no more samples in %s: %s", folder, error)
-        return [known[draw][0] for draw in draws]
-
-    def _read(self, draws: Sequence[Draw]) -> Any:
         within: Any = self.dataset
         while isinstance(within, Subset):  # which only passes on what the dataset within can
             within = within.dataset

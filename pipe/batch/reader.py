@@ -11,13 +11,13 @@ from ...partition.model.forms import Arguments
 from ...partition.model.units import MODEL_INPUT
 from ..context import Run
 from ..settings.given import Given, check_batch, check_like_example
-from ..stage.autocast import Autocast
+from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
 from ..stage.slices import TokenSpan
 from ..stage.wiring import Mode
+from .agreement import Identity, checksum, is_shape_alone
 from .batches import Batch, BatchPart, weigh
-from .checksum import Identity, checksum, is_shape_alone
-from .sequence import Slice, cut_in_slices
+from .slicing import Slice, cut_in_slices
 
 
 class BatchReader:
@@ -56,7 +56,7 @@ class BatchReader:
         self._has_loss = has_loss
         self._model_loss = options.model_loss if has_loss else None
         self._compares = place.world.distributed
-        self._group = place.tensor[1] / 4096  # groups of other sizes have other programs: see Identity
+        self._group = float(place.tensor[1])
         replicas_differ = place.replica[1] > 1 or options.model_loss is not None
         self._together: Callable[[], AbstractContextManager[None]] = (
             run.guard.together if replicas_differ else nullcontext
@@ -96,8 +96,8 @@ class BatchReader:
             self._refuse_float16(inferred)
             if self._compares:
                 programs = "".join(each.digest() for each in stages_of.values()).encode()
-                program = zlib.crc32(programs) + self._group
-                call = Identity(*call[:2], checksum(given.inputs), checksum(given.targets), program)
+                program = float(zlib.crc32(programs))
+                call = Identity(*call[:2], checksum(given.inputs), checksum(given.targets), program, self._group)
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads_target:
                 targets = self._model_loss.weigh(microbatches)

@@ -18,16 +18,19 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torch.utils.data import Dataset
+
 from ...comm import MeshPlace, machine
 from ...comm.forked import keep_from_children
 from ...comm.sealed import load_sealed, own_folder, save_sealed
 from ...comm.store_exchange import exchanges
+from .loader import Draw, ReplicaBatches, ReplicaLoader, Seeded, count_samples
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "stagewright-data-"
@@ -145,6 +148,56 @@ class HostShare:
         return self.folder / f"{process}.lock"
 
 
+class SharedLoader(ReplicaLoader):
+    """Batches from the process that reads for this one, as long as it does.
+
+    Arguments:
+        cache: bytes of samples that the host keeps for later epochs.
+        options: of ReplicaLoader.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], batches: ReplicaBatches, *, share: HostShare, cache: int, **options: Any
+    ) -> None:
+        kept = partial(_CachedSamples, folder=share.folder, share_of=cache / count_samples(dataset)) if cache else None
+        super().__init__(dataset, batches, seeded=kept, **options)
+        self._share = share
+
+    def loaded(self) -> Iterator[Any]:
+        share = self._share
+        share.begin()
+        if share.reads:
+            yield from self._read_for_others()
+            return
+        for _ in range(self.batches.left):
+            with self._waiting():
+                taken = share.take((self.batches.epoch, self.batches.position))
+            if not taken:
+                yield from super().loaded()
+                return
+            yield from taken
+
+    def _read_for_others(self) -> Iterator[Any]:
+        loaded = super().loaded()
+        while True:
+            try:
+                batch = next(loaded)
+                with self._waiting():
+                    self._share.put(batch, (self.batches.epoch, self.batches.position))
+            except StopIteration:
+                return
+            except Exception as error:
+                self._share.fail(error)
+                raise
+            yield batch
+
+    def may_rest(self) -> bool:
+        return not self._share.reads and super().may_rest()
+
+    def rest(self) -> None:
+        self._share.rest()
+
+
 def share_on_host(place: MeshPlace, *, timeout: float) -> HostShare:
     """This process's part. Collective over the processes of the run."""
     world, root = place.world, _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
@@ -211,3 +264,30 @@ def keep_sample(folder: Path, number: int, sample: Any, *, share_of: float) -> N
         new.rename(folder / f"sample.{number}")
     else:
         new.unlink()
+
+
+class _CachedSamples(Seeded):
+    """A dataset of which the host keeps samples: so many bytes for each."""
+
+    def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches, *, folder: Path, share_of: float) -> None:
+        super().__init__(dataset, batches)
+        self._folder: Path | None = folder
+        self._share_of = share_of
+
+    def __getitems__(self, draws: Sequence[Draw]) -> Any:
+        folder = self._folder
+        if folder is None:
+            return super().__getitems__(draws)
+        known = {draw: kept_sample(folder, draw.number) for draw in draws}
+        missing = [draw for draw, kept in known.items() if not kept]
+        for draw, sample in zip(missing, super().__getitems__(missing) if missing else (), strict=True):
+            known[draw].append(sample)
+            try:
+                if self._folder is not None:
+                    keep_sample(folder, draw.number, sample, share_of=self._share_of)
+            except (OSError, RuntimeError) as error:  # torch's own, of a full disk
+                self._folder = None
+                for left in folder.glob(f"new.{os.getpid()}.*"):
+                    left.unlink(missing_ok=True)
+                _log.warning("the loader's cache= keeps no more samples in %s: %s", folder, error)
+        return [known[draw][0] for draw in draws]

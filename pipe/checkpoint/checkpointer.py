@@ -124,7 +124,7 @@ class Checkpointer:
         except (OSError, ValueError) as error:
             problem = f"{folder}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         with run.guard.together():
-            _refuse_differing(run.collectives.gather((every, overhead, problem), what="opening a checkpointer"))
+            run.collectives.alike((every, overhead), _differing, what="opening a checkpointer", problem=problem)
         self.every: int = self._interval.every if self._interval is not None else int(every)
         self._last = state.training.num_steps
         self._due = self._last + self.every
@@ -418,16 +418,11 @@ class _StepClock:
         return self._stall + self._busy_seconds - self._busy_steps * usual
 
 
-def _refuse_differing(everyone: list[tuple[Every, float, str]]) -> None:
-    first_every, first_overhead, _ = everyone[0]
-    for rank, (every, overhead, problem) in enumerate(everyone):
-        if problem:
-            raise ValueError(problem)
-        if (every, overhead) != (first_every, first_overhead):
-            raise ValueError(
-                f"rank 0 saves every={first_every} with overhead={first_overhead}, and rank {rank} every={every} with "
-                f"overhead={overhead}: expected the same on all ranks"
-            )
+def _differing(first: int, one: tuple[Every, float], rank: int, its: tuple[Every, float]) -> str:
+    return (
+        f"rank {first} saves every={one[0]} with overhead={one[1]}, and rank {rank} every={its[0]} with "
+        f"overhead={its[1]}: expected the same on all ranks"
+    )
 
 
 def check_options(every: Every, overhead: float) -> None:

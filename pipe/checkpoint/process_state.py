@@ -25,19 +25,29 @@ _GENERATORS = ("torch", "cuda", "python", "numpy")
 def read_together(
     folder: Path, read: Callable[[Checkpoint], T], collectives: Collectives, guard: Guard
 ) -> tuple[Checkpoint, T]:
-    """The checkpoint in `folder`, and what `read` makes of it; ValueError on every rank unless all have read the same.
-
-    One that is alone knows why not.
-    """
+    """The checkpoint in `folder`, and what `read` makes of it; ValueError on every rank unless all read the same."""
+    name, place, problem = "", folder, ""
     try:
         checkpoint = Checkpoint(folder)
+        name, place = checkpoint.manifest.name, checkpoint.place
         with checkpoint.as_refusals():
             found = read(checkpoint)
     except ValueError as error:
-        _agree("", folder, str(error), collectives, guard)
-        raise
-    _agree(checkpoint.manifest.name, checkpoint.place, "", collectives, guard)
+        if collectives.alone:
+            raise
+        problem = f"rank {collectives.rank} cannot load the checkpoint, so no rank does: {error}"
+    with guard.together():
+        collectives.alike((name, place), _differing, what="loading a checkpoint", problem=problem)
     return checkpoint, found
+
+
+def _differing(first: int, one: tuple[str, Path], rank: int, its: tuple[str, Path]) -> str | None:
+    if one[0] == its[0]:
+        return None
+    return (
+        f"rank {first} read {one[1]} and rank {rank} read {its[1]}: expected one folder that all ranks see and nobody "
+        f"saves into meanwhile, or pipe.load of one checkpoint in it"
+    )
 
 
 def lost_text(checkpoint: Checkpoint, lost: Sequence[str]) -> str:
@@ -129,17 +139,3 @@ def _set_generators(states: Mapping[str, Any]) -> None:
         np.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def _agree(name: str, place: Path, problem: str, collectives: Collectives, guard: Guard) -> None:
-    """ValueError on every rank unless all have read the checkpoint of this name; one that is alone knows why not."""
-    with guard.together():
-        answers = collectives.gather((name, place, problem), what="loading a checkpoint")
-    for rank, (its_name, its_place, its_problem) in enumerate(answers if len(answers) > 1 else ()):
-        if its_problem:
-            raise ValueError(f"rank {rank} cannot load the checkpoint, so no rank does: {its_problem}")
-        if its_name != answers[0][0]:
-            raise ValueError(
-                f"rank 0 read {answers[0][1]} and rank {rank} read {its_place}: expected one folder that all ranks see "
-                f"and nobody saves into meanwhile, or pipe.load of one checkpoint in it"
-            )

@@ -1,5 +1,5 @@
 """Named edits of an untouched model: what a stage does inside, written down, checked and undone."""
 
-from .listed import Edits, edit
+from .listed import Edits, UntilBuilt, edit
 
-__all__ = ["Edits", "edit"]
+__all__ = ["Edits", "UntilBuilt", "edit"]

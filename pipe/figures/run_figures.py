@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -20,10 +20,13 @@ from ..building import Building
 from ..checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, check_options
 from ..checkpoint.persist import SaveResult
 from ..checkpoint.snapshot import HasState
+from ..context import Layout
 from ..telling import tell
 from ..update.local import Averaging, LocalUpdate
 from .memory import ActionMemory, stage_bytes, watch
-from .tracer import TraceEvery, Tracer, check_every
+
+if TYPE_CHECKING:
+    from .tracer import Tracer
 
 
 class RunFigures:
@@ -40,6 +43,21 @@ class RunFigures:
     def plan(self) -> Plan | None:
         """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
         return None if self._building.layout is None else self._building.layout.plan
+
+    @property
+    def layout(self) -> Layout | None:
+        """The schedule and what each of its ranks does; None before schedule="auto" has decided."""
+        return self._building.layout
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Number of this process's data replica, and how many there are."""
+        return self._building.replica
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the stages are: for `example_inputs`, by `build`, or for the first batch."""
+        return self._building.pipeline is not None
 
     def explain(self) -> str:
         """Units of each stage that run again, and under a memory budget why. Collective over the processes."""
@@ -177,7 +195,7 @@ class RunFigures:
         if self._building.pipeline is not None:
             self._building.pipeline.measurement.forget()
 
-    def tracer(self, folder: str | os.PathLike[str], *, every: TraceEvery = "auto") -> Tracer:
+    def tracer(self, folder: str | os.PathLike[str], *, every: int | Literal["auto"] = "auto") -> Tracer:
         """Writes some steps to trace files, each process to its own: call its `step()` behind each `train_step`.
 
         `stagewright timeline folder` draws them. No step waits for another process or gathers anything; `close()` does,
@@ -188,6 +206,8 @@ class RunFigures:
             every: steps from one that is traced to the next, from step 3 on; "auto": 20, and twice as many after each
                 eight; 0: none. The last step is always traced.
         """
+        from .tracer import Tracer, check_every
+
         check_every(every)
         return Tracer(Path(folder), self._building.built("a tracer"), every=every)
 
@@ -219,7 +239,7 @@ class RunFigures:
         def whole() -> dict[str, Any]:
             return self._building.built("parameters and state").state.full_state_dict()
 
-        return self._building.outlasting(whole)
+        return self._building.life.outlasting(whole)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
@@ -243,7 +263,7 @@ class RunFigures:
         Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks do not share.
         """
         run, place = self._building, _path(folder)
-        return run.outlasting(lambda: run.built("parameters and state").state.save(place, loader))
+        return run.life.outlasting(lambda: run.built("parameters and state").state.save(place, loader))
 
     def checkpointer(
         self,
@@ -267,7 +287,7 @@ class RunFigures:
         Raises ValueError, on every rank alike, for a folder that cannot be written, or that another run writes.
         """
         check_options(every, overhead)
-        self._building.refuse_reroute("a checkpointer", instead="expected save(folder) between two steps")
+        self._building.life.refuse("a checkpointer", instead="expected save(folder) between two steps")
         return Checkpointer(
             _path(folder),
             self._building.built("a checkpointer").state,

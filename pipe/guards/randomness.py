@@ -28,7 +28,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOSS = -1  # its number among the units
 _OWN_REGION = 1 << 20  # and a member: its number behind that of the unit
-_WORDS = 624  # of the state of a Mersenne Twister, which Python and numpy use; behind them the next one's place
+MERSENNE_WORDS = 624  # of the state of Python's and numpy's generators; after them the place of the next one
 
 
 def mix(seed: int, step: int, microbatch: int, unit: int) -> int:
@@ -261,7 +261,7 @@ class _Global:
 
     def has_moved(self) -> bool:
         """Whether a number was drawn since it was seeded."""
-        return bool(random.getstate()[1][-1] != _WORDS)
+        return bool(random.getstate()[1][-1] != MERSENNE_WORDS)
 
     def state(self) -> Any:
         return random.getstate()
@@ -304,15 +304,15 @@ class _Numpy(_Global):
         """See _Global; its memory, since asking for its state takes 20 times as long."""
         generator = get_bit_generator()
         if isinstance(generator, np.random.MT19937):
-            return ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))
+            return ctypes.string_at(generator.ctypes.state_address, 4 * (MERSENNE_WORDS + 1))
         return str(generator.state)
 
     def has_moved(self) -> bool:
         generator = get_bit_generator()
         if not isinstance(generator, np.random.MT19937):
             return True
-        place = ctypes.c_uint32.from_address(generator.ctypes.state_address + 4 * _WORDS)
-        return place.value != _WORDS
+        place = ctypes.c_uint32.from_address(generator.ctypes.state_address + 4 * MERSENNE_WORDS)
+        return place.value != MERSENNE_WORDS
 
     def state(self) -> Any:
         return np.random.get_state(legacy=False)

@@ -12,9 +12,8 @@ from torch import nn
 from ...partition.model.forms import Arguments, Form, Tensors
 from ...partition.model.modes import evaluating
 from ...schedules.messages import Sharing
-from ..batch.agreement import check_same_batch
-from ..batch.batches import join_outputs, share_of_sum
-from ..batch.checksum import Call
+from ..batch.agreement import Call
+from ..batch.batches import check_same_batch, join_outputs, share_of_sum
 from ..batch.reader import BatchReader
 from ..results import EvalResult
 from ..settings.given import Given, check_batch, check_like_example

@@ -17,14 +17,13 @@ from ...comm import HostClocks, PeerLost, PipelineTimeout
 from ...schedules import Timeline
 from ...schedules.kinds import above_zero, option
 from ...schedules.timing.records import RankRecord
-from ..batch.agreement import check_same_batch
-from ..batch.batches import Batch, hand_back
-from ..batch.checksum import CALLS, UNKNOWN, Call, Identity
+from ..batch.agreement import CALLS, UNKNOWN, Call, Identity
+from ..batch.batches import Batch, check_same_batch, hand_back
 from ..batch.orders import BatchSchedules
 from ..batch.reader import BatchReader
 from ..results import Known, StepReports, StepResult
 from ..settings.given import Given
-from ..stage.buffers import MovingBuffers, Snapshot
+from ..stage.reruns import MovingBuffers, Snapshot
 from ..stage.unchanged import Unchanged
 from ..trace.measurement import gather_records
 from ..update.gradients import check_norm_type

@@ -38,6 +38,7 @@ from ..stage.moving import Host
 from ..stage.slices import KVCache
 from ..stage.stage import Stage
 from ..stage.wiring import Mode
+from ..update.gradients import added
 from ..update.rank_update import RankUpdate
 
 
@@ -300,8 +301,7 @@ class TrainingWorker(Worker):
         for slot, gradient in zip(_model_inputs(s, part), by_input[len(ports.inputs) :], strict=True):
             if gradient is not None:
                 place = slot, index % self._batch_indices
-                known = self.batch_gradients.get(place)
-                self.batch_gradients[place] = gradient if known is None else known + gradient
+                self.batch_gradients[place] = added(self.batch_gradients.get(place), gradient)
 
     def _output_gradients(self, s: int, index: int, num_outputs: int) -> list[torch.Tensor | None]:
         """By output slot, summed over the consumers that have one; on the last stage that of the loss."""
@@ -310,7 +310,7 @@ class TrainingWorker(Worker):
         gradients: list[torch.Tensor | None] = [None] * num_outputs
         for wire, slots in self._ports[s].gradients:
             for slot, gradient in zip(slots, self._take_in(wire, index), strict=True):
-                gradients[slot] = _added(gradients[slot], gradient)
+                gradients[slot] = added(gradients[slot], gradient)
         return gradients
 
     def _hand_back(self, s: int, index: int, by_input: Gradients, certain: Sequence[bool]) -> None:
@@ -325,7 +325,7 @@ class TrainingWorker(Worker):
                 continue
             num_parts, total = self._sums.pop(message, (0, [None] * len(self._mode.slots[wire])))
             for position, i in places:
-                total[position] = _added(total[position], by_input[i])
+                total[position] = added(total[position], by_input[i])
             if num_parts + 1 == len(wire.consumers):
                 self._emit(message, total)
             else:
@@ -353,12 +353,6 @@ class EvaluationWorker(Worker):
             self.outputs[k] = tuple(map(settled, outputs))
         else:
             self._hand_on(s, k, outputs, part.inferred.specs[s])
-
-
-def _added(known: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
-    if known is None or more is None:
-        return more if known is None else known
-    return known + more
 
 
 def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:

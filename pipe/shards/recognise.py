@@ -26,6 +26,7 @@ from ...partition.model.fakes import on_fakes
 from ...partition.model.forms import Arguments, Form, tensors_in
 from ...partition.model.made_up import call_for_shapes
 from ...partition.model.untouched import untouched
+from ..guards.rounding import CUT_PROJECTIONS, by_type
 from .attention import Heads
 from .style import StyleError
 from .styles import Column, Local, Row, is_linear, sizes_of
@@ -322,5 +323,5 @@ def _members(sizes: Sequence[int], wanted: int) -> int:
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
-    tolerance = 1e-9 if one.dtype is torch.float64 else 1e-4 if one.dtype is torch.float32 else 3e-2
+    tolerance = by_type(CUT_PROJECTIONS, one.dtype)
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance)

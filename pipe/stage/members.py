@@ -22,13 +22,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...comm import Collectives
 from ...partition.deferred.recording import as_recipes
 from ..context import Run
+from ..guards.rounding import SUMS, by_type
 from ..shards.cutting import cut_by_styles
 from ..shards.shard import Shard
 from ..shards.style import style_of, uncut
 from ..shards.tensor_group import TensorGroup
 
 _COMPARISONS = 2  # update groups whose gradients are compared
-_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative; what other kernels add up in another order
 
 
 class MemberShards:
@@ -178,11 +178,12 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
     mine = own, any(x.is_meta for x in full.values())
     gathered = collectives.tensor_gather_objects(mine, what="comparing the parts of a tensor group")
     everyone = [theirs for theirs, _ in gathered]
+    first, first_is_meta = gathered[0]
     for member, (theirs, is_meta) in zip(members, gathered, strict=True):
-        differing = [name for name in own if name not in theirs or theirs[name].full != own[name].full]
-        differing = differing if is_meta == mine[1] else [*own]
-        if differing or own.keys() != theirs.keys():
-            name = (differing or sorted(own.keys() ^ theirs.keys()))[0]
+        differing = [name for name in first if name not in theirs or theirs[name].full != first[name].full]
+        differing = differing if is_meta == first_is_meta else [*first]
+        if differing or first.keys() != theirs.keys():
+            name = (differing or sorted(first.keys() ^ theirs.keys()))[0]
             raise ValueError(
                 f"{collectives.name_of(member)} has divided {name!r} otherwise than {collectives.name_of(members[0])}: "
                 f"expected the same model and tensor_parallel= in every process"
@@ -210,7 +211,7 @@ def _differs(one: Sequence[float], other: Sequence[float], gradient: torch.Tenso
         return True
     if gradient is None or not all(map(math.isfinite, (*one, *other))):
         return False
-    allowed = _ALLOWED.get(gradient.dtype, 5e-2) * max(one[1], other[1])
+    allowed = by_type(SUMS, gradient.dtype) * max(one[1], other[1])
     return abs(one[1] - other[1]) > allowed or abs(one[2] - other[2]) > allowed * math.sqrt(gradient.numel())
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -42,7 +43,6 @@ from ...partition.model.source_line import first_line
 from ...partition.stage_cost import KEEP_LESS
 from ..guards.randomness import Seeder
 from ..settings.recompute import NamedRule, Rule
-from .buffers import MovingBuffers
 from .nested import mapped
 
 _aten = torch.ops.aten
@@ -56,6 +56,7 @@ PRODUCTS = frozenset(
 _UNCOUNTED = {*torchs.SAC_IGNORED_OPS, _aten._to_copy.default, _aten.new_empty.default}
 Keeps = Callable[..., bool]  # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs)
 
+_SMALL = 1 << 16  # [bytes] of a buffer that is copied before each forward
 _KEEPING = (True, torchs.CheckpointPolicy.MUST_SAVE, torchs.CheckpointPolicy.PREFER_SAVE)
 
 
@@ -137,7 +138,7 @@ class _Rerun:
                 buffers = self._buffers.after_forward(buffers)
                 return value
             again, keywords = inputs.with_tensors(tensors)
-            with self._seeder.again(random), no_checkpoints_inside(), self._buffers.put_back(buffers):
+            with self._seeder.again(random), no_checkpoints_inside(), standing_in(buffers):
                 forward(*again, **keywords)
             return None
 
@@ -171,6 +172,88 @@ def no_checkpoints_inside() -> Iterator[None]:
 
 def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
+
+
+@dataclass(frozen=True, slots=True)
+class _BufferBefore:
+    """A buffer of a module, as it was before a forward."""
+
+    module: nn.Module
+    name: str
+    buffer: torch.Tensor
+    version: int
+    copy: torch.Tensor
+
+    def has_changed(self) -> bool:
+        """Whether a forward changed it; batch_norm does so without counting a version."""
+        now = self.module._buffers[self.name]
+        if now is not self.buffer or now._version != self.version:
+            return True
+        return self.copy is not now and not torch.equal(now, self.copy)
+
+
+Snapshot = Sequence[_BufferBefore]
+
+
+@contextmanager
+def standing_in(snapshot: Snapshot) -> Iterator[None]:
+    """Within, modules have copies of their buffers as they were, whatever forwards have changed since (the graph may
+    keep the copies; the real ones are not touched)."""
+    now = [place.module._buffers[place.name] for place in snapshot]
+    try:
+        for place in snapshot:
+            place.module._buffers[place.name] = place.copy
+        yield
+    finally:
+        for place, buffer in zip(snapshot, now, strict=True):
+            place.module._buffers[place.name] = buffer
+
+
+class MovingBuffers:
+    """Buffers of the modules that a forward runs, copied for each microbatch. Small ones are copied each time, whether
+    they move or not: a running mean may stay where it is for a while. Of large ones, such as masks, the first forward
+    shows which move, and only those are copied from then on."""
+
+    def __init__(self, *roots: nn.Module) -> None:
+        self._modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+        self._large: dict[tuple[nn.Module, str], bool] = {}  # whether they move
+
+    def before_forward(self) -> Snapshot:
+        copies: dict[int, torch.Tensor] = {}  # a buffer with two names stays one
+        places = []
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                copy = copies.get(id(buffer))
+                if copy is None:
+                    is_still = buffer.nbytes > _SMALL and self._large.get((module, name)) is False
+                    copy = copies[id(buffer)] = buffer if is_still else buffer.detach().clone()
+                places.append(_BufferBefore(module, name, buffer, buffer._version, copy))
+        return places
+
+    def after_forward(self, before: Snapshot) -> Snapshot:
+        """The values to put back for the second run.
+
+        Raises ValueError for a large buffer that moves, and did not in the first forward.
+        """
+        moving = []
+        for place in before:
+            if place.buffer.nbytes <= _SMALL:
+                moving.append(place)
+                continue
+            known = self._large.get((place.module, place.name))
+            if known is None:
+                known = self._large[place.module, place.name] = place.has_changed()
+            elif not known and place.has_changed():
+                raise ValueError(
+                    f"buffer {place.name!r} of {type(place.module).__name__} ({place.buffer.nbytes:,} bytes) changes "
+                    f"here and did not in the first forward: under recompute= its value from before is gone. Expected "
+                    f"a large buffer that changes in each forward, or a recompute= that leaves it out"
+                )
+            if known:
+                moving.append(place)
+        return moving
 
 
 class _Slot(int):

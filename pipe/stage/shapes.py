@@ -17,18 +17,26 @@ from torch import nn
 
 from ...comm import TensorSpec
 from ...partition.model.fakes import stand_ins, strict_fake_mode
-from ...partition.model.first_run import first_run, fresh_leaves, take
 from ...partition.model.forms import Arguments, Form, Tensors, shown_call
 from ...partition.model.made_up import wanting_gradient
 from ...partition.model.memory import memory_of
 from ...partition.model.modes import evaluating, quiet_fakes, uncompiled
 from ...partition.model.recorded.guards import Changes
 from ...partition.model.source_line import first_line, users_line
-from ...partition.model.units import MODEL_INPUT, Cut, ModelGuards, OutputError, StageModule
+from ...partition.model.units import (
+    MODEL_INPUT,
+    Cut,
+    ModelGuards,
+    OutputError,
+    StageModule,
+    first_run,
+    fresh_leaves,
+    take,
+)
 from ...partition.model.untouched import Places, untouched
 from ..guards.presence import OutputSpecs, StageRun, certain_gradients, float16_gradients
 from ..guards.randomness import Seeder
-from .autocast import Autocast
+from ..settings.precision import Autocast
 
 MOST_SIGNATURES = 256
 _MOST_KNOWN = 3  # recordings of one signature: such as for attributes that take turns

@@ -27,10 +27,9 @@ from ...partition.model.forms import Tensors, tensors_in
 from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
 from ..settings.model_loss import LossValue
-from .autocast import Autocast
-from .buffers import MovingBuffers, Snapshot
+from ..settings.precision import Autocast
 from .moving import Activations
-from .reruns import CheckpointedModules, KeptInputs, no_checkpoints_inside
+from .reruns import CheckpointedModules, KeptInputs, MovingBuffers, Snapshot, no_checkpoints_inside, standing_in
 from .weights import WeightVersions
 
 LossOf = Callable[[Tensors, object, bool, Tensors], LossValue]
@@ -281,7 +280,7 @@ class Stage:
             torch.enable_grad(),
             autocast.again(),
             no_checkpoints_inside(),
-            self._buffers.put_back(live.buffers),
+            standing_in(live.buffers),
             self._compiled.through(),
             self._split.forward() if live.is_split else _NOTHING,
         ):

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from ...schedules.rules.weight_rules import WeightRule
+from ...schedules.weight_rules import WeightRule
 from ..shards.split import ShardedParameter
 
 _SAMPLED = 1024  # elements of a parameter

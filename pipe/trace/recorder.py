@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from ...partition.profiler.clock import Clock, Stamp
 from ...schedules import Action, Collective, Message, Op, Span
@@ -15,13 +16,23 @@ _WINDOW = 400  # durations remembered of each (stage, op)
 _STEPS = 50  # of which each action's is remembered
 
 Timed = tuple[tuple[int, ...], Op]  # an op of a stage, or of several together
-_Stamps = tuple[
-    list[tuple[Action, Stamp, Stamp]],
-    list[tuple[Message, Stamp, Stamp]],
-    list[tuple[Collective, Stamp, Stamp]],
-    list[tuple[Stamp, Stamp]],
-    set[Action],
-]
+
+
+class _Stamps(NamedTuple):
+    """Stamps of one step.
+
+    data: waits for its batch. fused: I that ran as one backward with the W after it.
+    """
+
+    actions: list[tuple[Action, Stamp, Stamp]]
+    waits: list[tuple[Message, Stamp, Stamp]]
+    collectives: list[tuple[Collective, Stamp, Stamp]]
+    data: list[tuple[Stamp, Stamp]]
+    fused: set[Action]
+
+    @classmethod
+    def none(cls) -> _Stamps:
+        return cls([], [], [], [], set())
 
 
 class RankRecorder:
@@ -38,12 +49,8 @@ class RankRecorder:
         self._window = window
         self._unrecorded = 0  # steps that count behind the newest of `_records`, or since the window began anew
         self._before: deque[_Stamps] = deque(maxlen=window - 1)
-        self._actions: list[tuple[Action, Stamp, Stamp]] = []
-        self._waits: list[tuple[Message, Stamp, Stamp]] = []
-        self._collectives: list[tuple[Collective, Stamp, Stamp]] = []
-        self._data: list[tuple[Stamp, Stamp]] = []  # waits for the batch of the step that runs
-        self._data_ahead: list[tuple[Stamp, Stamp]] = []  # and of the one that is to begin
-        self._fused: set[Action] = set()
+        self._now = _Stamps.none()
+        self._following = _Stamps.none()  # of the step that is to begin: waits for its batch
         self._remembered = 0  # actions of this step whose durations are in already
         self._waited: list[tuple[int, Stamp, Stamp]] = []  # behind how many actions of this step
         self._overheads: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
@@ -74,7 +81,7 @@ class RankRecorder:
                 it the window begins anew: the pipeline was empty, and its microbatches have the numbers of batch 0.
         """
         self._remember()
-        if self._actions and self._is_kept:
+        if self._now.actions and self._is_kept:
             self._steps.append(self._ran())
             self._unrecorded += 1
             if self._unrecorded == self._window:
@@ -84,19 +91,17 @@ class RankRecorder:
                 self._around.append(self._outside(*self._step))
         self._step, self._entered, self._step_norms = [] if self._entered is None else [self._entered], None, 0.0
         if counts and self._counts:
-            self._before.append(self._stamps())
+            self._before.append(self._now)
         else:
             self._before.clear()
             self._unrecorded = 0
         self._is_kept = self._counts = counts
-        self._fused = set()
-        self._data, self._data_ahead = self._data_ahead, []
-        self._actions, self._waits, self._collectives, self._remembered = [], [], [], 0
-        self._waited = []
+        self._now, self._following = self._following, _Stamps.none()
+        self._remembered, self._waited = 0, []
 
     def runs_as_one(self, fused: Collection[Action]) -> None:
         """These I run with the W behind each as one backward: half of its time is recorded for either."""
-        self._fused.update(fused)
+        self._now.fused.update(fused)
 
     def restart(self) -> None:
         """The run goes on from another state: its next step is no neighbour of those before, and may have the number
@@ -106,18 +111,18 @@ class RankRecorder:
         self._unrecorded = 0
 
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
-        self._actions.append((action, start, end))
+        self._now.actions.append((action, start, end))
 
     def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
-        self._waits += [(message, start, end) for message in messages]
-        self._waited.append((len(self._actions), start, end))
+        self._now.waits.extend((message, start, end) for message in messages)
+        self._waited.append((len(self._now.actions), start, end))
 
     def data(self, start: Stamp) -> None:
         """The batch of the step that is to begin is there, and was waited for since then."""
-        self._data_ahead.append((start, self.clock.stamp()))
+        self._following.data.append((start, self.clock.stamp()))
 
     def collective(self, collective: Collective, start: Stamp, end: Stamp) -> None:
-        self._collectives.append((collective, start, end))
+        self._now.collectives.append((collective, start, end))
         self._durations[collective.stages, collective.op].append(self.clock.between(start, end))
 
     def norm(self, start: Stamp, end: Stamp) -> None:
@@ -129,30 +134,27 @@ class RankRecorder:
         return statistics.median(self._norms) if self._norms else None
 
     def last_actions(self) -> list[Action]:
-        return [action for action, _, _ in self._actions[-4:]]
+        return [action for action, _, _ in self._now.actions[-4:]]
 
     def snapshot(self) -> Callable[[], RankRecord]:
         """This step's record, to be read now or later (reading a CUDA clock waits)."""
-        steps = [*self._before, self._stamps()]
+        steps = [*self._before, self._now]
         at, step = self.clock.seconds, tuple(self._step)
 
         def read() -> RankRecord:
             return RankRecord(
                 compute=tuple(
                     Span(a, start, end)
-                    for actions, *_, fused in steps
-                    for a, start, end in _halved([(a, at(start), at(end)) for a, start, end in actions], fused)
+                    for one in steps
+                    for a, start, end in _halved([(a, at(start), at(end)) for a, start, end in one.actions], one.fused)
                 ),
-                arrivals=tuple(Span(m, at(start), at(end)) for _, waits, *_ in steps for m, start, end in waits),
-                collectives=tuple(Span(c, at(start), at(end)) for _, _, begun, *_ in steps for c, start, end in begun),
-                data=tuple((at(start), at(end)) for *_, waits, _ in steps for start, end in waits),
+                arrivals=tuple(Span(m, at(start), at(end)) for one in steps for m, start, end in one.waits),
+                collectives=tuple(Span(c, at(start), at(end)) for one in steps for c, start, end in one.collectives),
+                data=tuple((at(start), at(end)) for one in steps for start, end in one.data),
                 step=(at(step[0]), at(step[1])) if len(step) == 2 else None,
             )
 
         return read
-
-    def _stamps(self) -> _Stamps:
-        return self._actions, self._waits, self._collectives, self._data, self._fused
 
     def medians(self) -> dict[Timed, float]:
         self._remember()
@@ -166,7 +168,7 @@ class RankRecorder:
     def median_around(self) -> tuple[float, float, float] | None:
         """Median seconds of a step in front of its first action, between the last backward and the first update, and
         behind its last action, waits, sums and norms left out; None where none was seen whole."""
-        is_whole = self._actions and self._is_kept and len(self._step) == 2
+        is_whole = self._now.actions and self._is_kept and len(self._step) == 2
         found = [*self._around, *([self._outside(*self._step)] if is_whole else [])]
         if not found:
             return None
@@ -175,12 +177,12 @@ class RankRecorder:
 
     def steps(self) -> list[tuple[TimedAction, ...]]:
         """Actions of each of the last steps, oldest first, with what came between it and the next action."""
-        return [*self._steps, *([self._ran()] if self._actions and self._is_kept else [])]
+        return [*self._steps, *([self._ran()] if self._now.actions and self._is_kept else [])]
 
     def records(self) -> list[RankRecord]:
         """The same steps with all their times, oldest first; where batches overlap, so many in a row as a window has
         together, and none of them twice."""
-        is_whole = self._unrecorded + 1 == self._window and self._actions and self._is_kept
+        is_whole = self._unrecorded + 1 == self._window and self._now.actions and self._is_kept
         newest = [self.snapshot()] if is_whole else []
         return [read() for read in (*self._records, *newest)]
 
@@ -189,8 +191,8 @@ class RankRecorder:
         self._steps.clear()
         self._records.clear()
         self._unrecorded = 0
-        self._is_kept = not self._actions
-        self._remembered = len(self._actions)
+        self._is_kept = not self._now.actions
+        self._remembered = len(self._now.actions)
         self._durations.clear()
         self._overheads.clear()
         self._norms.clear()
@@ -200,9 +202,9 @@ class RankRecorder:
         if not self._counts:
             return
         pair: tuple[Action, float] | None = None  # an I, and the seconds of it and its W
-        for action, start, end in self._actions[self._remembered :]:
+        for action, start, end in self._now.actions[self._remembered :]:
             seconds = self.clock.between(start, end)
-            if action in self._fused:
+            if action in self._now.fused:
                 pair = action, seconds
             elif pair is not None and action == pair[0]._replace(op=Op.W):
                 self._durations[(action.stage,), Op.B].append(pair[1] + seconds)
@@ -211,12 +213,12 @@ class RankRecorder:
         launched = self._launches()
         for number, seconds in () if self._takes_turns else self._between(max(1, self._remembered)):
             if number not in launched:
-                self._overheads[self._actions[number][0].stage].append(seconds)
-        self._remembered = len(self._actions)
+                self._overheads[self._now.actions[number][0].stage].append(seconds)
+        self._remembered = len(self._now.actions)
 
     def _launches(self) -> set[int]:
         """Numbers of this step's actions behind which sums or gathers were begun."""
-        ends, begun = [end for _, _, end in self._actions], [begun for _, begun, _ in self._collectives]
+        ends, begun = [end for _, _, end in self._now.actions], [begun for _, begun, _ in self._now.collectives]
         return launches(ends, begun, between=self.clock.between)
 
     def _between(self, first: int) -> Iterator[tuple[int, float]]:
@@ -226,16 +228,16 @@ class RankRecorder:
         waited: dict[int, float] = defaultdict(float)
         for behind, start, end in self._waited:
             waited[behind] += between(start, end)
-        for number in range(first, len(self._actions)):
-            (action, _, end), (following, start, _) = self._actions[number - 1 : number + 1]
-            if Op.U not in (action.op, following.op) and action not in self._fused:
+        for number in range(first, len(self._now.actions)):
+            (action, _, end), (following, start, _) = self._now.actions[number - 1 : number + 1]
+            if Op.U not in (action.op, following.op) and action not in self._now.fused:
                 yield number - 1, max(0.0, between(end, start) - waited[number])
 
     def _outside(self, entered: Stamp, left: Stamp) -> tuple[float, float, float]:
         """Seconds of this step in front of its first action, between its last backward and the first update where all
         updates are behind it, and behind the last action, without waits, sums and norms; with those in the middle in
         which sums were begun between two actions."""
-        between, actions = self.clock.between, self._actions
+        between, actions = self.clock.between, self._now.actions
         first = next((n for n, (action, *_) in enumerate(actions) if action.op is Op.U), len(actions))
         middle = 0.0
         if 0 < first < len(actions) and all(action.op is Op.U for action, *_ in actions[first:]):
@@ -249,7 +251,7 @@ class RankRecorder:
     def _since(self, ended: Stamp, now: Stamp) -> float:
         """Seconds from an action's end to this moment, those behind a collective that was through later."""
         between = self.clock.between
-        ends = [end for _, _, end in self._collectives if between(end, now) >= 0]
+        ends = [end for _, _, end in self._now.collectives if between(end, now) >= 0]
         return min([between(ended, now), *(between(end, now) for end in ends)])
 
     def _ran(self) -> tuple[TimedAction, ...]:
@@ -263,12 +265,12 @@ class RankRecorder:
         inner = [n for n in behind if n not in launched]
         usual = statistics.median(behind[n] for n in inner) if inner else 0.0
         ran: list[TimedAction] = []
-        for number, (action, start, end) in enumerate(self._actions):
+        for number, (action, start, end) in enumerate(self._now.actions):
             seconds = self.clock.between(start, end)
-            if action.op is not Op.U and action not in self._fused:
+            if action.op is not Op.U and action not in self._now.fused:
                 seconds += behind[number] if number in inner else usual
             ran.append((action, seconds))
-            if number and self._actions[number - 1][0] in self._fused:  # both halves ran as one
+            if number and self._now.actions[number - 1][0] in self._now.fused:  # both halves ran as one
                 half = (ran[-2][1] + seconds) / 2
                 ran[-2:] = [(one, half) for one, _ in ran[-2:]]
         return tuple(ran)

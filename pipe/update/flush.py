@@ -25,9 +25,8 @@ from ..results import Known
 from ..stage.ownership import Ownership
 from ..stage.wiring import Mode
 from ..trace.recorder import RankRecorder
-from .gradients import clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients
+from .gradients import LossScale, clip_gradients, norm_of, norm_part, refuse_sparse_modules, scale_gradients, unscale
 from .interface import Programs, Update
-from .loss_scale import LossScale, unscale
 from .optimizers import StageOptimizers
 from .rank_update import RankUpdate
 from .shards import Shards, shard, stage_optimizers
@@ -47,12 +46,12 @@ class FlushPrograms:
     """
 
     schedule: Schedule
-    programs: Sequence[RankProgram]
     sharing: Sharing
     data_groups: Sequence[Sequence[int]]
 
-    def ordered(self, schedule: Schedule) -> FlushPrograms:
-        return replace(self, schedule=schedule, programs=batch_programs(schedule, self.sharing))
+    @cached_property
+    def programs(self) -> Sequence[RankProgram]:
+        return batch_programs(self.schedule, self.sharing)
 
     @cached_property
     def last_backwards(self) -> Sequence[Mapping[Action, Collective]]:
@@ -77,9 +76,7 @@ def flush_programs(run: Run, mode: Mode, ownership: Ownership) -> FlushPrograms:
             run.collectives.subgroup(group)
     together = (*sums, *sharding.collectives())
     sharing = Sharing(loss=run.has_loss, collectives=together, receives_ahead=mode.receives_ahead)
-    return FlushPrograms(
-        schedule=schedule, programs=batch_programs(schedule, sharing), sharing=sharing, data_groups=data_groups
-    )
+    return FlushPrograms(schedule=schedule, sharing=sharing, data_groups=data_groups)
 
 
 def batch_programs(schedule: Schedule, sharing: Sharing) -> Sequence[RankProgram]:
@@ -168,7 +165,7 @@ class FlushUpdate(Update):
         if id(schedule) not in self._orders:
             if len(self._orders) == _ORDERS:
                 del self._orders[next(iter(self._orders))]
-            self._orders[id(schedule)] = self._programs.ordered(schedule)
+            self._orders[id(schedule)] = replace(self._programs, schedule=schedule)
         self._programs = self._orders[id(schedule)]
         self.schedule = schedule
 

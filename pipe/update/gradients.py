@@ -1,20 +1,41 @@
 """Gradients between the last backward and the update, whoever has them: scaled, flat, their norm, clipped.
 
 Both updates use these: a flush all-reduces flat buckets, a stream sends them as messages.
+
+The loss scale of float16 training is that of torch.amp.GradScaler's rule, agreed by all ranks:
+
+    backward    the loss of a microbatch is multiplied by the scale
+    gradients   are divided by it before they are clipped; is one of any stage, replica or rank not finite, then the
+                update is skipped by all: weights, optimizers and schedules stay as they were
+    next scale  by the rule of GradScaler: times backoff_factor where the update was skipped, times growth_factor after
+                growth_interval updates in a row that were not
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 from ...comm import TensorSpec
-from ...schedules.messages import ALONE_BYTES, BUCKET_BYTES
+from ...comm.buckets import Flat
+from ...partition.model.forms import Tensors
+from ..batch.batches import NonFiniteLossError
 
 Grads = Sequence[torch.Tensor | None]  # None: no gradient came
+Grad = TypeVar("Grad", torch.Tensor, torch.Tensor | None)
+_Scale = tuple[float, int]  # a loss scale, and how many updates in a row were made since it last changed
+
+
+def added(known: torch.Tensor | None, more: Grad) -> Grad:
+    """The sum of two gradients, or the one that is there."""
+    if known is None or more is None:
+        return more if known is None else known
+    return known + more
 
 
 def scale_gradients(gradients: Iterable[torch.Tensor | None], factor: float) -> None:
@@ -94,95 +115,32 @@ def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max
     scale_gradients(gradients, clip_factor(norm=norm, max_norm=max_norm))
 
 
-class Flat:
-    """How tensors travel to other ranks: in flat buckets.
+def flags_of(names: Sequence[str], gradients: Grads, note: Sequence[float], *, device: torch.device) -> torch.Tensor:
+    """[n + note] float64: 1 where there is a gradient, else 0, then the note. Raises ValueError for a sparse one.
 
-    A bucket holds tensors of one type, together at most BUCKET_BYTES; one of ALONE_BYTES or more stands alone, an empty
-    one nowhere.
-
-    Arguments:
-        like: shapes and types, in the same order on both sides.
-
-    Attributes:
-        buckets: positions of the tensors in each.
+    One that no rank has is left None, since optimizers leave such a parameter alone.
     """
-
-    def __init__(self, like: Sequence[torch.Tensor]) -> None:
-        self.like = tuple(like)
-        self.buckets = tuple(buckets_of(self.like))
-
-    def specs(self) -> list[TensorSpec]:
-        numels = [sum(self.like[i].numel() for i in bucket) for bucket in self.buckets]
-        types = [self.like[bucket[0]].dtype for bucket in self.buckets]
-        return [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
-
-    def pack(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Every bucket as a copy."""
-        return tuple(flatten([tensors[i] for i in bucket]) for bucket in self.buckets)
-
-    def unpack(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors, views of the buckets."""
-        found = list(self.like)  # empty ones stay
-        for bucket, flat in zip(self.buckets, flats, strict=True):
-            for i, part in zip(bucket, unflatten(flat, [self.like[i] for i in bucket]), strict=True):
-                found[i] = part
-        return found
+    refuse_sparse(names, gradients)
+    flags = [float(gradient is not None) for gradient in gradients]
+    return torch.tensor([*flags, *note], dtype=torch.float64, device=device)
 
 
-class FlatGradients:
-    """How the gradients of some parameters travel to other ranks: a flag for each, and flat buckets.
-
-    A flag is 1, or 0 where no gradient came: one that no rank has is left None, since optimizers leave such a parameter
-    alone. A note of the sender's travels with the flags: any n + 1 numbers.
-
-    Arguments:
-        parameters: n of them, with their names, in the same order on all ranks; or what travels of each.
-    """
-
-    def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.names = tuple(name for name, _ in parameters)
-        self.parameters = tuple(parameter for _, parameter in parameters)
-        self._flat = Flat(self.parameters)
-        self.buckets = self._flat.buckets
-
-    def flags(self, gradients: Grads) -> torch.Tensor:
-        """[n] float64: 1 where there is a gradient. Raises ValueError for a sparse one."""
-        refuse_sparse(self.names, gradients)
-        return self._numbers([float(gradient is not None) for gradient in gradients])
-
-    def specs(self) -> list[TensorSpec]:
-        return [TensorSpec((2 * len(self.parameters) + 1,), (1,), torch.float64, False), *self._flat.specs()]
-
-    def pack(self, gradients: Grads, note: Sequence[float]) -> tuple[torch.Tensor, ...]:
-        """A message: flags and the note, then every bucket as a copy, zeros where no gradient came."""
-        flags = torch.cat([self.flags(gradients), self._numbers(note)])
-        whole = [
-            torch.zeros_like(parameter) if gradient is None else gradient.detach()
-            for parameter, gradient in zip(self.parameters, gradients, strict=True)
-        ]
-        return (flags, *self._flat.pack(whole))
-
-    def unpack(self, message: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[float]]:
-        """The gradients of a message, views of it, and the note."""
-        flags, *flats = message
-        count = len(self.parameters)
-        numbers: list[float] = flags.tolist()
-        present, note = numbers[:count], numbers[count:]
-        gradients = zip(self._flat.unpack(flats), present, strict=True)
-        return [gradient if is_there else None for gradient, is_there in gradients], note
-
-    def _numbers(self, values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.parameters[0].device)
+def pack_gradients(flat: Flat, names: Sequence[str], gradients: Grads, note: Sequence[float]) -> Tensors:
+    """A message of n gradients: flags and a note of n + 1 numbers, then every bucket as a copy."""
+    pairs = zip(flat.like, gradients, strict=True)
+    whole = [torch.zeros_like(like) if gradient is None else gradient.detach() for like, gradient in pairs]
+    return (flags_of(names, gradients, note, device=flat.like[0].device), *flat.pack(whole))
 
 
-def flatten(tensors: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors], out=out)
+def gradient_specs(flat: Flat) -> list[TensorSpec]:
+    return [TensorSpec((2 * len(flat.like) + 1,), (1,), torch.float64, False), *flat.specs()]
 
 
-def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of `flat` with the shapes of the tensors that it was made of."""
-    parts = torch.split(flat, [tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+def unpack_gradients(flat: Flat, message: Tensors) -> tuple[list[torch.Tensor | None], list[float]]:
+    """The gradients of a message, views of it, and the note."""
+    numbers: list[float] = message[0].tolist()
+    gradients = zip(flat.unpack(message[1:]), numbers, strict=False)
+    return [gradient if is_there else None for gradient, is_there in gradients], numbers[len(flat.like) :]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -190,27 +148,78 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def buckets_of(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Positions by bucket, those of each type in order, without empty ones; large ones have a bucket each."""
-    by_type: dict[torch.dtype, list[int]] = {}
-    for position, parameter in enumerate(parameters):
-        if not parameter.numel():
-            continue
-        by_type.setdefault(parameter.dtype, []).append(position)
-    found: list[tuple[int, ...]] = []
-    for positions in by_type.values():
-        bucket: list[int] = []
-        held = 0
-        for position in positions:
-            size = parameters[position].numel() * parameters[position].element_size()
-            if size >= ALONE_BYTES:
-                found.append((position,))
-                continue
-            if bucket and held + size > BUCKET_BYTES:
-                found.append(tuple(bucket))
-                bucket, held = [], 0
-            bucket.append(position)
-            held += size
-        if bucket:
-            found.append(tuple(bucket))
-    return found
+class LossScale:
+    """The scale that the weights as they are now are trained with. `scaler`: the user's. It has the scale between two
+    steps; what is changed in it counts."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+        self._scale = self._published = _read(scaler)
+
+    @property
+    def value(self) -> float:
+        return self._scale[0]
+
+    def update(self, *, overflowed: bool) -> None:
+        """An update was made, or skipped since gradients overflowed: the scale of the next one.
+
+        Raises NonFiniteLossError, on every rank alike, where the scale has shrunk to 0: no scale helps any more.
+        """
+        value, good = self._scale
+        scale, tracker = torch.tensor(value, dtype=torch.float32), torch.tensor(good, dtype=torch.int32)
+        torch._amp_update_scale_(
+            scale,
+            tracker,
+            torch.tensor(float(overflowed), dtype=torch.float32),
+            self._scaler.get_growth_factor(),
+            self._scaler.get_backoff_factor(),
+            self._scaler.get_growth_interval(),
+        )
+        if overflowed and not scale > 0:
+            raise NonFiniteLossError(
+                "the loss scale has shrunk to 0, since gradients were infinite or not a number in one batch after the "
+                "other: the updates of all of them were skipped. Expected a finite loss and gradients for some scale; "
+                "look at the samples, or run a batch in float32"
+            )
+        self._scale = scale.item(), int(tracker)
+
+    def publish(self) -> None:
+        """Let the user's scaler have the scale."""
+        if self._scale != self._published:
+            value, good = self._scale
+            self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": value, "_growth_tracker": good})
+        self._published = _read(self._scaler)
+
+    def changed_outside(self) -> bool:
+        return _read(self._scaler) != self._published
+
+    def adopt(self) -> None:
+        self._scale = self._published = _read(self._scaler)
+
+    def content(self) -> _Scale:
+        return self._scale
+
+    def load(self, content: Sequence[float]) -> None:
+        value, good = content
+        self._scale = value, int(good)
+        self.publish()
+
+
+def unscale(gradients: Iterable[torch.Tensor | None], scale: float, *, device: torch.device) -> torch.Tensor:
+    """Divide gradients by the scale, in place. Returns 1 where one of them is not finite, else 0: float32 scalar."""
+    overflowed = torch.zeros((), dtype=torch.float32, device=device)
+    inverse = torch.full((), scale, dtype=torch.float32, device=device).double().reciprocal().float()
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient is not None:
+            values = gradient._values() if gradient.is_sparse else gradient
+            by_type.setdefault(values.dtype, []).append(values)
+    for group in by_type.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(group, overflowed, inverse)
+    return overflowed
+
+
+def _read(scaler: GradScaler) -> _Scale:
+    state = scaler.state_dict()
+    scale = torch.tensor(float(state["scale"]), dtype=torch.float32)  # as it is used, whatever the default type
+    return scale.item(), int(state["_growth_tracker"])

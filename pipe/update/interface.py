@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...comm.buckets import buckets_of
 from ...partition.profiler.memory import bytes_of
 from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
@@ -31,8 +32,7 @@ from ..results import Known
 from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
-from .gradients import buckets_of
-from .loss_scale import LossScale
+from .gradients import LossScale
 from .optimizers import StageOptimizers, warn_of_unheld
 from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards

@@ -22,14 +22,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from ...comm.buckets import BucketSum
 from ...schedules import Collective
+from ..batch.agreement import checksum
 from ..batch.batches import Batch, NonFiniteLossError
-from ..batch.checksum import checksum
 from ..results import EvalResult, Known
 from ..settings.given import Given, check_batch
 from ..shards.shard import ADAPTIVE
 from .flush import FlushPrograms, FlushUpdate, shared_sums
-from .gradients import buckets_of, flatten, unflatten
 from .interface import Programs
 from .shared_sums import SharedSum
 
@@ -140,15 +140,17 @@ class LocalUpdate(FlushUpdate):
             if isinstance(x, torch.Tensor)
         }
         rest = {name: checksum(x) for name, x in states.items() if not (x.dim() and x.is_floating_point())}
-        everyone = run.collectives.by_rank((sorted(states), rest), what="comparing the optimizers of replicas")
-        for row in {*self._programs.data_groups}:
-            if any(everyone[rank] != everyone[row[0]] for rank in row):  # told by all processes alike
-                raise run.guard.spared(
-                    ValueError(
-                        f"the optimizers of ranks {row} hold state of other parameters (gradients came on some alone), "
-                        f"and a checkpoint has one for all: expected sync=1, or a model of which every batch uses all"
-                    )
-                )
+
+        def differing(_: int, one: tuple[object, ...], __: int, other: tuple[object, ...]) -> str | None:
+            if one[:2] != other[:2] or one == other:
+                return None
+            return (
+                f"the optimizers of ranks {one[0]} hold state of other parameters (gradients came on some alone), "
+                f"and a checkpoint has one for all: expected sync=1, or a model of which every batch uses all"
+            )
+
+        mine = tuple(self._row), run.layout.place.tensor[0], sorted(states), rest
+        run.collectives.alike(mine, differing, what="comparing the optimizers of replicas")
         self.gate.enter()
         self._mean([(name[0], states[name]) for name in sorted(states) if name not in rest])
 
@@ -232,16 +234,15 @@ class LocalUpdate(FlushUpdate):
         by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for name, tensor in named:
             by_holders.setdefault(self.ownership.holders(name), []).append(tensor)
-        begun, begin = [], self.run.collectives.begin_all_reduce
+        begun = []
         for ranks, tensors in by_holders.items():
-            for bucket in buckets_of(tensors):
-                some = [tensors[i] for i in bucket]
-                flat = flatten(some).div_(len(ranks))
-                begun.append((some, flat, begin(flat, what="averaging weights", ranks=ranks)))
-                self._sent(2 * (len(ranks) - 1) * flat.nbytes // len(ranks))
-        for some, flat, wait in begun:
-            wait()
-            torch._foreach_copy_(some, unflatten(flat, some))
+            mean = BucketSum(tensors, self.run.collectives, what="averaging weights", ranks=ranks)
+            for at, bucket in enumerate(mean.buckets):
+                mean.leave(at, [tensors[i] / len(ranks) for i in bucket])
+            begun.append((tensors, mean))
+            self._sent(2 * (len(ranks) - 1) * mean.num_bytes // len(ranks))
+        for tensors, mean in begun:
+            torch._foreach_copy_(tensors, mean.wait())
 
     def _sent(self, num_bytes: int) -> None:
         self.averaging = self.averaging._replace(sent_bytes=self.averaging.sent_bytes + num_bytes)

@@ -15,6 +15,7 @@ from ...partition.model.forms import Tensors
 from ...partition.profiler.clock import Stamp
 from ...schedules import Action, Collective, Message, Op, Schedule
 from ...schedules.program import GroupStep
+from ..batch.agreement import UNKNOWN, Identity
 from ..batch.batches import (
     LOWER_OR_CLIP,
     NO_UPDATE,
@@ -25,9 +26,8 @@ from ..batch.batches import (
     read_loss_summary,
     summarize_losses,
 )
-from ..batch.checksum import UNKNOWN, Identity
 from ..settings.model_loss import LossValue
-from .loss_scale import LossScale
+from .gradients import LossScale
 from .shards import Shards
 from .shared_sums import SharedSum
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ...comm import Collectives
+from ...comm.buckets import buckets_of, flatten, unflatten
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..settings.delay_correction import Feedback
@@ -28,7 +29,6 @@ from ..shards.split import ParameterSplit, ShardedParameter, split_parameters
 from ..stage.ownership import BETWEEN_BATCHES, Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
-from .gradients import buckets_of, flatten, unflatten
 from .optimizers import StageOptimizers
 
 Wait = Callable[[], None]

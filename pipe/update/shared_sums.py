@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from ...comm import Collectives, LinkCodecs, TensorSpec
+from ...comm.buckets import BucketSum
 from ...comm.codecs import exact_type, num_bytes, orthonormal, product, start_matrix, unpack, wire_specs
 from ...schedules import Collective
 from ..shards.split import ShardedParameter
-from .gradients import Flat, FlatGradients, flatten, scale_gradients, unflatten
+from .gradients import flags_of, scale_gradients
 from .options import differing_options
 from .shards import begin_sum
 
@@ -53,22 +54,24 @@ class SharedSum:
         stages = " and ".join(map(str, collective.stages))
         self._what = f"summing shared gradients (replicas, tied weights) of stage {stages}"
         self._ranks = ranks
-        self._flat = FlatGradients(parameters)
+        self._names = tuple(name for name, _ in parameters)
+        self._parameters = tuple(parameter for _, parameter in parameters)
         self._parts = parts
         self._codecs = codecs if len(collective.stages) == 1 else None  # tied weights' go between stages, too
         self._collectives = collectives
         self._compare = compare
         self._device = collectives.device
         self._flags = torch.empty(0)
+        self._total = BucketSum(self._parameters, collectives, what=self._what, ranks=ranks)
+        buckets = self._total.buckets
         # One order on all ranks, whenever a bucket leaves on each: backwards make gradients of last parameters first.
-        self._order = sorted(range(len(self._flat.buckets)), key=lambda at: -min(self._flat.buckets[at]))
-        self._holder = {i: at for at, bucket in enumerate(self._flat.buckets) for i in bucket}
+        self._order = sorted(range(len(buckets)), key=lambda at: -min(buckets[at]))
+        self._holder = {i: at for at, bucket in enumerate(buckets) for i in bucket}
         # Whether a backward makes each gradient at once, and nothing changes it until `begin`; None: nobody has looked.
         self._made_once: bool | None = None
         self._made: dict[int, tuple[torch.Tensor, int]] = {}  # by parameter, as the backward, or `_leave`, has left it
-        self._totals: dict[int, torch.Tensor] = {}  # by bucket
-        self._waits: list[Callable[[], None]] = []
-        self._buffers: dict[int, torch.Tensor] = {}  # by bucket
+        self._waits: list[Callable[[], Sequence[torch.Tensor] | None]] = []  # for flags, parts, packed sums
+        self._sums: Sequence[torch.Tensor] = ()  # by parameter; none where they are divided
 
     @contextmanager
     def beside(self, factor: float) -> Iterator[None]:
@@ -81,8 +84,8 @@ class SharedSum:
         if together or self._made_once is False:
             yield
             return
-        parameters, counts = self._flat.parameters, Counter[int]()
-        missing = [set(bucket) for bucket in self._flat.buckets]
+        parameters, counts = self._parameters, Counter[int]()
+        missing = [set(bucket) for bucket in self._total.buckets]
 
         def made(number: int, parameter: torch.Tensor) -> None:
             counts[number] += 1
@@ -91,15 +94,15 @@ class SharedSum:
             if self._made_once is None:
                 self._made[number] = parameter.grad, parameter.grad._version
                 return
-            if self._holder[number] in self._totals:
+            if self._holder[number] in self._total.left:
                 raise ValueError(
-                    f"the gradient of {self._flat.names[number]!r} was made twice in a backward, and replicas began to "
+                    f"the gradient of {self._names[number]!r} was made twice in a backward, and replicas began to "
                     f"add it up behind the first: expected once, as with checkpoint(..., use_reentrant=False)"
                 )
             missing[self._holder[number]].discard(number)
-            while len(self._totals) < len(self._order) and not missing[at := self._order[len(self._totals)]]:
-                self._leave(factor)
-                left = [(i, parameters[i].grad) for i in self._flat.buckets[at]]
+            while (at := self._following()) is not None and not missing[at]:
+                self._leave(at, factor)
+                left = [(i, parameters[i].grad) for i in self._total.buckets[at]]
                 self._made |= {i: (gradient, gradient._version) for i, gradient in left if gradient is not None}
 
         hooks: list[Any] = [
@@ -117,13 +120,13 @@ class SharedSum:
 
     def _check_unchanged(self) -> None:
         """Nothing may have changed gradients that left; where none did yet, none will be early if something has."""
-        parameters = self._flat.parameters
+        parameters = self._parameters
         for number, (gradient, version) in self._made.items():
             if parameters[number].grad is gradient and gradient._version == version:
                 continue
-            if self._totals:
+            if self._total.left:
                 raise ValueError(
-                    f"the gradient of {self._flat.names[number]!r} was changed behind its backward, when replicas had "
+                    f"the gradient of {self._names[number]!r} was changed behind its backward, when replicas had "
                     f"begun to add it up: expected such a hook from the first step on, or one of the parameter"
                 )
             self._made_once = False
@@ -139,53 +142,47 @@ class SharedSum:
             on_through: is called when all ranks' gradients are added up.
         """
         self._check_unchanged()
-        parameters = self._flat.parameters
+        gradients = [p.grad for p in self._parameters]
         if self._compare is not None:
-            self._compare({name: p.grad for name, p in zip(self._flat.names, parameters, strict=True)})
-        numbers = torch.tensor([options.get(id(p), 0) for p in parameters], dtype=torch.float64, device=self._device)
-        self._flags = torch.cat([self._flat.flags([p.grad for p in parameters]), numbers, numbers.square()])
+            self._compare(dict(zip(self._names, gradients, strict=True)))
+        numbers = [float(options.get(id(p), 0)) for p in self._parameters]
+        note = [*numbers, *(number**2 for number in numbers)]
+        self._flags = flags_of(self._names, gradients, note, device=self._device)
         together = bool(self._parts) or self._is_packed
+        while not together and (at := self._following()) is not None:
+            self._leave(at, factor)
+        of_flags = None if together else on_through  # the last of all
+        begin, what, ranks = self._collectives.begin_all_reduce, self._what, self._ranks
+        self._waits.append(begin(self._flags, what=what, ranks=ranks, on_through=of_flags))
         if together:
-            scale_gradients([p.grad for p in parameters], factor)
-        while not together and len(self._totals) < len(self._order):
-            self._leave(factor)
-        self._waits.append(self._begin_sum(self._flags, None if together else on_through))  # the last of all
+            scale_gradients(gradients, factor)
         if self._parts:
-            self._waits.append(
-                begin_sum(self._parts, self._ranks, self._collectives, what=self._what, on_through=on_through)
-            )
+            self._waits.append(begin_sum(self._parts, ranks, self._collectives, what=what, on_through=on_through))
         elif self._is_packed:
-            buckets, codecs = self._flat.buckets, self._codecs
-            assert codecs is not None
-            gradients = [torch.zeros_like(p.detach()) if p.grad is None else p.grad for p in parameters]
-            named = dict(zip(self._flat.names, gradients, strict=True))
-            wait = begin_packed_sum(codecs, named, self._collectives, ranks=self._ranks, what=self._what)
-
-            def take() -> None:
-                sums = wait()
-                self._totals = {at: flatten([sums[i] for i in bucket]) for at, bucket in enumerate(buckets)}
-
-            self._waits.append(take)
+            assert self._codecs is not None
+            named = dict(zip(self._names, map(_whole, self._parameters), strict=True))
+            self._waits.append(begin_packed_sum(self._codecs, named, self._collectives, ranks=ranks, what=what))
 
     @property
     def _is_packed(self) -> bool:
         return self._codecs is not None and self._codecs.data is not None and not self._codecs.is_paused
 
-    def _begin_sum(self, total: torch.Tensor, on_through: Callable[[], None] | None = None) -> Callable[[], None]:
-        return self._collectives.begin_all_reduce(total, what=self._what, ranks=self._ranks, on_through=on_through)
+    def _following(self) -> int | None:
+        """The bucket that leaves next."""
+        count = len(self._total.left)
+        return self._order[count] if count < len(self._order) else None
 
-    def _leave(self, factor: float) -> None:
-        """The next bucket's gradients, times `factor`."""
-        at = self._order[len(self._totals)]
-        parameters = [self._flat.parameters[i] for i in self._flat.buckets[at]]
+    def _leave(self, at: int, factor: float) -> None:
+        """A bucket's gradients, times `factor`."""
+        parameters = [self._parameters[i] for i in self._total.buckets[at]]
         scale_gradients([p.grad for p in parameters], factor)
-        total = self._totals[at] = self._flatten(at, parameters)
-        self._waits.append(self._begin_sum(total))
+        self._total.leave(at, [_whole(p) for p in parameters])
 
     def wait(self) -> None:
         """Block until all is added up. Raises PipelineTimeout or PeerLost, with the ranks that it is waited for."""
+        self._sums = self._total.wait() if self._total.left else ()
         while self._waits:
-            self._waits.pop(0)()
+            self._sums = self._waits.pop(0)() or self._sums
 
     def finish(self) -> set[str]:
         """The sums become the gradients (of divided parameters: of this rank's parts); returns the names of those which
@@ -193,44 +190,35 @@ class SharedSum:
         present, totals, squares = self._flags.view(3, -1)
         differing = (len(self._ranks) * squares != totals.square()).nonzero().flatten().tolist()
         if differing:  # the same on all ranks, so that none goes on alone
-            raise ValueError(differing_options([self._flat.names[position] for position in differing], self._ranks))
+            raise ValueError(differing_options([self._names[position] for position in differing], self._ranks))
         there = present.tolist()
         for part, count in zip(self._parts, there, strict=False):
             if not count:
                 part.parameter.grad = None
-        for at, total in self._totals.items():  # none where they are divided
-            self._put_back(self._flat.buckets[at], total, there)
-        self._totals = {}
-        return {name for name, count in zip(self._flat.names, there, strict=True) if count}
-
-    def drop(self) -> None:
-        self._waits, self._totals, self._made = [], {}, {}
-
-    def _put_back(self, bucket: Sequence[int], total: torch.Tensor, there: Sequence[float]) -> None:
-        parameters = [self._flat.parameters[i] for i in bucket]
         own, summed = [], []
-        for i, p, part in zip(bucket, parameters, unflatten(total, parameters), strict=True):
+        for i in self._holder if self._sums else ():
+            parameter, total = self._parameters[i], self._sums[i]
             if not there[i]:
-                p.grad = None
+                parameter.grad = None
                 continue
-            if p.grad is None:
-                p.grad = torch.empty_like(p)
-            if p.grad.data_ptr() != part.data_ptr():
-                own.append(p.grad)
-                summed.append(part)
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            if parameter.grad.data_ptr() != total.data_ptr():
+                own.append(parameter.grad)
+                summed.append(total)
         if own:
             torch._foreach_copy_(own, summed)
+        self.drop()
+        return {name for name, count in zip(self._names, there, strict=True) if count}
 
-    def _flatten(self, at: int, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The gradients of a bucket in one tensor: one alone is its own, several a copy in memory that is kept from
-        batch to batch (on a CPU fresh memory costs more than the copy into it)."""
-        gradients = [torch.zeros_like(p.detach()) if p.grad is None else p.grad for p in parameters]
-        if len(gradients) == 1 and gradients[0].is_contiguous():
-            return gradients[0].view(-1)
-        if at not in self._buffers:
-            size = sum(p.numel() for p in parameters)
-            self._buffers[at] = torch.empty(size, dtype=parameters[0].dtype, device=self._device)
-        return flatten(gradients, out=self._buffers[at])
+    def drop(self) -> None:
+        self._total.drop()
+        self._waits, self._sums, self._made = [], (), {}
+
+
+def _whole(parameter: nn.Parameter) -> torch.Tensor:
+    """Its gradient; zeros where none came."""
+    return torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad
 
 
 def begin_packed_sum(
@@ -249,17 +237,10 @@ def begin_packed_sum(
     memory, num_whole = codecs.memory, 2 * (count - 1) * num_bytes(specs) // count
 
     def begin(tensors: Sequence[torch.Tensor], replaced: int) -> Callable[[], list[torch.Tensor]]:
-        flat = Flat(tensors)
-        totals = flat.pack(tensors)
-        waits = [collectives.begin_all_reduce(total, what=what, ranks=ranks) for total in totals]
-        codecs.count("data", 2 * (count - 1) * sum(x.nbytes for x in totals) // count, replaced)
-
-        def finish() -> list[torch.Tensor]:
-            for wait in waits:
-                wait()
-            return flat.unpack(totals)
-
-        return finish
+        total = BucketSum(tensors, collectives, what=what, ranks=ranks)
+        total.leave_all(tensors)
+        codecs.count("data", 2 * (count - 1) * total.num_bytes // count, replaced)
+        return total.wait
 
     if codec.kind == "lowrank":
         exact = {i: whole[i].to(exact_type(whole[i].dtype)) for i, key in enumerate(keys) if key}

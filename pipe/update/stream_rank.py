@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...comm import TensorSpec
+from ...comm.buckets import Flat
 from ...partition.model.forms import Tensors
 from ...schedules import Message, MessageKind, Op
 from ...schedules.lowering.course import Course
@@ -22,7 +23,15 @@ from ...schedules.program import GroupStep
 from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
 from ..results import Known
 from ..stage.ownership import Ownership
-from .gradients import Flat, FlatGradients, clip_gradients, norm_of, norm_part, scale_gradients
+from .gradients import (
+    clip_gradients,
+    gradient_specs,
+    norm_of,
+    norm_part,
+    pack_gradients,
+    scale_gradients,
+    unpack_gradients,
+)
 from .optimizers import StageOptimizers
 from .options import SameOptions
 from .rank_update import RankUpdate, UpdateGate
@@ -38,7 +47,6 @@ class _UpdateGroup:
     notes: set[int] = field(default_factory=set)  # ranks whose note is read
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # parts of the norm, by rank
     norm: float | None = None
-    clipped: bool = False
     updates: int = 0
 
 
@@ -107,7 +115,7 @@ class StreamRank(RankUpdate):
                 return super().specs(message)
             case MessageKind.SUM:
                 comes = message.dst == self._rank
-                return (self._from[message.src] if comes else self._to[message.dst]).specs()
+                return gradient_specs(self._from[message.src] if comes else self._to[message.dst])
             case MessageKind.WEIGHTS:
                 peer = message.src if message.dst == self._rank else message.dst
                 return self._flat_parts(peer, of=message.src).specs()
@@ -144,7 +152,7 @@ class StreamRank(RankUpdate):
                     None if gradient is None else self._part(name, message.dst, gradient)
                     for name, gradient in zip(names, own, strict=True)
                 ]
-                return self._to[message.dst].pack(gradients, self._same_options.note(names))
+                return pack_gradients(self._to[message.dst], names, gradients, self._same_options.note(names))
             case MessageKind.NORM:
                 return (group.norms[self._rank],)
             case _:
@@ -181,10 +189,9 @@ class StreamRank(RankUpdate):
         self.has_updated = True
         group = self._group(index)
         self._add_shared(index)
-        if self._max_grad_norm is not None and not group.clipped:
+        if self._max_grad_norm is not None and not group.updates:
             assert group.norm is not None
             clip_gradients(self._gradients(index), norm=group.norm, max_norm=self._max_grad_norm)
-            group.clipped = True
         optimizers = self.stages[stage]
         batch = index // self._per_batch
         is_batchs_last = (index + 1) % self._per_batch == 0
@@ -262,8 +269,8 @@ class StreamRank(RankUpdate):
         for weights in self.weights.values():
             weights.note()
 
-    def _flat(self, names: Sequence[str], *, of: int) -> FlatGradients:
-        return FlatGradients([(name, self._part(name, of, _like(self._parameter(name)))) for name in names])
+    def _flat(self, names: Sequence[str], *, of: int) -> Flat:
+        return Flat([self._part(name, of, _like(self._parameter(name))) for name in names])
 
     def _flat_parts(self, peer: int, *, of: int) -> Flat:
         """The parts of a rank, among what this one and `peer` divide."""
@@ -288,7 +295,7 @@ class StreamRank(RankUpdate):
             return
         parts: dict[str, dict[int, torch.Tensor | None]] = {}  # parameter -> rank -> gradient
         for peer, message in group.sums.items():
-            gradients, note = self._from[peer].unpack(message)
+            gradients, note = unpack_gradients(self._from[peer], message)
             if peer not in group.notes:
                 group.notes.add(peer)
                 self._same_options.told(peer, self._with[peer], note)

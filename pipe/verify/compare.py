@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import Node
 
-# Relative to the largest element of a tensor. Sums in another order differ by some rounding errors; what this is to
-# find (a missing hook, a lost gradient, a buffer that moved twice) differs by far more.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-_OF_SHORTER_TYPES = 5e-2
+from ..guards.rounding import SUMS, by_type
+
 _BELOW_THE_LARGEST = 1e-3  # gradients that are so much smaller than the model's largest count as that small
 _LEAST = 1e-4  # as large counts what is smaller: rounding alone, as the mean of a LayerNorm
 
@@ -121,7 +119,8 @@ def size(x: torch.Tensor) -> float:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return _TOLERANCE.get(dtype.to_real() if dtype.is_complex else dtype, _OF_SHORTER_TYPES)
+    """Relative to the largest element of a tensor."""
+    return by_type(SUMS, dtype.to_real() if dtype.is_complex else dtype)
 
 
 def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:

@@ -18,17 +18,17 @@ from ...partition.model.units import Entering
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import device_memory
 from ..context import Run
-from ..guards.randomness import Seeder
+from ..guards.randomness import MERSENNE_WORDS, Seeder
 from ..settings.given import Given
 from ..settings.model_loss import LossValue
 from ..settings.options import FIRST
-from ..stage.autocast import Autocast
+from ..settings.precision import Autocast
 from ..stage.loss import with_loss
 from ..stage.own_state import tensors_of
 from ..telling import tell
+from ..update.gradients import added
 from .compare import Outcome, graph_of, tolerance_of
 
-_WORDS = 624  # of the state of Python's generator; behind them the place of the next one
 _TABLES = ("_parameters", "_buffers", "_modules")
 _TOO_LARGE = (
     "verify: no copy of the model fits, as it and its gradients take more than an eighth of the memory. In the first "
@@ -216,8 +216,7 @@ def _add_up(gradients: dict[str, torch.Tensor | None], root: nn.Module, divisor:
     for name, parameter in root.named_parameters():
         if parameter.grad is None:
             continue
-        grad, known = parameter.grad / divisor, gradients[name]
-        gradients[name] = grad if known is None else known + grad
+        gradients[name] = added(gradients[name], parameter.grad / divisor)
         parameter.grad = None
 
 
@@ -247,7 +246,7 @@ class Watch:
     def _look_for_draws(self) -> None:
         """It may have been seeded since it was last looked at; a fresh state has used up none of its words."""
         state = random.getstate()
-        self._draws |= state != self._python_random and state[1][-1] != _WORDS
+        self._draws |= state != self._python_random and state[1][-1] != MERSENNE_WORDS
 
     def loss_of(self, loss_of: Callable[[object, object], LossValue]) -> Callable[[object, object], LossValue]:
         """The same loss, whose graph is looked at."""

@@ -22,17 +22,16 @@ from ...partition.model.forms import Tensors
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import give_back
 from ...schedules import Schedule
+from ..batch.agreement import is_shape_alone
 from ..batch.batches import read_loss, share_of_sum
-from ..batch.checksum import is_shape_alone
 from ..checkpoint.state import State
 from ..run.evaluation import Evaluation
 from ..settings.given import Given
 from ..telling import tell
-from ..update.gradients import clip_factor
+from ..update.gradients import added, clip_factor
 from .compare import Outcome, first_difference
+from .parts import Regions, UnitsBeside
 from .plain import NotVerifiableError, PlainModule, Watch
-from .regions import Regions
-from .units import UnitsBeside
 
 _LARGE = 2**26
 _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batch
@@ -307,11 +306,8 @@ class Verifier:
         giver: dict[str, int] = {}  # replicas and tied weights in one process have equal gradients: one of them counts
 
         def take(position: int, name: str, gradient: torch.Tensor | None) -> None:
-            if giver.setdefault(name, position) != position:
-                return
-            known = taken.get(name)
-            added = gradient if known is None or gradient is None else known + gradient
-            taken[name] = known if added is None else added
+            if giver.setdefault(name, position) == position:
+                taken[name] = added(taken.get(name), gradient)
 
         if not self._schedule.is_asynchronous:
             result = self._training.accumulate(given)

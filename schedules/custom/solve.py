@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ..check import check
+from ..checks import check
 from ..ir import Action, Edge, Schedule, ScheduleError
 from ..kinds import at_least, option
 from ..placement import read_placement

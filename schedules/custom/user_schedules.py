@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
-from ..check import check
+from ..checks import check
 from ..ir import Action, Op, Schedule, ScheduleError
-from ..text import read_schedule
 from .user_code import call, load, parameters_of, said, takes
 
 if TYPE_CHECKING:
@@ -179,3 +178,21 @@ def _refuse_filter_without_state(key: Callable[[Action], Any]) -> None:
             f"{getattr(key, '__name__', 'the function')}(action) returns True or False: expected a key, a number or a "
             f"tuple of numbers of which the least goes first, or a filter may(action, so_far)"
         )
+
+
+def read_schedule(path: Path) -> Schedule:
+    """The checked schedule of a file: JSON where the text begins as an object, else CSV, whatever its name ends in.
+
+    Raises ValueError for a file that cannot be read, ScheduleError for a schedule that is faulty; both name the file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # with a byte order mark, as spreadsheets write it, or not
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"schedule file {str(path)!r} cannot be read: {error}") from None
+    try:
+        is_json = text.lstrip().startswith("{")
+        schedule = Schedule.from_json(text) if is_json else Schedule.from_csv(text, name=repr(path.stem)[1:-1])
+        check(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    return schedule

@@ -21,8 +21,9 @@ from ..collectives import place_collectives
 from ..dependencies import Dependencies
 from ..ir import BACKWARD_OPS, MOVE_OPS, Action, Collective, Op
 from ..messages import Message
-from ..rules.versions import derive_versions
 from ..timing.timeline import Span, Timeline
+from ..timing.waits import waits
+from ..versions import derive_versions
 
 
 class PathKind(StrEnum):
@@ -135,7 +136,7 @@ class _PathWalk:
         self._needs = Dependencies(timeline.schedule)
         self._compute = [rank.compute for rank in timeline.ranks]
         self._place = [{span.what: at for at, span in enumerate(spans)} for spans in self._compute]
-        self._arrived = [{span.what: span for span in rank.comm} for rank in timeline.ranks]
+        self._waits = waits(timeline, self._needs)
         self._moves = [{span.what: span for span in rank.moves} for rank in timeline.ranks]
         self._collectives: dict[Collective, dict[int, Span[Collective]]] = {}
         for rank, trace in enumerate(timeline.ranks):
@@ -201,13 +202,11 @@ class _PathWalk:
                     yield from self._way(node.what._replace(op=Op.RELOAD))
 
     def _messages(self, action: Action, rank: int) -> Iterator[PathStep]:
-        for message, maker, sender, *_ in self._needs.arrivals(action):
-            span = self._arrived[rank].get(message)
-            if span is not None:
-                yield PathStep(PathKind.MESSAGE, message, rank, span.start, span.end, sender)
-            elif maker in self._place[sender]:  # it took no time, or was not seen to arrive
-                made = self._compute[sender][self._place[sender][maker]].end
-                yield PathStep(PathKind.MESSAGE, message, rank, made, made, sender)
+        for each, made, way in self._waits[action]:
+            if way is not None:
+                yield PathStep(PathKind.MESSAGE, each.message, rank, way.start, way.end, each.sender)
+            elif made is not None:  # it took no time, or was not seen to arrive
+                yield PathStep(PathKind.MESSAGE, each.message, rank, made, made, each.sender)
 
     def _way(self, move: Action) -> Iterator[PathStep]:
         for rank, moves in enumerate(self._moves):

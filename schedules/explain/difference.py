@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..ir import Action, Op
-from ..timing.attribution import attribute_idle
 from ..timing.timeline import Idle, Timeline
+from ..timing.waits import attribute_idle
 from ..wording import count
 from .critical_path import critical_path
 from .stragglers import Straggler, find_stragglers

@@ -19,13 +19,13 @@ from statistics import median
 from typing import NamedTuple
 
 from ..ir import COMPUTE_OPS, Action, Op, Schedule
-from ..timing.attribution import attribute_idle
 from ..timing.costs import Costs
 from ..timing.inputs import Cause, Input, Values, calibrate, predicted_inputs
 from ..timing.links import Links
 from ..timing.measured_inputs import measured_inputs, own_durations, seconds_around
 from ..timing.simulate import simulate
 from ..timing.timeline import Timeline
+from ..timing.waits import attribute_idle
 from ..traces.clocks import clock_note
 from ..wording import count
 from .difference import Change, num_batches

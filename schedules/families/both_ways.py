@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..ir import Action, Op, Schedule
-from ..placement import snake_placement, two_way
+from ..placement import StagePlacement, two_way
 from .recognise import Family
 
 
@@ -160,7 +160,7 @@ def dualpipe_v(*, num_ranks: int, num_microbatches: int) -> Schedule:
             f"num_microbatches={num_microbatches} for schedule 'dualpipe-v' on {num_ranks} ranks: expected at least "
             f"{2 * num_ranks} (2P), which its warm-up needs"
         )
-    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    placement = StagePlacement.snake(num_ranks=num_ranks)
     programs = []
     for rank, stages in enumerate(placement):
         ways = [(stage, range(num_microbatches)) for stage in stages]

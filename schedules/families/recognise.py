@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..ir import Schedule
-from ..placement import FAMILY_PLACEMENTS, rank_of_stages
-from ..rules.weight_rules import RULES, WeightRule
+from ..placement import FAMILY_PLACEMENTS, family_placement
+from ..weight_rules import RULES, WeightRule
 from .warmup import Turns
 
 
@@ -64,7 +64,7 @@ class Family:
 
     def rank_of_stages(self, *, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
         """[S] rank of each stage, where each stands on one; stage s is chunk s // P there. KeyError for two ways."""
-        return rank_of_stages(self.placement, num_ranks=num_ranks, num_chunks=num_chunks)
+        return family_placement(self.placement, num_ranks=num_ranks, num_chunks=num_chunks).rank_of
 
     @property
     def takes_replicas(self) -> bool:

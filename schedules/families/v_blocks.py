@@ -13,13 +13,14 @@ each step of the way takes decides how long an activation is held, hence how man
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise, product
 
 from ..ir import Action, Op, Schedule
-from ..placement import snake_placement
+from ..placement import StagePlacement
 from ..timing.costs import Costs
-from .greedy import Rules, list_order, read_costs
+from .automatic import best_order, pose, read_costs, refills
 from .recognise import Family
 
 _PERIOD = 6
@@ -40,11 +41,9 @@ def repeat_block(
     fitting = all(len({slot % _PERIOD for slot in block(num_ranks, rank)}) == 4 for rank in ranks)
     size = num_ranks if fitting else num_ranks + 1
     programs = _repeated([block(size, rank) for rank in ranks], num_microbatches, Op.I)
-    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
-    caps = (num_microbatches,) * (2 * num_ranks)
-    rules = Rules(caps=caps, memory_limit=memory_limit, order=programs)
-    listed = list_order(placement, num_microbatches, table, rules)
-    return Schedule(name=name, placement=placement, programs=listed.programs, num_microbatches=num_microbatches)
+    placement = StagePlacement.snake(num_ranks=num_ranks)
+    evaluator = pose(placement, num_microbatches, table, memory_limit=memory_limit)
+    return best_order(name, evaluator, refills(evaluator, programs))
 
 
 def _repeated(slots: Sequence[Steps], num_microbatches: int, backward: Op) -> tuple[tuple[Action, ...], ...]:
@@ -117,7 +116,7 @@ def fitting_blocks(num_ranks: int, num_microbatches: int, memory_limit: float) -
     schedules of controllable memory); where the way turns it pauses so that fewest steps fall into one slot."""
     kinds = [(fast, slow, turn) for fast, slow in pairwise(_STEPS) for turn in range(num_ranks)]
     sizes = sorted(((_alive(_slots(num_ranks, *kind, (1, 1, 1))), kind) for kind in kinds), reverse=True)
-    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    placement = StagePlacement.snake(num_ranks=num_ranks)
     for _, kind in [each for each in sizes if each[0] <= memory_limit][:_FULLEST]:
         tries = (_slots(num_ranks, *kind, pauses) for pauses in product((1, 2, 3), repeat=3))
         slots = min(tries, key=lambda rows: sum(4 - len({slot % _PERIOD for slot in row}) for row in rows))
@@ -141,9 +140,6 @@ def _alive(slots: list[Steps]) -> float:
     return max(i0 - f0 + i1 - f1 + 2 for f0, f1, i1, i0 in slots) / _PERIOD
 
 
-_HANAYO_COSTS = Costs(forward=1.0, backward=2.0)
-
-
 def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
     """Each rank takes a backward if there is one, and of several what is nearest to the end of its way.
 
@@ -156,11 +152,48 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
     least 2F (a third of idle time for P=4, not 0.4); of more waves neither form holds (0.213 for P=4, w=2, 0.222 by
     the paper's). With more microbatches than P it waits more than interleaved 1F1B does.
     """
-    placement = snake_placement(num_ranks=num_ranks, num_chunks=num_chunks)
-    num_stages = num_ranks * num_chunks
-    rules = Rules(caps=(2 * num_ranks,) * num_stages, memory_limit=float("inf"), split=False)
-    listed = list_order(placement, num_microbatches, _HANAYO_COSTS.table(num_stages=num_stages), rules)
-    return Schedule(name="hanayo", placement=placement, programs=listed.programs, num_microbatches=num_microbatches)
+    placement = StagePlacement.snake(num_ranks=num_ranks, num_chunks=num_chunks)
+    programs = _waves(placement, num_microbatches, most=2 * num_ranks)
+    return Schedule(name="hanayo", placement=placement, programs=programs, num_microbatches=num_microbatches)
+
+
+def _waves(placement: StagePlacement, num_microbatches: int, *, most: int) -> tuple[tuple[Action, ...], ...]:
+    """What can start first comes first, of what starts at once a backward, and what is nearest to the end of its way.
+
+    Arguments:
+        most: microbatches of a stage that are under way at once.
+    """
+    rank_of, P, S = placement.rank_of, len(placement), len(placement.rank_of)
+    seconds = {Op.F: 1.0, Op.B: 2.0}
+    arrived: dict[Op, list[list[float]]] = {op: [[] for _ in range(S)] for op in seconds}
+    arrived[Op.F][0] = [0.0] * num_microbatches
+    done = {op: [0] * S for op in seconds}
+    free = [0.0] * P
+    programs: list[list[Action]] = [[] for _ in range(P)]
+    candidates = [[*((Op.B, s) for s in sorted(own)), *((Op.F, s) for s in sorted(own)[::-1])] for own in placement]
+
+    def choose(rank: int) -> tuple[float, Op, int]:
+        best = math.inf, Op.F, -1
+        for op, stage in candidates[rank]:
+            k = done[op][stage]
+            if k < len(arrived[op][stage]) and (op is Op.B or k - done[Op.B][stage] < most):
+                start = max(free[rank], arrived[op][stage][k])
+                best = (start, op, stage) if start < best[0] else best
+        return best
+
+    choices = [choose(rank) for rank in range(P)]
+    for _ in range(2 * S * num_microbatches):
+        rank = min(range(P), key=lambda rank: choices[rank][0])
+        start, op, stage = choices[rank]
+        programs[rank].append(Action(stage, op, done[op][stage]))
+        done[op][stage] += 1
+        free[rank] = start + seconds[op]
+        then, user = (Op.B, stage - 1) if op is Op.B else (Op.B, stage) if stage == S - 1 else (Op.F, stage + 1)
+        if user >= 0:
+            arrived[then][user].append(free[rank])
+            choices[rank_of[user]] = choose(rank_of[user])
+        choices[rank] = choose(rank)
+    return tuple(map(tuple, programs))
 
 
 HANAYO = Family(name="hanayo", build=hanayo, placement="snake")

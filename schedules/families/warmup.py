@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import NamedTuple
 
 from ..ir import Action, Op, Schedule
-from ..placement import cyclic_placement
+from ..placement import StagePlacement
 
 
 class Turns(NamedTuple):
@@ -98,7 +98,7 @@ def in_turn(
     of_ranks = tuple(programs)
     return Schedule(
         name=name,
-        placement=cyclic_placement(num_ranks=len(of_ranks), num_chunks=num_chunks),
+        placement=StagePlacement.cyclic(num_ranks=len(of_ranks), num_chunks=num_chunks),
         programs=of_ranks,
         num_microbatches=num_microbatches,
         num_slices=num_slices,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 
 from ..ir import Action, Op, Schedule, ScheduleError
-from ..placement import snake_placement
-from ..timing.costs import Costs, CostTable
-from .greedy import Listed, Rules, as_named, best_order, either_fill, read_costs, read_memory, with_weights
+from ..orders.evaluate import OrderEvaluator, Orders
+from ..placement import StagePlacement
+from ..timing.costs import Costs
+from .automatic import best_order, lists, named, pose, read_costs, read_memory, refills, with_weights
 from .recognise import Family
-from .v_blocks import v_half, v_min
+from .v_blocks import fitting_blocks, v_half, v_min
+from .warmup import put_off_weights
 
 
-def v_rounds(
-    num_ranks: int, num_microbatches: int, table: CostTable, memory_limit: float, kept: float
-) -> Iterator[Listed]:
+def v_rounds(evaluator: OrderEvaluator, memory_limit: float) -> Iterator[Orders]:
     """The orders that the authors of ZB-V search among, for a V of two chunks (Qi et al., section 6, and their code).
 
     The first microbatch goes down and back. Before it comes back a rank admits further ones as long as they end in time
@@ -24,27 +25,27 @@ def v_rounds(
 
     Nothing comes where sizes, costs or memory do not fit the rounds. O(M P^2) each.
     """
-    rounds = _Rounds(num_ranks, num_microbatches, table)
+    rounds = _Rounds(evaluator)
     try:
         rounds.warm_up(memory_limit)
-        for _ in range(2 * num_microbatches):
+        for _ in range(2 * rounds.M):
             rounds.gradients()
             rounds.forwards()
     except ScheduleError:
         return
-    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
-    yield from with_weights(rounds.placed, placement, table, memory_limit=memory_limit, kept=kept)
+    yield from with_weights(evaluator, rounds.placed)
 
 
 class _Rounds:
     """F and I in the order in which they are placed; times are those of a warm-up without backwards."""
 
-    def __init__(self, num_ranks: int, num_microbatches: int, table: CostTable) -> None:
-        self.P, self.M, self.table = num_ranks, num_microbatches, table
-        self.last = 2 * num_ranks - 1
-        self.ends: list[list[float]] = [[] for _ in range(2 * num_ranks)]  # of the forwards of a stage
-        self.gradients_done = [0] * (2 * num_ranks)
-        self.free = [0.0] * num_ranks
+    def __init__(self, evaluator: OrderEvaluator) -> None:
+        self.evaluator = evaluator
+        self.P, self.M = evaluator.problem.num_ranks, evaluator.num_microbatches
+        self.last = 2 * self.P - 1
+        self.ends: list[list[float]] = [[] for _ in range(2 * self.P)]  # of the forwards of a stage
+        self.gradients_done = [0] * (2 * self.P)
+        self.free = [0.0] * self.P
         self.placed: list[Action] = []
 
     def count(self, stage: int) -> int:
@@ -53,6 +54,13 @@ class _Rounds:
     def back(self, rank: int) -> int:
         return self.last - rank
 
+    def arrival(self, stage: int, k: int) -> float:
+        """When the input of a forward is there."""
+        return self.ends[stage - 1][k] + self.evaluator.problem.forward_delay[stage - 1]
+
+    def seconds(self, stage: int, k: int) -> float:
+        return self.evaluator.problem.seconds[Op.F][stage][k]
+
     def may_forward(self, stage: int) -> bool:
         k = self.count(stage)
         return k < self.M and (stage == 0 or k < self.count(stage - 1))
@@ -60,13 +68,9 @@ class _Rounds:
     def forward(self, stage: int) -> None:
         if not self.may_forward(stage):
             raise ScheduleError(f"stage {stage} has no forward to run in its turn")
-        rank, k = min(stage, self.last - stage), self.count(stage)
-        start = self.free[rank]
-        if stage:
-            before = stage - 1
-            latency = 0.0 if stage == self.P else self.table.latency[before]
-            start = max(start, self.ends[before][k] + latency)
-        self.free[rank] = start + self.table.of(Op.F, stage, k)
+        rank, k = self.evaluator.problem.rank_of[stage], self.count(stage)
+        start = max(self.free[rank], self.arrival(stage, k)) if stage else self.free[rank]
+        self.free[rank] = start + self.seconds(stage, k)
         self.ends[stage].append(self.free[rank])
         self.placed.append(Action(stage, Op.F, k))
 
@@ -83,9 +87,9 @@ class _Rounds:
             self.forward(rank)
         for rank in reversed(range(P)):
             while rank < P - 1 and self.count(rank) < M:
-                arrival = self.ends[self.back(rank) - 1][0] + self.table.latency[self.back(rank) - 1]
+                arrival = self.arrival(self.back(rank), 0)
                 room = self.count(rank) + 2 + 2 * rank <= memory_limit + 1e-9
-                if not room or self.free[rank] + self.table.of(Op.F, rank, self.count(rank)) > arrival:
+                if not room or self.free[rank] + self.seconds(rank, self.count(rank)) > arrival:
                     break
                 for each in range(rank + 1):
                     self.forward(each)
@@ -146,7 +150,7 @@ def zb_v(
     Without costs and limit it is the handcrafted order of the paper (and of torch's ScheduleZBVZeroBubble), and each
     rank holds 2P chunk activations when M >= 2P-1. Its makespan is then M 2 (F+I+W) + (P-1) F for F = I = W, of one
     chunk each, and free links; with other costs the span has a bubble, 8(P-1) for F, I, W = 10, 11, 7. With costs the
-    same order of F and I has its W where they fit, and greedy orders are tried as well, those of the authors' search
+    same order of F and I has its W where they fit, and other orders are tried as well, those of the authors' search
     among them (`v_rounds`): what has the least span is taken. First and last stage are on rank 0: tied embeddings need
     no message.
 
@@ -159,15 +163,16 @@ def zb_v(
     """
     limit = read_memory(memory_limit, kept, default=2 * num_ranks, least=2)
     table = read_costs(costs, num_stages=2 * num_ranks)
-    placement = snake_placement(num_ranks=num_ranks, num_chunks=2)
+    placement = StagePlacement.snake(num_ranks=num_ranks)
     programs = handcrafted(num_ranks, num_microbatches)
     paper = Schedule(name="zb-v", placement=placement, programs=programs, num_microbatches=num_microbatches)
     if costs is None and limit == 2 * num_ranks:
         return paper
+    evaluator = pose(placement, num_microbatches, table, memory_limit=limit, kept=kept)
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    named = as_named([paper, *(build(**sizes, costs=costs) for build in (v_half, v_min))], table, limit)
-    candidates = _candidates(num_ranks, num_microbatches, limit, kept, table)
-    return best_order("zb-v", placement, num_microbatches, table, candidates, named=named, seconds=seconds)
+    made = (paper, *(build(**sizes, costs=costs) for build in (v_half, v_min)))
+    candidates = chain(_candidates(evaluator, limit), named(evaluator, made))
+    return best_order("zb-v", evaluator, candidates, seconds=seconds)
 
 
 def handcrafted(num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
@@ -208,20 +213,21 @@ def _steps(P: int, rank: int, M: int) -> list[tuple[Op, int, int]]:
     return steps
 
 
-def _candidates(
-    num_ranks: int, num_microbatches: int, limit: float, kept: float, table: CostTable
-) -> Iterator[Rules | Listed]:
-    """The paper's order with its W where they fit, its search, then orders where rank r starts r microbatches fewer."""
-    P = num_ranks
+def _candidates(evaluator: OrderEvaluator, limit: float) -> Iterator[Orders]:
+    """The paper's order with its W where they fit, its search, blocks that fit, then lists where rank r starts r
+    microbatches fewer, or one."""
+    P, M = evaluator.problem.num_ranks, evaluator.num_microbatches
     if limit >= 2 * P:
-        caps, order = (num_microbatches,) * (2 * P), handcrafted(P, num_microbatches)
-        yield from either_fill(Rules(caps=caps, memory_limit=limit, kept=kept, order=order))
-    yield from v_rounds(P, num_microbatches, table, limit, kept)
+        yield from refills(evaluator, handcrafted(P, M))
+    yield from v_rounds(evaluator, limit)
+    if limit < 2 * P:
+        for block in fitting_blocks(P, M, limit):
+            yield from refills(evaluator, (put_off_weights(program, delay=0) for program in block.programs))
     room = int(limit + 1e-9)
     down = [max(1, room - 1 - rank) for rank in range(P)]
-    for up in ([room - each for each in down], [room] * P):
-        yield from either_fill(Rules(caps=(*down, *reversed(up)), memory_limit=limit, kept=kept))
-    yield Rules(caps=(1,) * (2 * P), memory_limit=limit, kept=kept)
+    for up in ([max(1, room - each) for each in down], [room] * P):
+        yield from lists(evaluator, (*down, *reversed(up)))
+    yield from lists(evaluator, (1,) * (2 * P))
 
 
 ZB_V = Family(

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from statistics import fmean
 
 from ..ir import Action, Op, Schedule
-from ..placement import cyclic_placement
+from ..orders.evaluate import OrderEvaluator, Orders
+from ..placement import StagePlacement
 from ..timing.costs import Costs, CostTable
-from .greedy import Listed, Rules, as_named, best_order, either_fill, read_costs, read_memory, with_weights
+from .automatic import best_order, lists, named, pose, read_costs, read_memory, refills, with_weights
 from .recognise import Family
 from .warmup import in_turn, one_by_one, put_off_weights
 
@@ -77,15 +79,15 @@ def zb_automatic(
     kept: float = 1.0,
     seconds: float = math.inf,
 ) -> Schedule:
-    """ZB-1p and ZB-2p: the least span that a greedy search finds for given costs, under a limit of P or 2P activations.
+    """ZB-1p and ZB-2p: the least span of some orders for given costs, under a limit of P or 2P activations.
 
     Forwards ahead fill the time until the first gradient, as many as memory allows; then forwards and backwards take
-    turns, or each rank takes what can start first, a backward before a forward. W fill gaps that are long enough, and
-    short ones where a rank has idled most, or everywhere; a W makes room for a forward that has none. Tried are some
-    slopes of the warm-up over the ranks, as the paper tries its flags, and what has the least span is taken, of these
-    the least makespan. There is no closed form. Where there are P activations, M >= P and W takes no more than F and I,
-    it has the span of ZB-H1, the least; with 2P usual costs leave no bubble in a rank's span. O(M P^2): some seconds at
-    P=32, M=256.
+    turns, or each rank takes what is there, backwards first or forwards first. W fill gaps that are long enough, or
+    long enough for half of one, or any, or short ones where a rank has idled most; a W makes room for a forward that
+    has none. Tried are some slopes of the warm-up over the ranks, as the paper tries its flags, and what has the least
+    span is taken, of these the least makespan. There is no closed form. Where there are P activations, M >= P and W
+    takes no more than F and I, it has the span of ZB-H1, the least; with 2P usual costs leave no bubble in a rank's
+    span. O(M P^2): some seconds at P=32, M=256.
 
     Arguments:
         most: memory limit where none is given, in P activations.
@@ -99,29 +101,28 @@ def zb_automatic(
     """
     limit = read_memory(memory_limit, kept, default=most * num_ranks, least=1)
     table = read_costs(costs, num_stages=num_ranks)
-    placement = cyclic_placement(num_ranks=num_ranks, num_chunks=1)
+    evaluator = pose(StagePlacement.cyclic(num_ranks=num_ranks), num_microbatches, table, memory_limit=limit, kept=kept)
     made = (build(num_ranks=num_ranks, num_microbatches=num_microbatches) for build in (zb_h1, zb_h2))
-    candidates, named = _candidates(num_microbatches, table, limit, kept), as_named(made, table, limit)
-    return best_order(name, placement, num_microbatches, table, candidates, named=named, seconds=seconds)
+    candidates = chain(_candidates(evaluator, table, limit), named(evaluator, made))
+    return best_order(name, evaluator, candidates, seconds=seconds)
 
 
-def _candidates(num_microbatches: int, table: CostTable, limit: float, kept: float) -> Iterator[Rules | Listed]:
+def _candidates(evaluator: OrderEvaluator, table: CostTable, limit: float) -> Iterator[Orders]:
     """Warm-ups that fall by so many forwards from rank to rank: from 1F1B's to what fills the way of a microbatch."""
-    before = len(table.latency) - 1  # ranks in front of the last
+    before = evaluator.num_stages - 1  # ranks in front of the last
     forward, input_grad = (fmean(map(fmean, table.rows[op])) for op in (Op.F, Op.I))
     full = 1 + (input_grad + 2 * fmean(table.latency)) / forward
     slopes = [*(1 + (full - 1) * step / 4 for step in range(5)), (limit - 1) / max(1, before)]
     warmups = dict.fromkeys(_warmup(slope, before, int(limit + 1e-9)) for slope in slopes)
+    whole = range(evaluator.num_microbatches)
     for warmup in warmups:
-        whole = range(num_microbatches)
-        order = [one_by_one(rank, whole, warmup=first - 1, op=Op.I) for rank, first in enumerate(warmup)]
-        yield from either_fill(Rules(caps=warmup, memory_limit=limit, kept=kept, order=order))
-    placement = cyclic_placement(num_ranks=before + 1, num_chunks=1)
+        programs = [one_by_one(rank, whole, warmup=first - 1, op=Op.I) for rank, first in enumerate(warmup)]
+        yield from refills(evaluator, programs)
+        yield from lists(evaluator, warmup)
     # The same, with at least one fewer than in the rank before.
     falling = (tuple(max(1, min(first, own[0] - rank)) for rank, first in enumerate(own)) for own in warmups)
     for warmup in dict.fromkeys(falling):
-        yield from with_weights(_in_rounds(warmup, num_microbatches), placement, table, memory_limit=limit, kept=kept)
-    yield from either_fill(Rules(caps=_warmup(full, before, int(limit + 1e-9)), memory_limit=limit, kept=kept))
+        yield from with_weights(evaluator, _in_rounds(warmup, evaluator.num_microbatches))
 
 
 def _warmup(slope: float, before: int, room: int) -> tuple[int, ...]:

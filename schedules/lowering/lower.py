@@ -29,7 +29,7 @@ from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..messages import NOTHING_SHARED, STAGE_KINDS, Message, MessageKind, Sharing, Transfer
 from ..program import GroupStep, Lowered, RankProgram, Step, Work
 from ..progress import post_in_time
-from ..rules.versions import Versions, derive_versions
+from ..versions import Versions, derive_versions
 
 
 def lower(

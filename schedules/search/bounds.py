@@ -51,8 +51,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from ..ir import Op
+from ..orders.problem import SPLIT_OPS, Problem, Table
 from ..timing.bounds import Job, machine_bound
-from .problem import SPLIT_OPS, Problem, Table
 
 _NEVER = -math.inf
 _MOST_TARGETS = 64  # pairs of ranks: beyond, spans of the first and of the busiest rank alone

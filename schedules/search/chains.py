@@ -21,9 +21,9 @@ from random import Random
 from typing import Any, NamedTuple, cast
 
 from ..ir import Action, Schedule
-from ..placement import Placement
-from .evaluate import OrderEvaluator
-from .problem import SPLIT_OPS, Problem, with_rounding
+from ..orders.evaluate import OrderEvaluator
+from ..orders.problem import SPLIT_OPS, Problem, with_rounding
+from ..placement import StagePlacement
 from .request import Cut, Request
 from .search import split
 
@@ -79,7 +79,7 @@ class ChainSearch:
 
     def run(
         self, cut: Cut, problem: Problem, schedule: Schedule, is_over: Callable[[], bool]
-    ) -> list[tuple[Cut, Placement, Schedule]]:
+    ) -> list[tuple[Cut, StagePlacement, Schedule]]:
         """Chains from a schedule of a cut until it is over, which is asked before each step; the best ends, the very
         best first."""
         self.is_over = is_over
@@ -99,10 +99,10 @@ class ChainSearch:
         tries = (self.play(list(cut), list(problem.rank_of), orders, [over] * self.P) for over in _OVERS[:3])
         return min((each for each in tries if each is not None), key=lambda each: each.cost, default=None)
 
-    def _written(self, state: Arranged) -> tuple[Cut, Placement, Schedule]:
+    def _written(self, state: Arranged) -> tuple[Cut, StagePlacement, Schedule]:
         """As others know it, with its W."""
         M, S = self.M, len(state.ranks)
-        placed = tuple(tuple(s for s in range(S) if state.ranks[s] == rank) for rank in range(self.P))
+        placed = StagePlacement(tuple(s for s in range(S) if state.ranks[s] == rank) for rank in range(self.P))
         programs = tuple(
             tuple(Action(c // M % S, SPLIT_OPS[c // (M * S)], c % M) for c in order) for order in state.written
         )

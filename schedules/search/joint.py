@@ -16,14 +16,14 @@ import numpy as np
 
 from ..ir import Schedule
 from ..kinds import above_zero, at_least, option
-from ..placement import Placement, place
+from ..orders.problem import MemoryLimitError, Objective, fits
+from ..placement import StagePlacement, place
 from ..timing.costs import Costs
 from .bounds import least_seconds
 from .chains import ChainSearch
 from .incumbent import Budget
-from .portfolio import Synthesis, solve
-from .problem import MemoryLimitError, Objective, fits
 from .request import ANY, Cut, Request, numbers
+from .synthesize import Synthesis, solve
 
 _PROBE = 8  # a cut is first tried with this part of the evaluations
 _BOUNDS = 20  # bounds that are looked at, for each cut that may be tried
@@ -67,7 +67,7 @@ class Arrangement:
     stages by name, or the stages of each rank, and the search for their schedule."""
 
     cut: Cut
-    placement: str | Placement
+    placement: str | StagePlacement
     synthesis: Synthesis
 
     @property
@@ -190,7 +190,7 @@ class _CutSearch:
         columns = ((each.forward, each.input_grad, each.weight_grad, each.activation) for each in layers)
         self.sums: list[list[float]] = [list(accumulate(column, initial=0.0)) for column in zip(*columns, strict=True)]
         self.work: list[float] = [sum(each) for each in zip(*self.sums[:3], strict=True)]
-        self.found: dict[tuple[str | Placement, Cut], Synthesis] = {}
+        self.found: dict[tuple[str | StagePlacement, Cut], Synthesis] = {}
 
     def run(self, placements: Sequence[str], cuts: int, is_counted: bool) -> JointSynthesis:
         starts = []
@@ -283,7 +283,7 @@ class _CutSearch:
 
     # --- one cut ---
 
-    def asked(self, placement: str | Placement, cut: Cut) -> Request:
+    def asked(self, placement: str | StagePlacement, cut: Cut) -> Request:
         return replace(self.pieces.joined(cut), placement=placement)
 
     def bound(self, name: str, cut: Cut) -> float:
@@ -291,7 +291,7 @@ class _CutSearch:
 
     def schedule(
         self,
-        placement: str | Placement,
+        placement: str | StagePlacement,
         cut: Cut,
         evaluations: int | None,
         *,
@@ -329,9 +329,9 @@ class _CutSearch:
             cut = nearest if self.excess(name, nearest) < excess else None
         return cut
 
-    def even_cut(self, placement: Placement) -> Cut | None:
+    def even_cut(self, placement: StagePlacement) -> Cut | None:
         """The least largest stage, then the least sum of squares, where no stage alone exceeds its rank's memory."""
-        rank_of = {stage: rank for rank, own in enumerate(placement) for stage in own}
+        rank_of = placement.rank_of
         work, held, limits = self.work, self.sums[3], self.limits
         L, S = len(self.layers), len(rank_of)
 

@@ -15,11 +15,11 @@ from typing import cast
 import numpy as np
 
 from ..kinds import at_least, option
+from ..orders.problem import MemoryLimitError, Objective, Problem, Table
 from ..placement import PLACEMENTS, place, read_placement
 from ..timing.costs import COST_OF_OP, Costs, Row
 from ..timing.links import Links
 from .bounds import least_seconds
-from .problem import MemoryLimitError, Objective, Problem, Table, ranks_of_stages
 
 ANY = "any"
 Cut = tuple[int, ...]  # [S + 1] the first piece of each stage, and the number of pieces
@@ -56,7 +56,7 @@ class Request:
         if any(seconds > 0 for seconds in table.tied.values()):
             raise ValueError("costs with tied sums: expected costs without tied=, which no order of F, I and W changes")
 
-        rank_of = ranks_of_stages(placed)
+        rank_of = placed.rank_of
 
         def delay(src: int, dst: int) -> float:
             """Seconds between stages of two ranks: the sender's latency, and what a free link takes."""

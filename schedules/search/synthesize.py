@@ -1,18 +1,115 @@
-"""`synthesize`: the best schedule that can be found for given costs and memory in a given time."""
+"""`synthesize`: the best schedule that can be found for given costs and memory in a given time.
+
+One search for each placement, and they share a budget. Where links queue, the simulator has the last word on an order.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain as joined
+from itertools import pairwise
 from numbers import Integral
 
 from ..ir import Schedule
 from ..kinds import above_zero, at_least, option
+from ..orders.evaluate import OrderEvaluator, Orders
+from ..orders.problem import Objective, Problem
 from ..timing.costs import Costs
 from ..timing.links import Links
-from .incumbent import Budget, Progress
-from .portfolio import Synthesis, solve
-from .problem import Objective
-from .request import Request
+from ..timing.simulate import simulate
+from ..timing.timeline import Timeline
+from ..wording import count, duration
+from .incumbent import Budget, Incumbent, Progress, Stopped
+from .request import Posed, Request
+from .search import OrderingSearch, made_orders, named_orders
+
+_JUDGED = 0.1  # part of a search's time in which its orders, and the named ones, are simulated on links that queue
+_KEPT = 0.25  # part of the time for orders that fit even if all were kept until W, where less is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A placement that was looked at.
+
+    Arguments:
+        placement: "plain", "cyclic", "v", or "given".
+        lower_bound: what no schedule on it can beat [s].
+        value: of the best schedule that was found on it [s]; None: none that could win.
+    """
+
+    placement: str
+    lower_bound: float
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synthesis:
+    """A schedule that `synthesize` found.
+
+    Arguments:
+        problem: what was to be put in order, on the placement of the schedule.
+        costs: of its stages [s]: those that were given, or what follows from them for the stages of the placement.
+        schedule: the best order, by the name "auto".
+        timeline: of that schedule, simulated.
+        value: of the objective: the makespan or the span [s].
+        lower_bound: what no schedule of the problem can beat [s].
+        stopped: why the search ended: "optimal", when the bound was met; "seconds" or "evaluations", when these were
+            spent, or "tried", when all was that is worth a try: then it is the best so far.
+        history: each improvement, the first to the last.
+        seconds: that the search took.
+        evaluations: orders that it tried.
+        placements: that were looked at, the one with the least bound first.
+    """
+
+    problem: Problem
+    costs: Costs
+    schedule: Schedule
+    timeline: Timeline
+    value: float
+    lower_bound: float
+    stopped: Stopped
+    history: tuple[Progress, ...]
+    seconds: float
+    evaluations: int
+    placements: tuple[Tried, ...]
+
+    @property
+    def gap(self) -> float:
+        """(value - lower bound) / lower bound: the best possible value is at most this part below.
+
+        At most as many points of the bubble could be gained.
+        """
+        return max(0.0, self.value - self.lower_bound) / self.lower_bound
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the bound was met, so that nothing better exists."""
+        return self.stopped == "optimal"
+
+    @property
+    def source(self) -> str:
+        """The finder: the name of a family, "given", "policy", "weights", "slides"."""
+        return self.history[-1].source
+
+    def __repr__(self) -> str:
+        return f"<Synthesis {self.summary()}>"
+
+    def summary(self) -> str:
+        """One line: value, gap, and why it ended."""
+        why = {
+            "optimal": "optimal: the lower bound is met",
+            "seconds": "best so far, the time was over",
+            "evaluations": "best so far, the evaluations were spent",
+            "tried": "best of all that was tried",
+        }[self.stopped]
+        orders = count(self.evaluations, "order")
+        return (
+            f"{self.problem.objective} {duration(self.value)}, at most {self.gap:.2%} above the best possible; {why} "
+            f"({orders} in {duration(self.seconds)})"
+        )
 
 
 def synthesize(
@@ -93,3 +190,166 @@ def synthesize(
     )
     budget = Budget(seconds=seconds, evaluations=evaluations, seed=int(seed))
     return solve(request, budget, start=start, on_progress=on_progress)
+
+
+# A simulated schedule for one of the problems.
+Judged = tuple[Posed, Timeline]
+
+
+class Portfolio:
+    """Searches for one answer, which share a budget.
+
+    Attributes: `values`, by placement, the best that was found there [s], None where nothing could win.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Posed],
+        budget: Budget,
+        *,
+        start: Schedule | None,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.start, self.budget = start, budget
+        self.problems = sorted(problems, key=lambda posed: (not self._is_for(posed), posed.bound))
+        self.keeping = [each for each in self.problems if _keeps_less(each.problem)]
+        part = 1.0 - _KEPT if self.keeping else 1.0
+        self.incumbent: Incumbent[Judged] = Incumbent(
+            replace(budget, seconds=part * budget.seconds),
+            bound=min(posed.bound for posed in problems),
+            on_progress=on_progress,
+        )
+        self.values: dict[str, float | None] = {}
+
+    def _is_for(self, posed: Posed) -> bool:
+        return self.start is not None and posed.problem.placement == self.start.placement
+
+    def search_as_asked(self) -> None:
+        """Search for orders that fit as they are, on each placement, then with what others did not need."""
+        incumbent, many = self.incumbent, len(self.problems)
+        for at, posed in enumerate(self.problems):
+            if at == 0 or not (incumbent.is_over or incumbent.promises_nothing(posed.bound)):
+                self.values[posed.placement] = self._plain(posed, None if at else self.start, left=many - at)
+        won = incumbent.answer
+        if many == 1 or won is None or incumbent.is_over:
+            return
+        posed, timeline = won
+        if not incumbent.promises_nothing(posed.bound):
+            self._plain(posed, timeline.schedule, left=1)
+
+    def search_as_if_all_were_kept(self) -> None:
+        """Search for orders that fit even if all is kept until W, with as many evaluations: less is never worse."""
+        if self.keeping:
+            self.incumbent.budget = self.budget.after(self.incumbent.evaluations)
+        for at, posed in enumerate(self.keeping):
+            problem = replace(posed.problem, kept=posed.problem.held)
+            if not (self.incumbent.is_over or self.incumbent.promises_nothing(posed.bound)):
+                self._plain(posed, None, left=len(self.keeping) - at, problem=problem)
+
+    def _plain(
+        self, posed: Posed, start: Schedule | None, *, left: int, problem: Problem | None = None
+    ) -> float | None:
+        """Search for orders that fit as they are, with what `left` searches have to share; returns the best value [s],
+        None where none of them can win."""
+        queues = _queues(posed.request.links, posed.problem)
+        search = self._search(posed, problem or posed.problem, left, tells=not queues)
+        share = search.incumbent.budget
+        until = self.incumbent.elapsed + share.seconds
+        if queues:
+            search.incumbent.budget = replace(share, seconds=(1.0 - _JUDGED) * share.seconds)
+        evaluator = search.evaluator
+        starts = [] if start is None else [evaluator.orders(start)]
+        if not all(map(evaluator.fits, starts)):
+            most = max(evaluator.peaks(starts[0]))
+            raise ValueError(f"start={start!r} holds up to {most:g} on a rank: expected at most memory_limit")
+        orders = search.run(starts)
+        self.incumbent.evaluations += search.evaluations
+        source = search.incumbent.history[-1].source
+        if not queues:
+            timeline = simulate(evaluator.schedule(orders), posed.request.costs, posed.request.links)
+            self.incumbent.offer(search.value, (posed, timeline), source)
+            return search.value
+        offers = [("given", each) for each in starts] + [(source, each) for each in (orders, *search.elites)]
+        seconds = (until - self.incumbent.elapsed) / 2
+        made = made_orders(evaluator, posed.request.costs, seconds=seconds)
+        named = joined(named_orders(evaluator, seconds=seconds), made)
+        values = list[float]()
+        for name, each in joined(offers, named):
+            if len(values) <= len(starts) or self.incumbent.elapsed < until:
+                values.append(self._judge(posed, evaluator, each, name))
+        return min(values) if min(values) < math.inf else None
+
+    def _search(self, posed: Posed, problem: Problem, left: int, *, tells: bool) -> OrderingSearch:
+        incumbent = self.incumbent
+
+        def tell(point: Progress) -> None:
+            incumbent.tell(point.value, point.source, spent=point.evaluations)
+
+        on_progress = tell if tells else None
+        return OrderingSearch(
+            problem, incumbent.share(left), bound=posed.bound, costs=posed.request.costs, on_progress=on_progress
+        )
+
+    def _judge(self, posed: Posed, evaluator: OrderEvaluator, orders: Orders, source: str) -> float:
+        """Offer an order for what it is worth once simulated.
+
+        Returns its value [s]; infinite where it takes too long even if nothing is in its way.
+        """
+        if evaluator.value(orders) >= self.incumbent.value:
+            return math.inf
+        self.incumbent.evaluations += 1
+        timeline = simulate(evaluator.schedule(orders), posed.request.costs, posed.request.links)
+        value: float = getattr(timeline, posed.problem.objective)
+        self.incumbent.offer(value, (posed, timeline), source)
+        return value
+
+
+def solve(
+    request: Request,
+    budget: Budget,
+    *,
+    start: Schedule | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Synthesis:
+    """The search behind `synthesize`."""
+    began = time.monotonic()
+    problems = request.problems()
+    budget = replace(budget, seconds=max(0.0, budget.seconds + began - time.monotonic()))
+    portfolio = Portfolio(problems, budget, start=start, on_progress=on_progress)
+    portfolio.search_as_asked()
+    portfolio.search_as_if_all_were_kept()
+    incumbent = portfolio.incumbent
+    assert incumbent.answer is not None
+    posed, timeline = incumbent.answer
+    values = portfolio.values | {posed.placement: incumbent.value}
+    return Synthesis(
+        problem=posed.problem,
+        costs=posed.request.costs,
+        schedule=timeline.schedule,
+        timeline=timeline,
+        value=incumbent.value,
+        lower_bound=incumbent.bound,
+        stopped=incumbent.stopped,
+        history=tuple(incumbent.history),
+        seconds=incumbent.elapsed,
+        evaluations=incumbent.evaluations,
+        placements=tuple(
+            Tried(placement=each.placement, lower_bound=each.bound, value=values.get(each.placement))
+            for each in sorted(portfolio.problems, key=lambda each: each.bound)
+        ),
+    )
+
+
+def _keeps_less(problem: Problem) -> bool:
+    return problem.memory_limit is not None and problem.kept != problem.held
+
+
+def _queues(links: Links | None, problem: Problem) -> bool:
+    """Whether links may take longer than each message alone: these, or all-reduces of gradients, may share them."""
+    if links is None:
+        return False
+    if links.sums:
+        return True
+    ranks = problem.rank_of
+    ways = [links.way(*pair) for a, b in pairwise(ranks) if a != b for pair in ((a, b), (b, a))]
+    return any(way.seconds_per_byte > 0 for way in ways)

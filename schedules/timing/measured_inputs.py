@@ -12,15 +12,14 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ..dependencies import Dependencies
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..program import run_as_one
-from .attribution import find_gaps
 from .costs import COST_OF_OP, Costs
 from .inputs import Cause, Input, action_input, around_actions
 from .links import Taken, seconds_left
 from .records import launches
 from .timeline import Span, Timeline
+from .waits import find_gaps, waits
 
 
 def measured_inputs(
@@ -170,20 +169,17 @@ def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
 def _ways(timeline: Timeline) -> Iterator[tuple[tuple[int, int], Action, float, bool]]:
     """Messages that were waited for: (sender, receiver), the action that made it, seconds from then until its user
     began, and whether its receiver waited from before it was made: else only those that were late are seen."""
-    needs = Dependencies(timeline.schedule)
-    made_at = {span.what: span.end for trace in timeline.ranks for span in trace.compute}
+    waited = waits(timeline)
     for trace in timeline.ranks:
-        arrived = {message: (start, end) for message, start, end in trace.comm}
         previous = timeline.start
         for action, begun, ended in trace.compute:
-            seen = [(each, *arrived[each.message]) for each in needs.arrivals(action) if each.message in arrived]
-            lag = begun - max([previous, *(end for _, _, end in seen)])
+            seen = [(each, made, way) for each, made, way in waited[action] if way is not None]
+            lag = begun - max([previous, *(way.end for _, _, way in seen)])
             previous = ended
-            for each, start, end in seen:
-                if each.maker in made_at:
-                    made = made_at[each.maker]
-                    way = end - made + max(0.0, lag)
-                    yield (each.sender, each.receiver), each.maker, way, start <= made
+            for each, made, way in seen:
+                if made is not None:
+                    took = way.end - made + max(0.0, lag)
+                    yield (each.sender, each.receiver), each.maker, took, way.start <= made
 
 
 def _together(timeline: Timeline) -> Iterator[tuple[Input, float]]:

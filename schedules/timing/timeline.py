@@ -19,8 +19,8 @@ from typing import Generic, NamedTuple, TypeVar
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..liveness import peak_activations
 from ..messages import Message, MessageKind
-from ..rules.versions import derive_versions
-from ..wording import Displayable, duration
+from ..versions import derive_versions
+from ..wording import duration
 
 _JSON_VERSION = 1
 
@@ -68,7 +68,7 @@ class RankTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline(Displayable):
+class Timeline:
     """A run of `schedule`, simulated or measured.
 
     Arguments:
@@ -247,7 +247,7 @@ class Timeline(Displayable):
             }
             for rank in self.ranks
         ]
-        schedule = json.loads(self.schedule.to_json())
+        schedule = self.schedule.to_data()
         data = {"version": _JSON_VERSION, "measured": self.measured, "schedule": schedule, "ranks": ranks}
         data |= {"clock_error": list(self.clock_error)} if self.clock_error else {}
         data |= {"around": self.around} if self.around else {}
@@ -273,7 +273,7 @@ class Timeline(Displayable):
                 )
                 for rank in data["ranks"]
             )
-            schedule = Schedule.from_json(json.dumps(data["schedule"]))
+            schedule = Schedule.from_data(data["schedule"])
             if len(ranks) != schedule.num_ranks:
                 raise ValueError(f"{len(ranks)} ranks for a schedule of {schedule.num_ranks}")
             return cls(

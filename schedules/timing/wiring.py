@@ -20,7 +20,7 @@ from ..collectives import place_collectives
 from ..dependencies import Dependencies, Wire
 from ..ir import BACKWARD_OPS, MOVE_OPS, Collective, Op, Schedule, ScheduleError
 from ..messages import receives_ahead
-from ..rules.versions import derive_versions
+from ..versions import derive_versions
 from .costs import CostTable
 from .links import AllReduce, Link, Links, wire_bytes
 

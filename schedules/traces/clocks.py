@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..dependencies import Dependencies
 from ..messages import Message
 from ..timing.timeline import Timeline
+from ..timing.waits import waits
 from ..wording import count, duration
 
 MAX_DRIFT = 1e-4  # seconds a second: no two clocks that keep time part faster (quartz, slewed by NTP, is within 5e-5)
@@ -66,15 +66,14 @@ def offset_at(readings: Sequence[ClockReading], at: float) -> tuple[float, float
 def early_messages(timeline: Timeline) -> tuple[tuple[Message, float, float], ...]:
     """Messages that were used, by the clock of their receiver, before they were made, by that of their sender: by how
     many seconds, and how many of them the errors of the two clocks explain."""
-    needs = Dependencies(timeline.schedule)
-    made_at = {what: end for rank in timeline.ranks for what, _, end in rank.compute}
+    waited = waits(timeline)
     errors = timeline.clock_error or (0.0,) * len(timeline.ranks)
     return tuple(
-        (each.message, made_at[each.maker] - start, errors[each.sender] + errors[each.receiver])
+        (each.message, made - start, errors[each.sender] + errors[each.receiver])
         for rank in timeline.ranks
         for what, start, _ in rank.compute
-        for each in needs.arrivals(what)
-        if made_at.get(each.maker, start) > start
+        for each, made, _ in waited[what]
+        if made is not None and made > start
     )
 
 

@@ -53,7 +53,7 @@ class RunFile:
         """Write timeline.json whole, or not at all; OSError where the disk does not take it."""
         data: dict[str, Any] = {
             "version": _VERSION,
-            "schedule": json.loads(self.schedule.to_json()),
+            "schedule": self.schedule.to_data(),
             "predicted": json.loads(self.predicted.to_json()),
             "costs": None if self.costs is None else json.loads(self.costs.to_json()),
             "memory": [asdict(each) for each in self.memory],
@@ -84,7 +84,7 @@ def _parse(data: Any) -> RunFile:
         raise ValueError(f"version {version!r}, expected {_VERSION}: written by another stagewright")
     spread = data.get("spread")
     return RunFile(
-        schedule=Schedule.from_json(json.dumps(data["schedule"])),
+        schedule=Schedule.from_data(data["schedule"]),
         predicted=Timeline.from_json(json.dumps(data["predicted"])),
         costs=None if data["costs"] is None else Costs.from_json(json.dumps(data["costs"])),
         memory=tuple(StageBytes(**each) for each in data["memory"]),

@@ -82,7 +82,7 @@ def short_digest(text: str) -> str:
 def header_line(header: TraceHeader) -> bytes:
     data: dict[str, Any] = {"trace": VERSION}
     data |= {name: getattr(header, name) for name in TraceHeader.__slots__}
-    data["schedule"] = None if header.schedule is None else json.loads(header.schedule.to_json())
+    data["schedule"] = None if header.schedule is None else header.schedule.to_data()
     return _line(data | {"versions": dict(header.versions)})
 
 
@@ -112,7 +112,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def parse_header(data: Mapping[str, Any]) -> TraceHeader:
-    schedule = None if data["schedule"] is None else Schedule.from_json(json.dumps(data["schedule"]))
+    schedule = None if data["schedule"] is None else Schedule.from_data(data["schedule"])
     values = {name: data[name] for name in TraceHeader.__slots__ if name in data or name not in _LATER}
     return TraceHeader(**(values | {"schedule": schedule, "ranks": tuple(data["ranks"])}))
 

@@ -27,6 +27,7 @@ from support.inside import (
     bench_beside,
     bench_command,
     bench_parts,
+    bench_report,
     bench_steps,
     jobs_of,
     lines_of,
@@ -171,7 +172,7 @@ def of_no_compute() -> list[Figure]:
 
 def test_the_report_says_where_each_figure_comes_from(capsys: pytest.CaptureFixture[str]):
     figures = [*ratio("gpt", 1.5, target=Target(limit=1.0)), *of_no_compute()]
-    bench_command.report(figures, ["gpt"], BenchOptions(repetitions=2, profile=True))
+    bench_report.report(figures, ["gpt"], repetitions=2)
     text = capsys.readouterr().out
     for expected in (
         "missed",
@@ -190,7 +191,7 @@ def test_the_report_says_where_each_figure_comes_from(capsys: pytest.CaptureFixt
 
 def test_the_json_is_one_object_with_targets_and_verdicts(capsys: pytest.CaptureFixture[str]):
     figures = [*ratio("gpt", 1.5, target=Target(limit=1.0)), *of_no_compute()]
-    bench_command.report(figures, ["gpt"], BenchOptions(json=True))
+    bench_report.report(figures, ["gpt"], repetitions=5, as_json=True)
     answer = json.loads(capsys.readouterr().out)
     assert set(answer) == {"environment", "repetitions", "figures", "where_time_goes", "records"}
     assert answer["figures"] == [

@@ -132,7 +132,7 @@ def stage_seconds(
     speeds: tuple[float, ...] | None = None,
     links: tuple[float, ...] | None = None,
 ) -> float:
-    """The formulas of `solve.ranges`, device by device; devices count from the end of the pipeline."""
+    """The formulas of `solve.dynamic`, device by device; devices count from the end of the pipeline."""
     own = [node for node in profile.nodes if node.name in cut[1] - cut[0]]
     r, e, M = len(devices), devices.stop, num_microbatches
     share = 1 / r if M is None else math.ceil(M / r) / M

@@ -84,9 +84,9 @@ def test_the_gap_of_the_bottleneck_is_called_so() -> None:
 
 def test_a_batch_that_nobody_can_simulate_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="global_batch=99999999999999: expected at most"):
-        plan(chain(4), Cluster.from_levels([(4, 1e9)]), global_batch=99999999999999)
-    found = partition(chain(4), Cluster.from_levels([(4, 1e9)]), num_microbatches=99999999999999, schedule="2bw")
-    assert found.simulated_step_time is None
+        plan(chain(4), Cluster.from_levels([(4, 1e9)]), global_batch=99999999999999, schedules="2bw")
+    with pytest.raises(ValueError, match="num_microbatches=99999999999999: expected at most"):
+        partition(chain(4), Cluster.from_levels([(4, 1e9)]), num_microbatches=99999999999999, schedule="2bw")
     rounds = partition(chain(4), Cluster.from_levels([(4, 1e9)]), num_microbatches=99999999999999)
     assert rounds.simulated_step_time == pytest.approx(rounds.predicted_step_time * 99999999999999)
 

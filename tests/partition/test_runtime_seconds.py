@@ -15,6 +15,7 @@ from support.inside import (
     Model,
     PlanEvaluator,
     RangeCosts,
+    Synthesis,
     Topology,
     all_cuts,
     candidate_ends,
@@ -25,7 +26,7 @@ from support.inside import (
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Level, Node, Plan, Profile, partition, plan
-from stagewright.schedules import Costs, Synthesis, simulate, synthesize
+from stagewright.schedules import Costs, simulate, synthesize
 
 from .small import configuration
 
@@ -137,7 +138,8 @@ def test_cuts_know_that_a_stage_between_others_has_twice_the_messages() -> None:
     equal, links = Profile(nodes=nodes), cluster(3, message_seconds=3.0)
     found = partition(equal, links, schedule="1f1b", num_microbatches=32, straight=True)
     assert [len(stage.nodes) for stage in found.stages] == [4, 2, 4]
-    assert found.predicted_step_time == found.bound == pytest.approx(18.0)
+    stream = partition(equal, links, schedule="1f1b", straight=True)
+    assert found.predicted_step_time == stream.predicted_step_time == stream.bound == pytest.approx(18.0)
     busy = RangeCosts(all_cuts(equal), cluster(3), schedule="1f1b", num_microbatches=32, action_seconds=0.25)
     assert [float(each) for each in busy.seconds(0, [5, 10], busy.ranges(np.array([1, 2]), 3))] == [15.5, 15.25]
 

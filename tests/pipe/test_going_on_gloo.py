@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import going_on
-from support.inside import LaunchResult, Membership, Verdict, launch, launcher, membership, rank_process
+from support.inside import LaunchResult, Membership, Rerouted, Verdict, launch, launcher, membership, rank_process
 from torch import nn
 from torch.distributed import HashStore
 
@@ -314,14 +314,14 @@ def with_members(is_whole: bool) -> tuple[sw.PipelineModule, list[bool]]:
 
     def agree(num_steps: int, *, is_ready: bool, has_waited: bool) -> Verdict:
         asked.append(is_ready)
-        run._building._in_vain = 0  # as where somebody died
+        run._building.life._in_vain = 0  # as where somebody died
         return Verdict((0, 1, 2, 3), is_whole, "")
 
     run = module()
     run.train_step(x, x)
     members: Any = SimpleNamespace(me=0, members=(0, 1, 2, 3), agree=agree, calls=0, is_outside=False, changed=False)
-    members.step_made = lambda: None
-    run._building._members = members
+    members.step_made = members.someone_died = lambda: None
+    run._building.life = Rerouted(run._building, members)
     return run, asked
 
 
@@ -342,7 +342,7 @@ def test_a_call_of_which_all_have_the_answer_is_not_made_again(is_whole: bool, m
         made.append(len(made))
         return made[-1]
 
-    assert run._building.outlasting(call) == (0 if is_whole else 1)
+    assert run._building.life.outlasting(call) == (0 if is_whole else 1)
     assert asked == [True]
     failing = iter([PeerLost("lost"), None])
 
@@ -351,7 +351,7 @@ def test_a_call_of_which_all_have_the_answer_is_not_made_again(is_whole: bool, m
             raise error
         return 7
 
-    assert run._building.outlasting(fails_within) == 7
+    assert run._building.life.outlasting(fails_within) == 7
     assert asked == [True, False]
 
 
@@ -365,9 +365,11 @@ def test_a_step_that_fails_twice_with_nobody_dead_ends_the_run() -> None:
     run = module()
     run.train_step(x, x)
     members: Any = SimpleNamespace(me=0, members=(0, 1, 2, 3), agree=agree, calls=1)
-    assert not run._building._is_whole(members, PipelineTimeout("waited"), is_ready=False)
+    members.someone_died = lambda: False
+    life = Rerouted(run._building, members)
+    assert not life._is_whole(PipelineTimeout("waited"), is_ready=False)
     with pytest.raises(PeerLost, match="a step failed twice, and nobody is dead"):
-        run._building._is_whole(members, PeerLost("lost"), is_ready=False)
+        life._is_whole(PeerLost("lost"), is_ready=False)
     assert asked == [True, False]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.inside import RankMachine, RankProgram, Sharing, Transfer, Wait
+from support.inside import Lowered, RankMachine, RankProgram, Sharing, Transfer, Wait
 
-from stagewright.schedules import Action, Edge, Lowered, Message, MessageKind, Op, build, lower
+from stagewright.schedules import Action, Edge, Message, MessageKind, Op, build, lower
 
 F0, B0 = Action(0, Op.F, 0), Action(0, Op.B, 0)
 ACT = Message(MessageKind.ACT, 0, 1, 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import HostShare, ReplicaBatches, ReplicaLoader, keep_sample, kept_sample
+from support.inside import HostShare, ReplicaBatches, ReplicaLoader, SharedLoader, keep_sample, kept_sample
 from support.pool import Pool
 from support.small import WIDTH, make
 from torch import Tensor
@@ -73,7 +73,7 @@ def trained(folder: str, mesh: dict[str, int], options: dict[str, Any]) -> tuple
         loader.load_state_dict(state)
         while len(losses) < 2 * NUM_SAMPLES // BATCH:
             losses += [pipe.train_step(*batch).loss for batch in loader]
-    share = loader._share
+    share = getattr(loader, "_share", None)
     return losses, None if share is None else str(share.folder)
 
 
@@ -105,11 +105,13 @@ def test_a_cache_is_of_the_whole_host(gloo: Pool, tmp_path: Path) -> None:
 # --- by hand, without a pipeline ---
 
 
-def loader_of(folder: Path, process: int, processes: tuple[int, ...] = (0, 1), **options: Any) -> ReplicaLoader:
+def loader_of(
+    folder: Path, process: int, processes: tuple[int, ...] = (0, 1), cache: int = 0, **options: Any
+) -> SharedLoader:
     data = Counted(folder, most=options.pop("most", 1 << 30))
     batches = ReplicaBatches(NUM_SAMPLES, batch_size=BATCH, seed=7)
     share = HostShare(folder, process, processes, timeout=options.pop("timeout", 60.0))
-    return ReplicaLoader(data, batches, share=share, **options)
+    return SharedLoader(data, batches, share=share, cache=cache, **options)
 
 
 def read_some(folder: Path, number: int, how: str) -> None:
@@ -188,7 +190,7 @@ def test_a_cache_that_no_longer_fits_is_left(
         if len(kept) == 2:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sys.modules[ReplicaLoader.__module__], "keep_sample", full)
+    monkeypatch.setattr(sys.modules[SharedLoader.__module__], "keep_sample", full)
     found = list(loader_of(tmp_path, 0, (0,), cache=1 << 20))
     assert len(found) == NUM_SAMPLES // BATCH
     assert len(kept) == 2

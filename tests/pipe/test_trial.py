@@ -147,9 +147,9 @@ def test_the_best_measured_wins() -> None:
     scaled = [times(one, k) for one, k in zip(whole, (1.0, 0.51, 0.2575), strict=False)]
     near = [replace(one, simulated_step_time=simulated(one).timeline.batch_seconds) for one in scaled]
     assert [one.num_microbatches for one in near] == [2, 4, 8]
-    assert to_try(near[0], near[1:], trials=3) == near
-    assert to_try(near[0], near[1:], trials=2) == near[:2]
-    assert to_try(whole[0], whole[1:], trials=3) == whole[:1]  # others take too long
+    assert to_try(near[0], near[1:], trials=3, noise=0.1) == near
+    assert to_try(near[0], near[1:], trials=2, noise=0.1) == near[:2]
+    assert to_try(whole[0], whole[1:], trials=3, noise=0.1) == whole[:1]  # others take too long
     # All that come near are carried out, however slow the first one turned out to be.
     best, ran = choose(near, {2: 2.0, 4: 1.5, 8: 3.0})
     assert (best.num_microbatches, ran) == (4, [2, 4, 8])

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import networkx as nx
-from support.inside import RankProgram, Transfer
+from support.inside import Lowered, RankProgram, Transfer
 
-from stagewright.schedules import Action, Costs, Lowered, Message, Op, Schedule
+from stagewright.schedules import Action, Costs, Message, Op, Schedule
 
 GRADIENT = (Op.B, Op.I)
 Node = tuple[int, Action]  # (rank, action): the same update stands on every replica of a stage

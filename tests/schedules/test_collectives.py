@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-from support.inside import Sharing, Step, place_collectives, replicate
+from support.inside import Lowered, Sharing, Step, place_collectives, replicate
 
 from stagewright.schedules import (
     Action,
     Collective,
     Costs,
-    Lowered,
     Op,
     Schedule,
     ScheduleError,

@@ -9,7 +9,7 @@ import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inside import WAITS
+from support.inside import WAITS, PathKind
 from support.sizes import fitting
 
 from stagewright.schedules import (
@@ -22,7 +22,6 @@ from stagewright.schedules import (
     Link,
     Links,
     Message,
-    PathKind,
     RankTrace,
     Schedule,
     Timeline,

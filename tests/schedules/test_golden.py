@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.inside import derive_versions, ir, paci, pipedream, two_bw, unit_time_cells
+from support.inside import derive_versions, ir, paci, pipedream, two_bw
 from support.sizes import fitting
 
 from stagewright.schedules import FAMILIES, Costs, Family, Op, Schedule, build, check, lower_bound, simulate
@@ -176,5 +176,5 @@ def test_picture_of_the_module() -> None:
         for line in (ir.__doc__ or "").splitlines()
         if "rank" in line and "|" in line
     ]
-    cells = unit_time_cells(made("1f1b", 2, 3, 1))
+    cells = made("1f1b", 2, 3, 1).unit_time_cells()
     assert [row.split() for row in rows] == [[str(cell or ".") for cell in row] for row in cells]

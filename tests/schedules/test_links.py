@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-from support.inside import PlaceNetwork, derive_versions
+from support.inside import LinkLevel, PlaceNetwork, derive_versions
 
 from stagewright.schedules import (
     Action,
@@ -16,7 +16,6 @@ from stagewright.schedules import (
     Collective,
     Costs,
     Link,
-    LinkLevel,
     Links,
     Message,
     MessageKind,

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inside import NOTHING_SHARED, RankProgram, Sharing, Step, Transfer
+from support.inside import NOTHING_SHARED, Lowered, RankProgram, Sharing, Step, Transfer
 from support.inside import lower_doc as picture_of_lowering
 from support.sizes import fitting
 
 from stagewright.schedules import (
     FAMILIES,
     Action,
-    Lowered,
     Message,
     MessageKind,
     Op,

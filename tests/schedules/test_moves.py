@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from support.inside import PathKind
 from support.random_moves import with_random_moves
 
 from stagewright.schedules import (
@@ -14,7 +15,6 @@ from stagewright.schedules import (
     Link,
     Links,
     Op,
-    PathKind,
     Schedule,
     ScheduleError,
     StageBytes,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
+from support.inside import slice_seconds
 
 from stagewright.schedules import (
     CausalSeconds,
@@ -15,7 +16,6 @@ from stagewright.schedules import (
     lower_bound,
     shortest_lengths,
     simulate,
-    slice_seconds,
 )
 
 

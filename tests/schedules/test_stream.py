@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support.inside import (
     GroupStep,
+    Lowered,
     RankProgram,
     Sharing,
     Step,
@@ -21,18 +22,7 @@ from support.inside import MessagesSTAGE_KINDS as STAGE_KINDS
 from support.inside import ProgramWork as Work
 from support.inside import stream as stream_module
 
-from stagewright.schedules import (
-    Action,
-    Lowered,
-    Message,
-    MessageKind,
-    Op,
-    Schedule,
-    ScheduleError,
-    build,
-    check,
-    check_lowered,
-)
+from stagewright.schedules import Action, Message, MessageKind, Op, Schedule, ScheduleError, build, check, check_lowered
 
 from .random_schedules import by_hand
 from .reference import delivered

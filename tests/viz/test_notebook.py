@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.inside import as_html
 
 from stagewright.partition import Plan, PlanStage
 from stagewright.schedules import Costs, Schedule, Timeline, build, simulate
+from stagewright.viz import show
 
 HOSTILE = "</script><script>document.title = 'broken'</script>\"'&<b>\" onload=\"parent.document.title='broken'"
 
@@ -35,7 +37,7 @@ def a_plan(num_microbatches: int | None) -> Plan:
 
 def framed(browser: Any, shown: Schedule | Timeline | Plan) -> Any:
     """The frame of a thing in a page as notebooks are."""
-    looked = browser.show_html("<!doctype html><title>notebook</title>" + shown._repr_html_())
+    looked = browser.show_html("<!doctype html><title>notebook</title>" + as_html(shown))
     looked.page.frame_locator("iframe").locator("#base").wait_for()
     return looked
 
@@ -71,13 +73,13 @@ def test_a_hostile_name_stays_a_name_and_a_frame_reaches_nothing(browser: Any) -
 
 def test_what_cannot_be_shown_is_a_sentence() -> None:
     large = build("gpipe", num_ranks=2, num_microbatches=2_501)
-    assert "has 10,004 actions, too many for a notebook" in large._repr_html_()
-    assert "<iframe" in build("gpipe", num_ranks=2, num_microbatches=2)._repr_html_()
-    assert "leaves the number of microbatches open" in a_plan(None)._repr_html_()
+    assert "has 10,004 actions, too many for a notebook" in as_html(large)
+    assert "<iframe" in as_html(build("gpipe", num_ranks=2, num_microbatches=2))
+    assert "leaves the number of microbatches open" in as_html(a_plan(None))
     backwards = tuple(program[::-1] for program in small().programs)
     stuck = replace(small(), name=HOSTILE, programs=backwards)
-    assert "deadlocks" in stuck._repr_html_()
-    assert "<script>" not in stuck._repr_html_()
+    assert "deadlocks" in as_html(stuck)
+    assert "<script>" not in as_html(stuck)
 
 
 def test_show_writes_a_page_and_opens_it_only_where_there_is_a_screen(
@@ -89,14 +91,14 @@ def test_show_writes_a_page_and_opens_it_only_where_there_is_a_screen(
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
-    small().show()
+    show(small())
     (page,) = tmp_path.glob("stagewright-*.html")
     assert capsys.readouterr().out == f"{page}: open it in a browser\n"
     assert "<canvas" in page.read_text(encoding="utf-8")
     assert opened == []
     page.unlink()
     monkeypatch.setenv("DISPLAY", ":0")
-    small().show()
+    show(small())
     (page,) = tmp_path.glob("stagewright-*.html")
     assert opened == [page.as_uri()]
     assert capsys.readouterr().out == f"{page}\n"
@@ -109,6 +111,6 @@ def test_show_displays_below_a_notebooks_cell(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "IPython", ipython)  # type: ignore[arg-type]
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     schedule = small()
-    schedule.show()
+    show(schedule)
     assert displayed == [schedule]
     assert not list(tmp_path.iterdir())

@@ -29,7 +29,7 @@ _SCRIPTS = "model words rows view frame draw layers marks panels search selectio
 _EXTENSIONS: dict[str, tuple[str, Callable[[Exhibit], Any]]] = {
     "whatif": ("replay replay_panel whatif", whatif_data),
 }
-_LAST_SCRIPTS = "greedy orders editor start"
+_LAST_SCRIPTS = "lists orders editor start"
 
 
 def write_explorer(exhibits: Sequence[Exhibit], path: str | Path) -> None:

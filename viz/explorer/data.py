@@ -26,9 +26,9 @@ from ...schedules import (
 from ...schedules.dependencies import Dependencies
 from ...schedules.explain.critical_path import PathKind, critical_path
 from ...schedules.messages import STAGE_KINDS, Message
-from ...schedules.rules.versions import derive_versions
 from ...schedules.timing.links import wire_bytes
 from ...schedules.traces.clocks import clock_note
+from ...schedules.versions import derive_versions
 from ..exhibit import Exhibit, headline
 from ..idle import idle_shares, idle_stretches, is_window
 from ..palette import (

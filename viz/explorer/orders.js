@@ -7,7 +7,7 @@
 (function (app) {
   "use strict";
 
-  const { pairUp, listOrder, bestOfLimited } = app.greedy;
+  const { pairUp, refills, best, waves, bestOfLimited } = app.lists;
   const range = (count, from = 0) => Array.from({ length: Math.max(count, 0) }, (_, i) => from + i);
 
   // --- placements: stages by rank ---
@@ -81,12 +81,12 @@
         return block(fits ? P : P + 1, rank).flatMap((slot, i) => range(M).map((k) => [slot + PERIOD * k, [...steps[i], k]]))
           .sort(([a, [s]], [b, [t]]) => a - b || s - t).map(([, action]) => action);
       });
-      const caps = Array(2 * P).fill(M);
-      return listOrder(snake(P, 2), M, costs, { caps, limit: most(P), order, split: true }).programs;
+      const work = 2 * M * (costs.F + costs.I + costs.W);
+      return best(refills(order, snake(P, 2), costs, most(P)), snake(P, 2), costs, work);
     };
   }
 
-  const hanayo = ({ P, M, V }) => listOrder(snake(P, V), M, { F: 1, B: 2, latency: 0 }, { caps: Array(P * V).fill(2 * P), limit: Infinity, split: false }).programs;
+  const hanayo = ({ P, M, V }) => waves(snake(P, V), M, 2 * P);
 
   // name -> how it is built; chunks: V where it is fixed; split: I and W for B; limited: keeps a memory limit, of so many P by
   // default; timed: its order depends on the costs.

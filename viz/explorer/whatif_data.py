@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from ...schedules import Costs, Links, Op, Schedule
 from ...schedules.ir import MOVE_OPS
-from ...schedules.rules.versions import derive_versions
 from ...schedules.timing.costs import CostTable
 from ...schedules.timing.wiring import OPS, Meeting, Output, ScheduleWiring
+from ...schedules.versions import derive_versions
 from ..exhibit import Exhibit
 
 _MAX_ACTIONS = 200_000  # of the prediction: about 3 MB of page, and half a second a change

@@ -3,7 +3,7 @@
 which      modules that are units, and modules that are opened
 intercept  calls of modules, of torch's functions, of autograd functions and of checkpointing, told to a listener
 reads      what the code between units reads and writes while it is recorded
-checks     flags of tensors of which one value alone raises no error
+refusals   what cannot be recorded; flags of tensors of which one value alone raises no error
 guards     of a record: whether what it has read is as it was
 templates  arguments with references in the places of tensors
 calls      a record: calls of units, and of torch's functions between them; what follows from what

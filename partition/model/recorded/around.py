@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..reach import closed_over
 from ..surroundings import MISSING, Changed, Setting, Surroundings
-from .intercept import RefusedError
 from .reads import CodeReads
+from .refusals import RefusedError
 
 _DEEP = 3  # objects within objects
 

@@ -24,16 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .which import Roles
 
-
-class RefusedError(Exception):
-    """The user's code does what cannot be recorded; `expected` in its place, or what is expected of all such code.
-    `unit`: the call of a unit that has to be opened for it, by name."""
-
-    def __init__(self, reason: str, *, expected: str | None = None, unit: str | None = None) -> None:
-        super().__init__(reason)
-        self.expected, self.unit = expected, unit
-
-
 _MISSING = object()
 
 

@@ -32,7 +32,8 @@ from torch.utils.hooks import RemovableHandle
 from ..modes import OWN_HOOKS
 from ..source_line import is_ours, is_users
 from ..untouched import Places
-from .intercept import Patches, RefusedError
+from .intercept import Patches
+from .refusals import RefusedError
 
 # They look one name up in `__dict__`, which is noted already.
 _LOOK_UPS = {nn.Module.__getattr__.__code__, nn.Module.__setattr__.__code__, nn.Module.__delattr__.__code__}

@@ -33,9 +33,8 @@ from .calls import (
     follows,
     samples_of,
 )
-from .checks import check_now, refuse_distribution, refuse_function, refuse_packed
-from .intercept import RefusedError
 from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, Tables, plain_attributes
+from .refusals import RefusedError, check_now, refuse_distribution, refuse_function, refuse_packed
 from .templates import Constant, Parts, Ref, Slot, Template
 from .values import Draws, Owners, Values
 from .which import Roles

@@ -11,8 +11,9 @@ from ..made_up import reads_values
 from ..modes import OWN_HOOKS, changing_hook, no_collection, quiet_fakes
 from ..source_line import first_line, module_at, users_line
 from .calls import Record
-from .intercept import RefusedError, listening
+from .intercept import listening
 from .recorder import ForwardRecorder
+from .refusals import RefusedError
 from .which import Roles, is_compiled
 
 

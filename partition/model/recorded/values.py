@@ -17,7 +17,7 @@ from ..caches import Caches, flat
 from ..memory import Operations, carried_out, memory_of
 from ..untouched import python_and_numpy
 from .calls import DRAWS
-from .intercept import RefusedError
+from .refusals import RefusedError
 from .templates import Constant, MadeObject, Ref, Slot, Template, is_fixed, make_template, walk
 
 

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-from support.inside import Objective, Problem, chain, place
+from support.inside import LinkLevel, Objective, Problem, chain, place
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.posed import pose
 
 from stagewright.schedules import (
     Action,
     Costs,
-    LinkLevel,
     Links,
     MemoryLimitError,
     Op,

@@ -11,20 +11,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.inside import fitting_blocks
+from support.inside import Synthesis, fitting_blocks
 
-from stagewright.schedules import (
-    Costs,
-    Layer,
-    Link,
-    Links,
-    Synthesis,
-    build,
-    check,
-    simulate,
-    synthesize,
-    synthesize_jointly,
-)
+from stagewright.schedules import Costs, Layer, Link, Links, build, check, simulate, synthesize, synthesize_jointly
 
 
 def uneven(num_stages: int) -> Costs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from support.inside import Budget, Lister, Objective, OrderingSearch, OrderSearch, changed, first_policies
+from support.inside import Budget, Lister, Objective, OrderingSearch, SlideSearch, changed, first_policies
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.inside import bounds_least_seconds as least_seconds
 from support.posed import pose
@@ -198,7 +198,7 @@ def test_orders_of_any_policy_are_complete_and_fit(placement: str) -> None:
         orders = Lister(evaluator).build(policy)
         check(evaluator.schedule(orders))
         assert evaluator.fits(orders)
-        for found in OrderSearch(evaluator).anneal(orders, random, steps=150):
+        for found in SlideSearch(evaluator).anneal(orders, random, steps=150):
             if found is not None:
                 check(evaluator.schedule(found[1]))
                 assert evaluator.value(found[1]) == found[0]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from ..ir import Op, ScheduleError
-from ..placement import Placement
+from ..ir import Op
+from ..placement import StagePlacement
 from ..timing.costs import COST_OF_OP
 
 Objective = Literal["makespan", "span"]
@@ -50,7 +50,7 @@ class Problem:
     that does not hold each stage once.
     """
 
-    placement: Placement
+    placement: StagePlacement
     num_microbatches: int
     seconds: Mapping[Op, Table]
     forward_delay: tuple[float, ...]
@@ -61,10 +61,9 @@ class Problem:
     update: tuple[float, ...] = ()
     norm: float | None = None
     objective: Objective = "makespan"
-    rank_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank_of", ranks_of_stages(self.placement))
+        object.__setattr__(self, "placement", StagePlacement(self.placement))
         if not self.update:
             object.__setattr__(self, "update", (0.0,) * self.num_stages)
         if self.objective not in OBJECTIVES:
@@ -97,6 +96,11 @@ class Problem:
         for stage, (held, kept) in enumerate(zip(self.held, self.kept, strict=True)):
             if any(k > h for h, k in zip(held, kept, strict=True)):
                 raise ValueError(f"stage {stage} keeps more for its weight gradients than its forwards hold")
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """[S] the rank of each stage."""
+        return self.placement.rank_of
 
     @property
     def num_ranks(self) -> int:
@@ -152,16 +156,6 @@ class Problem:
                     f"memory_limit={limit:g} on rank {rank}: no schedule can meet it, since one microbatch alone takes "
                     f"{needed:g} there; expected at least {least:g}"
                 )
-
-
-def ranks_of_stages(placement: Placement) -> tuple[int, ...]:
-    rank_of = {stage: rank for rank, own in enumerate(placement) for stage in own}
-    stages = sorted(stage for own in placement for stage in own)
-    if not placement or not all(placement) or stages != list(range(len(stages))):
-        raise ScheduleError(
-            f"placement={placement!r:.80}: expected stages from 0 without a gap, each on one rank, at least one a rank"
-        )
-    return tuple(rank_of[stage] for stage in stages)
 
 
 def fits(amount: float, limit: float) -> bool:

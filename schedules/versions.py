@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ir import Action, Op, Schedule, ScheduleError
-from ..liveness import activations
+from .ir import Action, Op, Schedule, ScheduleError
+from .liveness import activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

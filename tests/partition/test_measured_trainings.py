@@ -18,20 +18,18 @@ from support.inside import (
     fit_device,
     fit_measured,
     fit_sums,
-    schedule_of,
-    step_costs,
     transformer_profile,
 )
-from support.inside import WorksTrainingsTraining as Training
 from support.inside import simulated_simulated as simulated_plan
 
 from stagewright.partition import Cluster, Plan, Profile, plan
-from stagewright.schedules import simulate
 
 
-def training(tensor: int, data: int, pipeline: int, size: int, *, hidden: int = 3072, layers: int = 32) -> Training:
+def training(
+    tensor: int, data: int, pipeline: int, size: int, *, hidden: int = 3072, layers: int = 32
+) -> MeasuredTraining:
     batch = 16 * data * size
-    return Training(
+    return MeasuredTraining(
         heads=hidden // 96,
         hidden=hidden,
         layers=layers,
@@ -44,6 +42,7 @@ def training(tensor: int, data: int, pipeline: int, size: int, *, hidden: int = 
         batch_size=batch,
         num_devices=tensor * data * pipeline,
         network=12.5e9,
+        seconds=1.0,
     )
 
 
@@ -63,11 +62,8 @@ SYNTHETIC = [
 ]
 
 
-def measured_on(device: DeviceModel, trainings: Sequence[Training]) -> list[MeasuredTraining]:
-    own = [{name: getattr(each, name) for name in Training.__dataclass_fields__} for each in trainings]
-    return [
-        MeasuredTraining(**sizes, seconds=estimated(each, device)) for sizes, each in zip(own, trainings, strict=True)
-    ]
+def measured_on(device: DeviceModel, trainings: Sequence[MeasuredTraining]) -> list[MeasuredTraining]:
+    return [replace(each, seconds=estimated(each, device)) for each in trainings]
 
 
 TYPICAL = replace(
@@ -176,11 +172,10 @@ def test_the_tied_embedding_is_summed_once_between_first_and_last_stage() -> Non
     for tensor, pipeline, bandwidth in ((2, 8, 0.5 * 12.5e9), (2, 4, 300e9), (8, 4, 0.5 * 12.5e9)):
         one = training(tensor, 1, pipeline, 1)
         shared = 2 * one.vocabulary / tensor * one.hidden
-        costs = step_costs(one, fast)
-        assert costs.tied == (((0, pipeline - 1), pytest.approx(shared / bandwidth)),)
-        alone = simulate(schedule_of(one), replace(costs, tied=())).makespan
-        assert simulate(schedule_of(one), costs).makespan - alone == pytest.approx(shared / bandwidth)
-    assert step_costs(training(8, 4, 1, 1), fast).tied == ()
+        twice = estimated(replace(one, vocabulary=2 * one.vocabulary), fast)
+        assert twice - estimated(one, fast) == pytest.approx(shared / bandwidth)
+    alone = training(8, 1, 1, 1)
+    assert estimated(replace(alone, vocabulary=2 * alone.vocabulary), fast) == pytest.approx(estimated(alone, fast))
 
 
 def test_a_plan_has_the_sum_of_the_tied_embedding_where_its_ends_stand_apart() -> None:

@@ -206,7 +206,7 @@ _TOGETHER = 0.6  # part of the slides there that an action of a chunk makes on s
 _EXCHANGES = 0.05  # part of the moves that let two microbatches change places everywhere, where these differ
 
 
-class OrderSearch:
+class SlideSearch:
     """Annealing over the orders of one problem."""
 
     def __init__(self, evaluator: OrderEvaluator) -> None:

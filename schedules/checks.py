@@ -13,7 +13,7 @@ from .liveness import peak_activations
 from .messages import STAGE_KINDS, Message, Transfer
 from .program import GroupStep, Lowered, RankProgram
 from .progress import where_sends_wait
-from .rules.versions import check_rule, check_updates, derive_versions
+from .versions import check_rule, check_updates, derive_versions
 
 _MOST_SHOWN = 8
 

@@ -16,9 +16,17 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ..source_line import is_ours, line_of, module_at
-from .intercept import RefusedError
 
 _BETWEEN = ("TO_BOOL", "EXTENDED_ARG", "CACHE")  # a flag and the jump that takes it
+
+
+class RefusedError(Exception):
+    """The user's code does what cannot be recorded; `expected` in its place, or what is expected of all such code.
+    `unit`: the call of a unit that has to be opened for it, by name."""
+
+    def __init__(self, reason: str, *, expected: str | None = None, unit: str | None = None) -> None:
+        super().__init__(reason)
+        self.expected, self.unit = expected, unit
 
 
 def check_now() -> tuple[bool, str] | None:

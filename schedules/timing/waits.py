@@ -1,4 +1,4 @@
-"""Causes of idling: each gap of a timeline is put down to its causes.
+"""What actions waited for, and causes of idling: each gap of a timeline is put down to its causes.
 
     rank 0 |   0F3   |                     made and arrived are those of the latest input
     rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
@@ -12,34 +12,50 @@ The gap before an optimizer step is drain while another rank still computes, upd
 
 from __future__ import annotations
 
-from ..dependencies import Dependencies
+from ..dependencies import Delivery, Dependencies
 from ..ir import Action, Op
 from ..messages import Message
-from .timeline import Idle, RankTrace, Timeline
+from .timeline import Idle, RankTrace, Span, Timeline
+
+Waited = tuple[Delivery, float | None, Span[Message] | None]
+
+
+def waits(timeline: Timeline, needs: Dependencies | None = None) -> dict[Action, list[Waited]]:
+    """What each action waited for from other ranks, in the order of ranks and programs. Nobody else looks that up.
+
+    Each delivery comes with the end of its maker, None where a window of a stream lacks it, and its way on the comm
+    lane, None where it took no time or was not seen to arrive.
+    """
+    needs = Dependencies(timeline.schedule) if needs is None else needs
+    made_at = {what: end for rank in timeline.ranks for what, _, end in rank.compute}
+    ways = {span.what: span for rank in timeline.ranks for span in rank.comm}
+    return {
+        what: [(each, made_at.get(each.maker), ways.get(each.message)) for each in needs.arrivals(what)]
+        for rank in timeline.ranks
+        for what, _, _ in rank.compute
+    }
 
 
 def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
     """Per rank, the gap before each action that has one; works alike on simulated and measured timelines."""
     needs, is_flush = Dependencies(timeline.schedule), timeline.schedule.has_epilogue
-    spans = [span for rank in timeline.ranks for span in rank.compute]
-    made_at = {what: end for what, _, end in spans}
+    waited = waits(timeline, needs)
     moves = {span.what: span for rank in timeline.ranks for span in rank.moves}
     sent_until = {} if timeline.measured else {what: end for rank in timeline.ranks for what, _, end in rank.comm}
-    last = max((span.end for span in spans if span.what.op is not Op.U), default=0.0)
+    computed = (span.end for rank in timeline.ranks for span in rank.compute if span.what.op is not Op.U)
+    last = max(computed, default=0.0)
 
     def before_update(previous: float, start: float) -> Idle:
         """In a flush schedule others may still compute, whom the global norm waits for."""
         drain = max(0.0, min(last, start) - previous) if is_flush else 0.0
         return Idle(drain=drain, update=start - previous - drain)
 
-    def before_compute(
-        action: Action, before: Action, previous: float, start: float, arrived: dict[Message, tuple[float, float]]
-    ) -> Idle:
+    def before_compute(action: Action, before: Action, previous: float, start: float) -> Idle:
         made = arrival = previous
-        for message, maker, *_ in needs.arrivals(action):
+        for _, end, way in waited[action]:
             # A window of a stream lacks the makers of its first messages; the messages know when they were made.
-            sent, here = arrived.get(message, (previous, previous))
-            made, arrival = max(made, made_at.get(maker, sent)), max(arrival, here)
+            sent, here = (previous, previous) if way is None else (way.start, way.end)
+            made, arrival = max(made, sent if end is None else end), max(arrival, here)
         for move in needs.of(action) if moves else ():  # activations that come back for it
             if move in moves:
                 made, arrival = max(made, moves[move].start), max(arrival, moves[move].end)
@@ -49,20 +65,19 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
         return Idle(late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)
 
     def gaps_of(rank: RankTrace) -> dict[Action, Idle]:
-        arrived = {message: (ready, end) for message, ready, end in rank.comm}
         gaps: dict[Action, Idle] = {}
-        waits = rank.data or ((timeline.start, timeline.first_action),)
+        for_data = rank.data or ((timeline.start, timeline.first_action),)
         previous = timeline.start
         for at, (action, start, end) in enumerate(rank.compute):
             if start > previous:
-                data = sum(max(0.0, min(to, start) - max(since, previous)) for since, to in waits)
+                data = sum(max(0.0, min(to, start) - max(since, previous)) for since, to in for_data)
                 previous += data
                 if at == 0:
                     gap = Idle(warm_up=start - previous)
                 elif action.op is Op.U:
                     gap = before_update(previous, start)
                 else:
-                    gap = before_compute(action, rank.compute[at - 1].what, previous, start, arrived)
+                    gap = before_compute(action, rank.compute[at - 1].what, previous, start)
                 gaps[action] = gap._replace(data=data)
             previous = end
         return gaps

@@ -1,10 +1,10 @@
-"""A plan's own schedule, simulated as its planner did, and with what its steps took in place of what was predicted.
+"""A plan's own schedule: as it is carried out, simulated as its planner did, shown, and with what its steps took.
 
     inputs of the simulation, as steps show them  ->  F, B, I, W, runtime, messages, sums, update; around a step
     simulated again                               ->  step, bubble, range
 
 What a trial did not show (a message that nobody waited for) stays as predicted. F, B, I and W of a stage's replicas are
-each rank's own; sums and updates have one figure for all.
+each rank's own; sums and updates have one figure for all. `viz` loads when a plan is shown.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import add
 from statistics import median, quantiles
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from ...schedules.checks import check
 from ...schedules.explain.prediction import PredictionCheck, check_prediction
-from ...schedules.ir import COMPUTE_OPS, Op, Schedule
+from ...schedules.families.registry import build, canonical_name, family
+from ...schedules.ir import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
 from ...schedules.timing.costs import Costs
 from ...schedules.timing.inputs import calibrate
 from ...schedules.timing.links import Links
@@ -26,16 +28,104 @@ from ...schedules.timing.sampling import LEAST_SAMPLES, MOST_ACTIONS, StepSample
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.spread import Spread
 from ...schedules.timing.timeline import Timeline
-from ...schedules.transform import with_late_updates
+from ...schedules.transform import on_ranks, replicate, with_late_updates, with_offload
 from ...schedules.wording import count, duration
+from ..stage_cost import OFFLOAD
 from .record import PlanRecord, PlanStage
-from .to_schedule import schedule_of
+
+if TYPE_CHECKING:
+    from ...viz.exhibit import Exhibit
 
 P = TypeVar("P", bound=PlanRecord)
 
 _LEAST_SPREAD = 8  # durations of a stage that tell how they vary
 _SHOWN = 0.01  # of the step, from which on a cause is named
 MOST_SAMPLED = MOST_ACTIONS // LEAST_SAMPLES  # actions of a batch that is simulated many times
+DEFAULT_SCHEDULE = "1f1b"
+
+
+def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Schedule:
+    """The plan's schedule; ranks that it leaves idle have an empty program. A rank of the schedule is a rank of the
+    plan, or, of a plan that splits tensors, a group of its ranks that run it together (`tensor_groups`).
+    `num_microbatches`: M of the whole batch, where the plan leaves it open. Raises ValueError where M is missing or
+    contradicts the plan, for replicas that the schedule does not know, and for groups that are not in a row."""
+    wanted = plan.num_microbatches
+    if wanted is None:
+        wanted = num_microbatches
+    elif num_microbatches not in (None, wanted):
+        raise ValueError(
+            f"num_microbatches={num_microbatches} for a plan of {wanted}: expected {wanted}, or leave it out"
+        )
+    if wanted is None:
+        raise ValueError("the plan leaves the number of microbatches open: expected num_microbatches= beside it")
+    first = plan.stages[: len(plan.stages) // plan.num_chunks]
+    rank_of = {rank: number for number, group in enumerate(plan.tensor_groups) for rank in group}
+    groups = [rank_of[rank] for stage in first for rank in sorted(stage.ranks[:: stage.tensor])]
+    counts = tuple(stage.replicas for stage in first)
+    if plan.order:
+        schedule = replicate(one_pipeline(plan, num_microbatches=wanted), counts[0])
+    else:
+        name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
+        schedule = _over_replicas(plan, name, counts, wanted)
+    leaving = [number for number, stage in enumerate(plan.stages) if stage.recompute == OFFLOAD]
+    if leaving:
+        schedule = with_offload(schedule, stages=leaving, costs=plan.costs)
+    return on_ranks(schedule, groups, num_ranks=len(plan.tensor_groups))
+
+
+def one_pipeline(plan: PlanRecord, *, num_microbatches: int) -> Schedule:
+    """The schedule of one of a plan's equal replicas, its share of the microbatches, on ranks 0 to P - 1. Raises
+    ValueError for replicas that are not equal, or do not divide M; ScheduleError for an order that is none."""
+    width = len(plan.stages) // plan.num_chunks
+    each = plan.stages[0].replicas
+    if any(count != each for count in plan.replicas):
+        raise ValueError(f"replicas {plan.replicas} under an order of one pipeline: expected as many of each stage")
+    name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
+    _check_share(num_microbatches, each, name)
+    own = build(name, num_ranks=width, num_microbatches=num_microbatches // each, **_sizes(plan))  # type: ignore[arg-type]
+    return _ordered(own, plan.order) if plan.order else own
+
+
+def _ordered(schedule: Schedule, order: Sequence[str]) -> Schedule:
+    """The programs of `order` in place of a schedule's; ScheduleError for what is no order of the same work."""
+    try:
+        programs = tuple(tuple(map(Action.parse, text.split())) for text in order)
+    except ValueError as error:
+        raise ScheduleError(f"order of a plan: {error}") from None
+    if len(programs) != schedule.num_ranks:
+        raise ScheduleError(f"order of a plan: {len(programs)} programs for {schedule.num_ranks} ranks of one pipeline")
+    made = replace(schedule, name="auto", programs=programs)
+    check(made)
+    return made
+
+
+def _check_share(num_microbatches: int, replicas: int, name: str) -> None:
+    if num_microbatches % replicas:
+        raise ValueError(
+            f"{num_microbatches} microbatches on {replicas} replicas under schedule {name!r}: expected a multiple of "
+            f"{replicas}"
+        )
+
+
+def _sizes(plan: PlanRecord) -> dict[str, object]:
+    """V and n, where there are several."""
+    numbers = {"num_chunks": plan.num_chunks, "num_slices": len(plan.slice_lengths)}
+    return {name: number for name, number in numbers.items() if number > 1}
+
+
+def _over_replicas(plan: PlanRecord, name: str, counts: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """Ranks in the order of the stages."""
+    if plan.num_chunks == 1 and max(counts) > 1 and family(name).takes_replicas:
+        return build(name, num_ranks=sum(counts), num_microbatches=num_microbatches, replicas=counts)
+    each = counts[0]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"stages on {'-'.join(map(str, counts))} ranks under schedule {name!r}: expected as many ranks for each "
+            f"stage, or a schedule that takes unequal replicas, such as '1f1b'"
+        )
+    _check_share(num_microbatches, each, name)
+    single = build(name, num_ranks=len(counts), num_microbatches=num_microbatches // each, **_sizes(plan))  # type: ignore[arg-type]
+    return replicate(single, each)
 
 
 class SimulatedPlan(NamedTuple):
@@ -97,6 +187,32 @@ def _scheduled(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule
     if links is not None:
         links = links.on(schedule.owners[: len(plan.stages) // plan.num_chunks])
     return with_late_updates(schedule, links), links
+
+
+def exhibit_of_plan(plan: PlanRecord, *, name: str | None = None, num_microbatches: int | None = None) -> Exhibit:
+    """Its own schedule, simulated with its own costs and links; of a plan that keeps none over free ones, with a note.
+    Raises ValueError as `schedule_of` does."""
+    from ...viz.exhibit import Exhibit
+
+    timeline, costs, links = simulated(plan, num_microbatches=num_microbatches)
+    name = name or f"plan of {timeline.schedule.name}"
+    notes = []
+    if links is None:
+        note = f"{name}: messages take no time in this picture, since the plan does not keep its links"
+        if plan.simulated_step_time is not None:
+            note += f"; with them the planner simulated {duration(plan.simulated_step_time)} a batch"
+        notes.append(note)
+    return Exhibit(
+        name=name,
+        predicted=timeline,
+        costs=costs,
+        links=links,
+        sampled=sampled(plan, num_microbatches=num_microbatches),
+        memory=plan.stage_bytes,
+        memory_limit=plan.by_group(plan.memory_limits),
+        predicted_peak=plan.by_group(plan.memory_bytes),
+        notes=tuple(notes),
+    )
 
 
 def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:

@@ -1,0 +1,220 @@
+"""Mesh(on_failure="reroute"): a run that goes on when processes die, and lets in those that were started again.
+
+call -> a process dies -> those that are left agree -+-> the call was whole: it is finished
+                                                     +-> a world, a schedule and a pipeline anew, and the call again
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from ..comm import Guard, MeshPlace, PeerLost, PipelineError, PipelineTimeout, World, make_guard
+from ..comm.membership import LIFE, Membership
+from ..comm.sealed import own_folder
+from ..schedules.transform import on_rows, schedule_without
+from .batch.agreement import made_of
+from .context import Layout, Run
+from .life_cycle import LifeCycle, Running
+from .results import StepResult
+from .run.training import Training
+from .settings.given import Given
+from .settings.options import REROUTE, Options
+
+T = TypeVar("T")
+
+_log = logging.getLogger("stagewright")
+
+
+def world_until_let_in(options: Options) -> World:
+    """The world of a process that was started again, beside others that went on: alone until they let it in.
+
+    Raises ValueError for options under which nobody goes on.
+    """
+    if options.mesh.on_failure != REROUTE:
+        raise ValueError(
+            'a PipelineModule in a process that was started again, to join others: expected Mesh(on_failure="reroute")'
+        )
+    return World(rank=0, size=1)
+
+
+def life_cycle_of(run: Running, layout: Layout) -> LifeCycle:
+    """Of a run with on_failure="reroute". Raises ValueError for what it cannot outlast."""
+    options = run.options
+    options.refuse_reroute()
+    if not run.world.distributed and LIFE not in os.environ:
+        return LifeCycle()
+    made = made_of(layout.schedule, options)
+    return Rerouted(run, Membership(run.world, timeout=options.timeout, made=made))
+
+
+class Rerouted(LifeCycle):
+    """Calls that those which are left make again, in a world of their own."""
+
+    def __init__(self, run: Running, members: Membership) -> None:
+        self._run = run
+        self._members = members
+        self._in_vain = 0  # failures of one step, one behind the other, in which nobody died
+        run.guard.someone_died = members.someone_died
+
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self._members.life > 0
+
+    @property
+    def step(self) -> int:  # type: ignore[override]
+        return self._members.step
+
+    def enter(self) -> None:
+        """A process that was started again waits until it is let in."""
+        if self._members.is_outside:
+            self._members.enter()
+            if self._run.pipeline is not None:
+                self._run.pipeline.training.restart(self._members.step)
+
+    def refuse(self, what: str, *, instead: str) -> None:
+        raise ValueError(f'{what} beside Mesh(on_failure="reroute"), where it ends with the first death: {instead}')
+
+    def step_of(self, training: Training) -> Callable[[Given], StepResult]:
+        """A step's run, until those that are left have made it."""
+        if self._members.is_outside:
+            raise ValueError(
+                f"train_step in rank {self._members.me}, which was started again to join others, before it has asked "
+                f"which step they are at: expected for step in range(pipe.num_steps, ...)"
+            )
+        return self._step
+
+    def _step(self, given: Given) -> StepResult:
+        def training() -> Training:
+            return self._run.built("train_step").training
+
+        def step() -> StepResult:
+            training().goes_on = True
+            return training().step(given)
+
+        return self._go_on(
+            step,
+            admits=True,
+            is_ready=lambda: training().is_ready,
+            finish=lambda: training().make_update(),
+            take_back=lambda: training().take_back(),
+        )
+
+    def outlasting(self, call: Callable[[], T]) -> T:
+        """The answer of a collective call that trains nothing: those that are left make it again, unless each of them
+        has its answer."""
+        if self._members.is_outside or self._run.pipeline is None:
+            return call()
+        answers = list[T]()
+
+        def made() -> T:
+            answers.append(call())
+            with self._run.guard.together():
+                collectives = self._run.built("a call").state.run.collectives
+                collectives.all_reduce(torch.zeros(1), what="asking whether all have an answer")
+            return answers[0]
+
+        return self._go_on(
+            made,
+            admits=False,
+            is_ready=lambda: len(answers) > 0,
+            finish=lambda: answers[0],
+            take_back=answers.clear,
+        )
+
+    def _go_on(
+        self,
+        call: Callable[[], T],
+        *,
+        admits: bool,
+        is_ready: Callable[[], bool],
+        finish: Callable[[], T],
+        take_back: Callable[[], None],
+    ) -> T:
+        """The result of a call. A rank that `is_ready` has all that it is made of, and finishes it alone.
+
+        Arguments:
+            admits: whether processes that were started again may join in front of it.
+        """
+        run, members = self._run, self._members
+        while True:
+            try:
+                run.guard.goes_on = True
+                step = run.num_steps
+                if admits and not members.changed and members.someone_comes(step):
+                    folder = members.folder_for_those_that_come()
+                    run.built("train_step").state.save_for_others(folder)
+                    members.let_in(step)
+                if members.changed:
+                    self._form()
+                run.guard.goes_on = True
+                result = call()
+                members.calls += 1
+            except (PeerLost, PipelineTimeout) as error:
+                if not self._is_whole(error, is_ready=is_ready()):
+                    take_back()
+                    continue
+                result = finish()
+            except BaseException as error:
+                if run.guard.ended:
+                    members.fail(error)
+                raise
+            finally:
+                run.guard.goes_on = False
+            members.step_made()
+            self._in_vain = 0
+            return result
+
+    def _is_whole(self, error: PipelineError, *, is_ready: bool) -> bool:
+        """Whether what failed is whole here, as those that are left agree; else they do it again."""
+        pipeline, members = self._run.built("a call"), self._members
+        before = members.members
+        has_waited = isinstance(error, PipelineTimeout)
+        verdict = members.agree(members.calls, is_ready=is_ready, has_waited=has_waited)
+        gone = [one for one in before if one not in verdict.members]
+        failed = verdict.failed
+        self._in_vain = 0 if gone else self._in_vain + 1
+        if self._in_vain > 1:
+            failed = failed or "a step failed twice, and nobody is dead: expected the same calls in every process"
+        for stage, ranks in enumerate(_layout_of(self._run).schedule.owners):
+            if not failed and not set(ranks) & set(verdict.members):
+                names = [*pipeline.state.own_checkpoints]
+                last = f"the last checkpoint, {names[-1]}" if names else "a checkpoint, of which this run has none"
+                failed = (
+                    f"ranks {', '.join(map(str, ranks))} are dead, and nobody else has stage {stage} "
+                    f"({pipeline.parts.names[stage]}): expected a new start from {last}"
+                )
+        if failed:
+            raise type(error)(f"{error}\ncause: {failed}", peers=error.peers, is_explained=True) from error
+        if gone and members.me == verdict.members[0]:
+            _log.warning("rank %s died: %d ranks go on without it", ", ".join(map(str, gone)), len(verdict.members))
+        return verdict.is_whole and is_ready
+
+    def _form(self) -> None:
+        """The world and the pipeline of those that are left. Collective over them."""
+        run, members = self._run, self._members
+        before, whole = run.built("a call"), _layout_of(run)
+        for local in before.engine.ranks:
+            local.transport.close()
+        world = members.form()
+        guard: Guard = make_guard(world)
+        guard.someone_died, guard.goes_on = members.someone_died, True
+        gone = set(range(whole.schedule.num_ranks)) - set(members.members)
+        schedule = on_rows(schedule_without(whole.schedule, gone), members.members)
+        layout = replace(whole, schedule=schedule, place=MeshPlace.line(world))
+        with guard.together():
+            run.pipeline = before.again(Run(layout, run.options, guard))
+        if members.folder is not None:
+            run.pipeline.state.take_from_others(own_folder(members.folder))
+        run.world, run.guard, members.changed = world, guard, False
+
+
+def _layout_of(run: Running) -> Layout:
+    """Of all processes that the run began with."""
+    assert run.layout is not None
+    return run.layout

@@ -1,0 +1,100 @@
+"""Data dependencies: which actions an action needs, over the graph of the stages. Nobody else derives them.
+
+F(s, k)   the output of every producer of s            (and the weights, see versions)
+B(s, k)   the gradient from every consumer of s, and its own F(s, k)
+I(s, k)   the same as B
+W(s, k)   its own I(s, k)
+
+Slices of a microbatch attend to those before them: they need the keys and values of F, and B needs what later ones add
+to the gradients of its own.
+
+F(s, q)   F(s, q - 1), and B(s, q) or I(s, q) the one of slice q + 1, where they are slices of the same microbatch
+
+Moves: activations that leave their rank for its host while they wait. B or I then needs the way back, too.
+
+F3 . . OFFLOAD3 . . . . . RELOAD3 . B3
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from .actions import BACKWARD_OPS, MOVE_OPS, Action, Op, ScheduleError
+
+
+class Edge(NamedTuple):
+    """The outputs of stage `src` feed stage `dst`; `grad`: a gradient travels back."""
+
+    src: int
+    dst: int
+    grad: bool = True
+
+
+def chain(num_stages: int) -> tuple[Edge, ...]:
+    """The stage graph of a plain chain: 0 -> 1 -> ... -> S-1."""
+    return tuple(Edge(stage, stage + 1) for stage in range(num_stages - 1))
+
+
+def check_edges(edges: Sequence[Edge], num_stages: int) -> None:
+    """Raise ScheduleError unless they lead from stages to later ones, each once."""
+    seen: set[tuple[int, int]] = set()
+    for src, dst, _ in edges:
+        if not 0 <= src < dst < num_stages:
+            raise ScheduleError(f"edge {src} -> {dst}: expected stages in ascending order below {num_stages}")
+        if (src, dst) in seen:
+            raise ScheduleError(f"edge {src} -> {dst} stands twice: expected each edge once")
+        seen.add((src, dst))
+
+
+class Needs:
+    """What each action of some programs needs; an answer takes O(in-degree).
+
+    A stage may split the backward of some microbatches and not of others, so which action makes a gradient
+    (B or I) is looked up by microbatch.
+
+    Arguments:
+        moves: (stage, microbatch) whose activations leave their rank.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Sequence[Action]],
+        edges: Sequence[Edge],
+        *,
+        num_slices: int,
+        moves: Collection[tuple[int, int]] = (),
+    ) -> None:
+        self.moves = moves
+        self._num_slices = num_slices
+        self._split = {(a.stage, a.index) for program in programs for a in program if a.op is Op.I}
+        self._producers: defaultdict[int, list[int]] = defaultdict(list)
+        self._consumers: defaultdict[int, list[int]] = defaultdict(list)  # those that send a gradient back
+        for src, dst, grad in edges:
+            self._producers[dst].append(src)
+            if grad:
+                self._consumers[src].append(dst)
+
+    def backward(self, stage: int, index: int) -> Action:
+        """The action that makes the gradient which `stage` sends on."""
+        return Action(stage, Op.I if (stage, index) in self._split else Op.B, index)
+
+    def of(self, action: Action) -> list[Action]:
+        """The actions whose results `action` needs, in a fixed order."""
+        stage, op, index = action
+        if op is Op.F:
+            makes = [Action(producer, Op.F, index) for producer in self._producers[stage]]
+            return makes if index % self._num_slices == 0 else [*makes, Action(stage, Op.F, index - 1)]
+        if op in BACKWARD_OPS:
+            own = [Action(stage, Op.RELOAD, index)] if (stage, index) in self.moves else []
+            own.append(Action(stage, Op.F, index))
+            if (index + 1) % self._num_slices:
+                own.append(self.backward(stage, index + 1))
+            return [self.backward(maker, index) for maker in sorted(self._consumers[stage])] + own
+        if op is Op.W:
+            return [Action(stage, Op.I, index)]
+        if op in MOVE_OPS and (stage, index) in self.moves:
+            forward = Action(stage, Op.F, index)
+            return [forward] if op is Op.OFFLOAD else [forward, Action(stage, Op.OFFLOAD, index)]
+        return []
