@@ -29,7 +29,7 @@ import numpy as np
 
 from ..schedules.families.registry import family
 from ..schedules.families.warmup import Turns
-from ..schedules.ir import BACKWARD_OPS, BESIDE_OPS, LAST_USES, Action, Op, Schedule
+from ..schedules.ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op, Schedule
 from ..schedules.liveness import activation_counts, activations
 from ..schedules.messages import AHEAD_BYTES, BUCKET_BYTES, RECEIVES_AHEAD
 from ..schedules.timing.memory import StageBytes
@@ -206,10 +206,10 @@ def _of_program(
     program: Sequence[Action], stages: Sequence[int], versions: int, parts: Sequence[float], *, streams: bool
 ) -> Moments:
     # What comes back may be most in front of a backward that still waits.
-    steps = [action for action in program if action.op is Op.RELOAD or action.op not in BESIDE_OPS]
-    if streams or any(op in BESIDE_OPS for _, op, _ in program):
+    steps = [action for action in program if action.op is Op.RELOAD or action.op not in MOVE_OPS]
+    if streams or any(op in MOVE_OPS for _, op, _ in program):
         rows = ((action.op, alive) for action, alive in activations(program))
-        counts = [[alive.get(s, 0) for s in stages] for op, alive in rows if op is Op.RELOAD or op not in BESIDE_OPS]
+        counts = [[alive.get(s, 0) for s in stages] for op, alive in rows if op is Op.RELOAD or op not in MOVE_OPS]
         alive = np.array(counts, dtype=np.int64).reshape(-1, len(stages))
     else:
         alive = activation_counts(program, stages, [math.ceil(each * _PARTS) for each in parts] or (1,))

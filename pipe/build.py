@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ..comm import HostClocks, machine
 from ..partition.deferred.filling import fill
@@ -25,6 +26,7 @@ from .context import Run
 from .guards.presence import OutputSpecs
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
+from .run.fills import fills
 from .run.ranks import RankLinks, Ranks, links_of
 from .run.training import Training
 from .run.worker import TrainingWorker
@@ -65,6 +67,7 @@ class Pipeline:
     verifier: Verifier
     again: Callable[[Run], Pipeline]  # for another membership: the same stages, optimizers and step
     message_bytes: Callable[[], tuple[list[float], list[float]]]
+    fill: Callable[..., Any] | None = None  # takes background work
 
     def cut_in_words(self) -> str:
         """A text that is the same, from start to start of a run, where its stages are."""
@@ -104,7 +107,14 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     # 3. to 6. The model divided, cut, and in its place
     placed = _place(run, example, whole, slices)
 
-    return _connected(run, placed, example, plain=plain)
+    # 7. to 10. Connected, and all that runs it
+    pipeline = _connected(run, placed, example, plain=plain)
+
+    # 11. What is added to it
+    return replace(
+        pipeline,
+        fill=fills(run, pipeline.engine),
+    )
 
 
 def _connected(

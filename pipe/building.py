@@ -201,10 +201,9 @@ class Building:
 
         In one process no other thread's runs meanwhile, and an error takes back stages that the call has built.
         """
-        if self.pipeline is not None and self.pipeline.training.fills.is_running:
-            raise ValueError(
-                "a piece of background work calls its pipeline in the midst of a step: expected other work"
-            )
+        inside = None if self.pipeline is None else self.pipeline.state.run.inside
+        if inside is not None:
+            raise ValueError(f"{inside} calls its pipeline in the midst of a step: expected other work")
         dtype = self.options.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(self.options.device.type, dtype=dtype)
         with self.around(), torch.inference_mode(False), autocast:

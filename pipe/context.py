@@ -65,6 +65,7 @@ class Run:
         evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
         added: what is around it, once the stages are cut.
         spares_memory: whether the model was built without memory: then what is freed goes back to the system.
+        inside: what of the user's runs in the midst of a step, and may not call the pipeline, if anything.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Run:
         self.verifies, self.by_unit = verifies, False
         self.evaluates = evaluates
         self.added: list[Addition] = []
+        self.inside: str | None = None
         device, timeout, place = options.device, options.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
         guard.on_failure(self.collectives.abort)

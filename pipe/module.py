@@ -29,7 +29,6 @@ from .edits import Edits, UntilBuilt
 from .figures.run_figures import RunFigures
 from .results import EvalResult, StepRecord, StepResult
 from .run.evaluation import Evaluation
-from .run.fills import FillWork
 from .run.training import Training
 from .settings.arguments import FIRST, AnySchedule, GivenOptions, Inputs, MeshLike, Precision, SchedulerFactory, Weights
 from .settings.excludes import refuse_unknown
@@ -40,6 +39,9 @@ from .settings.recompute import RecomputeLike
 from .telling import told_if_slow, warn_of_evaluation_mode
 from .verify.plain import NotVerifiableError
 from .verify.verification import Verification
+
+if TYPE_CHECKING:
+    from .run.fills import FillWork
 
 _log = logging.getLogger("stagewright")
 
@@ -438,25 +440,13 @@ class PipelineModule(RunFigures):
         Returns the work: `finish()` runs what is left, `is_done` and `num_done` tell how far it is. A piece that fails
         ends the step on every rank, by name. Raises ValueError for no such work, unbuilt stages, and a CUDA device.
         """
-        fills = self._building.built("fill").training.fills
-        fills.require(self.device)
+        fill = self._building.built("fill").fill
+        assert fill is not None
         self._building.life.refuse("fill(...)", instead='expected on_failure="stop"')
         if self._building.is_closed:
             raise PipelineError("this pipeline has ended: expected fill(...) before close()")
-        return fills.add(work, name=name, seconds=seconds)
-
-    def fill_eval(self, *inputs_and_target: Any, **keywords: Any) -> FillWork:
-        """Background work as of `fill`: an `eval_step` of this batch now, where ranks wait in the step to come.
-
-        What is left of it is done in front of that step's update; from then on it has its `result`. Collective.
-
-        The batch is copied. Raises ValueError where weights, or what a forward reads, may change meanwhile, or where
-        forwards have collectives in them.
-        """
-        with self._building.alone():
-            self._building.life.refuse("fill_eval(...)", instead="expected eval_step(...)")
-            given = self._given(inputs_and_target, keywords)
-            return self._evaluation_for(given).in_waits(given)
+        found: FillWork = fill(work, name=name, seconds=seconds)
+        return found
 
     def flush(self) -> list[StepResult]:
         """End what is under way: batches of a stream. Collective.
@@ -502,4 +492,3 @@ class PipelineModule(RunFigures):
         self._building.is_closed = True
         if self._building.pipeline is not None:
             self._building.pipeline.training.close(self._building.options.timeout)
-            self._building.pipeline.training.fills.close()

@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from .timing.timeline import Span as Span
     from .timing.timeline import Timeline as Timeline
     from .timing.waits import attribute_idle as attribute_idle
-    from .transform import with_fill as with_fill
     from .transform import with_offload as with_offload
 
 # A name's file loads when the name is asked for: who only draws a schedule starts without the search.
@@ -91,7 +90,7 @@ _FILES = {
     "timing.simulate": "ideal_makespan simulate",
     "timing.spread": "Spread estimate_spread",
     "timing.timeline": "Idle RankTrace Span Timeline",
-    "transform": "with_fill with_offload",
+    "transform": "with_offload",
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 

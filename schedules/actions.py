@@ -22,7 +22,7 @@ class ScheduleError(ValueError):
 
 class Op(StrEnum):
     """Kind of an action: compute (F, B, I, W), update (U), or a move of activations, which begins where it stands and
-    goes on beside compute; or a place for background work. The others are steps that lowering inserts."""
+    goes on beside compute. The others are steps that lowering inserts."""
 
     F = "F"  # forward
     B = "B"  # whole backward
@@ -31,7 +31,6 @@ class Op(StrEnum):
     U = "U"  # optimizer step of a stage: makes its next weight version
     OFFLOAD = "OFFLOAD"  # the activations of a microbatch leave the rank, for its host
     RELOAD = "RELOAD"  # they come back
-    FILL = "FILL"  # pieces of background work, while the rank waits for what its next action needs
     REDUCE_GRAD = "REDUCE_GRAD"  # gradients that several ranks share are added up
     GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
     UNSHARD = "UNSHARD"  # weights become whole, of which each of several ranks has a part
@@ -50,10 +49,9 @@ class Op(StrEnum):
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which travels on
 LAST_USES = frozenset({Op.B, Op.W})  # behind them its activations go, and its weight gradient is there
-MOVE_OPS = frozenset({Op.OFFLOAD, Op.RELOAD})
-BESIDE_OPS = MOVE_OPS | {Op.FILL}  # no part of the compute lane
+MOVE_OPS = frozenset({Op.OFFLOAD, Op.RELOAD})  # no part of the compute lane
 
-_ACTION = re.compile(r"(\d+)([FBIWU]|OFFLOAD|RELOAD|FILL)(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIWU]|OFFLOAD|RELOAD)(\d+)")
 _COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD|UNSHARD|RESHARD)(\d+)")
 
 
@@ -81,7 +79,7 @@ class Action(NamedTuple):
         if match is None:
             raise ValueError(
                 f"cannot read the action {text.strip()!r}: expected <stage><op><microbatch> such as 3F12, "
-                f"with an op of F B I W U, or OFFLOAD RELOAD FILL"
+                f"with an op of F B I W U, or OFFLOAD RELOAD"
             )
         return cls(int(match[1]), Op(match[2]), int(match[3]))
 

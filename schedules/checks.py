@@ -189,10 +189,10 @@ def _check_complete(schedule: Schedule) -> None:
             stage, op, index = action
             if op in MOVE_OPS:
                 continue  # see `find_moves`
-            if op not in COMPUTE_OPS and op not in (Op.U, Op.FILL):
+            if op not in COMPUTE_OPS and op is not Op.U:
                 raise ScheduleError(
-                    f"{action} on rank {rank}, position {position}: a compute order holds F B I W U, moves of "
-                    f"activations and FILL; communication is inserted by lowering"
+                    f"{action} on rank {rank}, position {position}: a compute order holds F B I W U and moves of "
+                    f"activations; communication is inserted by lowering"
                 )
             if stage not in own:
                 raise ScheduleError(

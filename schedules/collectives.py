@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 
-from .ir import BESIDE_OPS, LAST_USES, Collective, Op, Schedule
+from .ir import LAST_USES, MOVE_OPS, Collective, Op, Schedule
 
 
 def ready_positions(schedule: Schedule, rank: int, collectives: Collection[Collective]) -> dict[Collective, int]:
@@ -53,7 +53,7 @@ def _landmarks(schedule: Schedule, rank: int) -> tuple[dict[tuple[int, int], int
     first: dict[int, int] = {}
     behind: dict[int, int] = {}
     for position, (stage, op, index) in enumerate(schedule.programs[rank]):
-        if op in BESIDE_OPS:
+        if op in MOVE_OPS:
             continue
         first.setdefault(stage, position)
         behind[stage] = position + 1

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 from .actions import (
     BACKWARD_OPS,
-    BESIDE_OPS,
     COMPUTE_OPS,
     LAST_USES,
     MOVE_OPS,
@@ -33,7 +32,6 @@ from .actions import (
 from .needs import Edge, Needs, chain, check_edges
 from .placement import ascending_owners, read_owners
 from .text import (
-    BESIDE,
     JSON_VERSION,
     csv_of,
     grid_of,
@@ -48,7 +46,6 @@ from .wording import count
 
 __all__ = [
     "BACKWARD_OPS",
-    "BESIDE_OPS",
     "COMPUTE_OPS",
     "LAST_USES",
     "MOVE_OPS",
@@ -222,10 +219,10 @@ class Schedule:
 
     @property
     def compute_programs(self) -> tuple[tuple[Action, ...], ...]:
-        """The programs without moves and background work: what each rank's compute lane runs."""
-        if not any(op in BESIDE_OPS for program in self.programs for _, op, _ in program):
+        """The programs without moves: what each rank's compute lane runs."""
+        if not self.moves_activations:
             return self.programs
-        return tuple(tuple(action for action in program if action.op not in BESIDE_OPS) for program in self.programs)
+        return tuple(tuple(action for action in program if action.op not in MOVE_OPS) for program in self.programs)
 
     @property
     def split_stages(self) -> frozenset[int]:
@@ -309,9 +306,9 @@ class Schedule:
         if overlap not in ("none", "pairs"):
             raise ValueError(f"overlap={overlap!r}: expected 'none' or 'pairs'")
         actions = [action for program in self.programs for action in program]
-        if beside := next((action for action in actions if action.op in BESIDE_OPS), None):
+        if beside := next((action for action in actions if action.op in MOVE_OPS), None):
             raise ScheduleError(
-                f"schedule {self.name!r} {BESIDE[beside.op]} ({beside}, ...), which a CSV table cannot say: use to_json"
+                f"schedule {self.name!r} moves activations ({beside}, ...), which a CSV table cannot say: use to_json"
             )
         if self.without_backward:
             raise ScheduleError(
@@ -387,8 +384,7 @@ class Schedule:
         """The order as an aligned text grid, a row per rank, a column per unit of time.
 
         The stage stands before the op only where a rank has several. A rank that begins moves of activations has a
-        second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back; and with
-        ~3, background work in the wait in front of it.
+        second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back.
         """
         several = any(len(stages) > 1 for stages in self.placement)
         return grid_of(self.unit_time_cells(), self.programs, several=several)

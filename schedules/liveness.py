@@ -31,7 +31,6 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
     Of a stage without backward it lives for its F alone. In a window of a stream, one whose F is not there lives from
     the beginning. The mapping is one and the same, and holds until the next step of the iteration.
     """
-    program = [action for action in program if action.op is not Op.FILL]
     begun = {(stage, index) for stage, op, index in program if op in _BEGIN}
     alive = {stage: 0 for stage, _, _ in program}
     for stage, op, index in program:

@@ -44,8 +44,6 @@ class RankProgram:
         shared: by message that several actions of the rank make or use: these, in its order. One that is sent is held
             from the first on, one that was received up to the last.
         finally_needs: messages consumed at the very end (losses).
-        fills: the actions whose waits have background work in the schedule, and None where the end of the program has;
-            None: the schedule has no such places.
         cuts: where each call begins in `steps`, for a program that was lowered call by call.
 
     Attributes:
@@ -58,7 +56,6 @@ class RankProgram:
     proves: dict[Message, tuple[Message, ...]]
     shared: dict[Message, tuple[Work, ...]] = field(default_factory=dict)
     finally_needs: tuple[Message, ...] = ()
-    fills: frozenset[Action | None] | None = None
     cuts: tuple[int, ...] = ()
     fused: frozenset[Action] = field(init=False)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from .actions import BESIDE_OPS, COMPUTE_OPS, Action, Op, ScheduleError
+from .actions import COMPUTE_OPS, MOVE_OPS, Action, Op, ScheduleError
 from .needs import Edge
 
 JSON_VERSION = 1
@@ -106,9 +106,9 @@ def _read_row(row: int, line: str) -> tuple[Action, ...]:
         except ValueError as error:
             raise ScheduleError(f"row {row}, column {column}: {error}") from None
         program += actions
-        if moving := [action for action in actions if action.op in BESIDE_OPS]:
+        if moving := [action for action in actions if action.op in MOVE_OPS]:
             raise ScheduleError(
-                f"row {row}, column {column}: {moving[0]} {BESIDE[moving[0].op]}, which a CSV table cannot say: "
+                f"row {row}, column {column}: {moving[0]} moves activations, which a CSV table cannot say: "
                 f"expected F B I W, or a schedule as JSON"
             )
     return tuple(program)
@@ -190,18 +190,16 @@ def grid_of(cells: Cells, programs: Sequence[Sequence[Action]], *, several: bool
     return "\n".join(lines)
 
 
-_MARKS = {Op.OFFLOAD: ">", Op.RELOAD: "<", Op.FILL: "~"}
-BESIDE = {**dict.fromkeys(_MARKS, "moves activations"), Op.FILL: "does background work"}
+_MARKS = {Op.OFFLOAD: ">", Op.RELOAD: "<"}
 
 
 def _move_cells(program: Sequence[Action], row: Sequence[Action | None], *, several: bool) -> list[str]:
-    """Moves and background work of a rank, each under the action in front of which it is begun; at the end in a cell
-    more."""
+    """Moves of a rank, each under the action in front of which it is begun; at the end in a cell more."""
     column = {action: at for at, action in enumerate(row) if action is not None}
     cells: list[list[str]] = [[] for _ in range(len(row) + 1)]
     at = len(row)
     for action in reversed(program):
-        if action.op in BESIDE_OPS:
+        if action.op in MOVE_OPS:
             stage = f"{action.stage}" if several else ""
             cells[at].insert(0, f"{stage}{_MARKS[action.op]}{action.index}")
         else:

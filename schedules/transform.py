@@ -1,21 +1,17 @@
-"""Schedules made of schedules: as replicas, without dead ranks, on other ranks, with late updates, with
-offloading, with fills."""
+"""Schedules made of schedules: as replicas, without dead ranks, on other ranks, with late updates, with offloading."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from numbers import Real
 
-from .ir import BACKWARD_OPS, COMPUTE_OPS, Action, Op, Schedule, ScheduleError
+from .ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
 from .kinds import at_least, option
 from .timing.costs import Costs
 from .timing.links import Links
 from .timing.simulate import simulate
 from .weight_rules import RULES
-
-_SHORTEST_FILL = 1e-9  # [s]
 
 
 def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
@@ -223,57 +219,6 @@ def with_offload(
         chosen = _longest(lives, share) if stages is None else {each for each in lives if each[0] in stages}
         programs.append(_with_moves(program, chosen, [span.end - span.start for span in trace.compute], reload))
     return replace(schedule, programs=tuple(programs))
-
-
-def with_fill(
-    schedule: Schedule, costs: Costs, links: Links | None = None, *, seconds_per_rank: float = math.inf
-) -> Schedule:
-    """The same order, with background work (FILL) where the simulator shows that a rank waits for a piece or longer.
-
-        rank 0 | F0 F1 .  .  B0 B1      gpipe, P=2, M=2: ~0 stands in front of B0 and takes as many whole pieces
-               |             ~0         (`costs.fill`) as are through when that can begin
-
-    So no rank is later than without it. What a step really leaves is measured where the schedule runs, see
-    `PipelineModule.fill`.
-
-    Arguments:
-        seconds_per_rank: of work; the longest waits are taken first, and no more of them than that needs.
-
-    Raises ValueError for seconds that are not above 0.
-
-    >>> from stagewright.schedules import attribute_idle, build
-    >>> costs = Costs(forward=1.0, backward=2.0, fill=0.75)
-    >>> timeline = simulate(with_fill(build("1f1b", num_ranks=4, num_microbatches=8), costs), costs)
-    >>> timeline.makespan, [idle.fill for idle in attribute_idle(timeline)], sum(attribute_idle(timeline)[0])
-    (33.0, [8.25, 7.5, 7.5, 9.0], 9.0)
-    """
-    if not seconds_per_rank > 0:
-        raise ValueError(f"seconds_per_rank={seconds_per_rank!r}: expected a number of seconds above 0")
-    plain = [[action for action in program if action.op is not Op.FILL] for program in schedule.programs]
-    everywhere = replace(schedule, programs=tuple(map(_with_fills, plain)))
-    programs = []
-    for program, trace in zip(everywhere.programs, simulate(everywhere, costs, links).ranks, strict=True):
-        lengths = [end - start for what, start, end in trace.moves if what.op is Op.FILL]
-        taken = set[int]()
-        for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
-            if lengths[number] > _SHORTEST_FILL and sum(lengths[one] for one in taken) < seconds_per_rank:
-                taken.add(number)
-        numbers = iter(range(len(lengths)))
-        programs.append(tuple(action for action in program if action.op is not Op.FILL or next(numbers) in taken))
-    return replace(schedule, programs=tuple(programs))
-
-
-def _with_fills(program: Sequence[Action]) -> tuple[Action, ...]:
-    """Background work in front of each F, B, I and W and at the end; not between an I and its W, which may be one."""
-    found: list[Action] = []
-    before: Action | None = None
-    for action in program:
-        if action.op in COMPUTE_OPS:
-            if before is None or action.op is not Op.W or before != action._replace(op=Op.I):
-                found.append(action._replace(op=Op.FILL))
-            before = action
-        found.append(action)
-    return (*found, *([] if before is None else [before._replace(op=Op.FILL)]))
 
 
 def _longest(lives: dict[tuple[int, int], float], share: float) -> set[tuple[int, int]]:

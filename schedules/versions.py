@@ -192,7 +192,7 @@ def _check_rank_updates(schedule: Schedule, rank: int, program: tuple[Action, ..
                     f"one for each of the {num_updates} {many}, in order, {stage}U0 first"
                 )
             count[stage] += 1
-        elif op not in (Op.F, Op.FILL) and group < count[stage]:
+        elif op is not Op.F and group < count[stage]:
             raise ScheduleError(
                 f"{action} on rank {rank}, position {position}, adds to the gradient that {stage}U{group}, which "
                 f"stands before it, has used: move that update behind it"

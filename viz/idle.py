@@ -35,9 +35,7 @@ def idle_stretches(timeline: Timeline) -> list[list[Span[str]]]:
                 own += _parts(start, {c: s for c, s in gaps[what]._asdict().items() if s > 0})
         end = trace.compute[-1].end if trace.compute else timeline.start
         if timeline.end > end and not within and len(found) not in timeline.missing:
-            fill = trace.filled(end, timeline.end)
-            own += [Span("fill", end, end + fill)] if fill else []
-            own += [Span("drain", end + fill, timeline.end)] if timeline.end > end + fill else []
+            own.append(Span("drain", end, timeline.end))
         found.append(own)
     return found
 

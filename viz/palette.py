@@ -35,12 +35,10 @@ _COLLECTIVES = {
     Op.RESHARD: (OTHER_HUE, "weights let go"),
     Op.OFFLOAD: ("#332288", "activations to the host"),  # indigo
     Op.RELOAD: ("#44AA99", "activations coming back"),  # teal
-    Op.FILL: ("#7B88A1", "background work"),  # slate
 }
 COLLECTIVE_HUES, COLLECTIVE_WORDS = ({op: row[at] for op, row in _COLLECTIVES.items()} for at in range(2))
 CAUSE_HUES = {  # by field of `Idle`
     "data": "#F078FF",
-    "fill": "#7B88A1",
     "warm_up": "#DDCC77",
     "drain": "#999933",
     "late_peer": "#CC1F75",

@@ -32,7 +32,6 @@ from .rows import boxes_of, ops_of
 _NARROWEST = 40
 _IDLE = {  # without colours, by cause
     "data": "%",
-    "fill": "+",
     "warm_up": ".",
     "drain": ".",
     "late_peer": ":",

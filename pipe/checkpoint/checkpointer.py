@@ -44,7 +44,6 @@ _STEPS = 50  # undisturbed ones that are kept
 _POLL = 0.05  # [s]
 
 Every = int | Literal["auto"]
-CopiedBy = Literal["thread", "waits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,12 +100,8 @@ class Checkpointer:
         overhead: float,
         loader: HasState | None,
         on_saved: Callable[[CheckpointRecord], object] | None,
-        copies: CopiedBy = "thread",
     ) -> None:
         run = state.run
-        self._in_waits = copies == "waits"
-        if self._in_waits:
-            state.training.fills.require(run.options.device)
         self.records: list[CheckpointRecord] = []
         self._folder = folder
         self._state = state
@@ -114,7 +109,7 @@ class Checkpointer:
         self._loader = loader
         self._on_saved = on_saved
         self._interval = Interval(overhead) if every == "auto" else None
-        self._copies = HostCopy(run.options.device, in_waits=self._in_waits)
+        self._copies = HostCopy(run.options.device)
         self._under_way: _UnderWay | None = None
         self._number = 0
         self._clock = _StepClock()
@@ -200,14 +195,10 @@ class Checkpointer:
         self._copies.begin(self._at_rest())
         copied = snapshot.to_host(self._copies.copy)
         self._copies.start()
-        name, fills = f"the checkpoint behind step {step}", self._state.training.fills
-        work = fills.add(self._copies.pieces(), name=name) if self._in_waits else None
         one = _UnderWay(step=step, number=self._number, num_bytes=snapshot.num_bytes)
         self._number += 1
 
         def before_update() -> None:
-            if work is not None:
-                work.finish()
             self._copies.wait()
             one.checked.set()
 

@@ -1,8 +1,8 @@
 """The first phase of a checkpoint: copies in host memory, made while the next step's forwards and backwards run.
 
     between two steps   what a forward may change (buffers) is copied at once
-    beside the step     what updates alone change (weights, optimizer state): on the CPU by a thread, or in pieces where
-                        the process waits; on CUDA by a side stream into pinned memory
+    beside the step     what updates alone change (weights, optimizer state): on the CPU by a thread, on CUDA by a side
+                        stream into pinned memory
     the update          waits until these copies are made: on CUDA its stream does, and no process
 
 Nothing else writes these tensors by then; where something did (a version counter tells), the copy is thrown away, and
@@ -12,13 +12,10 @@ the tensor is copied at once from then on.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-
-_PIECE = 1 << 20  # elements
 
 
 class _CopiedTensor(NamedTuple):
@@ -47,11 +44,9 @@ class HostCopy:
         is_checked_late: whether that is known behind `wait` alone.
     """
 
-    def __init__(self, device: torch.device, *, in_waits: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.problem = ""
-        self.is_checked_late = device.type == "cuda" or in_waits
-        self._in_waits = in_waits
-        self._left: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        self.is_checked_late = device.type == "cuda"
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._memory: list[torch.Tensor] = []
@@ -96,30 +91,20 @@ class HostCopy:
 
     def start(self) -> None:
         """All tensors are known."""
-        self._left = deque(part for pair in self._pairs if not pair.tensor.is_cuda for part in _parts(pair))
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # what was copied at once
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
 
-    def pieces(self) -> Iterator[Callable[[], object]]:
-        """Copies that are left; each makes the next one, whoever made those before."""
-        while self._left:
-            yield self._copy_next
-
-    def _copy_next(self) -> None:
-        host, tensor = self._left[0]
-        host.copy_(tensor)
-        self._left.popleft()
-
     def finish(self) -> None:
-        """Fill what is not filled, unless `pieces` do; then the copies can be read. In a thread of its own."""
+        """Fill what is not filled; the copies can be read when this returns. In a thread of its own."""
         try:
-            for piece in () if self._in_waits else self.pieces():
-                piece()
+            for pair in self._pairs:
+                if not pair.tensor.is_cuda:
+                    pair.host.copy_(pair.tensor)
             if self._copied is not None:
                 self._copied.synchronize()
-            elif not self._in_waits:
+            else:
                 self._note_changes()
         finally:
             self._made.set()
@@ -128,8 +113,6 @@ class HostCopy:
         """Updates may write again behind this."""
         if self._stream is None or any(not pair.tensor.is_cuda for pair in self._pairs):
             self._made.wait()
-        for piece in self.pieces():  # of a work that failed
-            piece()
         if self._stream is not None and self._copied is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
         self._note_changes()
@@ -156,13 +139,6 @@ class HostCopy:
         self._memory.append(made)
         self._used += 1
         return made
-
-
-def _parts(pair: _CopiedTensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    if not pair.tensor.is_contiguous():
-        return [(pair.host, pair.tensor)]
-    host, tensor = (each.detach().view(-1) for each in (pair.host, pair.tensor))
-    return [(host[at : at + _PIECE], tensor[at : at + _PIECE]) for at in range(0, host.numel(), _PIECE)]
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

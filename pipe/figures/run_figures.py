@@ -17,7 +17,7 @@ from ...schedules import Costs, Links, Schedule, Spread, StageBytes
 from ...schedules.kinds import one_of, option
 from ...schedules.timing.links import Network
 from ..building import Building
-from ..checkpoint.checkpointer import Checkpointer, CheckpointRecord, CopiedBy, Every, check_options
+from ..checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, check_options
 from ..checkpoint.persist import SaveResult
 from ..checkpoint.snapshot import HasState
 from ..context import Layout
@@ -273,7 +273,6 @@ class RunFigures:
         overhead: float = 0.035,
         loader: HasState | None = None,
         on_saved: Callable[[CheckpointRecord], object] | None = None,
-        copies: CopiedBy = "thread",
     ) -> Checkpointer:
         """Saves as `save` does, beside training: call its `step()` behind each `train_step`.
 
@@ -284,13 +283,10 @@ class RunFigures:
                 from what they cost and kept up while that changes.
             on_saved: on_saved(record) in every process for each checkpoint that is done, or that failed (a full disk is
                 told, and the next interval tries again).
-            copies: who makes the copy on the CPU: a "thread" beside the step; or the process itself where it "waits" in
-                the step, as with `PipelineModule.fill`, and what is left in front of the update.
 
         Raises ValueError, on every rank alike, for a folder that cannot be written, or that another run writes.
         """
         check_options(every, overhead)
-        option("copies", copies, one_of(("thread", "waits")))
         self._building.life.refuse("a checkpointer", instead="expected save(folder) between two steps")
         return Checkpointer(
             _path(folder),
@@ -299,7 +295,6 @@ class RunFigures:
             overhead=overhead,
             loader=loader,
             on_saved=on_saved,
-            copies=copies,
         )
 
     def load(

@@ -78,11 +78,7 @@ class Seeder:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around all actions of a call: afterwards the user's generators are where they were. One within another is a
-        part of it."""
-        if self._called:
-            yield
-            return
+        """Around all actions of a call: afterwards the user's generators are where they were."""
         self._called = True
         before = [each.position() for each in self._others]
         try:

@@ -1,7 +1,7 @@
 """The engine: pulls each rank's machine, one program without I/O, clock, thread or torch, and carries out what it says.
 
     machine --Transfer--> transport.post / transport.send
-            --Wait------> background work that fits (`fills`), transport.wait, then worker.put and machine.arrived
+            --Wait------> transport.wait, then worker.put and machine.arrived
             --Action----> worker.run, stamped by the recorder
             --GroupStep, Collective-> worker.take_part; at the end worker.settle waits for all that was begun
 
@@ -11,18 +11,18 @@ waits for what is not there yet. Nothing else differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from ...comm import PipelineError, Transport
-from ...schedules import Action, Collective, Message, Op, Schedule, ScheduleError, check
+from ...schedules import Action, Collective, Message, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
 from ...schedules.program import GroupStep, RankProgram, Work
 from ..context import Run
 from ..trace.recorder import RankRecorder
-from .fills import Fills
 from .worker import Worker
 
 
@@ -53,11 +53,7 @@ class RankMachine:
         self._program = program
         self._position = 0
         self._arrived: set[Message] = set()
-
-    @property
-    def proves(self) -> Mapping[Message, tuple[Message, ...]]:
-        """By message: the sends of this rank that its arrival proves received."""
-        return self._program.proves
+        self._proven: list[Message] = []
 
     def next(self) -> Instruction | None:
         """Next instruction; the same Wait again until all its messages are told by `arrived`."""
@@ -72,8 +68,15 @@ class RankMachine:
         self._position += 1
         return step
 
-    def arrived(self, messages: Iterable[Message]) -> None:
+    def arrived(self, messages: Sequence[Message]) -> None:
         self._arrived.update(messages)
+        for message in messages:
+            self._proven += self._program.proves.get(message, ())
+
+    def proven(self) -> list[Message]:
+        """The sends of this rank that arrivals since the last look prove received."""
+        proven, self._proven = self._proven, []
+        return proven
 
     def _wait_for(self, messages: tuple[Message, ...], before: Work | None) -> Wait | None:
         missing = tuple(m for m in messages if m not in self._arrived)
@@ -94,68 +97,64 @@ class Engine:
 
     def __init__(self, run: Run, ranks: Sequence[LocalRank]) -> None:
         self.ranks = ranks
+        self._guard, self._seeder = run.guard, run.seeder
         self._lost_member = run.collectives.lost_member  # of a tensor group, behind an action's error
         self._timeout = run.options.timeout
-        self.fills = Fills()
 
     def run(self, programs: Mapping[int, RankProgram]) -> None:
         """Run the programs, by rank, to their end on every rank of this process.
 
         Round and round, each rank until it waits for what is not there; a round in which none got on is a deadlock.
-        All in one function, since between `train_step` and a layer every call counts.
+        All in one function, since between `train_step` and a layer every call counts. Collective over the processes.
 
         Raises PipelineTimeout or PeerLost, with who waited for which action of whom and this rank's last actions.
         """
-        standing = [_Run(local, programs[local.worker.rank], self.fills) for local in self.ranks]
-        while standing:
-            moved = False
-            for one in tuple(standing):
-                worker, transport, recorder = one.local.worker, one.local.transport, one.local.recorder
-                machine, stamp = one.machine, recorder.clock.stamp
-                instruction: Instruction | None = None
-                try:
-                    while (instruction := machine.next()) is not None:
-                        if isinstance(instruction, Action):
-                            start = stamp()
-                            worker.run(instruction)
-                            recorder.action(instruction, start, stamp())
-                        elif isinstance(instruction, Transfer):
-                            message, peer, is_send = instruction
-                            if is_send:
-                                transport.send(message, peer, worker.take(message), worker.specs(message))
-                            else:
-                                transport.post(message, peer, worker.specs(message))
-                        elif isinstance(instruction, GroupStep | Collective):
-                            worker.take_part(instruction)
-                        elif not one.receive(instruction, self._timeout):
-                            break
-                        moved = True
-                    else:
-                        one.end()
-                        standing.remove(one)
-                        moved = True
-                except RuntimeError as error:
-                    self._tell(error, one.local, instruction)
-                    raise
-            if not moved:
-                stories = "; ".join(one.why_it_waits() for one in standing)
-                raise PipelineError(f"deadlock in one process: {stories}")
+        torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
+        with self._guard.together(), self._seeder.call():
+            standing = [(local, _begin(local, programs[local.worker.rank])) for local in self.ranks]
+            while standing:
+                moved = False
+                for local, machine in tuple(standing):
+                    worker, transport, recorder = local.worker, local.transport, local.recorder
+                    stamp = recorder.clock.stamp
+                    instruction: Instruction | None = None
+                    try:
+                        while (instruction := machine.next()) is not None:
+                            if isinstance(instruction, Action):
+                                start = stamp()
+                                worker.run(instruction)
+                                recorder.action(instruction, start, stamp())
+                            elif isinstance(instruction, Transfer):
+                                _transfer(worker, transport, instruction)
+                            elif isinstance(instruction, GroupStep | Collective):
+                                worker.take_part(instruction)
+                            elif not self._receive(local, machine, instruction):
+                                break
+                            moved = True
+                        else:
+                            _end(local, machine)
+                            standing.remove((local, machine))
+                            moved = True
+                    except RuntimeError as error:
+                        self._tell(error, local, instruction)
+                        raise
+                if not moved:
+                    stories = "; ".join(_why_it_waits(local, machine) for local, machine in standing)
+                    raise PipelineError(f"deadlock in one process: {stories}")
 
-    def in_pieces(self, programs: Mapping[int, RankProgram]) -> tuple[Iterator[Callable[[], bool]], Callable[[], bool]]:
-        """The same as background work, an action a piece, which tells whether it was the last; and whether the next one
-        would stand and wait now. In one process, where nothing waits, it is one piece."""
-        if len(self.ranks) > 1:
-
-            def whole() -> bool:
-                self.run(programs)
-                return True
-
-            return iter([whole]), lambda: False
-        (local,) = self.ranks
-        one = _Run(local, programs[local.worker.rank], self.fills)
-        local.transport.is_watched = True
-        one.advance(self._timeout)
-        return one.rest(self._timeout), one.stands
+    def _receive(self, local: LocalRank, machine: RankMachine, wait: Wait) -> bool:
+        """Take the messages; False where they are not there and another rank of this process must go on first."""
+        worker, transport, recorder = local.worker, local.transport, local.recorder
+        if proven := machine.proven():  # freed before a wait, when there is time
+            transport.acknowledged(proven)
+        if not all(transport.ready(message) for message in wait.messages):
+            return False
+        start = recorder.clock.stamp()
+        for message in wait.messages:
+            worker.put(message, transport.wait(message, self._timeout))
+        recorder.wait(wait.messages, start, recorder.clock.stamp())
+        machine.arrived(wait.messages)
+        return True
 
     def _tell(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
         known = error if isinstance(error, PipelineError) else self._lost_member(error)
@@ -166,102 +165,6 @@ class Engine:
     def drop(self) -> None:
         for local in self.ranks:
             local.worker.drop()
-
-
-class _Run:
-    """One rank's way through a program."""
-
-    def __init__(self, local: LocalRank, program: RankProgram, fills: Fills) -> None:
-        self.local = local
-        self._fills = fills if fills.works else None
-        local.transport.is_watched = bool(fills.works)
-        self._places = program.fills
-        self._at: Work | None = None  # in front of which it has been filled
-        self._is_place = False
-        self.machine = RankMachine(program)
-        local.worker.begin(program)
-        local.recorder.runs_as_one(program.fused)
-        self._proven: list[Message] = []  # sends known to be received: freed before the next wait, when there is time
-        self._next: Instruction | None = None  # in front of which `advance` has stopped
-
-    def receive(self, wait: Wait, timeout: float) -> bool:
-        """Take the messages; False where they are not there and another rank of this process must go on first."""
-        worker, transport, recorder = self.local.worker, self.local.transport, self.local.recorder
-        if self._proven:
-            transport.acknowledged(self._proven)
-            self._proven.clear()
-        if self._fills is not None and isinstance(wait.before, Action) and wait.before != self._at:
-            self._at = wait.before
-            self._fill(wait.before, wait.messages)
-        if not all(transport.ready(message) for message in wait.messages):
-            return False
-        start = recorder.clock.stamp()
-        proves = self.machine.proves
-        for message in wait.messages:
-            worker.put(message, transport.wait(message, timeout))
-            self._proven += proves.get(message, ())
-        recorder.wait(wait.messages, start, recorder.clock.stamp())
-        if self._fills is not None and self._is_place:
-            self._fills.met(worker.rank)
-            self._is_place = False
-        self.machine.arrived(wait.messages)
-        return True
-
-    def _fill(self, before: Action | None, messages: Sequence[Message] = ()) -> None:
-        """Background work, if it has a place here: in front of an action, or (None) at the end of a batch."""
-        if self._fills is None or (self._places is not None and before not in self._places):
-            return
-        worker, transport, recorder = self.local.worker, self.local.transport, self.local.recorder
-        self._is_place = True
-        place = None if before is None else worker.of_any_batch(before)
-
-        def is_over() -> bool:
-            return bool(messages) and all(map(transport.is_here, messages))
-
-        ran = self._fills.pass_place((worker.rank, place), recorder.last_norm, is_over)
-        if ran is not None:
-            recorder.fill((before or recorder.last_actions()[-1])._replace(op=Op.FILL), *ran)
-
-    def end(self) -> None:
-        self._fill(None)
-        self.local.worker.settle()
-        self.local.transport.acknowledged(self._proven)
-        self.local.transport.end_of_program()
-
-    def advance(self, timeout: float) -> bool:
-        """Through the next action and what it waits for, to what follows it; the first time, in front of an action.
-        Whether that was all."""
-        worker, transport, recorder = self.local.worker, self.local.transport, self.local.recorder
-        if isinstance(self._next, Wait):
-            self.receive(self._next, timeout)
-            self._next = self.machine.next()
-        if isinstance(self._next, Action):
-            start = recorder.clock.stamp()
-            worker.run(self._next)
-            recorder.action(self._next, start, recorder.clock.stamp())
-        while isinstance(instruction := self.machine.next(), Transfer):
-            message, peer, is_send = instruction
-            if is_send:
-                transport.send(message, peer, worker.take(message), worker.specs(message))
-            else:
-                transport.post(message, peer, worker.specs(message))
-        self._next = instruction
-        if instruction is None:
-            self.end()
-        return instruction is None
-
-    def rest(self, timeout: float) -> Iterator[Callable[[], bool]]:
-        while self._next is not None:
-            yield partial(self.advance, timeout)
-
-    def stands(self) -> bool:
-        """Whether `advance` would wait now."""
-        return isinstance(self._next, Wait) and not all(map(self.local.transport.is_here, self._next.messages))
-
-    def why_it_waits(self) -> str:
-        wait = self.machine.next()
-        assert isinstance(wait, Wait)
-        return f"rank {self.local.worker.rank} waits for the {wait.messages[0]}, {_story(self.local, wait)}"
 
 
 def check_runnable(schedule: Schedule, *, has_optimizer: bool) -> None:
@@ -275,15 +178,37 @@ def check_runnable(schedule: Schedule, *, has_optimizer: bool) -> None:
             f"batches: expected a flush schedule of one batch, which the engine repeats"
         )
     check(schedule)
-    fill = next((action for program in schedule.programs for action in program if action.op is Op.FILL), None)
-    if fill is not None and schedule.is_asynchronous:
-        where = f"schedule {schedule.name!r} has background work in it ({fill}, ...), and its batches overlap"
-        raise ScheduleError(f"{where}: expected it without; pipe.fill(work) finds the waits of a stream by itself")
     if schedule.is_asynchronous and not has_optimizer:
         raise ValueError(
             f"schedule {schedule.name!r} updates its weights while other batches run: expected "
             f"optimizer=lambda params: torch.optim.AdamW(params), or a flush schedule such as '1f1b'"
         )
+
+
+def _begin(local: LocalRank, program: RankProgram) -> RankMachine:
+    local.worker.begin(program)
+    local.recorder.runs_as_one(program.fused)
+    return RankMachine(program)
+
+
+def _transfer(worker: Worker, transport: Transport, transfer: Transfer) -> None:
+    message, peer, is_send = transfer
+    if is_send:
+        transport.send(message, peer, worker.take(message), worker.specs(message))
+    else:
+        transport.post(message, peer, worker.specs(message))
+
+
+def _end(local: LocalRank, machine: RankMachine) -> None:
+    local.worker.settle()
+    local.transport.acknowledged(machine.proven())
+    local.transport.end_of_program()
+
+
+def _why_it_waits(local: LocalRank, machine: RankMachine) -> str:
+    wait = machine.next()
+    assert isinstance(wait, Wait)
+    return f"rank {local.worker.rank} waits for the {wait.messages[0]}, {_story(local, wait)}"
 
 
 def _story(local: LocalRank, instruction: Instruction | None) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
@@ -14,25 +13,23 @@ from ...partition.model.forms import Arguments, Form, Tensors
 from ...partition.model.modes import evaluating
 from ...schedules.messages import Sharing
 from ..batch.agreement import Call
-from ..batch.batches import Batch, check_same_batch, join_outputs, share_of_sum
+from ..batch.batches import check_same_batch, join_outputs, share_of_sum
 from ..batch.reader import BatchReader
 from ..results import EvalResult
 from ..settings.given import Given, check_batch, check_like_example
-from ..stage.reruns import MovingBuffers, standing_in
 from ..stage.shapes import Signature
 from ..stage.wiring import Mode
-from ..update.flush import FlushUpdate, batch_programs
+from ..update.flush import batch_programs
 from ..update.interface import Programs
 from ..update.rank_update import RankUpdate
 from .engine import Engine
-from .fills import FillWork
-from .ranks import RankLinks, Ranks, links_of
+from .ranks import Ranks, links_of
 from .training import Training
 from .worker import EvaluationWorker
 
 # The way of batches of one number of microbatches, over the transports and recorders of the ranks that train.
 _Forwards = tuple[Mode, BatchReader, Engine, Programs]
-_Begun = tuple[Mode, Engine, Programs, Sequence[Arguments], Batch]  # a batch that is to run forwards
+_Ran = tuple[Mode, Engine, Sequence[Arguments]]  # a batch that has run forwards, by microbatch
 
 
 def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_samples: int) -> None:
@@ -59,19 +56,17 @@ class Evaluation:
         self._adds_up = share_of_sum(run.options.loss_fn, 1) is not None
         self._training = training
         self._dimensions: dict[Form, Sequence[int | None]] = {}
-        self._beside: RankLinks | None = None  # of evaluations in waits
-        self._in_waits: FillWork | None = None  # the newest of them
 
     def step(self, given: Given, *, at_rest: bool = True) -> EvalResult:
         """The result of a batch; unless `at_rest`, with weights as they are in the midst of training."""
         has_loss = self._run.has_loss
-        with self._evaluated(given, "eval_step", has_loss=has_loss, at_rest=at_rest) as begun:
-            loss, output = self._result(begun, has_loss=has_loss)
+        with self._evaluated(given, "eval_step", has_loss=has_loss, at_rest=at_rest) as ran:
+            loss, output = self._result(ran, has_loss=has_loss)
         return EvalResult(loss=loss, output=output)
 
     def predict(self, given: Given) -> object:
-        with self._evaluated(given, "predict", has_loss=False) as begun:
-            return self._result(begun, has_loss=False)[1]
+        with self._evaluated(given, "predict", has_loss=False) as ran:
+            return self._result(ran, has_loss=False)[1]
 
     @property
     def is_prepared(self) -> bool:
@@ -87,7 +82,7 @@ class Evaluation:
 
     def columns(self, given: Given) -> list[Tensors]:
         """By flat output, those of the microbatches that end in this process."""
-        with self._evaluated(given, "verify", has_loss=False) as (_, engine, *_):
+        with self._evaluated(given, "verify", has_loss=False) as (_, engine, _):
             return _columns(engine)
 
     def _join(self, columns: Sequence[Tensors], *, like: Arguments) -> list[torch.Tensor | list[torch.Tensor]]:
@@ -105,10 +100,8 @@ class Evaluation:
     def _modules(self, mode: Mode) -> list[nn.Module]:
         return [mode.inference.stages[s].module for s in self._run.local_stages]
 
-    def _forwards_for(
-        self, num_microbatches: int, *, has_loss: bool, like: Arguments, links: RankLinks | None
-    ) -> _Forwards:
-        key = num_microbatches, has_loss, like.form, links
+    def _forwards_for(self, num_microbatches: int, *, has_loss: bool, like: Arguments) -> _Forwards:
+        key = num_microbatches, has_loss, like.form
         if key not in self._forwards:
             mode, first = self._mode_for(like, has_loss=has_loss)
             mode, shards = mode.forwards(num_microbatches), self._ranks.update.shards
@@ -119,7 +112,7 @@ class Evaluation:
             self._forwards[key] = (
                 mode,
                 self._ranks.reader(mode, has_loss=has_loss, like=first),
-                self._ranks.engine(EvaluationWorker, mode, updates, links=links),
+                self._ranks.engine(EvaluationWorker, mode, updates),
                 {rank: programs[rank] for rank in updates},
             )
         return self._forwards[key]
@@ -155,85 +148,15 @@ class Evaluation:
         self._modes[like.form] = mode, like
         return mode, like
 
-    def in_waits(self, given: Given) -> FillWork:
-        """An evaluation with weights and buffers as they are now, as background work in front of the update to come.
-
-        Its messages have links of their own. Collective.
-        """
-        self._training.fills.require(self._run.options.device)
-        self._refuse_waits()
-        before, has_loss = self._in_waits, self._run.has_loss
-        if before is not None:
-            before.finish()  # its messages have the same names
-        if self._beside is None:
-            self._beside = RankLinks(self._run, self._ranks.links.between, peers_in_parts=frozenset())
-            self._training.transports += self._beside.transports.values()
-        begun = self._begin(given.kept(), "eval_step", has_loss=has_loss, links=self._beside)
-        mode, engine, programs, _, batch = begun
-        modules = self._modules(mode)
-        buffers = MovingBuffers(*modules).before_forward()
-        pieces, stands = engine.in_pieces(programs)
-        changes = self._training.fills.changes()
-
-        def run(piece: Callable[[], bool]) -> None:
-            if self._training.fills.changes() != changes:
-                raise ValueError("a weight was changed behind fill_eval: expected that behind the next train_step")
-            with evaluating(*modules), standing_in(buffers), self._run.seeder.call(), batch.autocast.again():
-                is_last = piece()
-            torch.clear_autocast_cache()  # casts without a graph, which the step around must not use
-            if not is_last:
-                return
-            loss, output = self._result(begun, has_loss=has_loss)
-            work.result = EvalResult(loss=loss, output=output)
-            for local in engine.ranks:
-                local.worker.outputs.clear()
-
-        work = self._in_waits = self._training.fills.add(
-            (partial(run, piece) for piece in pieces),
-            name=f"the evaluation behind step {self._training.num_steps}",
-            like=before,
-        )
-        work.stands = stands
-        self._ranks.update.gate.hold(work.finish)
-        return work
-
-    def _refuse_waits(self) -> None:
-        """ValueError, on every rank alike, where forwards beside training would be other ones, or stop each other."""
-        layout, update = self._run.layout, self._ranks.update
-        for is_so, what in (
-            (type(update) is not FlushUpdate, "where updates do not stand behind a flush (a stream, sync=)"),
-            (self._run.options.optimizer is None, "without optimizer=, where nobody knows when weights change"),
-            (max(layout.place.mesh.tensor_sizes) > 1, "beside a tensor group, whose members compute together"),
-            (bool(layout.sharding.collectives()), 'beside data_parallel="fsdp", which gathers weights together'),
-        ):
-            if is_so:
-                raise ValueError(f"fill_eval(...) {what}: expected eval_step(...)")
-
     @contextmanager
-    def _evaluated(self, given: Given, call: Call, *, has_loss: bool, at_rest: bool = True) -> Iterator[_Begun]:
-        """Within, a batch has run forwards."""
-        begun = self._begin(given, call, has_loss=has_loss, at_rest=at_rest)
-        mode, engine, programs, *_ = begun
-        torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
-        try:
-            with evaluating(*self._modules(mode)), self._run.guard.together(), self._run.seeder.call():
-                engine.run(programs)
-            yield begun
-        finally:
-            engine.drop()
-
-    def _begin(
-        self, given: Given, call: Call, *, has_loss: bool, at_rest: bool = True, links: RankLinks | None = None
-    ) -> _Begun:
-        """A batch, read and agreed on, and what runs it. Collective."""
+    def _evaluated(self, given: Given, call: Call, *, has_loss: bool, at_rest: bool = True) -> Iterator[_Ran]:
+        """Within, a batch has run forwards. Collective."""
         run = self._run
         num_microbatches = self.num_microbatches(given)
         microbatches = [
             each.arguments for each in given.on(run.options.device).cut(num_microbatches // run.num_replicas)
         ]
-        mode, reader, engine, programs = self._forwards_for(
-            num_microbatches, has_loss=has_loss, like=microbatches[0], links=links
-        )
+        mode, reader, engine, programs = self._forwards_for(num_microbatches, has_loss=has_loss, like=microbatches[0])
         batch = self._training.read(reader, given, call)
         with run.guard.together():
             self._training.unchanged.check(training=False)
@@ -243,11 +166,16 @@ class Evaluation:
         for local in engine.ranks:
             local.worker.updates.enter(batch)
             local.recorder.begin(counts=False)
-        return mode, engine, programs, microbatches, batch
+        try:
+            with evaluating(*self._modules(mode)):
+                engine.run(programs)
+            yield mode, engine, microbatches
+        finally:
+            engine.drop()
 
-    def _result(self, begun: _Begun, *, has_loss: bool) -> tuple[float | None, object]:
-        """Loss and output of forwards that are through."""
-        mode, engine, _, microbatches, _ = begun
+    def _result(self, ran: _Ran, *, has_loss: bool) -> tuple[float | None, object]:
+        """Loss and output of a batch."""
+        mode, engine, microbatches = ran
         model_loss, num_replicas = self._run.options.model_loss, self._run.num_replicas
         outputs = _outputs(engine)
         loss = None

@@ -1,10 +1,12 @@
-"""Background work in the waits of a step: pieces of it, where the rank would stand still until a message is there.
+"""Background work in the waits of a step: a transport around a transport, which runs pieces of it while a message is
+not there.
 
     0F3 |p4|p5|......|0B3     a rank waits for the message that 0B3 needs: pieces run as long as the next one ends
                               within the gap that the last steps saw here, by what pieces took
 
 Gaps are measured in each step, with pieces or without. Where a message came while a piece ran, the gap counts as what
-was filled in front of that one; where nobody sees it come, as half of what was filled.
+was filled before that one; where nobody sees it come, as half of what was filled. In one process, where a rank does not
+wait but lets others go on, its gap lasts until its turn comes.
 """
 
 from __future__ import annotations
@@ -14,22 +16,25 @@ import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
-from ...comm import PipelineError
+from ...comm import PipelineError, TensorSpec, Transport, TransportAround
 from ...partition.model.forms import counted_changes
 from ...partition.model.untouched import untouched
-from ...schedules import Action
-from ..results import EvalResult
+from ...schedules import Message
+from ..context import Run
+from .engine import Engine
 
 _SEEN = 6  # steps whose gaps, and pieces whose seconds, are remembered
 _ENOUGH = 3  # pieces whose seconds say what the next one takes
 _PATIENCE = 1000  # places that were too short
 _SAFE = 0.9  # share of a gap that is filled
 _MET = 0.02  # of what was filled: with less left to wait, the message was there before
-_POLL = 3e-4  # [s]
-_Place = tuple[int, Action | None]  # rank, and the action that waits there, of any batch; None: the program's end
+
+# When a wait began, seconds of pieces in it, and its gap where the message is seen to be there.
+_Stand = tuple[float, float, float | None]
 
 
 class FillWork:
@@ -39,43 +44,37 @@ class FillWork:
         name: for people.
         num_done: pieces that are through.
         is_done: whether all are.
-        result: of an evaluation that is done, an EvalResult.
     """
 
     def __init__(
         self, pieces: Iterable[Callable[[], object]], *, name: str, took: Iterable[float], now: Callable[[], float]
     ) -> None:
         self._now = now
-        self.stands: Callable[[], bool] = lambda: False  # whether the next piece would wait for a message now
-        self.is_warm = False  # whether work like it ran before
-        self.result: EvalResult | None = None
         self.name = name
         self.num_done = 0
         self.is_done = False
         self._pieces = iter(pieces)
         self._num_refused = 0
-        self.took = deque(took, maxlen=_SEEN)  # [s]
+        self._took = deque(took, maxlen=_SEEN)  # [s]
 
     def __repr__(self) -> str:
         return f"<FillWork {self.name}: {self.num_done} pieces done{'' if self.is_done else ', more to do'}>"
 
     def finish(self) -> None:
         """Run what is left now."""
-        took = self.took.copy()
         while not self.is_done:
             self.run_piece()
-        self.took = took  # a piece may have waited
 
     @property
     def seconds(self) -> float | None:
         """Seconds that a piece takes, by the last ones; None: too few are known."""
-        return statistics.median_high(self.took) if len(self.took) >= _ENOUGH else None
+        return statistics.median_high(self._took) if len(self._took) >= _ENOUGH else None
 
     def refused(self) -> None:
         """The next piece does not fit; now and then what the last ones took is forgotten."""
         self._num_refused += 1
         if self._num_refused % _PATIENCE == 0:
-            self.took.clear()
+            self._took.clear()
 
     def run_piece(self) -> None:
         """The next one, if there is one. RuntimeError where it fails, and the work is over."""
@@ -98,31 +97,112 @@ class FillWork:
                 f"piece {self.num_done} of the background work {self.name!r} failed: {type(error).__name__}: {error}"
             ) from error
         self.num_done += 1
-        if self.num_done > 1 or self.is_warm:  # else the first one loads and allocates
-            self.took.append(self._now() - begun)
+        if self.num_done > 1:  # the first one loads and allocates
+            self._took.append(self._now() - begun)
 
 
-class Fills:
-    """The background work that is left in this process, in the order in which it was given, and what places leave."""
+class FillingTransport(TransportAround):
+    """One rank's end, whose waits are filled.
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    Arguments:
+        works: of this process, in the order in which they were given.
+    """
+
+    def __init__(self, inner: Transport, run: Run, works: deque[FillWork], now: Callable[[], float]) -> None:
+        super().__init__(inner)
+        self._run = run
+        self._works = works
         self._now = now
-        self.works: deque[FillWork] = deque()
-        self.is_running = False
-        self.weights: Sequence[torch.Tensor] = ()  # which no piece may change in the midst of a step
-        self._gaps: dict[_Place, deque[float]] = defaultdict(lambda: deque(maxlen=_SEEN))  # [s]
-        # By rank, where it is: since when, seconds of pieces there, and when its message was there.
-        self._visits: dict[int, tuple[_Place, float, float, float]] = {}
+        self._weights = [*run.root.parameters()]  # which no piece may change in the midst of a step
+        self._num_indices = run.layout.schedule.batch_indices
+        self._gaps: dict[Message, deque[float]] = defaultdict(lambda: deque(maxlen=_SEEN))  # [s]
+        self._stands: dict[Message, _Stand] = {}  # while other ranks of this process go on
 
-    def add(
-        self,
-        work: Iterable[Callable[[], object]],
-        *,
-        name: str | None,
-        seconds: float | None = None,
-        like: FillWork | None = None,
+    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
+        self._stands.pop(message, None)  # of a step that failed
+        self.inner.is_watched = len(self._works) > 0
+        super().post(message, peer, specs)
+
+    def ready(self, message: Message) -> bool:
+        is_ready = super().ready(message)
+        if not is_ready and message not in self._stands:
+            self._stands[message] = self._fill(message)
+        return is_ready
+
+    def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
+        begun, filled, gap = self._stands.pop(message) if message in self._stands else self._fill(message)
+        tensors = super().wait(message, timeout)
+        if gap is None:
+            gap = self._now() - begun
+            gap = filled / 2 if gap - filled < _MET * filled else gap
+        self._gaps[self._place(message)].append(gap)
+        return tensors
+
+    def close(self) -> None:
+        """Drop the work that is left, with a warning."""
+        left = [repr(work) for work in self._works if not work.is_done]
+        self._works.clear()
+        if left:
+            warnings.warn(f"close() drops background work: {', '.join(left)}. Expected finish() before", stacklevel=4)
+        super().close()
+
+    def _fill(self, message: Message) -> _Stand:
+        """Run the pieces that fit before a message comes."""
+        budget = self._budget(self._place(message))
+        begun = before = now = self._now()
+        while budget > 0 and (work := self._next()) is not None:
+            if self.inner.is_here(message):  # since the last look
+                return begun, now - begun, before - begun
+            needed = work.seconds
+            if needed is None:  # it is tried alone, in the longest wait
+                needed = max(map(self._budget, self._gaps))
+            if now - begun + needed > budget:
+                work.refused()
+                break
+            before = now
+            self._run_piece(work)
+            now = self._now()
+        return begun, now - begun, None
+
+    def _next(self) -> FillWork | None:
+        while self._works and self._works[0].is_done:
+            self._works.popleft()
+        return self._works[0] if self._works else None
+
+    def _run_piece(self, work: FillWork) -> None:
+        """In the midst of a step: ValueError for one that changes a weight."""
+        changes, self._run.inside = counted_changes(self._weights), "a piece of background work"
+        try:
+            work.run_piece()
+        finally:
+            self._run.inside = None
+        if counted_changes(self._weights) != changes:
+            work.is_done = True
+            raise ValueError(
+                f"piece {work.num_done - 1} of the background work {work.name!r} changed a weight in the midst "
+                f"of a step: expected pieces that read weights, and changes between two steps"
+            )
+
+    def _place(self, message: Message) -> Message:
+        """The message of any batch."""
+        return message._replace(index=message.index % self._num_indices)
+
+    def _budget(self, place: Message) -> float:
+        gaps = self._gaps.get(place, ())
+        least = (len(gaps) - 1) // 3  # but for one of four or more: there the rank itself came late
+        return _SAFE * sorted(gaps)[least] if len(gaps) > 1 else 0.0
+
+
+def fills(run: Run, engine: Engine, now: Callable[[], float] = time.perf_counter) -> Callable[..., FillWork]:
+    """Takes background work, see `PipelineModule.fill`. From the first on, waits of the engine's ranks are filled."""
+    works = deque[FillWork]()
+
+    def fill(
+        work: Iterable[Callable[[], object]], *, name: str | None = None, seconds: float | None = None
     ) -> FillWork:
-        """See `PipelineModule.fill`. `like`: one before, whose pieces took as long."""
+        device = run.options.device
+        if device.type != "cpu":
+            raise ValueError(f"background work on {device}: waits are measured on the host: expected device='cpu'")
         if not isinstance(work, Iterable):
             hint = "[piece]" if callable(work) else "an iterable of callables without arguments"
             raise ValueError(f"fill({work!r:.60}): expected {hint}, or a generator that yields them")
@@ -131,87 +211,12 @@ class Fills:
             raise ValueError(f"fill([..., {wrong[0]!r:.60}, ...]): expected callables without arguments")
         if seconds is not None and not seconds > 0:
             raise ValueError(f"seconds={seconds!r}: expected what a piece takes, above 0, or None")
-        name = name or str(getattr(work, "__name__", "work"))
-        took = like.took if like is not None else [] if seconds is None else [seconds] * _ENOUGH
-        self.works.append(FillWork(work, name=name, took=took, now=self._now))
-        self.works[-1].is_warm = like is not None
-        return self.works[-1]
+        if not isinstance(engine.ranks[0].transport, FillingTransport):
+            engine.ranks = [
+                replace(local, transport=FillingTransport(local.transport, run, works, now)) for local in engine.ranks
+            ]
+        took = [] if seconds is None else [seconds] * _ENOUGH
+        works.append(FillWork(work, name=name or str(getattr(work, "__name__", "work")), took=took, now=now))
+        return works[-1]
 
-    @staticmethod
-    def require(device: torch.device) -> None:
-        """ValueError for a device whose waits are not known."""
-        if device.type != "cpu":
-            raise ValueError(f"background work on {device}: waits are measured on the host: expected device='cpu'")
-
-    def pass_place(self, place: _Place, norm: float, is_over: Callable[[], bool]) -> tuple[float, float] | None:
-        """A rank stands before a wait: run the pieces that fit; when they began and ended, if there were any.
-
-        Arguments:
-            norm: seconds that the global norm of its last step took, behind the program's end [s].
-            is_over: whether the wait is seen to be over.
-        """
-        rank, _ = place
-        if rank in self._visits:
-            self._leave(*self._visits.pop(rank), norm)
-        budget = self._budget(place)
-        begun = since = now = self._now()
-        worked: tuple[float, float] | None = None
-        while (work := self._next()) is not None and budget > 0:
-            if is_over():  # since the last look
-                self._gaps[place].append(since - begun)
-                return worked
-            since, needed = now, work.seconds
-            if needed is None:
-                waited = 0.0 if worked else now - begun
-                needed = max(0.0, max(self._budget(where) for where in self._gaps if where[0] == rank) - waited)
-            if now - begun + needed > budget:
-                work.refused()
-                break
-            if work.stands():  # another process may bring what it waits for
-                time.sleep(_POLL)
-            else:
-                self.is_running, changes = True, self.changes()
-                try:
-                    work.run_piece()
-                finally:
-                    self.is_running = False
-                if self.changes() != changes:
-                    work.is_done = True
-                    raise ValueError(
-                        f"piece {work.num_done - 1} of the background work {work.name!r} changed a weight in the midst "
-                        f"of a step: expected pieces that read weights, and changes between two steps"
-                    )
-                worked = (now if worked is None else worked[0]), self._now()
-            now = self._now()
-        self._visits[rank] = place, begun, now - begun, now
-        return worked
-
-    def changes(self) -> list[int]:
-        return counted_changes(self.weights)
-
-    def _budget(self, place: _Place) -> float:
-        gaps = self._gaps.get(place, ())
-        least = (len(gaps) - 1) // 3  # but for one of four or more: there the rank itself came late
-        return _SAFE * sorted(gaps)[least] if len(gaps) > 1 else 0.0
-
-    def met(self, rank: int) -> None:
-        """The wait at the place that a rank passed last is over."""
-        if rank in self._visits:
-            self._visits[rank] = *self._visits[rank][:3], self._now()
-
-    def _leave(self, place: _Place, begun: float, filled: float, met: float, norm: float) -> None:
-        gap = met - begun + (norm if place[1] is None else 0.0)
-        self._gaps[place].append(filled / 2 if gap - filled < _MET * filled else gap)
-
-    def _next(self) -> FillWork | None:
-        while self.works and self.works[0].is_done:
-            self.works.popleft()
-        left = [work for work in self.works if not work.is_done]
-        return next((work for work in left if not work.stands()), left[0] if left else None)
-
-    def close(self) -> None:
-        """Drop what is left, with a warning."""
-        left = [repr(work) for work in self.works if not work.is_done]
-        self.works.clear()
-        if left:
-            warnings.warn(f"close() drops background work: {', '.join(left)}. Expected finish() before", stacklevel=3)
+    return fill

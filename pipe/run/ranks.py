@@ -160,19 +160,14 @@ class Ranks:
         return {rank: {s: make(rank, s) for s in schedule.placement[rank]} for rank in layout.place.local_ranks}
 
     def engine(
-        self,
-        kind: type[TrainingWorker | EvaluationWorker],
-        mode: Mode,
-        updates: Mapping[int, RankUpdate],
-        *,
-        links: RankLinks | None = None,
+        self, kind: type[TrainingWorker | EvaluationWorker], mode: Mode, updates: Mapping[int, RankUpdate]
     ) -> Engine:
         if self._run.options.device.type == "cpu" and not self._run.spares_memory:
             keep_freed_memory()
-        ranks, links = [], links or self.links
-        for rank, transport in links.transports.items():
+        ranks = []
+        for rank, transport in self.links.transports.items():
             worker = kind(self._run, rank, mode, stages=self.stages[rank], updates=updates[rank])
-            ranks.append(LocalRank(worker=worker, transport=transport, recorder=links.recorders[rank]))
+            ranks.append(LocalRank(worker=worker, transport=transport, recorder=self.links.recorders[rank]))
         return Engine(self._run, ranks)
 
     def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:

@@ -1,13 +1,13 @@
 """Training: batches through the engine, and what an update makes of their gradients.
 
-step:  read the batch -> begin -> engine.run -> losses known -> gradients ready -> step
+step:  begin (read, compared, checked) -> engine.run -> losses known, gradients ready -> update -> report
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -50,10 +50,8 @@ class Training:
         self.num_steps = 0
         self._num_calls = 0  # with a batch, evaluations too
         self._engine = engine
-        self.fills = engine.fills
-        self.transports = [local.transport for local in engine.ranks]  # all that there are, to be closed
         self._update = update
-        self._seeder = run.seeder
+        self._device = run.options.device
         self._reader = reader
         self._guard = run.guard
         self._collectives = run.collectives
@@ -72,7 +70,6 @@ class Training:
         self.steps_made = 0  # updates in front of the newest such step
         self._buffers: Snapshot = ()
         self._root = run.root
-        self.fills.weights = [*run.root.parameters()]
         self._begun = 0.0
 
     @property
@@ -90,12 +87,16 @@ class Training:
         return batch
 
     def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
+        """A batch, and the update that it makes. The engine is called from here: each call more would count."""
         self._begun = time.perf_counter()
         self.before_step(given, self.num_steps, self.reads_nothing)
         if self.goes_on:
             self._remember()
-        with self._batch(given, "train_step") as programs:
+        batch, programs = self._begin(given, "train_step")
+        with self._lost_on_error(self._abandon):
             self._engine.run(programs)
+            self._gradients_ready(batch)
+        self.num_steps += 1
         if self.goes_on:
             self._vote()
         return self.make_update(is_reported=is_reported)
@@ -103,22 +104,27 @@ class Training:
     def make_update(self, *, is_reported: bool = True) -> StepResult:
         """The end of a step, whose gradients are ready; where steps may be done again, nobody waits for this rank."""
         rates, self.is_ready = self._update.learning_rates(), False
-        with self._updating():
+        is_alone = self.goes_on and self._guard.ended  # the links broke after the vote: nobody else is needed
+        with self._lost_on_error(self._update.lose), nullcontext() if is_alone else self._guard.together():
             known = self._update.step()
         self.steps_made, self._buffers = self.num_steps, ()
         for local in self._engine.ranks:
             local.recorder.leave()
         result = self._result(known)
         if is_reported:
-            self._reports.passed(
-                self.num_steps - 1,
-                seconds=time.perf_counter() - self._begun,
-                learning_rates=tuple(dict.fromkeys(rates)),
-                num_samples=self._num_samples,
-                replan_seconds=self._replan_seconds,
-            )
-            self._reports.tell([*self._update.waiting(), *([] if known is None else [known])])
+            self._report(known, rates)
         return result
+
+    def accumulate(self, given: Given) -> StepResult:
+        if self.goes_on:
+            raise ValueError(f"forward_backward beside {GOES_ON}: expected train_step, which is done again as one")
+        self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
+        batch, programs = self._begin(given, "forward_backward")
+        with self._lost_on_error(self._abandon):
+            self._engine.run(programs)
+            self._gradients_ready(batch)
+        self.num_steps += 1
+        return self._result(self._update.accumulated())
 
     def _remember(self) -> None:
         """Keep what a step that is done again begins with."""
@@ -147,14 +153,6 @@ class Training:
                 place.module._buffers[place.name] = place.buffer
                 place.buffer.copy_(place.copy)
 
-    def accumulate(self, given: Given) -> StepResult:
-        if self.goes_on:
-            raise ValueError(f"forward_backward beside {GOES_ON}: expected train_step, which is done again as one")
-        self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
-        with self._batch(given, "forward_backward") as programs:
-            self._engine.run(programs)
-        return self._result(self._update.accumulated())
-
     def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
         option("max_norm", max_norm, above_zero())
         norm_type = check_norm_type(norm_type)
@@ -181,8 +179,9 @@ class Training:
         """End what is under way, before anything that wants the weights at rest. Collective over the processes."""
         programs = self._update.drain()
         if programs is not None:
-            with self._under_way():
+            with self._lost_on_error(self._abandon):
                 self._engine.run(programs)
+                self._gradients_ready()
             self._reports.tell(self._update.waiting())
 
     def restart(self, step: int) -> None:
@@ -197,20 +196,18 @@ class Training:
         if not self._guard.ended:
             if not self._update.is_lost:
                 self.drain()
-                self._update.gate.enter()  # an evaluation has messages under way
             left = (PeerLost, PipelineTimeout) if self.goes_on else ()  # who died behind the last call is not needed
             with suppress(*left), self._guard.together():
-                for transport in self.transports:
-                    transport.drain(timeout)
+                for local in self._engine.ranks:
+                    local.transport.drain(timeout)
                 self._collectives.gather(None, what="closing a pipeline")  # nobody waits for a link any more
-        for transport in self.transports:
-            transport.close()
+        for local in self._engine.ranks:
+            local.transport.close()
         self._collectives.close()
         self._guard.close()
 
-    @contextmanager
-    def _batch(self, given: Given, call: Call) -> Iterator[Programs]:
-        """The programs of a batch, to be run within; after that its gradients are ready."""
+    def _begin(self, given: Given, call: Call) -> tuple[Batch, Programs]:
+        """The batch of a call, compared and checked on all ranks, and what runs it."""
         self.unchanged.refuse_untrained()
         for local in self._engine.ranks:
             local.recorder.enter()
@@ -221,7 +218,7 @@ class Training:
         with self._guard.together():
             self.unchanged.check(training=True)
             self._update.refuse_shared_statistics()
-            check_same_batch(batch, self._collectives, device=self._seeder.device)
+            check_same_batch(batch, self._collectives, device=self._device)
         if self._decide is not None:
             self._decide(batch)
         if self._orders is not None:
@@ -229,9 +226,35 @@ class Training:
         programs = self._update.begin(batch)
         for local in self._engine.ranks:
             local.recorder.begin()
-        with self._under_way(batch):
-            yield programs
-        self.num_steps += 1
+        return batch, programs
+
+    def _gradients_ready(self, batch: Batch | None = None) -> None:
+        """The programs have run: losses are known, gradients of what made the batch are there, and all are summed."""
+        self._update.losses_known()
+        with self._guard.together():
+            if batch is not None and batch.wants_grad:
+                self._hand_back(batch)
+            self._update.gradients_ready()
+
+    def _hand_back(self, batch: Batch) -> None:
+        found = [local.worker.batch_gradients for local in self._engine.ranks]
+        hand_back(batch, found, self._update.scale, self._collectives)
+        for each in found:
+            each.clear()
+
+    @contextmanager
+    def _lost_on_error(self, lose: Callable[[BaseException], None]) -> Iterator[None]:
+        """Around what runs or updates: `lose` says what an error there leaves behind."""
+        try:
+            yield
+        except BaseException as error:
+            lose(error)
+            raise
+
+    def _abandon(self, error: BaseException) -> None:
+        """The batch is lost."""
+        self._engine.drop()
+        self._update.abandon(error)
 
     def _refuse_batch_gradients(self, batch: Batch) -> None:
         """ValueError where nobody could hand back the gradients that a batch wants."""
@@ -250,36 +273,15 @@ class Training:
             local.worker.follow(schedule)
         self._replan_seconds = time.perf_counter() - begun
 
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """Around an update: an error leaves it made on some stages alone."""
-        is_alone = self.goes_on and self._guard.ended  # the links broke behind it: nobody else is needed
-        try:
-            with nullcontext() if is_alone else self._guard.together():
-                yield
-        except BaseException as error:
-            self._update.lose(error)
-            raise
-
-    @contextmanager
-    def _under_way(self, batch: Batch | None = None) -> Iterator[None]:
-        """Around the engine: an error loses what runs. Behind it the gradients of a batch are ready."""
-        try:
-            torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
-            with self._guard.together(), self._seeder.call():
-                yield
-            self._update.losses_known()
-            with self._guard.together():
-                if batch is not None and batch.wants_grad:
-                    found = [local.worker.batch_gradients for local in self._engine.ranks]
-                    hand_back(batch, found, self._update.scale, self._collectives)
-                    for each in found:
-                        each.clear()
-                self._update.gradients_ready()
-        except BaseException as error:
-            self._engine.drop()
-            self._update.abandon(error)
-            raise
+    def _report(self, known: Known | None, rates: Sequence[float]) -> None:
+        self._reports.passed(
+            self.num_steps - 1,
+            seconds=time.perf_counter() - self._begun,
+            learning_rates=tuple(dict.fromkeys(rates)),
+            num_samples=self._num_samples,
+            replan_seconds=self._replan_seconds,
+        )
+        self._reports.tell([*self._update.waiting(), *([] if known is None else [known])])
 
     def snapshots(self) -> dict[int, Callable[[], RankRecord]]:
         return {local.worker.rank: local.recorder.snapshot() for local in self._engine.ranks}

@@ -139,9 +139,6 @@ class Worker(ABC):
         """The next batch runs in the order of this schedule, of the same work."""
         self._split = schedule.split_stages
 
-    def of_any_batch(self, action: Action) -> Action:
-        return action._replace(index=action.index % self._batch_indices)
-
     @abstractmethod
     def run(self, action: Action) -> None:
         """Carry out one action; its inputs must be there."""

@@ -96,11 +96,6 @@ class Given:
         """The same with targets of its own, for who runs a batch that will run again: a loss may change its target."""
         return self._changed(lambda part: replace(part, target=copied(part.target)))
 
-    def kept(self) -> Given:
-        """The same in memory of its own, for who reads it behind its call: that of a batch may be filled again."""
-        with torch.no_grad():
-            return self.copied()._changed(lambda part: replace(part, arguments=part.arguments.map(torch.clone)))
-
     def _changed(self, change: Callable[[Given], Given]) -> Given:
         return _in_microbatches([change(part) for part in self.microbatches]) if self.microbatches else change(self)
 

@@ -29,11 +29,10 @@ class _Stamps(NamedTuple):
     collectives: list[tuple[Collective, Stamp, Stamp]]
     data: list[tuple[Stamp, Stamp]]
     fused: set[Action]
-    fills: list[Span[Action]]
 
     @classmethod
     def none(cls) -> _Stamps:
-        return cls([], [], [], [], set(), [])
+        return cls([], [], [], [], set())
 
 
 class RankRecorder:
@@ -118,11 +117,6 @@ class RankRecorder:
         self._now.waits.extend((message, start, end) for message in messages)
         self._waited.append((len(self._now.actions), start, end))
 
-    def fill(self, action: Action, start: Stamp, end: Stamp) -> None:
-        """Background work in a wait, a part of which it counts as."""
-        self._now.fills.append(Span(action, self.clock.seconds(start), self.clock.seconds(end)))
-        self._waited.append((len(self._now.actions), start, end))
-
     def data(self, start: Stamp) -> None:
         """The batch of the step that is to begin is there, and was waited for since then."""
         self._following.data.append((start, self.clock.stamp()))
@@ -134,11 +128,6 @@ class RankRecorder:
     def norm(self, start: Stamp, end: Stamp) -> None:
         self._norms.append(self.clock.between(start, end))
         self._step_norms += self._norms[-1]
-
-    @property
-    def last_norm(self) -> float:
-        """Seconds of the newest global norm, waiting included; 0 without one."""
-        return self._norms[-1] if self._norms else 0.0
 
     def median_norm(self) -> float | None:
         """Median seconds of the global norm, waiting for the other ranks included; None without one."""
@@ -162,7 +151,6 @@ class RankRecorder:
                 arrivals=tuple(Span(m, at(start), at(end)) for one in steps for m, start, end in one.waits),
                 collectives=tuple(Span(c, at(start), at(end)) for one in steps for c, start, end in one.collectives),
                 data=tuple((at(start), at(end)) for one in steps for start, end in one.data),
-                fills=tuple(span for one in steps for span in one.fills),
                 step=(at(step[0]), at(step[1])) if len(step) == 2 else None,
             )
 

@@ -279,7 +279,7 @@ def _by_rank(timeline: Timeline, overhead: Mapping[Action, float]) -> list[dict[
             "between actions": idle.unexplained + around,
             "messages": idle.transfer,
             "update": idle.update,
-            "waits": idle.data + idle.fill + idle.warm_up + idle.drain + idle.late_peer + idle.imbalance,
+            "waits": idle.data + idle.warm_up + idle.drain + idle.late_peer + idle.imbalance,
         }
         found.append({name: seconds / batches for name, seconds in parts.items()} | {_AROUND: timeline.around})
     return found

@@ -22,8 +22,6 @@ rank updates parts alone, they leave behind the update, and another step waits f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 
 from ..collectives import place_collectives
 from ..dependencies import Dependencies
@@ -44,24 +42,11 @@ def lower(
         calls: per rank, the call in which each action runs, ascending. A receive is then posted no earlier than in the
             call in which its message is sent, since until then nobody knows its shapes.
 
-    Background work is no step: it is done where its rank waits anyway. O(actions + messages).
+    O(actions + messages).
     """
-    schedule, fills = _without_fills(schedule)
     exchange = _Exchange(schedule, sharing, calls)
     programs = tuple(_lower_rank(rank, exchange) for rank in range(schedule.num_ranks))
-    programs = tuple(replace(program, fills=places) for program, places in zip(programs, fills, strict=True))
     return Lowered(schedule=schedule, programs=programs if calls is not None else post_in_time(programs))
-
-
-def _without_fills(schedule: Schedule) -> tuple[Schedule, Sequence[frozenset[Action | None] | None]]:
-    """The schedule without background work; by rank, in front of which actions it stood (None: at the end), where
-    there was any."""
-    behind = [pairwise((*program, None)) for program in schedule.programs]
-    fills = [frozenset(then for action, then in pairs if action and action.op is Op.FILL) for pairs in behind]
-    if not any(fills):
-        return schedule, [None] * len(fills)
-    programs = tuple(tuple(action for action in own if action.op is not Op.FILL) for own in schedule.programs)
-    return replace(schedule, programs=programs), fills
 
 
 class _Exchange:

@@ -52,8 +52,6 @@ class Costs:
         update: optimizer step of the stage, the epilogue of a flush schedule [s].
         offload, reload: activations of one microbatch of the stage over its rank's link to the host, and back [s]. They
             occupy that direction of the link, and no compute lane.
-        fill: of one piece of background work (FILL) on a rank in front of an action of the stage: a wait is filled with
-            as many whole pieces as fit [s]. 0: with pieces as small as one likes.
         norm: global gradient norm and clipping, for which all ranks wait before they update [s]; None: each
             rank updates by itself.
         around: time of a step beside its actions, sums and updates: the batch that is read and checked in front of
@@ -86,7 +84,6 @@ class Costs:
     around: float = 0.0
     offload: PerStage = 0.0
     reload: PerStage = 0.0
-    fill: PerStage = 0.0
     index_factors: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
@@ -186,7 +183,7 @@ class Costs:
             for op, rows in by_op.items()
         }
         return CostTable(
-            rows=by_op | {op: tuple((s,) for s in column(name)) for op, name in ((Op.U, "update"), (Op.FILL, "fill"))},
+            rows=by_op | {Op.U: tuple((s,) for s in column("update"))},
             latency=column("latency"),
             reduce_grad=column("reduce_grad"),
             sum_busy=column("sum_busy"),

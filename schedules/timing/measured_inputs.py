@@ -162,7 +162,7 @@ def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
             gap = gaps.get(span.what)
             if gap is None:
                 yield before.what.stage, 0.0
-            elif gap.data == gap.fill == gap.late_peer == gap.transfer == 0:
+            elif gap.data == gap.late_peer == gap.transfer == 0:
                 yield before.what.stage, gap.unexplained
 
 

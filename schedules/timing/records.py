@@ -27,7 +27,6 @@ class RankRecord:
         arrivals: (message, wait began, message there).
         collectives: from begun on this rank to through.
         data: when this rank began to wait for a batch, and had it.
-        fills: background work.
         step: when this rank's step began and ended, with all that it does besides; None where nobody stamped it.
         offset: to add to this rank's times to compare them with rank 0's (hosts differ) [s].
         error: most that the offset may be wrong by [s].
@@ -37,7 +36,6 @@ class RankRecord:
     arrivals: tuple[Span[Message], ...]
     collectives: tuple[Span[Collective], ...] = ()
     data: tuple[tuple[float, float], ...] = ()
-    fills: tuple[Span[Action], ...] = ()
     step: tuple[float, float] | None = None
     offset: float = 0.0
     error: float = 0.0
@@ -61,7 +59,6 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
     needs = Dependencies(schedule)
     known = [_NOTHING if record is None else record for record in records]
     made_at = {span.what: span.end + record.offset for record in known for span in record.compute}
-    first = min((r.compute[0].start + r.offset for r in known if r.compute), default=0.0)  # fills do not begin a step
     ranks = []
     for record in known:
         actions = [Span(a, s + record.offset, e + record.offset) for a, s, e in record.compute]
@@ -75,14 +72,11 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
             end = there + record.offset
             comm.append(Span(message, min(max(made, began + record.offset), end), end))
         moves = [span for span in actions if span.what.op in MOVE_OPS]
-        moves += [
-            Span(a, s + record.offset, e + record.offset) for a, s, e in record.fills if e + record.offset > first
-        ]
         by_start = sorted(record.collectives, key=lambda span: span.start)
         ranks.append(
             RankTrace(
                 compute=tuple(span for span in actions if span.what.op not in MOVE_OPS),
-                moves=tuple(sorted((Span(a, max(s, first), e) for a, s, e in moves), key=lambda span: span.start)),
+                moves=tuple(sorted(moves, key=lambda span: span.start)),
                 comm=tuple(sorted(comm, key=lambda span: span.start)),
                 collectives=tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in by_start),
                 data=tuple((s + record.offset, e + record.offset) for s, e in record.data if e - s >= _REALLY_WAITED),
@@ -168,7 +162,6 @@ def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Tim
             compute=moved(record.compute),
             arrivals=moved(record.arrivals),
             collectives=moved(record.collectives),
-            fills=moved(record.fills),
             data=tuple(wait for wait in record.data if wait[0] >= begins(record)),
         )
 

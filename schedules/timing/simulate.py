@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from ..ir import BESIDE_OPS, COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
+from ..ir import COMPUTE_OPS, MOVE_OPS, Action, Collective, Op, Schedule, ScheduleError
 from ..messages import Message
 from .costs import Costs, CostTable
 from .links import Links, Processor, Route, Taken
@@ -347,25 +347,5 @@ class _Simulation:
                         moves[rank].append(Span(Action(stages[0], op, group), begun, through))
                     else:
                         collectives[rank].append(Span(Collective(stages, op, group), begun, through))
-        if any(op is Op.FILL for program in self.schedule.programs for _, op, _ in program):
-            ends = [own[-1].end for own in computes if own] + [each.end for own in collectives for each in own]
-            for rank, compute in enumerate(computes):
-                moves[rank] += self._fills(rank, compute, max(ends))
         by_start = attrgetter("start")
         return [tuple(sorted(s, key=by_start)) for s in collectives], [tuple(sorted(s, key=by_start)) for s in moves]
-
-    def _fills(self, rank: int, compute: Sequence[Span[Action]], end: float) -> Iterator[Span[Action]]:
-        """Background work: in each place as many whole pieces as are through when the rank goes on; nobody waits for
-        it. At the end of a program that is in front of the updates, or until all ranks are through."""
-        at, free = 0, 0.0
-        for action in self.schedule.programs[rank]:
-            if action.op is not Op.FILL:
-                at += action.op not in BESIDE_OPS
-                continue
-            gaps = [(max(free, compute[at - 1].end if at else 0.0), compute[at].start if at < len(compute) else end)]
-            if at == len(self.wiring.actions[rank]) and compute:
-                gaps.append((max(free, compute[-1].end), end))
-            begin, until = max(gaps, key=lambda gap: gap[1] - gap[0])
-            room, piece = max(0.0, until - begin), self.table.of(Op.FILL, action.stage, action.index)
-            free = begin + (math.floor(room / piece + 1e-9) * piece if piece > 0 else room)
-            yield Span(action, begin, free)

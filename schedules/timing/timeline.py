@@ -3,7 +3,7 @@
     rank 0 |1F0|1F1|....|1B0|      compute lane: spans of F B I W U
            |  >>>>                 comm lane: spans of messages, from ready at the sender to arrived here
            |              ====     collectives: all-reduces of gradients, from begun on this rank to through
-           |      <<<<             moves: activations that leave or come, from begun to through; background work
+           |      <<<<             moves: activations that leave or come, from begun to through
 
 All times are in seconds from one origin that the ranks share.
 """
@@ -42,7 +42,7 @@ class RankTrace:
     """One rank: spans in ascending order of start; compute spans do not overlap.
 
     comm holds the messages that this rank received, collectives what it did together with others, moves those of
-    activations in its program (OFFLOAD, RELOAD), and FILL, data when it waited for a batch (measured runs only).
+    activations in its program (OFFLOAD, RELOAD), data when it waited for a batch (measured runs only).
     """
 
     compute: tuple[Span[Action], ...]
@@ -60,11 +60,6 @@ class RankTrace:
     def beside(self) -> tuple[Span[Collective] | Span[Action], ...]:
         """All that went on beside compute but messages: collectives, then moves."""
         return (*self.collectives, *self.moves)
-
-    def filled(self, begin: float, end: float) -> float:
-        """Seconds of background work between two moments."""
-        fills = (span for span in self.moves if span.what.op is Op.FILL)
-        return sum(max(0.0, min(span.end, end) - max(span.start, begin)) for span in fills)
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -320,15 +315,13 @@ def _message(kind: str, src: int, dst: int, index: int) -> Message:
 class Idle(NamedTuple):
     """Seconds in which a rank did not compute, by cause; they add up to makespan - busy.
 
-    data: waiting for a batch (measured runs only). fill: waiting with background work to do. warm_up: before its first
-    action. drain: after its last one.
+    data: waiting for a batch (measured runs only). warm_up: before its first action. drain: after its last one.
     late_peer: an input was not made yet, beyond what imbalance explains. transfer: it was made and under way.
     imbalance: waiting that no order could avoid, since another rank has more work of its own.
     update: optimizer steps. unexplained: inputs were there and nothing ran (measured runs only).
     """
 
     data: float = 0.0
-    fill: float = 0.0
     warm_up: float = 0.0
     drain: float = 0.0
     late_peer: float = 0.0

@@ -7,7 +7,6 @@ Simulated links that block hold a rank until its own message has left: transfer,
 A rank that waits for its batch waits for data first of all; in front of the step so does one that reads none, until
 the first rank acts.
 Activations that come back are made when both ranks have begun that, and arrive when it is through.
-Background work stands at the beginning of its gap, behind the wait for data.
 The gap before an optimizer step is drain while another rank still computes, update after that.
 """
 
@@ -72,15 +71,14 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
         for at, (action, start, end) in enumerate(rank.compute):
             if start > previous:
                 data = sum(max(0.0, min(to, start) - max(since, previous)) for since, to in for_data)
-                fill = rank.filled(previous + data, start)
-                previous += data + fill
+                previous += data
                 if at == 0:
                     gap = Idle(warm_up=start - previous)
                 elif action.op is Op.U:
                     gap = before_update(previous, start)
                 else:
                     gap = before_compute(action, rank.compute[at - 1].what, previous, start)
-                gaps[action] = gap._replace(data=data, fill=fill)
+                gaps[action] = gap._replace(data=data)
             previous = end
         return gaps
 
@@ -106,13 +104,11 @@ def _sum_up(timeline: Timeline, rank: RankTrace, gaps: list[Idle], *, surplus: f
         return Idle(drain=timeline.makespan)
     late = sum(gap.late_peer for gap in gaps)
     imbalance = min(late, max(surplus, 0.0))
-    drained = rank.filled(rank.compute[-1].end, timeline.end)
     updates = sum(end - start for what, start, end in rank.compute if what.op is Op.U)
     return Idle(
         data=sum(gap.data for gap in gaps),
-        fill=drained + sum(gap.fill for gap in gaps),
         warm_up=sum(gap.warm_up for gap in gaps),
-        drain=timeline.end - rank.compute[-1].end - drained + sum(gap.drain for gap in gaps),
+        drain=timeline.end - rank.compute[-1].end + sum(gap.drain for gap in gaps),
         late_peer=late - imbalance,
         transfer=sum(gap.transfer for gap in gaps),
         imbalance=imbalance,

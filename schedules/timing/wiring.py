@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..collectives import place_collectives
 from ..dependencies import Dependencies, Wire
-from ..ir import BACKWARD_OPS, BESIDE_OPS, MOVE_OPS, Collective, Op, Schedule, ScheduleError
+from ..ir import BACKWARD_OPS, MOVE_OPS, Collective, Op, Schedule, ScheduleError
 from ..messages import receives_ahead
 from ..versions import derive_versions
 from .costs import CostTable
@@ -310,7 +310,7 @@ class ScheduleWiring:
         program = self.schedule.programs[rank]
         if len(program) == len(self.actions[rank]):
             return position
-        return sum(action.op not in BESIDE_OPS for action in program[:position])
+        return sum(action.op not in MOVE_OPS for action in program[:position])
 
     def _arrange_moves(self, moves: Mapping[tuple[int, int], int], table: CostTable) -> None:
         """The ways of activations, by stage and rank. Backwards of those that stay find their slots filled."""
@@ -332,7 +332,7 @@ class ScheduleWiring:
                 if op in MOVE_OPS:
                     number = numbers[stage, rank] + (op is Op.RELOAD)
                     self.begins[rank].setdefault(lane, []).append((number, k))
-                elif op not in BESIDE_OPS:
+                elif op not in MOVE_OPS:
                     lane += 1
 
     def _to_host(self, stage: int, rank: int, slots: tuple[int, int], table: CostTable) -> list[Meeting]:

@@ -136,7 +136,6 @@ def _record(record: RankRecord) -> dict[str, Any]:
         "from": origin,
         **({} if record.step is None else {"step": [at(time) for time in record.step]}),
         **({"data": [[at(start), at(end)] for start, end in record.data]} if record.data else {}),
-        **({"fills": [[str(what), at(s), at(e)] for what, s, e in record.fills]} if record.fills else {}),
         "compute": [[str(what), at(start), at(end)] for what, start, end in record.compute],
         "arrivals": [
             [*what, at(began), at(there)]
@@ -152,7 +151,6 @@ def _read_record(data: Mapping[str, Any]) -> RankRecord:
     step = data.get("step")
     return RankRecord(
         data=tuple((origin + start, origin + end) for start, end in data.get("data", ())),
-        fills=tuple(Span(Action.parse(what), origin + s, origin + e) for what, s, e in data.get("fills", ())),
         step=None if step is None else (origin + float(step[0]), origin + float(step[1])),
         compute=tuple(Span(Action.parse(what), origin + start, origin + end) for what, start, end in data["compute"]),
         arrivals=tuple(

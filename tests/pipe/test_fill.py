@@ -4,59 +4,98 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from itertools import count, pairwise
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.inside import Fills
+from support.inside import LocalRank, fills
 from support.pool import Pool
-from support.small import WIDTH, X, Y, layers, make, stream
+from support.small import WIDTH, X, Y, make, stream
 from torch import nn
 
-import stagewright as sw
-from stagewright.comm import PipelineError
-from stagewright.schedules import Action, Costs, Op, ScheduleError, attribute_idle, build, check, with_fill
+from stagewright.comm import PipelineError, Transport
+from stagewright.schedules import Message, MessageKind, build
 
-B3, F1 = Action(0, Op.B, 3), Action(0, Op.F, 1)
+B3, F1 = Message(MessageKind.GRAD, 1, 0, 3), Message(MessageKind.ACT, 1, 0, 1)
 
 
-class Hand:
+class Clock:
     """A clock that pieces and waits move."""
 
     def __init__(self) -> None:
         self.at = 0.0
-        self.fills = Fills(lambda: self.at)
-        self.done: list[int] = []
+
+
+class Late(Transport):
+    """A transport whose next message comes at `due`, seen or not."""
+
+    def __init__(self, rank: int, clock: Clock) -> None:
+        super().__init__(rank)
+        self.clock = clock
+        self.due, self.late, self.is_seen = 0.0, 0.0, False
+
+    def send(self, message: Message, peer: int, tensors: object, specs: object) -> None:
+        raise AssertionError(message)
+
+    def ready(self, message: Message) -> bool:
+        return self.clock.at >= self.due
+
+    def is_here(self, message: Message) -> bool:
+        return self.is_seen and self.clock.at >= self.due
+
+    def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
+        self.late = max(0.0, self.clock.at - self.due)
+        self.clock.at = max(self.clock.at, self.due)
+        return ()
+
+    def abort(self) -> None:
+        return
+
+
+class Hand:
+    """Two ranks of one process whose waits are filled."""
+
+    def __init__(self) -> None:
+        self.clock, self.done = Clock(), list[int]()
+        self.inner = [Late(rank, self.clock) for rank in range(2)]
+        nobody: Any = None
+        ranks = [LocalRank(worker=nobody, transport=inner, recorder=nobody) for inner in self.inner]
+        engine: Any = SimpleNamespace(ranks=ranks)
+        options = SimpleNamespace(device=torch.device("cpu"))
+        layout = SimpleNamespace(schedule=build("1f1b", num_ranks=2, num_microbatches=4))
+        run: Any = SimpleNamespace(root=nn.Linear(1, 1), options=options, layout=layout, inside=None)
+        self.fill = fills(run, engine, lambda: self.clock.at)
+        self.fill([])
+        self.transports = [local.transport for local in engine.ranks]
 
     def spend(self, seconds: float) -> None:
-        self.at += seconds
+        self.clock.at += seconds
 
     def pieces(self, *seconds: float) -> Iterator[Callable[[], object]]:
         for number, each in enumerate(seconds):
             yield lambda number=number, each=each: (self.spend(each), self.done.append(number))  # type: ignore[misc]
 
-    def wait(self, place: Action | None, gap: float, *, norm: float = 0.0, is_seen: bool = False) -> float:
-        """A rank comes to a place whose message is there `gap` later; seconds by which pieces were late."""
-        due = self.at + gap
-        self.fills.pass_place((0, place), norm, lambda: is_seen and self.at >= due)
-        late = max(0.0, self.at - due)
-        self.at = max(self.at, due)
-        self.fills.met(0)
-        return late
+    def wait(self, message: Message, gap: float, *, rank: int = 0, is_seen: bool = False) -> float:
+        """A rank waits for a message that is there `gap` later; seconds by which pieces were late."""
+        inner = self.inner[rank]
+        inner.due, inner.is_seen = self.clock.at + gap, is_seen
+        self.transports[rank].wait(message, 1.0)
+        return inner.late
 
 
 def test_pieces_run_in_order_as_long_as_the_next_one_fits() -> None:
     """Gaps of 10, of which 9 count; pieces of 2."""
     hand = Hand()
-    work = hand.fills.add(hand.pieces(*[2.0] * 12), name=None, seconds=2.0)
+    work = hand.fill(hand.pieces(*[2.0] * 12), seconds=2.0)
     counts = [hand.wait(B3, 10.0) or work.num_done for _ in range(6)]
     assert counts == [0, 0, 4, 8, 12, 12]  # two steps are looked at first
     assert hand.done == list(range(12))
@@ -65,21 +104,29 @@ def test_pieces_run_in_order_as_long_as_the_next_one_fits() -> None:
 
 def test_a_place_counts_as_its_shortest_gap_but_one_and_each_rank_and_place_for_itself() -> None:
     hand = Hand()
-    work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0)
+    work = hand.fill(hand.pieces(*[2.0] * 99), seconds=2.0)
     for gap in (5.0, 10.0, 10.0):
         hand.wait(B3, gap)
         hand.wait(F1, 1.0)
-    assert work.num_done == 2  # in front of the third B3, of which 4.5 count
+    assert work.num_done == 2  # before the third B3, of which 4.5 count
     hand.wait(B3, 10.0)
     hand.wait(B3, 10.0)
     assert work.num_done == 8  # 4.5 again; then that the rank was late once among four does not count
-    hand.fills.pass_place((1, B3), 0.0, lambda: False)  # of another rank nothing is known
+    hand.wait(B3, 10.0, rank=1)  # of another rank nothing is known
     assert (hand.wait(B3, 10.0), work.num_done) == (0.0, 12)
+
+
+def test_batches_of_a_stream_have_the_same_places() -> None:
+    hand = Hand()
+    work = hand.fill(hand.pieces(*[2.0] * 99), seconds=2.0)
+    for batch in range(3):
+        hand.wait(B3._replace(index=3 + 4 * batch), 10.0)
+    assert work.num_done == 4
 
 
 def test_a_place_that_was_filled_for_too_long_is_filled_less() -> None:
     hand = Hand()
-    work = hand.fills.add(hand.pieces(*[1.0] * 99), name=None, seconds=1.0)
+    work = hand.fill(hand.pieces(*[1.0] * 99), seconds=1.0)
     for _ in range(3):
         hand.wait(B3, 10.0)
     late = [hand.wait(B3, 4.0) for _ in range(5)]  # the wait is shorter from now on
@@ -88,9 +135,9 @@ def test_a_place_that_was_filled_for_too_long_is_filled_less() -> None:
 
 
 def test_where_a_message_is_seen_to_come_one_piece_at_most_is_late() -> None:
-    """Gaps are as long as they were in front of the piece; one that is over is not filled."""
+    """Gaps are as long as they were before the piece; one that is over is not filled."""
     hand = Hand()
-    work = hand.fills.add(hand.pieces(*[1.5] * 99), name=None, seconds=1.5)
+    work = hand.fill(hand.pieces(*[1.5] * 99), seconds=1.5)
     for _ in range(3):
         hand.wait(B3, 10.0)
     counts, late = [work.num_done], []
@@ -103,7 +150,7 @@ def test_where_a_message_is_seen_to_come_one_piece_at_most_is_late() -> None:
 
 def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None:
     hand = Hand()
-    hand.fills.add(hand.pieces(8.0, *[1.0] * 99), name=None, seconds=None)
+    hand.fill(hand.pieces(8.0, *[1.0] * 99))
     counts = []
     for _ in range(7):
         hand.wait(F1, 5.0)
@@ -112,29 +159,9 @@ def test_pieces_of_unknown_length_are_tried_alone_at_the_longest_place() -> None
     assert counts == [0, 0, 1, 2, 3, 12, 25]  # what the first one takes says nothing; the fourth tells, and 8 more fit
 
 
-@pytest.mark.parametrize("seconds", [None, 2.0])
-def test_work_that_waits_itself_waits_no_longer_than_its_place(seconds: float | None) -> None:
-    """Its message comes 4 behind the rank: one piece of unknown length follows, or two of 2; then it never comes."""
-    hand = Hand()
-    for _ in range(3):
-        hand.wait(B3, 10.0)
-    work, comes = hand.fills.add(hand.pieces(*[2.0] * 9), name=None, seconds=seconds), hand.at + 4.0
-
-    def stands() -> bool:
-        hand.spend(0.125)
-        return hand.at < comes
-
-    work.stands = stands
-    assert hand.wait(B3, 10.0) == 0.0
-    assert work.num_done == (1 if seconds is None else 2)
-    comes = float("inf")
-    assert hand.wait(B3, 10.0) == 0.0
-    assert work.num_done == (1 if seconds is None else 2)
-
-
 def test_what_took_too_long_once_is_tried_again() -> None:
     hand = Hand()
-    hand.fills.add(hand.pieces(*[30.0] * 4, *[1.0] * 99), name=None)
+    hand.fill(hand.pieces(*[30.0] * 4, *[1.0] * 99))
     for _ in range(900):
         hand.wait(B3, 10.0)
     assert len(hand.done) == 4
@@ -143,16 +170,20 @@ def test_what_took_too_long_once_is_tried_again() -> None:
     assert len(hand.done) == 103
 
 
-def test_the_end_of_a_batch_is_as_long_as_the_norm_that_follows() -> None:
+def test_a_rank_that_lets_others_of_its_process_go_on_is_filled_once_a_turn() -> None:
+    """Its gap lasts until its turn comes; a step that failed before that leaves none."""
     hand = Hand()
-    work = hand.fills.add(hand.pieces(*[2.0] * 99), name=None, seconds=2.0)
-    counts, norm = [], 0.0
-    for _ in range(5):
-        before = work.num_done
-        hand.fills.pass_place((0, None), norm, lambda: False)
-        counts.append(work.num_done - before)
-        norm = 5.0 - 2.0 * counts[-1]
-    assert counts == [0, 0, 2, 2, 2]
+    work = hand.fill(hand.pieces(*[2.0] * 99), seconds=2.0)
+    transport, inner, counts = hand.transports[0], hand.inner[0], list[int]()
+    for step in range(6):
+        transport.post(B3, 1, ())
+        inner.due = hand.clock.at + 10.0
+        while not transport.ready(B3):
+            hand.spend(1.0)
+        if step % 2:
+            transport.wait(B3, 1.0)
+        counts.append(work.num_done)
+    assert counts == [0, 0, 0, 0, 4, 8]
 
 
 @pytest.mark.thorough
@@ -221,8 +252,6 @@ def test_what_is_no_work_is_refused_by_name() -> None:
         pipe.fill([])
     with pytest.raises(ValueError, match="fill: the stages are not built yet"):
         make(example_inputs=None).fill([])
-    with pytest.raises(ScheduleError, match=r"has background work in it \(0FILL\d+, ...\), and its batches overlap"):
-        stream(with_fill(build("2bw", num_ranks=2, num_microbatches=4), Costs()))
 
 
 @pytest.mark.parametrize(
@@ -260,26 +289,6 @@ def test_a_piece_that_changes_a_weight_in_a_step_ends_the_step_by_name() -> None
     pipe.close()
 
 
-def test_an_evaluation_in_the_waits_is_of_what_it_was_given() -> None:
-    """Though its batch's memory is filled again; and not of weights that were edited since."""
-    pipe = make()
-    wanted, x, y = pipe.eval_step(X, Y).loss, X.clone(), Y.clone()
-    work = pipe.fill_eval(x, y)
-    x.zero_()
-    y.zero_()
-    pipe.train_step(x, y)
-    assert work.result is not None
-    assert work.result.loss == wanted
-    pipe.fill_eval(x, y)
-    with torch.no_grad():
-        pipe.parameters()[-1].mul_(2.0)
-    with pytest.raises(
-        RuntimeError, match="ValueError: a weight was changed behind fill_eval: expected that behind the"
-    ):
-        pipe.train_step(x, y)
-    pipe.close()
-
-
 def test_what_a_generator_yields_is_looked_at() -> None:
     pipe = make()
     work = pipe.fill(iter([3]), name="mine")  # type: ignore[list-item]
@@ -287,58 +296,21 @@ def test_what_a_generator_yields_is_looked_at() -> None:
         work.finish()
 
 
-def test_a_checkpoint_is_copied_where_the_process_waits(tmp_path: Path) -> None:
-    """The state behind its step, from pieces in the next one and the rest in front of its update."""
-    pipe = make(model=layers(40), optimizer=torch.optim.Adam)
-    with pipe.checkpointer(tmp_path, every=3, copies="waits") as saver:
-        for step in range(1, 10):
-            pipe.train_step(X, Y)
-            saver.step()
-            if step in (3, 6):
-                wanted = {name: value.clone() for name, value in pipe.state_dict().items()}
-                work = pipe._building.built("fills").training.fills.works[-1]
-            elif step in (4, 7):
-                assert repr(work) == f"<FillWork the checkpoint behind step {step - 1}: {work.num_done} pieces done>"
-                saver.wait()
-                found = make(model=layers(40), optimizer=torch.optim.Adam)
-                found.load(saver.records[-1].path)
-                assert all(torch.equal(value, wanted[name]) for name, value in found.state_dict().items())
-                if step == 7:
-                    assert work.num_done > 0
-    assert [record.step for record in saver.records] == [3, 6, 9]
-    with pytest.raises(ValueError, match="copies='other': expected one of"):
-        pipe.checkpointer(tmp_path, every=1, copies="other")  # type: ignore[arg-type]
-    pipe.close()
-
-
 # --- over processes ---
 
 
-def filled_run(filled: bool, marked: bool) -> tuple[Any, ...]:
+def filled_run(filled: bool) -> tuple[Any, ...]:
     """The last rank waits for the first one's forward, which sleeps."""
     torch.manual_seed(0)
-    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     rank, done = int(os.environ["RANK"]), list[int]()
-    if marked:  # rank 1 alone has a place, in front of its first forward
-        first, last = schedule.programs
-        schedule = replace(schedule, programs=(first, (Action(1, Op.FILL, 0), *last)))
-        check(schedule)
-    pipe = make(mesh=None, num_microbatches=None, schedule=schedule, max_grad_norm=1.0)
+    pipe = make(mesh=None, max_grad_norm=1.0)
     nap = lambda n: lambda: (time.sleep(0.001), done.append(n))  # noqa: E731
     work = pipe.fill(map(nap, range(100_000)), name="naps", seconds=0.001) if filled else None
-    losses, spans = [], []
+    losses = []
     for _ in range(14):  # in the first ones the other rank may come late
         if rank == 0:
-            time.sleep(0.1)  # so rank 1 waits in front of its first forward
-        result = pipe.train_step(X, Y)
-        losses.append(result.loss)
-        timeline = result.timeline()
-        spans.append([[str(what) for what, *_ in trace.moves] for trace in timeline.ranks])
-        idle = attribute_idle(timeline)
-        for trace, own in zip(timeline.ranks, idle, strict=True):
-            assert own.seconds == pytest.approx(timeline.makespan - trace.busy, abs=1e-9)
-            assert all(timeline.start <= start <= end for _, start, end in trace.moves)
-            assert min(own) > -1e-9
+            time.sleep(0.1)  # so rank 1 waits before its first forward
+        losses.append(pipe.train_step(X, Y).loss)
     weights = {name: value.tolist() for name, value in pipe.full_state_dict().items()}
     if work is not None:
         assert done == list(range(len(done)))
@@ -347,137 +319,51 @@ def filled_run(filled: bool, marked: bool) -> tuple[Any, ...]:
             pipe.close()
     else:
         pipe.close()
-    return losses, weights, len(done), spans
+    return losses, weights, len(done)
 
 
-def test_processes_fill_where_they_wait_and_where_their_schedule_says(gloo: Pool) -> None:
-    plain, filled, marked = (gloo.run(filled_run, ranks=2, args=each) for each in ((0, 0), (1, 0), (1, 1)))
-    for runs in (filled, marked):
-        assert [run[:2] for run in runs] == [run[:2] for run in plain]
-        assert runs[1][2] > 0
-    assert marked[0][2] == 0
-    for *_, spans in marked:
-        assert {what for step in spans for own in step for what in own} <= {"1FILL0"}
+def test_processes_fill_where_they_wait(gloo: Pool) -> None:
+    plain, filled = (gloo.run(filled_run, ranks=2, args=(filled,)) for filled in (False, True))
+    assert [run[:2] for run in filled] == [run[:2] for run in plain]
+    assert filled[1][2] > 0
 
 
-class Slow(nn.Module):
-    """A layer that takes its time in training, and draws, and has statistics that move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            time.sleep(0.01)
-        return self.dropout(self.norm(self.layer(x)))  # type: ignore[no-any-return]
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder, SourceFileLoader
 
 
-def evaluated_run(in_waits: bool, steps: int, mesh: dict[str, int]) -> tuple[Any, ...]:
-    """Evaluations in front of steps, or in the waits of these: of one microbatch, of fewer than M, of M."""
-    torch.manual_seed(0)
-    pipe = make(mesh=mesh, model=nn.Sequential(*[Slow() for _ in range(4)]), max_grad_norm=1.0)
-    evaluated, losses, filled = [], [], 0
-    for step in range(steps):
-        x, y = X[: (1, 3, 8)[step % 3] * mesh.get("data", 1)] + step, Y[: (1, 3, 8)[step % 3] * mesh.get("data", 1)]
-        if in_waits:
-            work = pipe.fill_eval(x, y)
-        else:
-            found = pipe.eval_step(x, y)
-        result = pipe.train_step(X, Y)
-        if in_waits:
-            assert work.is_done
-            assert work.result is not None
-            found = work.result
-        evaluated.append((found.loss, None if found.output is None else found.output.tolist()))  # type: ignore[attr-defined]
-        losses.append((result.loss, result.grad_norm))
-        filled += any(what.op is Op.FILL for trace in result.timeline().ranks for what, *_ in trace.moves)
-    if in_waits:
-        first, second = pipe.fill_eval(X, Y), pipe.fill_eval(X[:2], Y[:2])  # the one before is finished first
-        assert first.is_done
-        assert not second.is_done
-    weights = {name: value.tolist() for name, value in pipe.full_state_dict().items()}
-    pipe.close()
-    return evaluated, losses, weights, torch.get_rng_state().tolist(), filled
+class Shortened(SourceFileLoader):
+    def get_code(self, name):
+        lines = self.get_data(self.path).decode().splitlines()
+        kept = [line for line in lines if "fills" not in line]
+        assert len(lines) - len(kept) == 2  # the import, and the line
+        return self.source_to_code("\\n".join(kept), self.path)
 
 
-@pytest.mark.thorough(but=["mesh0"])
-@pytest.mark.parametrize("mesh", [{"pipe": 2}, {"pipe": 2, "data": 2}])
-def test_evaluations_in_the_waits_are_those_in_front_of_the_step(gloo: Pool, mesh: dict[str, int]) -> None:
-    """Losses, outputs, weights, running statistics and generators, to the last bit; and waits had pieces in them."""
-    ranks = mesh["pipe"] * mesh.get("data", 1)
-    plain, filled = (gloo.run(evaluated_run, ranks=ranks, args=(in_waits, 9, mesh)) for in_waits in (False, True))
-    assert [run[:4] for run in filled] == [run[:4] for run in plain]
-    assert [run[4] for run in plain] == [0] * ranks
-    assert max(run[4] for run in filled) > 3
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        found = super().find_spec(name, path)
+        if name == "stagewright.pipe.build":
+            found.loader = Shortened(name, found.origin)
+        return found
 
 
-@pytest.mark.thorough
-def test_in_one_process_and_what_evaluates_no_batch_in_waits() -> None:
-    torch.manual_seed(0)
-    pipe = make(model=nn.Sequential(*[Slow() for _ in range(2)]))
-    for batch in (X, X[:3]):
-        wanted, work = pipe.eval_step(batch, Y[: len(batch)]), pipe.fill_eval(batch, Y[: len(batch)])
-        assert work.result is None
-        pipe.train_step(X, Y)
-        assert work.result is not None
-        assert work.result.loss == wanted.loss
-        torch.testing.assert_close(work.result.output, wanted.output, rtol=0, atol=0)
-    pipe.close()
-    for other, message in (
-        (stream(), "where updates do not stand behind a flush"),
-        (make(optimizer=None), "without optimizer="),
-    ):
-        with pytest.raises(ValueError, match=rf"fill_eval\(...\) {message}.*: expected eval_step"):
-            other.fill_eval(X, Y)
+sys.meta_path.insert(0, Finder)
+sys.modules["stagewright.pipe.run.fills"] = None
+import torch, stagewright
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+options = {"loss_fn": torch.nn.functional.mse_loss, "optimizer": torch.optim.SGD, "mesh": {"pipe": 2}}
+with stagewright.PipelineModule(model, **options) as pipe:
+    print(pipe.train_step(torch.ones(4, 2), torch.ones(4, 2)).loss > 0)
+    print(pipe.eval_step(torch.ones(4, 2), torch.ones(4, 2)).loss > 0)
+"""
 
 
-class Drawing(Slow):
-    """One that draws in evaluations, too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + 0.1 * torch.rand_like(x)
-
-
-@pytest.mark.thorough(but=["None"])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-def test_evaluations_in_the_waits_draw_and_cast_as_those_in_front_of_the_step(precision: str | None) -> None:
-    """Weights and running statistics are what both trainings end with, so nothing that was cast is taken for new."""
-    found = []
-    for in_waits in (False, True):
-        torch.manual_seed(0)
-        pipe = make(model=nn.Sequential(*[Drawing() for _ in range(2)]), precision=precision)
-        results: list[Any] = []
-        for x in (X, X[:3], X):
-            work = pipe.fill_eval(x, Y[: len(x)]) if in_waits else None
-            plain = None if in_waits else pipe.eval_step(x, Y[: len(x)])
-            results.append(pipe.train_step(X, Y).loss)
-            evaluated: Any = plain if work is None else work.result
-            results += [evaluated.loss, evaluated.output.tolist()]
-        weights = {name: each.tolist() for name, each in pipe.full_state_dict().items()}
-        found.append((results, weights, torch.get_rng_state().tolist()))
-        pipe.close()
-    assert found[1] == found[0]
-
-
-def refused_run() -> list[str]:
-    told_by = []
-    for options in (
-        {"mesh": sw.Mesh(pipe=1, tensor=2, tensor_parallel={"0": "column", "1": "row"})},
-        {"mesh": {"pipe": 1, "data": 2}, "data_parallel": "fsdp"},
-    ):
-        pipe = make(model=layers(2), **options)
-        with pytest.raises(ValueError, match="expected eval_step") as told:
-            pipe.fill_eval(X, Y)
-        told_by.append(str(told.value))
-        pipe.close()
-    return told_by
-
-
-def test_no_forward_with_collectives_is_in_the_waits(gloo: Pool) -> None:
-    for tensor, fsdp in gloo.run(refused_run, ranks=2):
-        assert tensor.startswith("fill_eval(...) beside a tensor group")
-        assert fsdp.startswith('fill_eval(...) beside data_parallel="fsdp"')
+def test_without_its_line_in_build_nothing_else_is_missed() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr
 
 
 class Telling(torch.optim.SGD):

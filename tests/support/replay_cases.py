@@ -30,7 +30,6 @@ class Case:
         by_op = {
             op: [[each * by[op.value] for each in row] if len(row) > 1 else row[0] * by[op.value] for row in rows]
             for op, rows in table.rows.items()
-            if op.value in by  # a FILL takes no time of its own
         }
         costs = Costs(
             forward=by_op[Op.F],

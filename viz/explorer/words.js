@@ -87,7 +87,6 @@
   }
 
   const WAITED = {
-    fill: "nothing: it does background work until its input is there",
     "warm up": "its first input", "late peer": "a peer that had not yet computed what it needs", imbalance: "a peer with more work",
     transfer: "a message under way", drain: "nothing more to do, while others still compute",
     update: "the optimizer's step, the norm and all-reduces before it", unexplained: "nothing that is known: the input was there",
