@@ -10,10 +10,12 @@ from typing import Any
 class Addition:
     """Attributes:
     sums: a way in which sums of gradients begin, as `SharedSum` takes it.
+    may_split: whether it may split any stage's backward.
     sent: bytes by link that this process has sent, and those of the same tensors as they were.
     """
 
     sums: Any = None
+    may_split = False
     sent: Mapping[Any, tuple[int, int]] = {}
 
     def connected(self, pipeline: Any, links: Any) -> None:

@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from ..comm import HostClocks, machine
 from ..partition.deferred.filling import fill
@@ -26,7 +26,6 @@ from .context import Run
 from .guards.presence import OutputSpecs
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
-from .run.fills import fills
 from .run.ranks import RankLinks, Ranks, links_of
 from .run.training import Training
 from .run.worker import TrainingWorker
@@ -50,6 +49,9 @@ from .verify.parts import Regions, UnitsBeside
 from .verify.plain import PlainModule, copy_to_verify
 from .verify.verification import Verifier
 
+if TYPE_CHECKING:
+    from .run.fills import FillWork
+
 _log = logging.getLogger("stagewright")
 
 
@@ -67,7 +69,7 @@ class Pipeline:
     verifier: Verifier
     again: Callable[[Run], Pipeline]  # for another membership: the same stages, optimizers and step
     message_bytes: Callable[[], tuple[list[float], list[float]]]
-    fill: Callable[..., Any] | None = None  # takes background work
+    fills: Callable[[], Callable[..., FillWork]]  # what takes background work
 
     def cut_in_words(self) -> str:
         """A text that is the same, from start to start of a run, where its stages are."""
@@ -107,14 +109,8 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     # 3. to 6. The model divided, cut, and in its place
     placed = _place(run, example, whole, slices)
 
-    # 7. to 10. Connected, and all that runs it
-    pipeline = _connected(run, placed, example, plain=plain)
-
-    # 11. What is added to it
-    return replace(
-        pipeline,
-        fill=fills(run, pipeline.engine),
-    )
+    # 7. to 11. Connected, all that runs it, and what is around it
+    return _connected(run, placed, example, plain=plain)
 
 
 def _connected(
@@ -157,6 +153,12 @@ def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
     return Budgets(train, ranks).decide
 
 
+def _fills(run: Run, engine: Engine) -> Callable[..., FillWork]:
+    from .run.fills import fills  # which other runs need not load
+
+    return fills(run, engine)
+
+
 def _assembled(
     run: Run,
     placed: _Placed,
@@ -173,8 +175,9 @@ def _assembled(
     # 9. Engines of this process's ranks, and what runs them
     engine = ranks.engine(TrainingWorker, train, update.ranks)
     reader = ranks.reader(train, has_loss=run.has_loss, like=example)
-    decide = _budgets(train, ranks)
-    training = Training(engine, update, reader, unchanged=placed.unchanged, clocks=clocks, decide=decide)
+    training = Training(engine, update, reader, unchanged=placed.unchanged, clocks=clocks)
+    if (decide := _budgets(train, ranks)) is not None:
+        training.on_batch.append(decide)
     evaluation = Evaluation(ranks, placed.evaluate, like=example, training=training)
     if isinstance(update, LocalUpdate):
         training.before_step = partial(update.look_at_neighbour, partial(evaluation.step, at_rest=False))
@@ -213,6 +216,7 @@ def _assembled(
         measurement=measurement,
         verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation),
         again=again,
+        fills=cache(partial(_fills, run, engine)),
         message_bytes=lambda: message_bytes(train, inferred, engine.ranks[0].transport.layouts),
     )
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ..comm import BACKEND, Collectives, Guard, MeshPlace, ProcessMesh, World, read_mesh
 from ..partition.deferred.recipes import value_of
@@ -28,9 +27,6 @@ from .settings.recompute import Recompute, read_recompute
 from .shards.shard import Sharding, sharding_of, sharding_over
 from .telling import tell
 
-if TYPE_CHECKING:
-    from .batch.orders import BatchSchedules
-
 DEFAULT_SCHEDULE = "1f1b"
 _SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slices": "{} slices a microbatch"}
 
@@ -45,7 +41,7 @@ class Layout:
         recompute: what is computed again in the backward.
         sharding: what the ranks that hold a stage divide among themselves.
         place: where this process stands, and which of the schedule's ranks it runs.
-        replan: makes what orders each batch; None: all have the schedule's order.
+        adds: make what is around a run of it.
     """
 
     schedule: Schedule
@@ -53,7 +49,7 @@ class Layout:
     recompute: Recompute
     sharding: Sharding
     place: MeshPlace
-    replan: Callable[[Schedule, Collectives, Guard], BatchSchedules] | None = None
+    adds: tuple[Callable[[Run], Addition], ...] = ()
 
 
 class Run:
@@ -63,7 +59,7 @@ class Run:
         root: above all modules of the model or of the stages.
         verifies: whether there is a copy of the plain model to verify with, or of a unit at a time (`by_unit`).
         evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
-        added: what is around it, once the stages are cut.
+        added: what is around it.
         spares_memory: whether the model was built without memory: then what is freed goes back to the system.
         inside: what of the user's runs in the midst of a step, and may not call the pipeline, if anything.
     """
@@ -78,7 +74,6 @@ class Run:
         self.spares_memory = any(value_of(parameter) is not None for parameter in options.root.parameters())
         self.verifies, self.by_unit = verifies, False
         self.evaluates = evaluates
-        self.added: list[Addition] = []
         self.inside: str | None = None
         device, timeout, place = options.device, options.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
@@ -86,6 +81,7 @@ class Run:
         self._check_backend()
         runs_again = layout.recompute.runs_again
         self.seeder = Seeder(options.seed, device, runs_again=runs_again, member=place.tensor[0])
+        self.added = [make(self) for make in layout.adds]
 
     def _check_backend(self) -> None:
         """ValueError for what NCCL, or gloo on CUDA, cannot do here; tell where processes share a GPU."""

@@ -440,13 +440,11 @@ class PipelineModule(RunFigures):
         Returns the work: `finish()` runs what is left, `is_done` and `num_done` tell how far it is. A piece that fails
         ends the step on every rank, by name. Raises ValueError for no such work, unbuilt stages, and a CUDA device.
         """
-        fill = self._building.built("fill").fill
-        assert fill is not None
+        fills = self._building.built("fill").fills
         self._building.life.refuse("fill(...)", instead='expected on_failure="stop"')
         if self._building.is_closed:
             raise PipelineError("this pipeline has ended: expected fill(...) before close()")
-        found: FillWork = fill(work, name=name, seconds=seconds)
-        return found
+        return fills()(work, name=name, seconds=seconds)
 
     def flush(self) -> list[StepResult]:
         """End what is under way: batches of a stream. Collective.

@@ -30,7 +30,6 @@ from ...partition.model.forms import Arguments
 from ...partition.model.untouched import untouched
 from ...partition.plans.plan import Plan
 from ...partition.plans.reorder import reorder
-from ...partition.plans.replan import Replanner
 from ...partition.plans.sizes import Size, at_size, planned_for, sizes_to_measure
 from ...partition.profile import Node, Profile
 from ...partition.profiler import profile_model
@@ -39,12 +38,11 @@ from ...partition.profiler.memory import device_memory
 from ...partition.search.plan import plan
 from ...schedules.wording import count
 from ..batch.agreement import SamePrograms, agreed, check_agreement
-from ..batch.orders import BatchSchedules, size_of
 from ..context import Layout, layout_of_plan
 from ..settings.arguments import Auto
 from ..settings.given import Given, check_batch, signature_of
 from ..settings.options import Options
-from ..stage.shapes import Signature
+from ..stage.shapes import Signature, size_of
 from ..telling import Phases, told_if_slow
 from .runtime_seconds import clipping, measure_runtime_seconds
 
@@ -93,8 +91,11 @@ class AutoLayout:
         layout = layout_of_plan(found, self._world, num_microbatches=None)
         if not self._replans:
             return layout
+        from ...partition.plans.replan import Replanner
+        from ..batch.orders import Replanning
+
         replanner = Replanner(found, self._measured) if self._world.rank == 0 else None
-        return replace(layout, replan=partial(BatchSchedules, self._parameters, replanner))
+        return replace(layout, adds=(partial(Replanning, self._parameters, replanner),))
 
     def plan(self, given: Given, **restrictions: Any) -> Plan:
         """The plan for batches like this one, the same on every rank; to be called once. Collective over the processes.

@@ -9,41 +9,49 @@ would wait for each other for ever. Sizes that came before have their order alre
 
 from __future__ import annotations
 
-import math
-import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...comm import Collectives, Guard
-from ...partition.model.forms import argument_name
 from ...partition.plans.replan import Replanner
 from ...partition.plans.sizes import Size
 from ...schedules import Action, Schedule
-from ..stage.shapes import Signature
+from ..addition import Addition
+from ..context import Run
+from ..stage.shapes import size_of
 from .batches import Batch
 
 _KEPT = 256  # orders that are kept for sizes that come again
 _SHOWN = 6  # sizes in an error
 
 
-def size_of(microbatch: Signature, parameters: Sequence[str]) -> Size:
-    """Samples, and elements of one of them in the model's first argument that has the batch in it.
+class Replanning(Addition):
+    """Gives each batch the order that is found for it.
 
     Arguments:
-        parameters: names in the model's signature.
+        parameters, replanner: see BatchSchedules.
     """
 
-    def place(slot: int) -> int:
-        name = argument_name(microbatch.form.paths[slot])
-        if (position := re.match(r"input (\d+)", name)) is not None:
-            return int(position[1])
-        first = re.split(r"[\[.]", name)[0]
-        return parameters.index(first) if first in parameters else len(parameters)
+    may_split = True
 
-    dims = [(slot, dim) for slot, dim in enumerate(microbatch.dims) if dim is not None]
-    slot, dim = min(dims, key=lambda each: (place(each[0]), each[0]))
-    shape, _ = microbatch.tensors[slot]
-    return Size(shape[dim], math.prod((*shape[:dim], *shape[dim + 1 :])))
+    def __init__(self, parameters: Sequence[str], replanner: Replanner | None, run: Run) -> None:
+        self._parameters, self._replanner, self._run = parameters, replanner, run
+
+    def connected(self, pipeline: Any, links: Any) -> None:
+        run, training, update = self._run, pipeline.training, pipeline.state.update
+        orders = BatchSchedules(self._parameters, self._replanner, update.schedule, run.collectives, run.guard)
+
+        def follow(batch: Batch) -> None:
+            begun = time.perf_counter()
+            schedule = orders.of(batch)
+            update.follow(schedule)
+            for local in pipeline.engine.ranks:
+                local.worker.follow(schedule)
+            training.replan_seconds = time.perf_counter() - begun
+
+        training.on_batch.append(follow)
 
 
 class BatchSchedules:

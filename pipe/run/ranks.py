@@ -137,8 +137,8 @@ class Ranks:
                 f"compiled graph keeps them out of sight; expected compile=None, or a schedule without moves"
             )
 
-        # An order that is found for a batch may split any backward.
-        split = schedule.split_stages if layout.replan is None else frozenset(range(schedule.num_stages))
+        splits_any = any(each.may_split for each in self._run.added)
+        split = frozenset(range(schedule.num_stages)) if splits_any else schedule.split_stages
         for s, one in enumerate(parts.train.stages):  # of all ranks, which refuse it together
             name = f"stage {s} ({parts.names[s]})"
             refuse_backward(compile, one.module, schedule, stage=name, is_split=s in split)

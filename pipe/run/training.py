@@ -19,7 +19,6 @@ from ...schedules.kinds import above_zero, option
 from ...schedules.timing.records import RankRecord
 from ..batch.agreement import CALLS, UNKNOWN, Call, Identity
 from ..batch.batches import Batch, check_same_batch, hand_back
-from ..batch.orders import BatchSchedules
 from ..batch.reader import BatchReader
 from ..results import Known, StepReports, StepResult
 from ..settings.given import Given
@@ -34,7 +33,7 @@ GOES_ON = 'mesh=Mesh(on_failure="reroute")'
 
 
 class Training:
-    """Runs batches forwards and backwards; the first one `decide`s, where there is anything to decide."""
+    """Runs batches forwards and backwards."""
 
     def __init__(
         self,
@@ -44,7 +43,6 @@ class Training:
         *,
         unchanged: Unchanged,
         clocks: HostClocks,
-        decide: Callable[[Batch], None] | None = None,
     ) -> None:
         run = update.run
         self.num_steps = 0
@@ -59,11 +57,9 @@ class Training:
         self.unchanged = unchanged
         self._reports = StepReports(run.options.on_step, rank=run.layout.place.world.rank, device=run.options.device)
         self._clocks = clocks
-        replan = run.layout.replan
-        self._orders = None if replan is None else replan(update.schedule, run.collectives, run.guard)
-        self._replan_seconds = 0.0  # of the newest batch
+        self.replan_seconds = 0.0  # of the newest batch
         self._num_samples = 0  # of the newest batch
-        self._decide = decide
+        self.on_batch: list[Callable[[Batch], None]] = []  # called with each batch before it runs
         self.before_step: Callable[[Given, int, bool], None] = lambda given, step, reads_nothing: None
         self.goes_on = False  # whether a step in which a process dies may be done again
         self.is_ready = False  # whether all is here that the update of such a step is made of
@@ -219,10 +215,8 @@ class Training:
             self.unchanged.check(training=True)
             self._update.refuse_shared_statistics()
             check_same_batch(batch, self._collectives, device=self._device)
-        if self._decide is not None:
-            self._decide(batch)
-        if self._orders is not None:
-            self._replan(batch, self._orders)
+        for decide in self.on_batch:
+            decide(batch)
         programs = self._update.begin(batch)
         for local in self._engine.ranks:
             local.recorder.begin()
@@ -265,21 +259,13 @@ class Training:
                 f"{what} beside grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
             )
 
-    def _replan(self, batch: Batch, orders: BatchSchedules) -> None:
-        begun = time.perf_counter()
-        schedule = orders.of(batch)
-        self._update.follow(schedule)
-        for local in self._engine.ranks:
-            local.worker.follow(schedule)
-        self._replan_seconds = time.perf_counter() - begun
-
     def _report(self, known: Known | None, rates: Sequence[float]) -> None:
         self._reports.passed(
             self.num_steps - 1,
             seconds=time.perf_counter() - self._begun,
             learning_rates=tuple(dict.fromkeys(rates)),
             num_samples=self._num_samples,
-            replan_seconds=self._replan_seconds,
+            replan_seconds=self.replan_seconds,
         )
         self._reports.tell([*self._update.waiting(), *([] if known is None else [known])])
 

@@ -6,6 +6,8 @@ code, and leaves no trace of that: counters, buffers, lists of hooks and random 
 
 from __future__ import annotations
 
+import math
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from torch import nn
 
 from ...comm import TensorSpec
 from ...partition.model.fakes import stand_ins, strict_fake_mode
-from ...partition.model.forms import Arguments, Form, Tensors, shown_call
+from ...partition.model.forms import Arguments, Form, Tensors, argument_name, shown_call
 from ...partition.model.made_up import wanting_gradient
 from ...partition.model.memory import memory_of
 from ...partition.model.modes import evaluating, quiet_fakes, uncompiled
@@ -34,6 +36,7 @@ from ...partition.model.units import (
     take,
 )
 from ...partition.model.untouched import Places, untouched
+from ...partition.plans.sizes import Size
 from ..guards.presence import OutputSpecs, StageRun, certain_gradients, float16_gradients
 from ..guards.randomness import Seeder
 from ..settings.precision import Autocast
@@ -351,3 +354,23 @@ def _refuse_sparse(stage: StageModule, outputs: Tensors) -> None:
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
+
+
+def size_of(microbatch: Signature, parameters: Sequence[str]) -> Size:
+    """Samples, and elements of one of them in the model's first argument that has the batch in it.
+
+    Arguments:
+        parameters: names in the model's signature.
+    """
+
+    def place(slot: int) -> int:
+        name = argument_name(microbatch.form.paths[slot])
+        if (position := re.match(r"input (\d+)", name)) is not None:
+            return int(position[1])
+        first = re.split(r"[\[.]", name)[0]
+        return parameters.index(first) if first in parameters else len(parameters)
+
+    dims = [(slot, dim) for slot, dim in enumerate(microbatch.dims) if dim is not None]
+    slot, dim = min(dims, key=lambda each: (place(each[0]), each[0]))
+    shape, _ = microbatch.tensors[slot]
+    return Size(shape[dim], math.prod((*shape[:dim], *shape[dim + 1 :])))

@@ -16,6 +16,11 @@ FEATURES = {  # rooms, and what asks for the feature
         ("pipe.compression", "pipe.compression.added"),
         "pipe(mesh=sw.Mesh(pipe=2, compress='int8')).train_step(x, x)",
     ),
+    "replan": (
+        ("pipe.batch.orders",),
+        "pipe(schedule=sw.Auto(trials=0, replan='batch')).train_step(microbatches=[(x, x)] * 2)",
+    ),
+    "background work": (("pipe.run.fills",), "run.fill([print])"),
     "slices": (("pipe.batch.slicing", "pipe.stage.slices"), "pipe(schedule='seq1f1b').train_step(x, x)"),
     "trials": (("pipe.auto.trial",), "pipe(schedule=sw.Auto(trials=2)).train_step(x, x)"),
     "shared loader": (("pipe.batch.shared",), "run.loader(data, batch_size=4, shared='host')"),

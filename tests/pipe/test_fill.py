@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -326,44 +324,6 @@ def test_processes_fill_where_they_wait(gloo: Pool) -> None:
     plain, filled = (gloo.run(filled_run, ranks=2, args=(filled,)) for filled in (False, True))
     assert [run[:2] for run in filled] == [run[:2] for run in plain]
     assert filled[1][2] > 0
-
-
-WITHOUT = """
-import sys
-from importlib.machinery import PathFinder, SourceFileLoader
-
-
-class Shortened(SourceFileLoader):
-    def get_code(self, name):
-        lines = self.get_data(self.path).decode().splitlines()
-        kept = [line for line in lines if "fills" not in line]
-        assert len(lines) - len(kept) == 2  # the import, and the line
-        return self.source_to_code("\\n".join(kept), self.path)
-
-
-class Finder(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        found = super().find_spec(name, path)
-        if name == "stagewright.pipe.build":
-            found.loader = Shortened(name, found.origin)
-        return found
-
-
-sys.meta_path.insert(0, Finder)
-sys.modules["stagewright.pipe.run.fills"] = None
-import torch, stagewright
-model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-options = {"loss_fn": torch.nn.functional.mse_loss, "optimizer": torch.optim.SGD, "mesh": {"pipe": 2}}
-with stagewright.PipelineModule(model, **options) as pipe:
-    print(pipe.train_step(torch.ones(4, 2), torch.ones(4, 2)).loss > 0)
-    print(pipe.eval_step(torch.ones(4, 2), torch.ones(4, 2)).loss > 0)
-"""
-
-
-def test_without_its_line_in_build_nothing_else_is_missed() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["True", "True"], done.stderr
 
 
 class Telling(torch.optim.SGD):
