@@ -21,9 +21,9 @@ TOOLS = ("cli", "experiments")
 # At most so many: lower them with the counts. Code lines are without docstrings, comments and blank lines. A room is a
 # folder, or a file in a folder that has folders too; imports inside functions count, those for types alone do not.
 MOST = {
-    "library lines": 69_669,
-    "library code lines": 48_971,
-    "tools lines": 19_008,
+    "library lines": 69_658,
+    "library code lines": 48_969,
+    "tools lines": 19_006,
     "library files": 325,
     "library classes": 575,
     "annotated fields": 1_464,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -21,17 +21,18 @@ from typing import Any
 
 import torch
 
-from ...comm import Codec, LinkCodecs, TensorSpec
+from ...comm import Codec, Compress, LinkCodecs, TensorSpec
 from ...comm.codecs import num_bytes, pack, unpack, wire_specs
 from ...comm.links import fit_line, ping_pong
 from ...schedules import Costs, Link, Links, Message, MessageKind, critical_path, simulate
 from ...schedules.dependencies import Wire
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.timing.links import Network
-from ..context import Run
+from ..context import Layout, Run
 from ..settings.arguments import AUTO
-from ..settings.excludes import shown
+from ..settings.excludes import Row, refusing
 from ..settings.given import Given
+from ..settings.options import Options
 from ..stage.shapes import Inferred
 from ..stage.wiring import Mode
 from ..telling import tell
@@ -45,6 +46,37 @@ LADDER = (None, Codec("int8"))  # what others cost in loss: experiments/works/sl
 WORTH = 0.05  # of the step, for which one more rung is taken
 STEPS = 5  # that are measured
 _SMALL, _TIMED, _ROUNDS = 1024, 3, 5
+
+
+@refusing
+def check_compress(options: Options, layout: Layout) -> Iterator[Row]:
+    """ValueError for what does not go with packed links."""
+    place, schedule, sync, compress = layout.place, layout.schedule, options.mesh.sync, options.compress
+    if compress is None:
+        return
+    is_auto, late = AUTO in compress, f"under the asynchronous {schedule.name!r}"
+    wrong = [
+        (max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
+        (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (is_auto and schedule.is_asynchronous, f"{late}: expected a codec"),
+        (is_auto and options.optimizer is None, "without an optimizer, whose steps it looks at: expected one"),
+    ]
+    if "data" in compress:
+        wrong += [
+            (max(map(len, schedule.owners)) == 1, "where no stage has replicas: expected Mesh(data=D)"),
+            (not place.world.distributed, "in one process, where replicas share Parameters: expected no 'data'"),
+            (schedule.is_asynchronous, f"{late}: expected '1f1b', or no 'data'"),
+            (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate', or no 'data'"),
+            (sync != 1, f"beside sync={sync!r}, which sums no gradients: expected no 'data'"),
+        ]
+    for is_wrong, why in wrong:
+        yield is_wrong, f"compress={shown(compress)} {why}, or compress=None"
+
+
+def shown(compress: Compress) -> str:
+    if isinstance(compress, str):
+        return repr(compress)
+    return "{" + ", ".join(f"{link!r}: {codec}" for link, codec in compress.items()) + "}"
 
 
 def take_codecs(codecs: LinkCodecs, compress: Mapping[Any, Codec], mode: Mode, inferred: Inferred) -> None:
