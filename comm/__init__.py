@@ -1,6 +1,6 @@
 """Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
 
-from .codecs import Codec, Compress, LinkCodecs, LinkName, read_compress
+from .codecs import Codec, Compress, LinkCodecs, LinkName, PackingTransport, read_compress
 from .collectives import Collectives
 from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
 from .groups import BACKEND, Groups, link_lanes, own_device
@@ -10,7 +10,7 @@ from .parts import PartsTransport
 from .process_group import ProcessGroupTransport
 from .rendezvous import join_world
 from .staged import staged
-from .transport import InProcessTransport, Mailbox, TensorSpec, Transport
+from .transport import InProcessTransport, Mailbox, TensorSpec, Transport, TransportAround
 
 __all__ = [
     "BACKEND",
@@ -27,6 +27,7 @@ __all__ = [
     "LinkName",
     "Mailbox",
     "MeshPlace",
+    "PackingTransport",
     "PartsTransport",
     "PeerLost",
     "PipelineError",
@@ -35,6 +36,7 @@ __all__ = [
     "ProcessMesh",
     "TensorSpec",
     "Transport",
+    "TransportAround",
     "World",
     "join_world",
     "link_lanes",

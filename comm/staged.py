@@ -17,7 +17,7 @@ import torch
 from ..schedules import Message
 from .groups import Groups
 from .process_group import ProcessGroupTransport, in_layout
-from .transport import TensorSpec, Transport
+from .transport import TensorSpec, Transport, TransportAround
 
 
 def staged(transport: ProcessGroupTransport, groups: Groups) -> Transport:
@@ -65,55 +65,48 @@ class CudaSide:
         return tuple(found)
 
 
-class StagedTransport(Transport):
+class StagedTransport(TransportAround):
     """A transport around one of tensors on the host."""
 
     def __init__(self, inner: ProcessGroupTransport, side: CudaSide) -> None:
-        super().__init__(inner.rank)
+        super().__init__(inner)
         inner.pins = side.pins
-        self._inner, self._side = inner, side
+        self._side = side
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stagewright-staged")
         self._leaving: dict[Message, Future[None]] = {}
-
-    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
-        self._inner.is_watched = self.is_watched
-        self._inner.post(message, peer, specs)
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         hosts, wait = self._side.to_host(tensors, specs)
 
         def leave() -> None:
             wait()
-            self._inner.send(message, peer, hosts, specs)
+            self.inner.send(message, peer, hosts, specs)
 
         self._leaving[message] = self._thread.submit(leave)
 
-    def is_here(self, message: Message) -> bool:
-        return self._inner.is_here(message)
-
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
-        return self._side.to_device(self._inner.wait(message, timeout))
+        return self._side.to_device(super().wait(message, timeout))
 
     def acknowledged(self, messages: Sequence[Message]) -> None:
         self._have_left(messages)
-        self._inner.acknowledged(messages)
+        super().acknowledged(messages)
 
     def end_of_program(self) -> None:
         self._have_left([*self._leaving])
-        self._inner.end_of_program()
+        super().end_of_program()
 
     def drain(self, timeout: float) -> None:
         self._have_left([*self._leaving])
-        self._inner.drain(timeout)
+        super().drain(timeout)
 
     def abort(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._leaving.clear()
-        self._inner.abort()
+        super().abort()
 
     def close(self) -> None:
         self._thread.shutdown()
-        self._inner.close()
+        super().close()
 
     def _have_left(self, messages: Sequence[Message]) -> None:
         """Wait until these are with the inner transport. Raises what its send has raised."""

@@ -44,6 +44,10 @@ class Transport(ABC):
         self.rank = rank
         self.is_watched = False  # whether `is_here` is asked of what is posted from now on
 
+    def layouts(self, message: Message, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        """Layouts of a message as it travels, whose tensors have these."""
+        return specs
+
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Post the receive of `message` from rank `peer`."""
         return
@@ -83,6 +87,47 @@ class Transport(ABC):
     def close(self) -> None:
         """Let go of the links: nothing can be sent or received any more."""
         return
+
+
+class TransportAround(Transport):
+    """A transport around another, which has its way but where a subclass says otherwise."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.rank)
+        self.inner = inner
+
+    def layouts(self, message: Message, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return self.inner.layouts(message, specs)
+
+    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
+        self.inner.post(message, peer, specs)
+
+    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        self.inner.send(message, peer, tensors, specs)
+
+    def ready(self, message: Message) -> bool:
+        return self.inner.ready(message)
+
+    def is_here(self, message: Message) -> bool:
+        return self.inner.is_here(message)
+
+    def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
+        return self.inner.wait(message, timeout)
+
+    def acknowledged(self, messages: Sequence[Message]) -> None:
+        self.inner.acknowledged(messages)
+
+    def end_of_program(self) -> None:
+        self.inner.end_of_program()
+
+    def drain(self, timeout: float) -> None:
+        self.inner.drain(timeout)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 Mailbox = dict[tuple[int, Message], tuple[torch.Tensor, ...]]  # under way in one process, by receiver and message

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..comm import HostClocks, LinkCodecs, machine
+from ..comm import HostClocks, machine
 from ..partition.deferred.filling import fill
 from ..partition.model.forms import Arguments
 from ..partition.model.recorded.words import modules
@@ -24,7 +24,6 @@ from .batch.slicing import Slice, check_stages, cut_in_slices
 from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
-from .run.compression import decides, message_bytes, take_codecs
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
 from .run.ranks import RankLinks, Ranks, links_of
@@ -39,7 +38,7 @@ from .stage.members import MemberShards, divide_over_group, refuse_divided
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
 from .stage.unchanged import Unchanged
-from .stage.wiring import Mode
+from .stage.wiring import Mode, message_bytes
 from .trace.measurement import Measurement
 from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
@@ -127,7 +126,12 @@ def _connected(
         _tell_of_two_axes(run, placed, Signature.of(example))
     ranks = Ranks(links, update)
     beside = UnitsBeside(run, ranks.parts, ranks.stages) if run.by_unit and run.verifies else plain
-    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=beside, before=before)
+    pipeline = _assembled(run, placed, ranks, example=example, clocks=clocks, plain=beside, before=before)
+
+    # 11. What is around it
+    for each in run.added:
+        each.connected(pipeline, links)
+    return pipeline
 
 
 def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
@@ -174,8 +178,6 @@ def _assembled(
         one_way_seconds=partial(ranks.links.latency, inferred.specs[0]),
         clocks=clocks,
     )
-    if run.options.compress is not None and AUTO in run.options.compress:
-        decides(run, train, inferred, ranks.links, training, costs=measurement.costs)
     state = State(update=update, training=training)
     if before is not None:
         training.restart(before.training.num_steps)
@@ -197,7 +199,7 @@ def _assembled(
         measurement=measurement,
         verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation),
         again=again,
-        message_bytes=partial(message_bytes, train, inferred, run.codecs),
+        message_bytes=lambda: message_bytes(train, inferred, engine.ranks[0].transport.layouts),
     )
 
 
@@ -247,9 +249,9 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
             run.verifies = False
             _log.info("no batch is verified: a copy would call the model's own collectives in one process alone")
         if options.compress is not None:
-            run.codecs = LinkCodecs()
-            if isinstance(options.compress, Mapping) and AUTO not in options.compress:  # else it is measured first
-                take_codecs(run.codecs, options.compress, train, train.inference.of(microbatch))
+            from .compression.added import Compression
+
+            run.added.append(Compression(run, train, train.inference.of(microbatch)))
 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages

@@ -33,7 +33,6 @@ from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
 from .context import Layout, Run
 from .life_cycle import LifeCycle
-from .run.compression import check_compress
 from .run.engine import check_runnable
 from .settings.excludes import REROUTE, check_layout
 from .settings.given import Given, check_batch
@@ -88,7 +87,6 @@ class Building:
     def _start(self, layout: Layout, example: Given | None) -> None:
         options = self.options
         check_layout(options, layout.schedule, layout.place, layout.sharding)
-        check_compress(options, layout)
         check_runnable(layout.schedule, has_optimizer=options.optimizer is not None)
         self.layout = layout
         if options.mesh.on_failure == REROUTE:

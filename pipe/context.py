@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..comm import BACKEND, Collectives, Guard, LinkCodecs, MeshPlace, ProcessMesh, World, read_mesh
+from ..comm import BACKEND, Collectives, Guard, MeshPlace, ProcessMesh, World, read_mesh
 from ..partition.deferred.recipes import value_of
 from ..partition.plans.plan import Plan
 from ..partition.stage_cost import OFFLOAD
 from ..schedules import Schedule, build, canonical_name
 from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
 from ..schedules.transform import replicate
+from .addition import Addition
 from .guards.randomness import Seeder
 from .settings.arguments import AUTO, ScheduleLike
 from .settings.excludes import REROUTE, check_options, check_reroute
@@ -62,7 +63,7 @@ class Run:
         root: above all modules of the model or of the stages.
         verifies: whether there is a copy of the plain model to verify with, or of a unit at a time (`by_unit`).
         evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
-        codecs: of its links, once the stages are cut; None: everything goes as it is.
+        added: what is around it, once the stages are cut.
         spares_memory: whether the model was built without memory: then what is freed goes back to the system.
     """
 
@@ -76,7 +77,7 @@ class Run:
         self.spares_memory = any(value_of(parameter) is not None for parameter in options.root.parameters())
         self.verifies, self.by_unit = verifies, False
         self.evaluates = evaluates
-        self.codecs: LinkCodecs | None = None
+        self.added: list[Addition] = []
         device, timeout, place = options.device, options.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
         guard.on_failure(self.collectives.abort)

@@ -11,7 +11,7 @@ from dataclasses import fields
 from functools import wraps
 from typing import ParamSpec
 
-from ...comm import MeshPlace
+from ...comm import Compress, MeshPlace
 from ...partition.plans.plan import Plan
 from ...schedules import Schedule
 from ...schedules.kinds import one_of, option
@@ -50,9 +50,7 @@ def refuse_unknown(names: Collection[str]) -> None:
         )
 
 
-def refusing(rows: Callable[P, Iterator[Row]]) -> Callable[P, None]:
-    """The check that such a table is."""
-
+def _check(rows: Callable[P, Iterator[Row]]) -> Callable[P, None]:
     @wraps(rows)
     def check(*args: P.args, **kwargs: P.kwargs) -> None:
         for is_so, text in rows(*args, **kwargs):
@@ -62,7 +60,7 @@ def refusing(rows: Callable[P, Iterator[Row]]) -> Callable[P, None]:
     return check
 
 
-@refusing
+@_check
 def check_options(options: Options) -> Iterator[Row]:
     """ValueError for options that exclude each other, whatever the layout is."""
     mesh, sizes, replan = options.mesh, options.sizes or {}, options.auto.replan
@@ -100,7 +98,7 @@ def check_options(options: Options) -> Iterator[Row]:
     yield from _flush(options, AUTO)
 
 
-@refusing
+@_check
 def check_reroute(options: Options, schedule: Schedule, *, num_replicas: int, tensor: int) -> Iterator[Row]:
     """ValueError where no rank's work can be another's, or a step cannot be done again."""
     said, mesh = 'mesh=Mesh(on_failure="reroute")', options.mesh
@@ -118,12 +116,13 @@ def check_reroute(options: Options, schedule: Schedule, *, num_replicas: int, te
     yield options.optimizer is None, f'Mesh(on_failure="reroute") beside {own}: {such}'
 
 
-@refusing
+@_check
 def check_layout(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:
     """ValueError for options that do not go with the layout that was decided on."""
     yield from _kind(options, schedule)
     yield from _slices(options, schedule, place)
     yield from _sync(options, schedule, place, sharding)
+    yield from _compress(options, schedule, place, sharding)
     if schedule.is_asynchronous:
         yield (
             options.mesh.data_parallel == "fsdp",
@@ -197,6 +196,36 @@ def _sync(options: Options, schedule: Schedule, place: MeshPlace, sharding: Shar
         (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
     ):
         yield sync != 1 and is_so, f"sync={sync!r} {why}, or sync=1"
+
+
+def _compress(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:
+    """Packed links."""
+    compress, sync, is_late = options.compress or {}, options.mesh.sync, schedule.is_asynchronous
+    late, is_auto, has_data = f"under the asynchronous {schedule.name!r}", AUTO in compress, "data" in compress
+    for is_so, why in (
+        (compress and max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
+        (compress and options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (is_auto and is_late, f"{late}: expected a codec"),
+        (is_auto and options.optimizer is None, "without an optimizer, whose steps it looks at: expected one"),
+        (has_data and max(map(len, schedule.owners)) == 1, "where no stage has replicas: expected Mesh(data=D)"),
+        (
+            has_data and not place.world.distributed,
+            "in one process, where replicas share Parameters: expected no 'data'",
+        ),
+        (has_data and is_late, f"{late}: expected '1f1b', or no 'data'"),
+        (
+            has_data and sharding.is_any,
+            "beside 'zero1' or 'fsdp': expected data_parallel='replicate', or no 'data'",
+        ),
+        (has_data and sync != 1, f"beside sync={sync!r}, which sums no gradients: expected no 'data'"),
+    ):
+        yield is_so, f"compress={shown(compress)} {why}, or compress=None"
+
+
+def shown(compress: Compress) -> str:
+    if isinstance(compress, str):
+        return repr(compress)
+    return "{" + ", ".join(f"{link!r}: {codec}" for link, codec in compress.items()) + "}"
 
 
 def _flush(options: Options, schedule: str) -> Iterator[Row]:
