@@ -186,7 +186,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
     Arguments:
         edits: arguments that edits of the model became.
     """
-    model, stages, around, cut = _of_torch(given)
+    model, stages, around, cut = _of_torch(given.model, given.schedule, given.cut)
     mesh, sizes = _read_mesh(given.mesh)
     schedule, slices = _read_schedule(around)
     late = around if isinstance(around, Asynchronous) else Asynchronous()
@@ -199,21 +199,24 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
     check_model(model, stages, cut)
     root = nn.ModuleList(stages or []) if model is None else model
     loss_fn = read_loss_option(given.loss_fn, inputs.loss_weight, model)
-    calls = _read_calls(model, loss_fn, inputs)
+    signature, has_target = signature_of(model), loss_fn is not None and not isinstance(loss_fn, ModelLoss)
+    calls = CallReader(model, has_target=has_target, batch_dims=check_batch_dims(inputs.batch_dims, signature))
     correction = read_correction(late.correction)
     scaler, device = read_grad_scaler(precision.grad_scaler), device_of(root, given.device)
     if scaler is None and autocast is torch.float16 and given.optimizer is not None:
         scaler = GradScaler(device.type)
     if loss_fn is not None:
         refuse_float16_parameters(root, loss_fn)
-    slices = _checked(slices, calls)
+    dims = check_batch_dims(slices.dims, signature, option="dims", shared_by="slices of a microbatch")
+    if slices.lengths is not None:
+        option("lengths", slices.lengths, _LENGTHS)
     return Options(
         model=model,
         stages=stages,
         cut=cut,
         schedule=AUTO if isinstance(schedule, Auto) else schedule,
         kind=type(around),
-        slices=slices,
+        slices=replace(slices, dims=dims),
         auto=schedule if isinstance(schedule, Auto) else Auto(),
         correction=correction,
         flush_first=late.flush_first,
@@ -241,13 +244,10 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
 
 
 def _of_torch(
-    given: GivenOptions,
+    model: Any, schedule: Any, cut: Any
 ) -> tuple[nn.Module | None, Sequence[nn.Module] | None, AnySchedule | None, Sequence[str] | None]:
     """Model or stages, schedule and cut, also where torch.distributed.pipelining made them: Pipe, PipelineStages,
     split_spec, a class of schedules."""
-    model: Any = given.model
-    schedule: Any = given.schedule
-    cut = given.cut
     if _is_torchs(type(model)) and hasattr(model, "get_stage_module"):
         model = [model.get_stage_module(number) for number in range(model.num_stages)]
     stages = list(model) if isinstance(model, list | tuple) else [model]
@@ -282,10 +282,8 @@ def _read_mesh(mesh: MeshLike | None) -> tuple[Mesh, Mapping[str, int] | None]:
     """The record, and the sizes that were given by axis. ValueError for another word than "auto"."""
     if isinstance(mesh, str) and mesh != AUTO:
         raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
-    if mesh is None or isinstance(mesh, str):
-        return Mesh(), None
     if not isinstance(mesh, Mesh | DeviceMesh):
-        return Mesh(), mesh
+        return Mesh(), None if isinstance(mesh, str) else mesh
     record = _mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
     sizes = {axis: getattr(record, axis) for axis in AXES}
     given = {axis: size for axis, size in sizes.items() if size is not None and (size != 1 or axis == "pipe")}
@@ -336,18 +334,6 @@ def _with_edits(edits: Mapping[str, Any], name: str, given: Any) -> Any:
     if name in edits and given not in (None, "none"):
         raise ValueError(f"{name}= beside edits that say the same: expected one of them")
     return edits.get(name, given)
-
-
-def _read_calls(model: nn.Module | None, loss_fn: object, inputs: Inputs) -> CallReader:
-    has_target = loss_fn is not None and not isinstance(loss_fn, ModelLoss)
-    return CallReader(model, has_target=has_target, batch_dims=check_batch_dims(inputs.batch_dims, signature_of(model)))
-
-
-def _checked(slices: Slices, calls: CallReader) -> Slices:
-    dims = check_batch_dims(slices.dims, calls.signature, option="dims", shared_by="slices of a microbatch")
-    if slices.lengths is not None:
-        option("lengths", slices.lengths, _LENGTHS)
-    return replace(slices, dims=dims)
 
 
 def _is_length(value: object) -> bool:

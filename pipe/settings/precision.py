@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from ...partition.model.calls import Calls
 from ...schedules import Schedule
 from .arguments import Precision
-from .recompute import NamedRule, Rule
+from .recompute import NamedRule
 
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 _OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable"))
@@ -109,7 +109,16 @@ def compiled_units(
         return Calls({})
     own = dict.fromkeys(units)
     for module, (name, rule) in rules.items():
-        _refuse_rerun(name, rule, is_unit=module in own)
+        if rule != "full":
+            raise ValueError(
+                f"recompute= chooses among results of operations in {name!r} (selective, keep_less, or a policy), and "
+                f"beside compile= nobody sees its operations: expected recompute='layer' or 'full', or compile=False"
+            )
+        if module not in own:
+            raise ValueError(
+                f"recompute= runs {name!r} again, which is a part of a module that compile= compiles whole: expected "
+                f"recompute='layer' or 'full', or compile=False"
+            )
     return Calls(
         {unit: partial(_instead, torch.compile(unit.forward, **options)) for unit in own if not is_users_compiled(unit)}
     )
@@ -142,19 +151,6 @@ def refuse_backward(
             f"schedule {schedule.name!r} updates the weights of {stage} between a forward and its backward, and "
             f"whether it sees the new ones the compiler decides in the backward of {what}: expected {instead}, or "
             f"schedule='pipedream' or '2bw'"
-        )
-
-
-def _refuse_rerun(name: str, rule: Rule, *, is_unit: bool) -> None:
-    if rule != "full":
-        raise ValueError(
-            f"recompute= chooses among results of operations in {name!r} (selective, keep_less, or a policy), and "
-            f"beside compile= nobody sees its operations: expected recompute='layer' or 'full', or compile=False"
-        )
-    if not is_unit:
-        raise ValueError(
-            f"recompute= runs {name!r} again, which is a part of a module that compile= compiles whole: expected "
-            f"recompute='layer' or 'full', or compile=False"
         )
 
 

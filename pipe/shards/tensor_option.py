@@ -1,4 +1,4 @@
-"""The options `tensor_parallel=`, which module is cut how, and `tensor_sends=`, what goes from stage to stage.
+"""The options `tensor_parallel=`, which module is cut how, and `sends=`, what goes from stage to stage.
 
 {"blocks.*.up": "column", "blocks.*.down": "row"}     patterns of module names; a word, or a style
 "auto"                                                the model's own plan, or what is recognised
