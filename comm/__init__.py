@@ -1,6 +1,6 @@
 """Transports: messages between ranks within one process and over torch.distributed, and what can go wrong there."""
 
-from .codecs import Codec, Compress, LinkCodecs, LinkName, read_compress
+from .codecs import Codec, Compress, LinkCodecs, LinkName, PackingTransport, read_compress
 from .collectives import Collectives
 from .failures import FailureBoard, Guard, PeerLost, PipelineError, PipelineTimeout, make_guard
 from .groups import BACKEND, Groups, link_lanes, own_device
@@ -27,6 +27,7 @@ __all__ = [
     "LinkName",
     "Mailbox",
     "MeshPlace",
+    "PackingTransport",
     "PartsTransport",
     "PeerLost",
     "PipelineError",

@@ -8,7 +8,7 @@ topk      the largest elements, a share of all, with their places. What was left
 lowrank   a matrix M (rows of the last dimension) as P Q^T of rank r, by one step of power iteration from the Q of the
           tensor before, as in PowerSGD (arXiv 1905.13727); exact for matrices of rank r. Nothing is added to the next.
 
-    worker ─ tensors ─> pack ─ fewer bytes ─> transport ~~~~> transport ─> unpack ─ tensors ─> worker
+    worker ─ tensors ─> packing ─ fewer bytes ─> transport ~~~~> transport ─> unpacking ─ tensors ─> worker
 
 What is kept for the next tensor stays with the sender: of each link, tensor and shape, whatever the microbatch. A
 tensor that would not become smaller goes as it is. Which ones are packed follows from their layouts, so that receives
@@ -27,7 +27,7 @@ import torch
 
 from ..schedules import Link, Message
 from ..schedules.kinds import above_zero, at_least
-from .transport import TensorSpec
+from .transport import TensorSpec, Transport, TransportAround
 
 LinkName = tuple[int, int] | str  # two stages, the producer's first; "pipe", all of these; "data"
 Packed = tuple[torch.Tensor, ...]
@@ -180,6 +180,33 @@ class LinkCodecs:
             packed = tuple(next(rest) for _ in wire_specs(codec, spec))
             found.append(packed[0] if len(packed) == 1 else unpack(codec, packed, spec))
         return tuple(found)
+
+
+class PackingTransport(TransportAround):
+    """A transport whose messages travel packed."""
+
+    def __init__(self, inner: Transport, codecs: LinkCodecs) -> None:
+        super().__init__(inner)
+        self._codecs = codecs
+        self._posted: dict[Message, Sequence[TensorSpec]] = {}
+
+    def layouts(self, message: Message, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return super().layouts(message, self._codecs.layouts(message, specs))
+
+    def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
+        self._posted[message] = specs
+        super().post(message, peer, self._codecs.layouts(message, specs))
+
+    def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        packed = self._codecs.packed(message, tuple(tensors), specs, rank=self.rank)
+        super().send(message, peer, packed, self._codecs.layouts(message, specs))
+
+    def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
+        return self._codecs.unpacked(message, super().wait(message, timeout), self._posted.pop(message))
+
+    def abort(self) -> None:
+        self._posted.clear()
+        super().abort()
 
 
 def num_bytes(specs: Sequence[TensorSpec]) -> int:

@@ -44,6 +44,10 @@ class Transport(ABC):
         self.rank = rank
         self.is_watched = False  # whether `is_here` is asked of what is posted from now on
 
+    def layouts(self, message: Message, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        """Layouts of a message as it travels, whose tensors have these."""
+        return specs
+
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         """Post the receive of `message` from rank `peer`."""
         return
@@ -91,6 +95,9 @@ class TransportAround(Transport):
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.rank)
         self.inner = inner
+
+    def layouts(self, message: Message, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+        return self.inner.layouts(message, specs)
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
         self.inner.post(message, peer, specs)

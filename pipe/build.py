@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..comm import HostClocks, LinkCodecs, machine
+from ..comm import HostClocks, machine
 from ..partition.deferred.filling import fill
 from ..partition.model.forms import Arguments
 from ..partition.model.recorded.words import modules
@@ -25,7 +25,6 @@ from .batch.slicing import Slice, check_stages, cut_in_slices
 from .checkpoint.state import State
 from .context import Run
 from .guards.presence import OutputSpecs
-from .run.compression import decides, message_bytes, take_codecs
 from .run.engine import Engine
 from .run.evaluation import Evaluation, warn_of_two_axes
 from .run.fills import fills
@@ -41,7 +40,7 @@ from .stage.members import MemberShards, divide_over_group, refuse_divided
 from .stage.ownership import Ownership
 from .stage.shapes import Signature
 from .stage.unchanged import Unchanged
-from .stage.wiring import Mode
+from .stage.wiring import Mode, message_bytes
 from .trace.measurement import Measurement
 from .update.flush import FlushUpdate, batch_programs, flush_programs
 from .update.interface import Update
@@ -137,7 +136,12 @@ def _connected(
         _tell_of_two_axes(run, placed, Signature.of(example))
     ranks = Ranks(links, update)
     beside = UnitsBeside(run, ranks.parts, ranks.stages) if run.by_unit and run.verifies else plain
-    return _assembled(run, placed, ranks, example=example, clocks=clocks, plain=beside, before=before)
+    pipeline = _assembled(run, placed, ranks, example=example, clocks=clocks, plain=beside, before=before)
+
+    # 11. What is around it
+    for each in run.added:
+        each.connected(pipeline, links)
+    return pipeline
 
 
 def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
@@ -184,8 +188,6 @@ def _assembled(
         one_way_seconds=partial(ranks.links.latency, inferred.specs[0]),
         clocks=clocks,
     )
-    if run.options.compress is not None and AUTO in run.options.compress:
-        decides(run, train, inferred, ranks.links, training, costs=measurement.costs)
     state = State(update=update, training=training)
     if before is not None:
         training.restart(before.training.num_steps)
@@ -207,7 +209,7 @@ def _assembled(
         measurement=measurement,
         verifier=Verifier(state, plain, regions=placed.regions, evaluation=evaluation),
         again=again,
-        message_bytes=partial(message_bytes, train, inferred, run.codecs),
+        message_bytes=lambda: message_bytes(train, inferred, engine.ranks[0].transport.layouts),
     )
 
 
@@ -257,9 +259,9 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
             run.verifies = False
             _log.info("no batch is verified: a copy would call the model's own collectives in one process alone")
         if options.compress is not None:
-            run.codecs = LinkCodecs()
-            if isinstance(options.compress, Mapping) and AUTO not in options.compress:  # else it is measured first
-                take_codecs(run.codecs, options.compress, train, train.inference.of(microbatch))
+            from .compression.added import Compression
+
+            run.added.append(Compression(run, train, train.inference.of(microbatch)))
 
         # 6. This process's stages: others are let go, replicas get the weights of first owners
         local = run.local_stages
@@ -394,9 +396,9 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
         run.layout.schedule,
         parts.names,
         seed=options.seed,
-        slice_lengths=options.slice_lengths,
+        lengths=options.slices.lengths,
         max_grad_norm=options.max_grad_norm,
-        delay_correction=options.delay_correction,
+        correction=options.correction,
         flush_first=options.flush_first,
         grad_scaler=None if options.grad_scaler is None else options.grad_scaler.state_dict(),
         loss_fn=kind,
@@ -411,19 +413,11 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
 
 def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[..., Update]]:
     """Programs of all ranks, and what makes the update: flush or stream, decided here and asked nowhere else."""
-    schedule, options = placed.train.schedule, run.options
-    if schedule.is_asynchronous:
-        if options.grad_scaler is not None:
-            raise ValueError(
-                f"grad_scaler= under the asynchronous schedule {schedule.name!r}: batches are under way with weights "
-                f"of several updates, each with a scale of its own. Expected a flush schedule such as "
-                f"schedule='1f1b', or torch.autocast to bfloat16, which needs no scale"
-            )
+    if placed.train.schedule.is_asynchronous:
         course = stream_course(run, placed.train, placed.ownership)
         return course.programs, partial(StreamUpdate, course)
-    options.refuse_flush(schedule.name)
     programs = flush_programs(run, placed.train, placed.ownership)
-    return programs.programs, partial(FlushUpdate if options.mesh.sync == 1 else LocalUpdate, programs)
+    return programs.programs, partial(FlushUpdate if run.options.mesh.sync == 1 else LocalUpdate, programs)
 
 
 def _tell_of_two_axes(run: Run, placed: _Placed, microbatch: Signature) -> None:

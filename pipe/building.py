@@ -26,19 +26,17 @@ from ..comm.membership import LIFE
 from ..partition.model.forms import Arguments
 from ..partition.model.modes import no_collection
 from .batch.agreement import unequal_weights
-from .batch.slicing import check_slicing
 from .build import Pipeline, build
 from .checkpoint.process_state import ProcessState, lost_text, read_together
 from .checkpoint.reader import Checkpoint
 from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
-from .context import Layout, Run, check_sync
+from .context import Layout, Run
 from .life_cycle import LifeCycle
-from .run.compression import check_compress
 from .run.engine import check_runnable
-from .settings.arguments import AUTO
+from .settings.excludes import REROUTE, check_layout
 from .settings.given import Given, check_batch
-from .settings.options import REROUTE, Options
+from .settings.options import Options
 from .stage.loss import with_loss
 from .telling import told_if_slow
 
@@ -80,18 +78,16 @@ class Building:
         self._fresh = False  # whether parameters may begin there with fresh state
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext  # each call
         if make_layout is None:
-            self._plan_first()
+            from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
+
+            self._auto = AutoLayout(options, world, guard=guard)
         else:
             self._start(make_layout(world), options.example)
 
     def _start(self, layout: Layout, example: Given | None) -> None:
         options = self.options
-        options.check_kind(layout.schedule)
-        check_slicing(layout, options)
-        check_sync(layout, options)
-        check_compress(layout, options)
+        check_layout(options, layout.schedule, layout.place, layout.sharding)
         check_runnable(layout.schedule, has_optimizer=options.optimizer is not None)
-        layout.sharding.check_optimizer(has_optimizer=options.optimizer is not None)
         self.layout = layout
         if options.mesh.on_failure == REROUTE:
             from .reroute import life_cycle_of
@@ -102,12 +98,6 @@ class Building:
             replica, num_replicas = layout.place.replica
             check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))
             self._assemble(layout, example)
-
-    def _plan_first(self) -> None:
-        from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
-
-        self.options.refuse_flush(AUTO)
-        self._auto = AutoLayout(self.options, self.world, guard=self.guard)
 
     @property
     def replica(self) -> tuple[int, int]:

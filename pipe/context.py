@@ -7,26 +7,25 @@ plan     stages by node, ranks, schedule, recompute ------+
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..comm import BACKEND, Collectives, Guard, LinkCodecs, MeshPlace, ProcessMesh, World, read_mesh
+from ..comm import BACKEND, Collectives, Guard, MeshPlace, ProcessMesh, World, read_mesh
 from ..partition.deferred.recipes import value_of
 from ..partition.plans.plan import Plan
 from ..partition.stage_cost import OFFLOAD
 from ..schedules import Schedule, build, canonical_name
 from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
-from ..schedules.kinds import one_of, option
 from ..schedules.transform import replicate
+from .addition import Addition
 from .guards.randomness import Seeder
-from .settings.arguments import AUTO, PlanLike
-from .settings.options import REROUTE, Options
+from .settings.arguments import AUTO, ScheduleLike
+from .settings.excludes import REROUTE, check_options, check_reroute
+from .settings.options import Options
 from .settings.recompute import Recompute, read_recompute
-from .shards.shard import DATA_PARALLEL, SYNC, Sharding, sharding_of, sharding_over
+from .shards.shard import Sharding, sharding_of, sharding_over
 from .telling import tell
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Run:
         root: above all modules of the model or of the stages.
         verifies: whether there is a copy of the plain model to verify with, or of a unit at a time (`by_unit`).
         evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
-        codecs: of its links, once the stages are cut; None: everything goes as it is.
+        added: what is around it, once the stages are cut.
         spares_memory: whether the model was built without memory: then what is freed goes back to the system.
         inside: what of the user's runs in the midst of a step, and may not call the pipeline, if anything.
     """
@@ -79,7 +78,7 @@ class Run:
         self.spares_memory = any(value_of(parameter) is not None for parameter in options.root.parameters())
         self.verifies, self.by_unit = verifies, False
         self.evaluates = evaluates
-        self.codecs: LinkCodecs | None = None
+        self.added: list[Addition] = []
         self.inside: str | None = None
         device, timeout, place = options.device, options.timeout, layout.place
         self.collectives = Collectives(place, device=device, timeout=timeout, guard=guard)
@@ -128,29 +127,11 @@ def choose_layout(options: Options) -> Callable[[World], Layout] | None:
 
     Raises ValueError for options that exclude each other.
     """
-    sizes = options.mesh_sizes
-    options.check_replan()
-    option("data_parallel", options.mesh.data_parallel, one_of(DATA_PARALLEL))
-    option("sync", options.mesh.sync, SYNC)
-    option("on_failure", options.mesh.on_failure, one_of(("stop", REROUTE)))
-    if options.plan is not None:
-        options.refuse_decided()
-        return partial(layout_of_plan, read_plan(options.plan), num_microbatches=options.num_microbatches)
-    if options.schedule == AUTO:
-        members = (sizes or {}).get("tensor", 1)
-        options.refuse_decided()
-        if members != 1:
-            raise ValueError(
-                f'mesh={{"tensor": {members}}} beside schedule="auto", which measures whole modules: expected '
-                f'"tensor": 1, or a schedule by name'
-            )
-        if options.replan is not None and (replicas := (sizes or {}).get("data", 1)) != 1:
-            raise ValueError(
-                f'mesh={{"data": {replicas}}} beside replan="batch": replicas would share out microbatches before '
-                f'anybody knows how long they are: expected "data": 1, or no replan='
-            )
-        return None
-    return layout_of_options(options)
+    check_options(options)
+    schedule = DEFAULT_SCHEDULE if options.schedule is None else options.schedule
+    if isinstance(schedule, Plan):
+        return partial(layout_of_plan, schedule, num_microbatches=options.num_microbatches)
+    return None if schedule == AUTO else layout_of_schedule(schedule, options)
 
 
 def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:
@@ -199,16 +180,15 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
     )
 
 
-def layout_of_options(options: Options) -> Callable[[World], Layout]:
+def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[World], Layout]:
     """Layout of a schedule of one pipeline, with as many replicas side by side as the mesh has, for a world.
 
     Over several processes each replica passes a batch of its own; in one process the one batch is shared out.
     A name or a file that does not exist is refused at once, before anybody looks for other ranks.
     """
-    schedule = DEFAULT_SCHEDULE if options.schedule is None else options.schedule
-    sizes, mesh = options.mesh_sizes, options.mesh
+    sizes, mesh = options.sizes, options.mesh
     own = find_user_schedule(schedule, option="schedule=")
-    given = {size: getattr(options, size) for size in _SIZES}
+    given = dict(zip(_SIZES, (options.num_microbatches, options.num_chunks, options.slices.num_slices), strict=True))
     whole: Schedule | None = None
     if own is None:
         canonical_name(str(schedule))
@@ -230,7 +210,7 @@ def layout_of_options(options: Options) -> Callable[[World], Layout]:
             _check_sizes(one, asked)
         replicated, goes_on, members = replicate(one, axes.data), mesh.on_failure == REROUTE, max(axes.tensor_sizes)
         if goes_on:
-            options.check_reroute(replicated, num_replicas=axes.data, tensor=members)
+            check_reroute(options, replicated, num_replicas=axes.data, tensor=members)
         layout = Layout(
             schedule=replicated,
             plan=None,
@@ -247,36 +227,6 @@ def layout_of_options(options: Options) -> Callable[[World], Layout]:
         return layout
 
     return make
-
-
-def check_sync(layout: Layout, options: Options) -> None:
-    """ValueError for what does not go with replicas that agree now and then."""
-    place, schedule, sync = layout.place, layout.schedule, options.mesh.sync
-    if sync == 1:
-        return
-    wrong = [
-        (not place.world.distributed, "in one process, where replicas share Parameters: expected processes"),
-        (place.mesh.data == 1, "for one replica: expected Mesh(data=D) with D of at least 2"),
-        (schedule.is_asynchronous, f"under the asynchronous schedule {schedule.name!r}: expected '1f1b'"),
-        (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate'"),
-        (options.optimizer is None, "without an optimizer: expected optimizer=, since no gradients are summed"),
-        (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
-    ]
-    for is_wrong, why in wrong:
-        if is_wrong:
-            raise ValueError(f"sync={sync!r} {why}, or sync=1")
-
-
-def read_plan(plan: PlanLike) -> Plan:
-    """A plan that was given whole, or from a file."""
-    if isinstance(plan, Plan):
-        return plan
-    if not isinstance(plan, str | os.PathLike):
-        raise ValueError(f"schedule={plan!r:.60}: expected a Plan, or the name of a .json file")
-    try:
-        return Plan.load(Path(plan))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"plan file {str(plan)!r} cannot be read: {error}") from None
 
 
 def _check_sizes(whole: Schedule, asked: Mapping[str, int]) -> None:

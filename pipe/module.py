@@ -30,12 +30,13 @@ from .figures.run_figures import RunFigures
 from .results import EvalResult, StepRecord, StepResult
 from .run.evaluation import Evaluation
 from .run.training import Training
-from .settings.arguments import AnySchedule, Inputs, MeshLike, Precision, Weights, read_arguments, refuse_unknown
+from .settings.arguments import FIRST, AnySchedule, GivenOptions, Inputs, MeshLike, Precision, SchedulerFactory, Weights
+from .settings.excludes import refuse_unknown
 from .settings.given import Given
-from .settings.options import FIRST, SchedulerFactory, read_options, warn_of_evaluation_mode
+from .settings.options import read_options
 from .settings.precision import refuse_float16_autocast
 from .settings.recompute import RecomputeLike
-from .telling import told_if_slow
+from .telling import told_if_slow, warn_of_evaluation_mode
 from .verify.plain import NotVerifiableError
 from .verify.verification import Verification
 
@@ -154,18 +155,37 @@ class PipelineModule(RunFigures):
         weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Weights | None = None,
         **unknown: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
-        refuse_unknown(unknown, given)
+        refuse_unknown(unknown)
+        edits = model if isinstance(model, Edits) else None
+        given = GivenOptions(
+            model=model.model if isinstance(model, Edits) else model,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            max_grad_norm=max_grad_norm,
+            mesh=mesh,
+            cut=cut,
+            example_inputs=example_inputs,
+            recompute=recompute,
+            precision=precision,
+            verify=verify,
+            on_step=on_step,
+            seed=seed,
+            timeout=timeout,
+            device=device,
+            weights=weights if isinstance(weights, Weights | None) else Weights(weights),
+        )
+        self._begin(given, edits)
+
+    def _begin(self, given: GivenOptions, edits: Edits | None) -> None:
         with ExitStack() as stack, ExitStack() as undo:
-            edited = model if isinstance(model, Edits) else None
-            edits = None if edited is None else stack.enter_context(edited.applied())
-            if edited is not None:
-                again = partial(edited.applied, [*edited])
-                given["model"] = model = edited.model
-            options = read_options(read_arguments(given, edits))
-            make_layout = choose_layout(options) if edited is None else edited.in_group(choose_layout(options))
+            options = read_options(given, {} if edits is None else stack.enter_context(edits.applied()))
+            make_layout = choose_layout(options) if edits is None else edits.in_group(choose_layout(options))
             self._calls = options.calls
-            self._name = "stages" if options.model is None else type(model).__name__
+            self._name = "stages" if options.model is None else type(options.model).__name__
             self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
             self._has_trained = False
             world = meet(options)
@@ -177,7 +197,9 @@ class PipelineModule(RunFigures):
             self._building = Building(options, make_layout, world=world, guard=guard)
             if edits is not None and self._building.pipeline is None:
                 building = self._building
-                building.around = UntilBuilt(stack.pop_all(), again, lambda: building.pipeline is not None)
+                building.around = UntilBuilt(
+                    stack.pop_all(), partial(edits.applied, [*edits]), lambda: building.pipeline is not None
+                )
             undo.pop_all()
 
     @property

@@ -23,8 +23,9 @@ from .context import Layout, Run
 from .life_cycle import LifeCycle, Running
 from .results import StepResult
 from .run.training import Training
+from .settings.excludes import REROUTE
 from .settings.given import Given
-from .settings.options import REROUTE, Options
+from .settings.options import Options
 
 T = TypeVar("T")
 
@@ -46,7 +47,6 @@ def world_until_let_in(options: Options) -> World:
 def life_cycle_of(run: Running, layout: Layout) -> LifeCycle:
     """Of a run with on_failure="reroute". Raises ValueError for what it cannot outlast."""
     options = run.options
-    options.refuse_reroute()
     if not run.world.distributed and LIFE not in os.environ:
         return LifeCycle()
     made = made_of(layout.schedule, options)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..partition.model.forms import Unquoted
 from ..schedules import Timeline
 
 
@@ -76,18 +77,9 @@ class EvalResult:
 
     def __repr__(self) -> str:
         def shape(leaf: object) -> object:
-            return _Shown(f"Tensor{list(leaf.shape)}") if isinstance(leaf, torch.Tensor) else leaf
+            return Unquoted(f"Tensor{list(leaf.shape)}") if isinstance(leaf, torch.Tensor) else leaf
 
         return f"EvalResult(loss={self.loss!r}, output={pytree.tree_map(shape, self.output)!r})"
-
-
-class _Shown(str):
-    """A text whose repr has no quotation marks."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,15 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..partition.plans.as_text import describe
 from ..partition.plans.plan import Plan
@@ -115,3 +119,17 @@ def outline(plan: Plan, predicted: Plan, *, num_samples: int) -> list[str]:
         )
         lines.append(f"  {plan.num_devices - busy} of {plan.num_devices} processes idle: {why}")
     return [*lines, "  why: print(pipe.plan.explain())"]
+
+
+def warn_of_evaluation_mode(root: nn.Module) -> None:
+    """Tell of a model to be trained without dropout, or whose BatchNorm stands still, as from_pretrained leaves it.
+
+    Where only some modules are in evaluation mode, the user has put them there.
+    """
+    acts = (_DropoutNd, _NormBase)
+    if any(isinstance(each, acts) for each in root.modules()) and not any(each.training for each in root.modules()):
+        warnings.warn(
+            "the model is in evaluation mode and trains as it is, without dropout and with BatchNorm's running "
+            "statistics: expected model.train() before PipelineModule(model), unless that is meant",
+            stacklevel=4,
+        )

@@ -48,8 +48,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     from ...cli.train.options import TrainOptions
     from ...cli.train.pipeline import make_pipe
     from ...cli.train.task import make_task
-    from ...pipe.auto.layout import plan_here
-    from ...pipe.settings.options import TRIALS
+    from ...pipe.auto.layout import TRIALS, plan_here
     from ..measure.sides import TIMEOUT
 
     options = TrainOptions(plan="auto", ranks=case.count("ranks"), batch=16, verify=False, steps=_WARM_UP + _STEPS)
@@ -82,8 +81,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
     """Layers that sleep for unequal times, three a rank."""
     from ...pipe import PipelineModule
-    from ...pipe.auto.layout import plan_here
-    from ...pipe.settings.options import TRIALS
+    from ...pipe.auto.layout import TRIALS, plan_here
     from ..measure.models import sleeping_layers
     from ..measure.sides import TIMEOUT
 

@@ -121,7 +121,7 @@ class Form:
         return self._hash
 
     def __str__(self) -> str:
-        return repr(self.assemble([_Words("_")] * self.num_tensors))
+        return repr(self.assemble([Unquoted("_")] * self.num_tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +235,13 @@ def shown_call(form: Form, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]
     >>> shown_call(form, [((1,), torch.float32)])
     '((1,) torch.float32, flag=True)'
     """
-    args, kwargs = form.assemble([_Words(f"{shape} {dtype}") for shape, dtype in tensors])
+    args, kwargs = form.assemble([Unquoted(f"{shape} {dtype}") for shape, dtype in tensors])
     return f"({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
 
 
-class _Words(str):
+class Unquoted(str):
+    """A text whose repr has no quotation marks."""
+
     __slots__ = ()
     __repr__ = str.__str__
 

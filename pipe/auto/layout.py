@@ -41,6 +41,7 @@ from ...schedules.wording import count
 from ..batch.agreement import SamePrograms, agreed, check_agreement
 from ..batch.orders import BatchSchedules, size_of
 from ..context import Layout, layout_of_plan
+from ..settings.arguments import Auto
 from ..settings.given import Given, check_batch, signature_of
 from ..settings.options import Options
 from ..stage.shapes import Signature
@@ -50,6 +51,7 @@ from .runtime_seconds import clipping, measure_runtime_seconds
 PROFILE_SECONDS = 4.0  # for all microbatch sizes together, tracing apart
 SEARCH_SECONDS = 2.0  # for better orders of the plans' work
 MAX_SIZES = 4
+TRIALS = 3  # of plans, at most
 WITHIN = 0.1  # of the best predicted step, at most: others that may be tried
 _LEAST_NOISE = 0.05  # of a prediction, however steady its profile
 _FREE = 1e15  # [bytes/s] between ranks in one process
@@ -69,12 +71,13 @@ class AutoLayout:
         self._world = world
         self._options = options
         self._guard = guard
-        mesh = read_mesh(options.mesh_sizes, world, wanted=None)
+        mesh = read_mesh(options.sizes, world, wanted=None)
         self._num_ranks = mesh.num_processes
         # Axes that the user gave stay as they are; without, the plan divides all ranks.
-        self._axes = {"pipeline_sizes": (mesh.pipe,), "data_sizes": (mesh.data,)} if options.mesh_sizes else {}
+        self._axes = {"pipeline_sizes": (mesh.pipe,), "data_sizes": (mesh.data,)} if options.sizes else {}
         self._phases = Phases(world.rank)
-        self._replans = options.replan is not None
+        self._replans = options.auto.replan is not None
+        self._trials = TRIALS if options.auto.trials is None else options.auto.trials
         self._noise = WITHIN
         self._parameters = parameter_names(signature_of(options.model))
         self._measured: dict[Size, Profile] = {}  # of a batch whose microbatches differ
@@ -150,10 +153,10 @@ class AutoLayout:
             if self._replans:  # each batch has its own
                 return [best.to_json()]
             chosen = [best]
-            if self._options.trials:
+            if self._trials:
                 from .trial import to_try
 
-                chosen = to_try(best, others, trials=self._options.trials, noise=self._noise)
+                chosen = to_try(best, others, trials=self._trials, noise=self._noise)
             ordered = [
                 reorder(each, profiles.get(each.microbatch_size or 0), seconds=SEARCH_SECONDS / len(chosen))
                 for each in chosen
@@ -174,16 +177,16 @@ class AutoLayout:
         batch = "; ".join(dict.fromkeys(str(Signature.of(part.arguments)) for part in given.parts))
         mine = (
             f"schedule 'auto' for {self._num_ranks} ranks, M={'as planned' if wanted is None else wanted}, "
-            f"a batch of {batch}, trials={self._options.trials}, max_grad_norm={self._options.max_grad_norm}"
+            f"a batch of {batch}, trials={self._trials}, max_grad_norm={self._options.max_grad_norm}"
         )
         check_agreement(mine, self._collectives)
 
     def _tried(self, plans: Sequence[Plan], given: Given) -> Plan:
         self.predicted = plans[0]
-        if not self._options.trials:
+        if not self._trials:
             return plans[0]
         note = "each batch has an order of its own" if self._replans else None
-        if len(plans) == 1 < self._options.trials:
+        if len(plans) == 1 < self._trials:
             note = note or f"no other plan comes within {self._noise:.0%} of it, more than the profile can be off"
         if note is not None:
             return replace(plans[0], notes=(*plans[0].notes, f"not tried: {note}"))
@@ -226,7 +229,7 @@ class AutoLayout:
         with told_if_slow(f"profiling microbatches of {samples}", rank=self._collectives.rank):
             found = self._measure(first, seconds)
         profile = self._typical([(host, Profile.from_json(text)) for host, text in found])
-        if profile.optimizer_ratio is not None and self._options.delay_correction is not None:
+        if profile.optimizer_ratio is not None and self._options.correction is not None:
             profile = replace(profile, optimizer_ratio=profile.optimizer_ratio + 1.0)  # the last update
         return replace(profile, microbatch_size=first.arguments.num_samples)
 
@@ -368,9 +371,8 @@ def plan_here(
     """
     device = torch.device("cpu")
     world = join_world(device=device, timeout=timeout)
-    told = Options(
-        model=model, num_microbatches=num_microbatches, trials=trials, device=device, timeout=timeout, **options
-    )
+    auto = Auto(trials=trials)
+    told = Options(model=model, num_microbatches=num_microbatches, auto=auto, device=device, timeout=timeout, **options)
     layout = AutoLayout(told, world, guard=make_guard(world))
     taken = layout.plan(Given(arguments=Arguments.of(batch[0]), target=batch[1]), **restrictions)
     assert layout.predicted is not None

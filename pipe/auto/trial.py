@@ -242,7 +242,8 @@ class Trials:
         owners = [each for each in (self._model, options.loss_fn) if isinstance(each, nn.Module)]
         own = {id(copies[id(p)]): p for owner in owners for p in owner.parameters() if id(p) in copies}
         optimizer = None if options.optimizer is None else named(partial(self._optimizers, own))
-        alone = replace(options, model=model, lr_scheduler=None, on_step=None, compress=None)
+        mesh = replace(options.mesh, compress=None)
+        alone = replace(options, model=model, lr_scheduler=None, on_step=None, mesh=mesh)
         return replace(alone, loss_fn=loss, optimizer=optimizer, grad_scaler=scaler), None
 
     def _optimizers(self, own: Mapping[int, nn.Parameter], parameters: NamedParameters) -> list[torch.optim.Optimizer]:

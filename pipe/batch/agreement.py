@@ -62,7 +62,7 @@ def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str
 def made_of(schedule: Schedule, options: Options) -> dict[str, str]:
     """All that decides on a run's numbers, by name: the same in a process that is started with the same script."""
     told = {name: getattr(options, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
-    such = describe(schedule, options.split_points or ["as they come"], **told)
+    such = describe(schedule, [*options.cut] if options.cut else ["as they come"], **told)
     code = {"optimizer": options.user_code[-1], "loss_fn": options.loss_fn, "lr_scheduler": options.lr_scheduler}
     return {"set of options": such, **told_apart(options.root, code)}
 

@@ -1,5 +1,5 @@
-"""Slices of the sequence in a run: how microbatches are cut into them, what they go with, and whether a model and its
-loss compute the same in slices.
+"""Slices of the sequence in a run: how microbatches are cut into them, and whether a model and its loss compute
+the same in slices.
 
     microbatch   tokens [B, T], target [B, T]
     slice q      tokens [B, start : end], target [B, start : end]
@@ -26,7 +26,7 @@ from ...partition.model.batch_dims import TARGET, BatchDims, key_of, keys_of, pa
 from ...partition.model.forms import Arguments, Tensors
 from ...partition.model.units import MODEL_INPUT, StageModule
 from ...partition.model.untouched import untouched
-from ..context import Layout, Run
+from ..context import Run
 from ..guards.rounding import SLICED_LOSSES, SLICED_OUTPUTS, by_type
 from ..settings.given import Given, signature_of
 from ..settings.model_loss import LossValue
@@ -37,21 +37,6 @@ from ..stage.slices import KeptCalls, TokenSpan, attending
 from .batches import read_loss
 
 Slice: TypeAlias = tuple[Given, TokenSpan]  # of a microbatch, and where it stands in its sequence
-
-
-def check_slices(options: Options, num_slices: int) -> None:
-    """ValueError for options that do not go with so many slices."""
-    lengths = options.slice_lengths
-    if num_slices == 1:
-        given = {"lengths": lengths, "dims": options.sequence_dims or None}
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value!r} for a schedule without slices: expected a schedule over slices of the "
-                    f"sequence, such as stagewright.Slices('seq1f1b', num_slices=4)"
-                )
-    if lengths is not None and len(lengths) != num_slices:
-        raise ValueError(f"lengths={list(lengths)} for {num_slices} slices: expected {num_slices} numbers of tokens")
 
 
 def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[TokenSpan]:
@@ -72,7 +57,7 @@ def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[T
 
 def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice]:
     """The slices of a microbatch; ValueError where it is not clear where the sequence stands in a tensor."""
-    arguments, named = given.arguments, options.sequence_dims
+    arguments, named = given.arguments, options.slices.dims or {}
     names = parameter_names(signature_of(options.model))
     keys = [next((key for key in keys_of(path, names) if key in named), None) for path in arguments.form.paths]
     dims = _dims(arguments, keys, named)
@@ -87,7 +72,7 @@ def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice
     leaves, spec = pytree.tree_flatten(given.target)
     target_dims = [_target_dim(leaf, named, total) for leaf in leaves]
     slices = []
-    for span in _spans(options.slice_lengths, total, num_slices):
+    for span in _spans(options.slices.lengths, total, num_slices):
         tensors = tuple(span.part(x, dim) for x, dim in zip(arguments.tensors, dims, strict=True))
         target = [
             span.part(leaf, dim) if isinstance(leaf, torch.Tensor) else leaf
@@ -146,24 +131,6 @@ def _unclear(name: str, x: torch.Tensor, key: str, total: int | None = None) -> 
         f"{name} has shape {tuple(x.shape)}, and where in it the sequence{of} stands is not clear: expected it in "
         f"dimension 1, and nowhere else; or dims={{{key}: its dimension, or None where all slices share it}}"
     )
-
-
-def check_slicing(layout: Layout, options: Options) -> None:
-    """ValueError for options that do not go with slices, and for ones that need them."""
-    schedule = layout.schedule
-    check_slices(options, schedule.num_slices)
-    if schedule.num_slices == 1:
-        return
-    what = f"schedule {schedule.name!r} over {schedule.num_slices} slices of the sequence"
-    if options.model_loss is not None:
-        raise ValueError(
-            f'loss_fn="model" under {what}: a model shifts its labels within what it is given. Expected '
-            f"loss_fn=lambda output, target: ..., with targets that are shifted already"
-        )
-    if options.compile is not None:
-        raise ValueError(f"compile= under {what}: expected compile=False, since keys and values are kept in Python")
-    if max(layout.place.mesh.tensor_sizes) > 1:
-        raise ValueError(f"a tensor group under {what}: expected mesh={{'tensor': 1}}, or a schedule without slices")
 
 
 def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:

@@ -171,8 +171,8 @@ class State:
 
     def _take(self, checkpoint: Checkpoint, found: _Fitting, lost: Sequence[str]) -> None:
         found.take()
-        if self.run.codecs is not None:
-            self.run.codecs.memory.clear()
+        for each in self.run.added:
+            each.loaded()
         self.own_checkpoints.adopt(checkpoint.place)
         self.update.go_on(found.kept)
         self.training.restart(checkpoint.manifest.step)
@@ -284,9 +284,8 @@ class _Fitting:
             )
         if self._optimizers is not None and manifest.step:
             self.lost += self._optimizers.lost(self._stages)
-        codecs = self._update.run.codecs
-        if codecs is not None and codecs.remember and manifest.step:
-            self.lost.append("it has nothing of what compress= had left out and owed its links, which begin anew")
+        if manifest.step:
+            self.lost += [what for each in self._update.run.added if (what := each.lost()) is not None]
         seed = self.checkpoint.value("seed")
         if seed != own_seed:
             self.lost.append(

@@ -96,7 +96,7 @@ def _tensor_parallel(name: str, *, plan: Mapping[str, Any]) -> tuple[str, dict[s
 
 
 def _cut(name: str) -> tuple[str, list[str]]:
-    return "split_points", [name]
+    return "cut", [name]
 
 
 # replace

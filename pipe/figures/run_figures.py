@@ -163,8 +163,8 @@ class RunFigures:
         """By link under Mesh(compress=): bytes of tensors that this process has sent in training, without what the
         network puts around them, and those of the same tensors as they were. Links are (sending stage, receiving stage)
         and "data"; none where nothing is packed."""
-        codecs = self._building.built("sent_bytes").state.run.codecs
-        return {} if codecs is None else dict(codecs.sent)
+        added = self._building.built("sent_bytes").state.run.added
+        return {link: sent for each in added for link, sent in each.sent.items()}
 
     def links(self, network: Network) -> Links:
         """The bytes of a microbatch's messages, as they travel, over this network: `simulate(pipe.schedule,

@@ -342,7 +342,7 @@ class Budgets:
         run, schedule, stages, module = self._run, self._mode.schedule, self._mode.inference.stages, probe.module.module
         local, trained = set(run.local_stages), [p for p in module.parameters() if p.requires_grad]
         versions = max(count_in_flight(schedule)[rank].versions for rank in schedule.owners[s])
-        late = run.options.delay_correction is not None  # it keeps the last update
+        late = run.options.correction is not None  # it keeps the last update
         held = float(storage_bytes(module.parameters()) * versions + bytes_of(trained) * (1 + late) + optimizer[0])
         held += storage_bytes(module.buffers()) + self._ranks.update.summing_bytes(s, trained)
         inputs = list(zip(probe.module.inputs, probe.inputs, strict=True))

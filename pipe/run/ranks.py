@@ -21,8 +21,8 @@ from ..batch.batches import read_loss, share_of_sum
 from ..batch.reader import BatchReader
 from ..batch.slicing import SlicedLoss
 from ..context import Run
-from ..settings.compiled import compiled_units, refuse_backward
 from ..settings.model_loss import LossValue
+from ..settings.precision import compiled_units, refuse_backward
 from ..shards.tensor_option import LEAST_BYTES
 from ..stage.loss import LeftBehind, UntrainedLeaves, untrained
 from ..stage.reruns import CheckpointedModules

@@ -106,7 +106,6 @@ class Worker(ABC):
         self.updates = updates
         self._device = run.options.device
         self._seeder = run.seeder
-        self._codecs = run.codecs if schedule.has_backward else None
         self._batch_indices = schedule.batch_indices
         self._slices = KVCache(schedule.num_slices) if schedule.num_slices > 1 else None
         self._last = schedule.num_stages - 1
@@ -147,11 +146,7 @@ class Worker(ABC):
         self.updates.settle()
 
     def specs(self, message: Message) -> Sequence[TensorSpec]:
-        """Layouts of a message as it travels."""
-        specs = self._specs(message)
-        return specs if self._codecs is None else self._codecs.layouts(message, specs)
-
-    def _specs(self, message: Message) -> list[TensorSpec]:
+        """Layouts of a message's tensors."""
         if message.kind in STAGE_KINDS:
             number, k = divmod(message.index, self._batch_indices)
             batch = self.updates.batches[number]
@@ -160,12 +155,10 @@ class Worker(ABC):
         return self.updates.specs(message)
 
     def put(self, message: Message, tensors: Tensors) -> None:
-        if self._codecs is not None:
-            tensors = self._codecs.unpacked(message, tensors, self._specs(message))
         if message.kind is MessageKind.ACT:
             self._inbox[message] = tensors
         elif message.kind is MessageKind.GRAD:
-            self._inbox[message] = unpack(tensors, self._specs(message))
+            self._inbox[message] = unpack(tensors, self.specs(message))
         else:
             self.updates.put(message, tensors)
 
@@ -174,9 +167,7 @@ class Worker(ABC):
             return self.updates.take(message)
         tensors = self._outbox.pop(message)
         if message.kind is MessageKind.GRAD:
-            tensors = pack(tensors, self._specs(message), self._device)
-        if self._codecs is not None:
-            tensors = self._codecs.packed(message, cast(Tensors, tensors), self._specs(message), rank=self.rank)
+            tensors = pack(tensors, self.specs(message), self._device)
         return cast(Tensors, tensors)
 
     def drop(self) -> None:

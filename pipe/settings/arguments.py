@@ -1,4 +1,4 @@
-"""Arguments of PipelineModule that belong together, a record for each, read into its options.
+"""Arguments of PipelineModule, and those that belong together, a record for each.
 
     mesh        Mesh          how many ranks along which axis, and what ranks of one stage divide among themselves
     schedule    Auto          found by measuring
@@ -12,31 +12,32 @@ Each name, dict or object that stands for a record with nothing but defaults may
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LRScheduler
 
-from ...comm.mesh import AXES
 from ...partition.plans.plan import Plan
+from ...partition.profiler.optimizers import OptimizerFactory
 from ...schedules.custom.user_schedules import UserScheduleLike
+from ..results import StepRecord
 from ..shards.tensor_option import TensorParallelLike
 from .delay_correction import ErrorFeedback
 from .model_loss import LossWeight
-from .precision import DTYPES
+from .recompute import RecomputeLike
 
 AUTO = "auto"
+FIRST = "first"
 
 ScheduleLike: TypeAlias = UserScheduleLike
 PlanLike: TypeAlias = Plan | str | os.PathLike[str]
 BatchDimsLike: TypeAlias = Mapping[str | int, int | None]
+SchedulerFactory: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,194 +206,42 @@ class Weights:
     source: str | os.PathLike[str] | Mapping[str, torch.Tensor]
     dtype: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str | os.PathLike | Mapping):
+            raise ValueError(
+                f"weights={self.source!r}: expected a file of safetensors, a folder, a state dict, or "
+                f"stagewright.Weights(...)"
+            )
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ValueError(
+                f"Weights(dtype={self.dtype!r}): expected a type of floating point, such as torch.bfloat16"
+            )
 
-MeshLike: TypeAlias = "Mesh | DeviceMesh | Mapping[str, int] | str"
+
+MeshLike: TypeAlias = Mesh | DeviceMesh | Mapping[str, int] | str
 AnySchedule: TypeAlias = "ScheduleLike | PlanLike | Auto | Asynchronous | Synchronous | Slices"
 
-_AXIS_OF = {"pp": "pipe", "dp": "data", "tp": "tensor"} | {axis: axis for axis in AXES}
 
-# What the records below are read into, with None where they say nothing.
-_INSIDE = (
-    *("plan", "stages", "split_points", "replan", "trials", "delay_correction"),
-    *("num_slices", "slice_lengths", "sequence_dims", "loss_weight", "batch_dims", "grad_scaler"),
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenOptions:
+    """All that PipelineModule is given; see there."""
 
-# What others call it.
-_MEANT = {
-    "num_microbatches": "microbatches micro_batches n_microbatches gradient_accumulation_steps",
-    "num_chunks": "chunks virtual_stages num_virtual_stages",
-    "precision": "bf16 fp16 amp autocast dtype mixed_precision",
-    "max_grad_norm": "grad_clip clip_grad_norm max_norm gradient_clipping gradient_clip_val",
-    "recompute": "checkpoint checkpointing activation_checkpointing gradient_checkpointing",
-    "mesh": "num_stages num_ranks world_size pp dp tp data tensor",
-    "loss_fn": "loss criterion",
-}
-
-
-def read_arguments(given: Mapping[str, Any], edits: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Every option by its own name, as `read_options` takes them.
-
-    Arguments:
-        given: the arguments of PipelineModule; for Edits, their model.
-        edits: options that edits of the model became.
-
-    Raises ValueError for what is no record and stands for none.
-    """
-    given = {**given, **_of_torch(given["model"], given["schedule"], given["cut"])}
-    options: dict[str, Any] = dict.fromkeys(_INSIDE)
-    options |= {name: value for name, value in given.items() if name not in ("cut", "precision")}
-    options |= {"split_points": given["cut"], "compile": False, "kind": None, "flush_first": 0}
-    model = given["model"]
-    if isinstance(model, list | tuple) or (
-        isinstance(model, nn.ModuleList) and type(model).forward is nn.Module.forward
-    ):
-        options |= {"model": None, "stages": list(model)}
-    options |= _mesh_options(given["mesh"]) | _schedule_options(given["schedule"])
-    options |= _input_options(given["example_inputs"]) | _precision_options(given["precision"])
-    options["weights"] = _weights(given["weights"])
-    for name, value in (edits or {}).items():
-        mesh = options["mesh"]
-        before = mesh.tensor_parallel if name == "tensor_parallel" else options[name]
-        if before not in (None, "none"):
-            said = "cut" if name == "split_points" else name
-            raise ValueError(f"{said}= beside edits that say the same: expected one of them")
-        options |= {"mesh": replace(mesh, tensor_parallel=value)} if name == "tensor_parallel" else {name: value}
-    return options
-
-
-def refuse_unknown(names: Collection[str], known: Collection[str]) -> None:
-    """TypeError for an argument that PipelineModule does not have, with the one that is meant."""
-    for name in names:
-        meant = [own for own, others in _MEANT.items() if name in others.split()]
-        near = ", or ".join(f"{own}=" for own in meant or difflib.get_close_matches(name, known, n=1))
-        raise TypeError(
-            f"PipelineModule() got an unexpected keyword argument {name!r}: expected "
-            f"{near or 'one of ' + ', '.join(known)}"
-        )
-
-
-def _of_torch(model: Any, schedule: Any, cut: Any) -> dict[str, Any]:
-    """The same where torch.distributed.pipelining made them: Pipe, PipelineStages, split_spec, a class of schedules."""
-    if _is_torchs(type(model)) and hasattr(model, "get_stage_module"):
-        model = [model.get_stage_module(number) for number in range(model.num_stages)]
-    stages = list(model) if isinstance(model, list | tuple) else [model]
-    if stages and all(_is_torchs(type(stage)) for stage in stages):
-        held, num_stages = {stage.stage_index: stage.submod for stage in stages}, stages[0].num_stages
-        if sorted(held) != list(range(num_stages)):
-            raise ValueError(
-                f"PipelineStages {sorted(held)} of {num_stages}: expected all of them on every rank, which keeps its "
-                f"own, or the whole model: PipelineModule(model, cut=[...])"
-            )
-        model = [held[number] for number in sorted(held)]
-    if isinstance(cut, Mapping):
-        for name, point in cut.items():
-            if getattr(point, "name", None) != "BEGINNING":
-                raise ValueError(f"cut={{{name!r}: {point}}}: expected SplitPoint.BEGINNING, of the module behind it")
-        cut = list(cut)
-    if _is_torchs(type(schedule)):
-        said = f"{type(schedule).__name__}, num_microbatches={schedule._n_microbatches}, loss_fn=..."
-        raise ValueError(f"schedule={type(schedule).__name__}(...): expected its class: schedule={said}")
-    return {"model": model, "cut": cut, "schedule": schedule.__name__ if _is_torchs(schedule) else schedule}
-
-
-def _is_torchs(kind: object) -> bool:
-    return isinstance(kind, type) and kind.__module__.startswith("torch.distributed.pipelining")
-
-
-def _mesh_options(mesh: MeshLike | None) -> dict[str, Any]:
-    if isinstance(mesh, DeviceMesh):
-        mesh = _mesh_of(mesh)
-    if not isinstance(mesh, Mesh):
-        return {"mesh": Mesh(), "sizes": mesh}
-    sizes = {axis: getattr(mesh, axis) for axis in AXES}
-    given = {axis: size for axis, size in sizes.items() if size is not None and (size != 1 or axis == "pipe")}
-    return {"mesh": mesh, "sizes": given or None}
-
-
-def _mesh_of(mesh: DeviceMesh) -> Mesh:
-    """torch's mesh with the axes "pp" (or "pipe"), "dp" ("data") and "tp" ("tensor"), all processes in order."""
-    names = mesh.mesh_dim_names or ()
-    axes = [_AXIS_OF.get(name, name) for name in names]
-    if "pipe" not in axes or len({*axes}) < len(axes) or not {*axes} <= {*AXES}:
-        raise ValueError(
-            f"mesh={mesh}: expected dimensions named 'pp', 'dp' and 'tp' (or 'pipe', 'data', 'tensor'), 'pp' among "
-            f"them, as in init_device_mesh({mesh.device_type!r}, (2, 2), mesh_dim_names=('pp', 'dp'))"
-        )
-    if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
-        raise ValueError(f"mesh={mesh}: expected all processes, numbered along its last dimension first")
-    sizes: dict[str, Any] = dict(zip(axes, mesh.mesh.shape, strict=True))
-    return Mesh(**sizes, order=[*axes, *(axis for axis in AXES if axis not in axes)])
-
-
-def _schedule_options(schedule: object) -> dict[str, Any]:
-    match schedule:
-        case Auto():
-            return {"schedule": AUTO, "trials": schedule.trials, "replan": schedule.replan}
-        case Asynchronous():
-            late = {"flush_first": schedule.flush_first, "delay_correction": schedule.correction}
-            return _schedule_options(schedule.schedule) | late | {"kind": "asynchronous"}
-        case Synchronous():
-            return _schedule_options(schedule.schedule) | {"kind": "synchronous"}
-        case Slices() if _is_plan(plan := schedule.schedule):
-            if schedule.num_slices is not None or schedule.lengths is not None:
-                raise ValueError("Slices(plan, num_slices=, lengths=): a plan says both: expected dims= alone")
-            return _schedule_options(plan) | {"kind": "sliced", "sequence_dims": schedule.dims}
-        case Slices():
-            number = schedule.num_slices
-            if number is None:
-                number = len(schedule.lengths) if isinstance(schedule.lengths, Sequence) else None
-            cut = {"num_slices": number, "slice_lengths": schedule.lengths, "sequence_dims": schedule.dims}
-            return {"schedule": schedule.schedule, "kind": "sliced", **cut}
-        case _:
-            if not _is_plan(schedule):
-                return {"schedule": schedule}
-            if isinstance(schedule, Plan):
-                lengths = schedule.slice_lengths
-            else:  # `read_plan` looks at the rest
-                lengths = json.loads(Path(str(schedule)).read_text()).get("slice_lengths")
-            return {"schedule": None, "plan": schedule, "slice_lengths": lengths or None}
-
-
-def _is_plan(schedule: object) -> bool:
-    """Whether it is a plan, or a file of one: an object with `stages`."""
-    if not isinstance(schedule, str | os.PathLike) or not str(schedule).endswith(".json"):
-        return isinstance(schedule, Plan)
-    try:
-        record = json.loads(Path(schedule).read_text())
-    except (OSError, ValueError):  # the reader of schedules says what is wrong with it
-        return False
-    return isinstance(record, dict) and "stages" in record
-
-
-def _input_options(inputs: object) -> dict[str, Any]:
-    if not isinstance(inputs, Inputs):
-        return {"example_inputs": inputs}
-    named = {field.name: getattr(inputs, field.name) for field in fields(Inputs)}
-    return {"example_inputs": named.pop("example"), **named}
-
-
-def _weights(weights: object) -> Weights | None:
-    if weights is None:
-        return None
-    told = weights if isinstance(weights, Weights) else Weights(weights)  # type: ignore[arg-type]
-    if not isinstance(told.source, str | os.PathLike | Mapping):
-        raise ValueError(
-            f"weights={told.source!r}: expected a file of safetensors, a folder, a state dict, or "
-            f"stagewright.Weights(...)"
-        )
-    if told.dtype is not None and not (isinstance(told.dtype, torch.dtype) and told.dtype.is_floating_point):
-        raise ValueError(f"Weights(dtype={told.dtype!r}): expected a type of floating point, such as torch.bfloat16")
-    return told
-
-
-def _precision_options(precision: object) -> dict[str, Any]:
-    if precision is None:
-        return {"autocast": None}
-    record = precision if isinstance(precision, Precision) else Precision(dtype=precision)  # type: ignore[arg-type]
-    dtype = DTYPES.get(record.dtype, record.dtype) if isinstance(record.dtype, str) else record.dtype
-    if dtype not in (None, *DTYPES.values()):
-        raise ValueError(
-            f"precision={precision!r}: expected 'bf16' or 'fp16', or stagewright.Precision(dtype=, grad_scaler=, "
-            f"compile=)"
-        )
-    return {"autocast": dtype, "grad_scaler": record.grad_scaler, "compile": record.compile}
+    model: nn.Module | Sequence[nn.Module] | None = None
+    schedule: AnySchedule | None = None
+    num_microbatches: int | None = None
+    num_chunks: int | None = None
+    loss_fn: Callable[[Any, Any], Any] | str | None = None
+    optimizer: OptimizerFactory | None = None
+    lr_scheduler: SchedulerFactory | None = None
+    max_grad_norm: float | None = None
+    mesh: MeshLike | None = None
+    cut: Sequence[str] | Mapping[str, Any] | None = None
+    example_inputs: Inputs | Sequence[Any] | Mapping[str, Any] | None = None
+    recompute: RecomputeLike = "none"
+    precision: Precision | str | torch.dtype | None = None
+    verify: bool | int | str = FIRST
+    on_step: Callable[[StepRecord], object] | None = None
+    seed: int = 0
+    timeout: float = 300.0
+    device: torch.device | str | None = None
+    weights: Weights | None = None

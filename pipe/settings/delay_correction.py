@@ -88,18 +88,9 @@ class ErrorFeedback:
         late = [float(delay if self.delay is None else self.delay) for delay in delays]
         return {name: self.factor * max(late[stage] for stage in held) for name, held in stages.items()}
 
-    def refuse_flush(self, schedule: str) -> None:
-        """ValueError under a flush schedule, unless a delay was asked for."""
-        if self.delay is None:
-            raise ValueError(
-                f"correction= under the flush schedule {schedule!r}, whose gradients are not late: expected "
-                f"an asynchronous schedule such as '2bw', correction=None, or a delay to correct as if there "
-                f"were one: stagewright.ErrorFeedback(delay=1)"
-            )
 
-
-def read_delay_correction(option: object) -> ErrorFeedback | None:
-    """The option `delay_correction=`. ValueError for anything but None, its name and an ErrorFeedback."""
+def read_correction(option: object) -> ErrorFeedback | None:
+    """The option `correction=`. ValueError for anything but None, its name and an ErrorFeedback."""
     if option is None or isinstance(option, ErrorFeedback):
         return option
     if option == "error-feedback":

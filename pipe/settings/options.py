@@ -1,47 +1,55 @@
-"""Options of PipelineModule: read, and checked in one order."""
+"""Options of PipelineModule: its arguments, read and checked in one order."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
-import warnings
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...comm import Compress, own_device, read_compress
+from ...comm.mesh import AXES
 from ...partition.deferred.parameters import DeferredParameter
 from ...partition.deferred.recipes import device_where_built
-from ...partition.model.batch_dims import BatchDims, check_batch_dims
-from ...partition.profiler.optimizers import NamedFactory, OptimizerFactory
-from ...schedules import Schedule
+from ...partition.model.batch_dims import check_batch_dims
+from ...partition.plans.plan import Plan
+from ...partition.profiler.optimizers import NamedFactory
 from ...schedules.kinds import Kind, above_zero, at_least, one_of, option
-from ...schedules.transform import schedule_without
-from ..results import StepRecord
 from ..shards.tensor_option import SENDS
 from ..telling import tell_of_gpus
-from .arguments import AUTO, Mesh, PlanLike, ScheduleLike, Weights
-from .compiled import read_compile
-from .delay_correction import ErrorFeedback, read_delay_correction
+from .arguments import (
+    AUTO,
+    FIRST,
+    AnySchedule,
+    Asynchronous,
+    Auto,
+    GivenOptions,
+    Inputs,
+    Mesh,
+    MeshLike,
+    Precision,
+    ScheduleLike,
+    Slices,
+    Synchronous,
+)
+from .delay_correction import ErrorFeedback, read_correction
 from .given import CallReader, Given, signature_of
 from .model_loss import ModelLoss, read_loss_option
-from .precision import read_grad_scaler, refuse_float16_parameters
-from .recompute import RecomputeLike
+from .precision import read_compile, read_dtype, read_grad_scaler, refuse_float16_parameters
 
-SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
-
-REROUTE = "reroute"
 _LONGEST = 365 * 86400.0  # [s] what backends take for ever
-TRIALS = 3  # of plans under schedule="auto", at most
 
 _CALLED = {  # options that are called: with how many arguments, and such a one
     "loss_fn": (2, "lambda output, target: F.mse_loss(output, target)"),
@@ -49,10 +57,7 @@ _CALLED = {  # options that are called: with how many arguments, and such a one
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)"),
     "on_step": (1, "lambda record: print(record.loss)"),
 }
-
-
-_APPLIED = ("lr_scheduler", "delay_correction", "max_grad_norm", "grad_scaler", "flush_first")
-FIRST = "first"
+_APPLIED = ("lr_scheduler", "correction", "max_grad_norm", "grad_scaler", "flush_first")
 _VERIFY: Kind[float] = Kind(
     "'first' (the first batch, where a copy of the model fits), True (the first batch), a whole number N of at least 1 "
     "(the first batch and every N-th behind it), or False",
@@ -61,65 +66,41 @@ _VERIFY: Kind[float] = Kind(
     ),
 )
 _SEED = Kind("a whole number", lambda value: int(value) if isinstance(value, Integral) else None)
-
-
 _LENGTHS: Kind[Sequence[int]] = Kind(
     "a list of tokens, one number a slice, as in [96, 32]",
     lambda value: value if isinstance(value, list | tuple) and value and all(map(_is_length, value)) else None,
 )
+_AXIS_OF = {"pp": "pipe", "dp": "data", "tp": "tensor"} | {axis: axis for axis in AXES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """All that PipelineModule is told; see there. Raises ValueError for what makes no sense.
+class Options(GivenOptions):
+    """The arguments as they were read, and what was read from them. Raises ValueError for what makes no sense.
 
     Arguments:
         model: None: it is given as stages.
+        schedule: None: the default.
+        kind: of what was given as the schedule, such as Slices.
+        sizes: of the mesh, by axis; None where the number of processes decides.
         calls: reads what `train_step` and its likes are given.
-        example: a batch to build the stages for at once.
-        schedule: None: the default, or a plan's.
-        kind: of the schedule, where the user says it: synchronous, asynchronous, sliced.
-        sizes: of the mesh, by axis, or a word; the rest of it stands in `mesh`.
-        compress: that of the mesh, as it was read.
         loss_fn: of a model that returns its own: a ModelLoss.
-        sequence_dims: dimension of the sequence in each argument, and in the target.
-        verify: as it was given; `verify_every` has the number.
     """
 
     model: nn.Module | None = None
     stages: Sequence[nn.Module] | None = None
-    calls: CallReader = field(default_factory=partial(CallReader, None, has_target=True, batch_dims={}))
-    example: Given | None = None
-    schedule: ScheduleLike | None = None
-    plan: PlanLike | None = None
-    kind: str | None = None
-    mesh: Mesh = field(default_factory=Mesh)
-    sizes: Mapping[str, int] | str | None = None
-    compress: Compress | None = None
-    num_microbatches: int | None = None
-    num_chunks: int | None = None
-    num_slices: int | None = None
-    slice_lengths: Sequence[int] | None = None
-    sequence_dims: BatchDims = field(default_factory=dict)
-    split_points: Sequence[str] | None = None
-    recompute: RecomputeLike = "none"
-    replan: str | None = None
-    trials: int = 0
-    loss_fn: Callable[[Any, Any], Any] | None = None
-    optimizer: OptimizerFactory | None = None
-    lr_scheduler: SchedulerFactory | None = None
-    max_grad_norm: float | None = None
-    grad_scaler: GradScaler | None = None
-    autocast: torch.dtype | None = None
-    compile: Mapping[str, Any] | None = None
-    delay_correction: ErrorFeedback | None = None
+    schedule: ScheduleLike | Plan | None = None
+    kind: type | None = None
+    slices: Slices = field(default_factory=Slices)
+    auto: Auto = field(default_factory=Auto)
+    correction: ErrorFeedback | None = None
     flush_first: int = 0
-    on_step: Callable[[StepRecord], object] | None = None
-    verify: bool | int | str = False
-    weights: Weights | None = None
-    seed: int = 0
+    mesh: Mesh = field(default_factory=Mesh)
+    sizes: Mapping[str, int] | None = None
+    calls: CallReader = field(default_factory=partial(CallReader, None, has_target=True, batch_dims={}))
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    grad_scaler: GradScaler | None = None
+    compile: Mapping[str, Any] | None = None
     device: torch.device
-    timeout: float
 
     def __post_init__(self) -> None:
         seconds = option("timeout", self.timeout, above_zero("seconds above 0"))
@@ -138,6 +119,12 @@ class Options:
                     f"{name}={value!r} without an optimizer: expected optimizer= beside it, since train_step applies "
                     f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
                 )
+        if self.auto.trials is not None:
+            option("trials", self.auto.trials, at_least(0, "a number of plans, 0 to try none"))
+        option("verify", self.verify, _VERIFY)
+        _ = self.example  # ValueError where it is none
+        option("sends", self.mesh.sends, one_of(SENDS))
+        _ = self.compress
 
     @property
     def root(self) -> nn.Module:
@@ -145,13 +132,18 @@ class Options:
         return nn.ModuleList(self.stages or []) if self.model is None else self.model
 
     @property
-    def mesh_sizes(self) -> Mapping[str, int] | None:
-        """By axis; None where the number of processes decides. ValueError for another word than "auto"."""
-        if isinstance(self.sizes, str):
-            if self.sizes != AUTO:
-                raise ValueError(f'mesh={self.sizes!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
-            return None
-        return self.sizes
+    def example(self) -> Given | None:
+        """A batch to build the stages for at once."""
+        given = self.example_inputs.example if isinstance(self.example_inputs, Inputs) else self.example_inputs
+        return None if given is None else self.calls.example(given)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        return read_dtype(self.precision)
+
+    @property
+    def compress(self) -> Compress | None:
+        return read_compress(self.mesh.compress)
 
     @property
     def verify_every(self) -> float | None:
@@ -187,122 +179,175 @@ class Options:
                 'which returns a scalar mean or (sum, count); or loss_fn="model" for a model that returns its own'
             )
 
-    def refuse_flush(self, schedule: str) -> None:
-        """ValueError for options of an asynchronous schedule under one that flushes."""
-        if self.flush_first:
-            raise ValueError(
-                f"flush_first={self.flush_first} under the schedule {schedule!r}, which flushes behind every batch: "
-                f"expected an asynchronous schedule such as '2bw', or flush_first=0"
-            )
-        if self.delay_correction is not None:
-            self.delay_correction.refuse_flush(schedule)
 
-    def check_kind(self, schedule: Schedule) -> None:
-        """ValueError for a schedule of another kind than the record around it says."""
-        late, sliced = schedule.is_asynchronous, schedule.num_slices > 1
-        corrected = self.flush_first or self.delay_correction is not None  # has words of its own
-        is_so = {"synchronous": not late, "asynchronous": late or corrected, "sliced": sliced}
-        if self.kind is not None and not is_so[self.kind]:
-            record, such = _KINDS[self.kind]
-            raise ValueError(
-                f"stagewright.{record} around the schedule {schedule.name!r}, which is not {self.kind}: expected "
-                f"{record}({such!r}) or another of its kind, or the schedule by itself"
-            )
+def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
+    """Options from the arguments; ValueError for the first one that makes no sense.
 
-    def check_replan(self) -> None:
-        if self.replan not in (None, "batch"):
-            raise ValueError(
-                f'replan={self.replan!r}: expected "batch", a schedule for each batch; or None, one for all'
-            )
-
-    def refuse_reroute(self) -> None:
-        """ValueError for options under which no rank's work can be another's, or a step cannot be done again."""
-        given = {
-            "a loss scale, which moves with each try": self.grad_scaler is not None,
-            "an optimizer of your own": self.optimizer is None,
-        }
-        for what, is_given in given.items():
-            if is_given:
-                raise ValueError(f'Mesh(on_failure="reroute") beside {what}: expected none, or on_failure="stop"')
-
-    def check_reroute(self, schedule: Schedule, *, num_replicas: int, tensor: int) -> None:
-        """ValueError for a mesh without replicas that could take over, and for what only one rank has."""
-        said, mesh = 'mesh=Mesh(on_failure="reroute")', self.mesh
-        if num_replicas < 2:
-            raise ValueError(f"{said} with data={num_replicas}: nobody could take over. Expected data=2 or more")
-        if tensor > 1 or mesh.data_parallel != "replicate" or mesh.order is not None:
-            raise ValueError(
-                f"{said} beside tensor={tensor}, data_parallel={mesh.data_parallel!r}, order={mesh.order}: "
-                f'expected tensor=1, "replicate" and no order, so that each replica of a stage has all of it'
-            )
-        if self.compress is not None:
-            raise ValueError(f"{said} beside compress={self.compress!r}: expected one of them")
-        schedule_without(schedule, range(1, num_replicas))  # says what else it cannot do
-
-    def refuse_decided(self) -> None:
-        """ValueError for an option that the plan decides on: the one that was given, or that "auto" finds."""
-        mesh, is_found = self.mesh, self.plan is None
-        given = {
-            "num_chunks=": self.num_chunks is not None,
-            "num_slices=": self.num_slices is not None,
-            "cut=": self.split_points is not None,
-            "a list of stages": self.stages is not None,
-            "recompute=": self.recompute not in (None, "none"),
-            "data_parallel=": mesh.data_parallel not in (None, "replicate"),
-            "Mesh(sync=)": mesh.sync not in (None, 1),
-            "Mesh(on_failure=)": mesh.on_failure not in (None, "stop"),
-            "mesh=": self.mesh_sizes is not None and not is_found,
-            "Mesh(order=)": mesh.order is not None,
-        }
-        for said, is_given in given.items():
-            if is_given:
-                what = 'schedule="auto"' if is_found else "a plan"
-                raise ValueError(f"{said} beside {what}: expected one of them, since the plan decides on it")
-
-
-_KINDS = {
-    "synchronous": ("Synchronous", "zb-h1"),
-    "asynchronous": ("Asynchronous", "2bw"),
-    "sliced": ("Slices", "seq1f1b"),
-}
-
-
-def read_options(given: Mapping[str, Any]) -> Options:
-    """Options by the names that their records have; ValueError for the first one that makes no sense."""
-    model, loss_fn, example, mesh = given["model"], given["loss_fn"], given["example_inputs"], given["mesh"]
-    check_model(model, given["stages"], given["split_points"])
-    root = nn.ModuleList(given["stages"] or []) if model is None else model
-    loss = read_loss_option(loss_fn, given["loss_weight"], model)
-    signature = signature_of(model)
-    has_target = loss is not None and not isinstance(loss, ModelLoss)
-    calls = CallReader(model, has_target=has_target, batch_dims=check_batch_dims(given["batch_dims"], signature))
-    correction = read_delay_correction(given["delay_correction"])
-    scaler, device = read_grad_scaler(given["grad_scaler"]), device_of(root, given["device"])
-    if scaler is None and given["autocast"] is torch.float16 and given["optimizer"] is not None:
+    Arguments:
+        edits: arguments that edits of the model became.
+    """
+    model, stages, around, cut = _of_torch(given)
+    mesh, sizes = _read_mesh(given.mesh)
+    schedule, slices = _read_schedule(around)
+    late = around if isinstance(around, Asynchronous) else Asynchronous()
+    inputs = given.example_inputs if isinstance(given.example_inputs, Inputs) else Inputs()
+    autocast = read_dtype(given.precision)
+    precision = given.precision if isinstance(given.precision, Precision) else Precision()
+    recompute = _with_edits(edits, "recompute", given.recompute)
+    cut = _with_edits(edits, "cut", cut)
+    mesh = replace(mesh, tensor_parallel=_with_edits(edits, "tensor_parallel", mesh.tensor_parallel))
+    check_model(model, stages, cut)
+    root = nn.ModuleList(stages or []) if model is None else model
+    loss_fn = read_loss_option(given.loss_fn, inputs.loss_weight, model)
+    calls = _read_calls(model, loss_fn, inputs)
+    correction = read_correction(late.correction)
+    scaler, device = read_grad_scaler(precision.grad_scaler), device_of(root, given.device)
+    if scaler is None and autocast is torch.float16 and given.optimizer is not None:
         scaler = GradScaler(device.type)
     if loss_fn is not None:
         refuse_float16_parameters(root, loss_fn)
-    shared_by, lengths = "slices of a microbatch", given["slice_lengths"]
-    dims = check_batch_dims(given["sequence_dims"], signature, option="dims", shared_by=shared_by)
-    if lengths is not None:
-        option("lengths", lengths, _LENGTHS)
-    read = {
-        "calls": calls,
-        "loss_fn": loss,
-        "delay_correction": correction,
-        "grad_scaler": scaler,
-        "device": device,
-        "sequence_dims": dims,
-        "compile": read_compile(given["compile"]),
-    }
-    names = {each.name for each in fields(Options)} - {"trials"}
-    told = Options(**{name: value for name, value in {**given, **read}.items() if name in names})
-    trials = given["trials"]
-    trials = TRIALS if trials is None else option("trials", trials, at_least(0, "a number of plans, 0 to try none"))
-    option("verify", told.verify, _VERIFY)
-    read_example = None if example is None else calls.example(example)
-    option("sends", mesh.sends, one_of(SENDS))
-    return replace(told, trials=trials, example=read_example, compress=read_compress(mesh.compress))
+    slices = _checked(slices, calls)
+    return Options(
+        model=model,
+        stages=stages,
+        cut=cut,
+        schedule=AUTO if isinstance(schedule, Auto) else schedule,
+        kind=type(around),
+        slices=slices,
+        auto=schedule if isinstance(schedule, Auto) else Auto(),
+        correction=correction,
+        flush_first=late.flush_first,
+        mesh=mesh,
+        sizes=sizes,
+        num_microbatches=given.num_microbatches,
+        num_chunks=given.num_chunks,
+        recompute=recompute,
+        calls=calls,
+        loss_fn=loss_fn,
+        optimizer=given.optimizer,
+        lr_scheduler=given.lr_scheduler,
+        max_grad_norm=given.max_grad_norm,
+        precision=given.precision,
+        example_inputs=given.example_inputs,
+        grad_scaler=scaler,
+        compile=read_compile(precision.compile),
+        verify=given.verify,
+        on_step=given.on_step,
+        seed=given.seed,
+        timeout=given.timeout,
+        device=device,
+        weights=given.weights,
+    )
+
+
+def _of_torch(
+    given: GivenOptions,
+) -> tuple[nn.Module | None, Sequence[nn.Module] | None, AnySchedule | None, Sequence[str] | None]:
+    """Model or stages, schedule and cut, also where torch.distributed.pipelining made them: Pipe, PipelineStages,
+    split_spec, a class of schedules."""
+    model: Any = given.model
+    schedule: Any = given.schedule
+    cut = given.cut
+    if _is_torchs(type(model)) and hasattr(model, "get_stage_module"):
+        model = [model.get_stage_module(number) for number in range(model.num_stages)]
+    stages = list(model) if isinstance(model, list | tuple) else [model]
+    if stages and all(_is_torchs(type(stage)) for stage in stages):
+        held, num_stages = {stage.stage_index: stage.submod for stage in stages}, stages[0].num_stages
+        if sorted(held) != list(range(num_stages)):
+            raise ValueError(
+                f"PipelineStages {sorted(held)} of {num_stages}: expected all of them on every rank, which keeps its "
+                f"own, or the whole model: PipelineModule(model, cut=[...])"
+            )
+        model = [held[number] for number in sorted(held)]
+    if isinstance(cut, Mapping):
+        for name, point in cut.items():
+            if getattr(point, "name", None) != "BEGINNING":
+                raise ValueError(f"cut={{{name!r}: {point}}}: expected SplitPoint.BEGINNING, of the module behind it")
+        cut = list(cut)
+    if _is_torchs(type(schedule)):
+        said = f"{type(schedule).__name__}, num_microbatches={schedule._n_microbatches}, loss_fn=..."
+        raise ValueError(f"schedule={type(schedule).__name__}(...): expected its class: schedule={said}")
+    schedule = schedule.__name__ if _is_torchs(schedule) else schedule
+    is_list = isinstance(model, list | tuple) or (
+        isinstance(model, nn.ModuleList) and type(model).forward is nn.Module.forward
+    )
+    return None if is_list else model, list(model) if is_list else None, schedule, cut
+
+
+def _is_torchs(kind: object) -> bool:
+    return isinstance(kind, type) and kind.__module__.startswith("torch.distributed.pipelining")
+
+
+def _read_mesh(mesh: MeshLike | None) -> tuple[Mesh, Mapping[str, int] | None]:
+    """The record, and the sizes that were given by axis. ValueError for another word than "auto"."""
+    if isinstance(mesh, str) and mesh != AUTO:
+        raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
+    if mesh is None or isinstance(mesh, str):
+        return Mesh(), None
+    if not isinstance(mesh, Mesh | DeviceMesh):
+        return Mesh(), mesh
+    record = _mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    sizes = {axis: getattr(record, axis) for axis in AXES}
+    given = {axis: size for axis, size in sizes.items() if size is not None and (size != 1 or axis == "pipe")}
+    return record, given or None
+
+
+def _mesh_of(mesh: DeviceMesh) -> Mesh:
+    """torch's mesh with the axes "pp" (or "pipe"), "dp" ("data") and "tp" ("tensor"), all processes in order."""
+    names = mesh.mesh_dim_names or ()
+    axes = [_AXIS_OF.get(name, name) for name in names]
+    if "pipe" not in axes or len({*axes}) < len(axes) or not {*axes} <= {*AXES}:
+        raise ValueError(
+            f"mesh={mesh}: expected dimensions named 'pp', 'dp' and 'tp' (or 'pipe', 'data', 'tensor'), 'pp' among "
+            f"them, as in init_device_mesh({mesh.device_type!r}, (2, 2), mesh_dim_names=('pp', 'dp'))"
+        )
+    if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
+        raise ValueError(f"mesh={mesh}: expected all processes, numbered along its last dimension first")
+    sizes: dict[str, Any] = dict(zip(axes, mesh.mesh.shape, strict=True))
+    return Mesh(**sizes, order=[*axes, *(axis for axis in AXES if axis not in axes)])
+
+
+def _read_schedule(around: AnySchedule | None) -> tuple[ScheduleLike | Plan | Auto | None, Slices]:
+    """The schedule or plan by itself, and its slices."""
+    schedule: Any = around.schedule if isinstance(around, Asynchronous | Synchronous | Slices) else around
+    slices = around if isinstance(around, Slices) else Slices()
+    if (plan := _read_plan(schedule)) is None:
+        if slices.num_slices is None and isinstance(slices.lengths, Sequence):
+            slices = replace(slices, num_slices=len(slices.lengths))
+        return schedule, slices
+    if slices.num_slices is not None or slices.lengths is not None:
+        raise ValueError("Slices(plan, num_slices=, lengths=): a plan says both: expected dims= alone")
+    return plan, replace(slices, lengths=plan.slice_lengths or None)
+
+
+def _read_plan(schedule: object) -> Plan | None:
+    """A plan that was given whole, or from a file: an object with `stages`; None for any other schedule."""
+    if not isinstance(schedule, str | os.PathLike) or not str(schedule).endswith(".json"):
+        return schedule if isinstance(schedule, Plan) else None
+    try:
+        record = json.loads(Path(schedule).read_text())
+    except (OSError, ValueError):  # the reader of schedules says what is wrong with it
+        return None
+    return Plan.load(Path(schedule)) if isinstance(record, dict) and "stages" in record else None
+
+
+def _with_edits(edits: Mapping[str, Any], name: str, given: Any) -> Any:
+    """What edits of the model say in place of an argument that says nothing."""
+    if name in edits and given not in (None, "none"):
+        raise ValueError(f"{name}= beside edits that say the same: expected one of them")
+    return edits.get(name, given)
+
+
+def _read_calls(model: nn.Module | None, loss_fn: object, inputs: Inputs) -> CallReader:
+    has_target = loss_fn is not None and not isinstance(loss_fn, ModelLoss)
+    return CallReader(model, has_target=has_target, batch_dims=check_batch_dims(inputs.batch_dims, signature_of(model)))
+
+
+def _checked(slices: Slices, calls: CallReader) -> Slices:
+    dims = check_batch_dims(slices.dims, calls.signature, option="dims", shared_by="slices of a microbatch")
+    if slices.lengths is not None:
+        option("lengths", slices.lengths, _LENGTHS)
+    return replace(slices, dims=dims)
 
 
 def _is_length(value: object) -> bool:
@@ -315,22 +360,17 @@ _INSTEAD = {"FSDPModule": _FSDP, "FullyShardedDataParallel": _FSDP, "Distributed
 _INSTEAD["ReplicateModule"] = _DDP
 
 
-def check_model(
-    model: nn.Module | None, stages: Sequence[nn.Module] | None, split_points: Sequence[str] | None
-) -> None:
+def check_model(model: nn.Module | None, stages: Sequence[nn.Module] | None, cut: Sequence[str] | None) -> None:
     """ValueError unless there is either a model or a list of stages, and names to cut it at only where they can be."""
     if (model is None) == (stages is None):
         raise ValueError("expected a model, or a list of modules, one a stage: PipelineModule(model, ...)")
-    if stages is not None and split_points is not None:
+    if stages is not None and cut is not None:
         raise ValueError("cut= is for a model: expected none beside a list of stages, which is cut already")
-    if split_points is not None and (
-        not isinstance(split_points, list | tuple) or not all(isinstance(name, str) for name in split_points)
-    ):
-        such = split_points if isinstance(split_points, str) else "layers.2"
-        raise ValueError(f"cut={split_points!r:.60}: expected a list of names, such as [{such!r}]")
-    if stages is not None and (not isinstance(stages, list | tuple | nn.ModuleList) or not stages):
-        shown = f"{type(stages).__name__}(...)" if isinstance(stages, nn.Module) else repr(stages)[:60]
-        raise ValueError(f"PipelineModule({shown}): expected a list of modules, one a stage")
+    if cut is not None and (not isinstance(cut, list | tuple) or not all(isinstance(name, str) for name in cut)):
+        such = cut if isinstance(cut, str) else "layers.2"
+        raise ValueError(f"cut={cut!r:.60}: expected a list of names, such as [{such!r}]")
+    if stages is not None and not stages:
+        raise ValueError("PipelineModule([]): expected a list of modules, one a stage")
     for part in [model] if stages is None else stages:
         if not isinstance(part, nn.Module):
             such = f", made of the class: {part.__name__}(...)" if isinstance(part, type) else ""
@@ -407,17 +447,3 @@ def _check_called(name: str, value: object) -> None:
         except ValueError:  # it has no signature, as some functions in C
             return
     raise ValueError(f"{name}={shown}: {problem}; {name}={such}")
-
-
-def warn_of_evaluation_mode(root: nn.Module) -> None:
-    """Tell of a model to be trained without dropout, or whose BatchNorm stands still, as from_pretrained leaves it.
-
-    Where only some modules are in evaluation mode, the user has put them there.
-    """
-    acts = (_DropoutNd, _NormBase)
-    if any(isinstance(each, acts) for each in root.modules()) and not any(each.training for each in root.modules()):
-        warnings.warn(
-            "the model is in evaluation mode and trains as it is, without dropout and with BatchNorm's running "
-            "statistics: expected model.train() before PipelineModule(model), unless that is meant",
-            stacklevel=4,
-        )

@@ -1,15 +1,43 @@
-"""In which numbers a run computes: float16 has a loss scale, and needs one; a batch keeps the autocast of its call."""
+"""In which numbers a run computes, and whether compiled. Float16 has a loss scale, and needs one; a batch keeps the
+autocast of its call.
+
+torch.compile of stages: each cut unit's forward by itself. A stage seeds random numbers between its units, hooks stand
+around them, and recomputation runs them again: compiled whole, a stage would break at each. Equal units share one
+compiled graph. Parameters are inputs of such a graph, so that it computes with whatever weight version the unit holds
+when it is called, and is not compiled again for it.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 
-DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+from ...partition.model.calls import Calls
+from ...schedules import Schedule
+from .arguments import Precision
+from .recompute import NamedRule, Rule
+
+_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+_OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable"))
+
+
+def read_dtype(given: Precision | str | torch.dtype | None) -> torch.dtype | None:
+    """The type of autocast; ValueError for another word or type."""
+    named = given.dtype if isinstance(given, Precision) else given
+    dtype = _DTYPES.get(named, named) if isinstance(named, str) else named
+    if isinstance(dtype, str) or dtype not in (None, *_DTYPES.values()):
+        raise ValueError(
+            f"precision={given!r}: expected 'bf16' or 'fp16', or stagewright.Precision(dtype=, grad_scaler=, compile=)"
+        )
+    return dtype
 
 
 def read_grad_scaler(option: object) -> GradScaler | None:
@@ -47,6 +75,91 @@ def refuse_float16_autocast(device: torch.device, *, scales_loss: bool) -> None:
             f"without a loss scale: expected PipelineModule(..., precision='fp16'), "
             f"or torch.bfloat16, which needs none"
         )
+
+
+def read_compile(option: object) -> Mapping[str, Any] | None:
+    if option is False or option is None:
+        return None
+    if option is not True and not isinstance(option, Mapping):
+        raise ValueError(
+            f"compile={option!r:.60}: expected True, or arguments of torch.compile, as in "
+            f"compile={{'mode': 'max-autotune'}}"
+        )
+    options = {} if option is True else dict(option)
+    unknown = sorted(map(str, options.keys() - set(_OPTIONS)))
+    if unknown:
+        raise ValueError(
+            f"compile={{{unknown[0]!r}: ...}}: expected arguments of torch.compile ({', '.join(_OPTIONS)})"
+        )
+    try:
+        torch.compile(lambda x: x, **options)
+    except Exception as error:
+        raise ValueError(f"compile={options}: torch.compile refuses it: {error}") from error
+    return MappingProxyType(options)
+
+
+def compiled_units(
+    options: Mapping[str, Any] | None, units: Iterable[nn.Module], rules: Mapping[nn.Module, NamedRule]
+) -> Calls:
+    """The units of one stage on one rank, compiled, but for those that the user has compiled; without options none is.
+
+    Raises ValueError for modules that run again (`rules`) and are no units.
+    """
+    if options is None:
+        return Calls({})
+    own = dict.fromkeys(units)
+    for module, (name, rule) in rules.items():
+        _refuse_rerun(name, rule, is_unit=module in own)
+    return Calls(
+        {unit: partial(_instead, torch.compile(unit.forward, **options)) for unit in own if not is_users_compiled(unit)}
+    )
+
+
+def is_users_compiled(unit: nn.Module) -> bool:
+    compiled = getattr(unit, "_compiled_call_impl", None) is not None or hasattr(unit, "_orig_mod")
+    return compiled or hasattr(getattr(unit, "forward", None), "get_compiler_config")
+
+
+def refuse_backward(
+    options: Mapping[str, Any] | None, module: nn.Module, schedule: Schedule, *, stage: str, is_split: bool
+) -> None:
+    """ValueError for compiled parts whose backward, one piece, comes in two halves, or sees new weights."""
+    parts = [each for each in module.modules() if is_users_compiled(each)]
+    trained = next((each for each in parts if any(p.requires_grad for p in each.parameters())), None)
+    if options is not None:
+        what, instead = "what compile= compiles", "compile=False"
+    elif trained is not None:
+        what, instead = f"the compiled {type(trained).__name__} in it", "it without torch.compile"
+    else:
+        return
+    if is_split:
+        raise ValueError(
+            f"schedule {schedule.name!r} splits the backward of {stage} into I and W, and the backward of {what} is "
+            f"one piece: expected {instead}, or a schedule with whole backwards, such as schedule='1f1b'"
+        )
+    if schedule.rule.changes_in_flight:
+        raise ValueError(
+            f"schedule {schedule.name!r} updates the weights of {stage} between a forward and its backward, and "
+            f"whether it sees the new ones the compiler decides in the backward of {what}: expected {instead}, or "
+            f"schedule='pipedream' or '2bw'"
+        )
+
+
+def _refuse_rerun(name: str, rule: Rule, *, is_unit: bool) -> None:
+    if rule != "full":
+        raise ValueError(
+            f"recompute= chooses among results of operations in {name!r} (selective, keep_less, or a policy), and "
+            f"beside compile= nobody sees its operations: expected recompute='layer' or 'full', or compile=False"
+        )
+    if not is_unit:
+        raise ValueError(
+            f"recompute= runs {name!r} again, which is a part of a module that compile= compiles whole: expected "
+            f"recompute='layer' or 'full', or compile=False"
+        )
+
+
+def _instead(compiled: Callable[..., Any], _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return compiled(*args, **kwargs)
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -185,14 +185,6 @@ class Sharding:
     def is_any(self) -> bool:
         return any(count > 1 for count in self.shards)
 
-    def check_optimizer(self, *, has_optimizer: bool) -> None:
-        if self.weights and not has_optimizer:
-            raise ValueError(
-                "data_parallel='fsdp' without an optimizer: between two batches each rank keeps parts of the weights "
-                "alone, which only an optimizer of the pipeline can update. Expected PipelineModule(..., "
-                "optimizer=lambda params: torch.optim.AdamW(params)), or data_parallel='replicate'"
-            )
-
     def collectives(self) -> tuple[Collective, ...]:
         stages = [stage for stage, count in enumerate(self.shards) if self.weights and count > 1]
         return tuple(Collective((stage,), op, 0) for stage in stages for op in (Op.UNSHARD, Op.RESHARD))
@@ -200,13 +192,6 @@ class Sharding:
 
 def sharding_of(data_parallel: str, schedule: Schedule, world: World) -> Sharding:
     """The same for each stage, over all ranks that hold it."""
-    if data_parallel == "fsdp" and schedule.is_asynchronous:
-        raise ValueError(
-            f"data_parallel='fsdp' under the asynchronous schedule {schedule.name!r}: batches are under way from one "
-            f"train_step to the next, and use the weight versions that are kept, so that none could be let go. "
-            f"Expected data_parallel='zero1', which divides the optimizer's state, or a flush schedule such as "
-            f"schedule='1f1b'"
-        )
     counts = [1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners]
     return sharding_over(counts, world, weights=data_parallel == "fsdp")
 

@@ -108,7 +108,7 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
 
 def _cut(run: Run, example: Arguments, agree: Agree | None) -> Cut:
     layout, device, enter = run.layout, run.options.device, run.seeder.enter
-    num_stages, points, plan = layout.schedule.num_stages, run.options.split_points, layout.plan
+    num_stages, points, plan = layout.schedule.num_stages, run.options.cut, layout.plan
     if points is not None and len(points) != num_stages - 1:
         raise ValueError(
             f"cut={list(points)} begins {len(points) + 1} stages, the schedule has {num_stages}: "
@@ -125,7 +125,7 @@ def _cut(run: Run, example: Arguments, agree: Agree | None) -> Cut:
     units = model_units(run.options.model, example, enter_unit=enter, agree=agree, device=device)
     if plan is not None:
         return units.by_unit(_stage_by_node(plan, [unit.name for unit in units.units]))
-    return units.evenly(num_stages) if points is None else units.at(points)
+    return units.evenly(num_stages) if points is None else units.at([*points])
 
 
 def _stage_by_node(plan: Plan, names: Sequence[str]) -> dict[str, int]:

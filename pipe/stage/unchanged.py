@@ -18,7 +18,7 @@ from ...partition.model.chain import given_units, is_sequential
 from ...partition.model.modes import changing_hook, hook_tables
 from ...partition.model.source_line import module_at
 from ..context import Run
-from ..settings.compiled import is_users_compiled
+from ..settings.precision import is_users_compiled
 from .build import CutModel
 from .loss import PREFIX, untrained
 

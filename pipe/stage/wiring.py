@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...comm import TensorSpec
 from ...comm.codecs import num_bytes
@@ -119,3 +119,24 @@ class Mode:
                 layout.append(spec._replace(in_parts=True) if is_alike else spec)
             known[1][message[:3]] = layout
         return layout
+
+
+Layouts = Callable[[Message, Sequence[TensorSpec]], Sequence[TensorSpec]]
+
+
+def message_bytes(mode: Mode, inferred: Inferred, layouts: Layouts) -> tuple[list[float], list[float]]:
+    """Bytes of a microbatch's activations and gradients over each edge of the schedule, as `Links` takes them.
+
+    Arguments:
+        layouts: of a message as it travels.
+    """
+    sizes: dict[tuple[MessageKind, int, int], float] = {}
+    for wire in mode.wires:
+        message, specs = wire.message(0), mode.message_specs(wire.message(0), inferred)
+        size = float(num_bytes(layouts(message, specs)))
+        sizes |= {(wire.kind, wire.producer, consumer): size for consumer in wire.consumers}
+    acts, grads = (
+        [sizes.get((kind, src, dst), 0.0) for src, dst, _ in mode.schedule.stage_edges]
+        for kind in (MessageKind.ACT, MessageKind.GRAD)
+    )
+    return acts, grads

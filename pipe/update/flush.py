@@ -319,7 +319,7 @@ def shared_sums(ownership: Ownership, shards: Shards, collective: Collective, ra
             parts=[shards.parts[name] for name in some] if some is own else (),
             collectives=run.collectives,
             compare=ownership.group.compare_gradients if run.layout.place.is_uneven(ranks) else None,
-            codecs=run.codecs,
+            another=next((each.sums for each in run.added if each.sums is not None), None),
         )
         for some in (own, others)
         if some

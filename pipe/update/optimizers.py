@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
 from ..guards.separable import known_to_separate, refuse_shared_statistic, separable
+from ..settings.arguments import SchedulerFactory
 from ..settings.delay_correction import Feedback
-from ..settings.options import SchedulerFactory
 from ..shards.shard import Shard
 from ..shards.split import ShardedParameter
 from ..stage.weights import WeightVersions

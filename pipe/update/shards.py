@@ -283,7 +283,7 @@ def stage_optimizers(
     options, model = ownership.run.options, ownership.model
     assert options.optimizer is not None
     feedback = None
-    if (correction := options.delay_correction) is not None:
+    if (correction := options.correction) is not None:
         factors = correction.factors({name: ownership.stages[name] for name, _ in parameters}, delays)
         feedback = Feedback(factors, fresh=correction.fresh)
     made = StageOptimizers(

@@ -15,19 +15,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ...comm import Collectives, LinkCodecs, TensorSpec
+from ...comm import Collectives
 from ...comm.buckets import BucketSum
-from ...comm.codecs import exact_type, num_bytes, orthonormal, product, start_matrix, unpack, wire_specs
 from ...schedules import Collective
 from ..shards.split import ShardedParameter
 from .gradients import flags_of, scale_gradients
 from .options import differing_options
 from .shards import begin_sum
+
+
+class OtherSum(Protocol):
+    """A way to begin the sum of tensors over ranks, other than all-reduces of buckets."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it begins the sums of this batch."""
+
+    def begin(
+        self, named: Mapping[str, torch.Tensor], collectives: Collectives, *, ranks: Sequence[int], what: str
+    ) -> Callable[[], list[torch.Tensor]]:
+        """The answer waits, and returns the sums, the same on all ranks."""
 
 
 class SharedSum:
@@ -37,7 +49,7 @@ class SharedSum:
         parameters: whose gradients they are, with their names, in the same order on all of them.
         parts: where each rank needs a part of the sums alone: this rank's of these parameters; else none.
         compare: is told of the gradients before, where of a tensor group those of one member alone are summed.
-        codecs: that pack what is summed for one stage, if they say so.
+        another: way to begin sums of the gradients of one stage, while it is on.
     """
 
     def __init__(
@@ -49,7 +61,7 @@ class SharedSum:
         parts: Sequence[ShardedParameter],
         collectives: Collectives,
         compare: Callable[[Mapping[str, torch.Tensor | None]], None] | None,
-        codecs: LinkCodecs | None = None,
+        another: OtherSum | None = None,
     ) -> None:
         stages = " and ".join(map(str, collective.stages))
         self._what = f"summing shared gradients (replicas, tied weights) of stage {stages}"
@@ -57,7 +69,7 @@ class SharedSum:
         self._names = tuple(name for name, _ in parameters)
         self._parameters = tuple(parameter for _, parameter in parameters)
         self._parts = parts
-        self._codecs = codecs if len(collective.stages) == 1 else None  # tied weights' go between stages, too
+        self._another = another if len(collective.stages) == 1 else None  # tied weights' go between stages, too
         self._collectives = collectives
         self._compare = compare
         self._device = collectives.device
@@ -80,7 +92,7 @@ class SharedSum:
         Not in the first one, which shows whether it adds to a gradient more than once, or a hook of a module changes it
         then; nor parts, what is packed or compared, and what CUDA makes: these all leave in `begin`.
         """
-        together = bool(self._parts) or self._is_packed or self._compare is not None or self._device.type != "cpu"
+        together = bool(self._parts) or self._is_other or self._compare is not None or self._device.type != "cpu"
         if together or self._made_once is False:
             yield
             return
@@ -148,7 +160,7 @@ class SharedSum:
         numbers = [float(options.get(id(p), 0)) for p in self._parameters]
         note = [*numbers, *(number**2 for number in numbers)]
         self._flags = flags_of(self._names, gradients, note, device=self._device)
-        together = bool(self._parts) or self._is_packed
+        together = bool(self._parts) or self._is_other
         while not together and (at := self._following()) is not None:
             self._leave(at, factor)
         of_flags = None if together else on_through  # the last of all
@@ -158,14 +170,13 @@ class SharedSum:
             scale_gradients(gradients, factor)
         if self._parts:
             self._waits.append(begin_sum(self._parts, ranks, self._collectives, what=what, on_through=on_through))
-        elif self._is_packed:
-            assert self._codecs is not None
+        elif self._is_other and self._another is not None:
             named = dict(zip(self._names, map(_whole, self._parameters), strict=True))
-            self._waits.append(begin_packed_sum(self._codecs, named, self._collectives, ranks=ranks, what=what))
+            self._waits.append(self._another.begin(named, self._collectives, ranks=ranks, what=what))
 
     @property
-    def _is_packed(self) -> bool:
-        return self._codecs is not None and self._codecs.data is not None and not self._codecs.is_paused
+    def _is_other(self) -> bool:
+        return self._another is not None and self._another.is_on
 
     def _following(self) -> int | None:
         """The bucket that leaves next."""
@@ -219,61 +230,3 @@ class SharedSum:
 def _whole(parameter: nn.Parameter) -> torch.Tensor:
     """Its gradient; zeros where none came."""
     return torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad
-
-
-def begin_packed_sum(
-    codecs: LinkCodecs, named: Mapping[str, torch.Tensor], collectives: Collectives, *, ranks: Sequence[int], what: str
-) -> Callable[[], list[torch.Tensor]]:
-    """Begin to sum these tensors over ranks, packed; the answer waits, and returns the sums, the same on all.
-
-    "lowrank": M of each rank, and what it owes, as in PowerSGD: P = sum of M Q, orthonormal; then Q = sum of M^T P, and
-    the sum is P Q^T, of which each owes what its mean lacks. Else all get what each has packed. Others go as they are.
-    """
-    codec, count = codecs.data, len(ranks)
-    assert codec is not None
-    whole = [x.detach().flatten(1) if x.dim() > 1 else x.detach() for x in named.values()]
-    specs = [TensorSpec.of(x)._replace(requires_grad=True) for x in whole]
-    keys = ["data" + name if len(wire_specs(codec, x)) > 1 else "" for name, x in zip(named, specs, strict=True)]
-    memory, num_whole = codecs.memory, 2 * (count - 1) * num_bytes(specs) // count
-
-    def begin(tensors: Sequence[torch.Tensor], replaced: int) -> Callable[[], list[torch.Tensor]]:
-        total = BucketSum(tensors, collectives, what=what, ranks=ranks)
-        total.leave_all(tensors)
-        codecs.count("data", 2 * (count - 1) * total.num_bytes // count, replaced)
-        return total.wait
-
-    if codec.kind == "lowrank":
-        exact = {i: whole[i].to(exact_type(whole[i].dtype)) for i, key in enumerate(keys) if key}
-        owed = {i: x + memory.get(keys[i], 0.0) for i, x in exact.items()}
-        starts = {i: memory.get("start" + keys[i], start_matrix(x, int(codec.level))) for i, x in owed.items()}
-        first = begin([product(owed[i], starts[i]) if i in owed else x for i, x in enumerate(whole)], num_whole)
-
-        def finish() -> list[torch.Tensor]:
-            sums = first()
-            lefts = {i: orthonormal(sums[i]) for i in owed}
-            rights = begin([product(x.T, lefts[i]) for i, x in owed.items()], 0)()
-            for (i, x), right in zip(owed.items(), rights, strict=True):
-                sums[i] = product(lefts[i], right.T)
-                memory[keys[i]] = (x - sums[i] / count).nan_to_num_(0.0, 0.0, 0.0)
-                memory["start" + keys[i]] = orthonormal(right)
-            return [total.to(x.dtype).view_as(x) for total, x in zip(sums, named.values(), strict=True)]
-
-        return finish
-    packed: list[torch.Tensor] = []
-    for key, x in zip(keys, whole, strict=True):
-        packed += codecs.pack(codec, x, key) if key else [x.contiguous()]
-    mine = torch.cat([x.view(-1).view(torch.uint8) for x in packed])
-    wait = collectives.exchange([[mine]] * count, [len(mine)] * count, what=what, ranks=ranks)
-    codecs.count("data", (count - 1) * len(mine), num_whole)
-
-    def add() -> list[torch.Tensor]:
-        sums = [torch.zeros_like(x) for x in named.values()]
-        for bytes_of_one in wait():
-            parts = torch.split(bytes_of_one if len(bytes_of_one) else mine, [x.nbytes for x in packed])
-            rest = iter([part.clone().view(x.dtype) for part, x in zip(parts, packed, strict=True)])
-            for total, spec in zip(sums, specs, strict=True):
-                found = tuple(next(rest) for _ in wire_specs(codec, spec))
-                total += (found[0] if len(found) == 1 else unpack(codec, found, spec)).view_as(total)
-        return sums
-
-    return add

@@ -19,9 +19,9 @@ from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import device_memory
 from ..context import Run
 from ..guards.randomness import MERSENNE_WORDS, Seeder
+from ..settings.arguments import FIRST
 from ..settings.given import Given
 from ..settings.model_loss import LossValue
-from ..settings.options import FIRST
 from ..settings.precision import Autocast
 from ..stage.loss import with_loss
 from ..stage.own_state import tensors_of

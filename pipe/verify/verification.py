@@ -410,10 +410,10 @@ class Verifier:
             parameter.grad = None
         for weights, newest, _ in versions:  # the plain module has the newest weights alone
             weights.restore(newest, {})
-        codecs = self._run.codecs
         try:
-            exact = nullcontext() if codecs is None else codecs.paused()
-            with untouched(self._parts.root, device=self._options.device), exact:
+            with untouched(self._parts.root, device=self._options.device), ExitStack() as exact:
+                for each in self._run.added:
+                    exact.enter_context(each.exact())
                 yield
         finally:
             training.restart(step)

@@ -10,8 +10,9 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from numbers import Real
+from operator import mul
 
 from ..ir import Action, Op, Schedule
 from ..orders.evaluate import OrderEvaluator, Orders
@@ -62,14 +63,13 @@ def pose(
     """The problem of these costs, in which a limit counts stage activations."""
     M, rank_of = num_microbatches, placement.rank_of
     S = len(rank_of)
-    latency = [table.latency[s] if s + 1 < S and rank_of[s] != rank_of[s + 1] else 0.0 for s in range(S)]
-    back = [table.latency[s] if s and rank_of[s] != rank_of[s - 1] else 0.0 for s in range(S)]
+    crosses = [here != there for here, there in pairwise(rank_of)]
     problem = Problem(
         placement=placement,
         num_microbatches=M,
-        seconds={op: tuple(tuple(table.of(op, s, k) for k in range(M)) for s in range(S)) for op in COST_OF_OP},
-        forward_delay=tuple(latency),
-        gradient_delay=tuple(back),
+        seconds={op: tuple((row * M)[:M] for row in table.rows[op]) for op in COST_OF_OP},
+        forward_delay=tuple(map(mul, table.latency, (*crosses, False))),
+        gradient_delay=tuple(map(mul, table.latency, (False, *crosses))),
         held=((1.0,) * M,) * S,
         kept=((float(kept),) * M,) * S,
         memory_limit=(memory_limit,) * len(placement),
@@ -103,13 +103,9 @@ def named(evaluator: OrderEvaluator, schedules: Iterable[Schedule]) -> Iterator[
     return filter(evaluator.fits, map(evaluator.orders, schedules))
 
 
-def codes(evaluator: OrderEvaluator, actions: Iterable[Action]) -> list[int]:
-    return [evaluator.code(op, stage, k) for stage, op, k in actions]
-
-
 def refills(evaluator: OrderEvaluator, programs: Iterable[Iterable[Action]]) -> Iterator[Orders]:
     """F and I in this order, with W as `_FILLS` says; none where memory does not suffice."""
-    orders = [codes(evaluator, program) for program in programs]
+    orders = evaluator.codes(programs)
     P, most = len(orders), evaluator.num_stages * evaluator.num_microbatches
     for fill in _FILLS:
         found = refill(evaluator, orders, fill=(fill,) * P, backlog=(most,) * P)
@@ -137,7 +133,7 @@ def with_weights(evaluator: OrderEvaluator, order: Iterable[Action]) -> Iterator
     try each with and without. A try is made again with the idle time that it led to, as long as that helps: then a rank
     may idle until it is as far below the most as it was at the end. Nothing comes where memory does not suffice.
     """
-    placed, placement = codes(evaluator, order), evaluator.problem.placement
+    (placed,), placement = evaluator.codes([order]), evaluator.problem.placement
     M, SM = evaluator.num_microbatches, evaluator.num_stages * evaluator.num_microbatches
     first_stages = {min(own) for own in placement}
     for before_i, before_f in product((True, False) if len(placement[0]) > 1 else (True,), (True, False)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
 from ..ir import Action, Op, Schedule
@@ -78,15 +78,19 @@ class OrderEvaluator:
         op, stage = divmod(rest, self.num_stages)
         return Action(stage, OPS[op], microbatch)
 
+    def codes(self, programs: Iterable[Iterable[Action]]) -> Orders:
+        """Actions as codes; KeyError for one of another op or stage."""
+        code_of = {(s, op): self.code(op, s, 0) for op in OPS for s in range(self.num_stages)}
+        return [[code_of[s, op] + k for s, op, k in program] for program in programs]
+
     def orders(self, schedule: Schedule) -> Orders:
         """The programs of a schedule as codes; ValueError where it is not one of this problem."""
         problem = self.problem
         sizes = (schedule.total_indices, schedule.num_slices)
         if schedule.placement != problem.placement or sizes != (problem.num_microbatches, 1):
             raise ValueError(f"{schedule!r} is not one of {problem.num_microbatches} microbatches on this placement")
-        code_of = {(s, op): self.code(op, s, 0) for op in OPS for s in range(self.num_stages)}
         try:
-            orders = [[code_of[s, op] + k for s, op, k in program] for program in schedule.programs]
+            orders = self.codes(schedule.programs)
         except KeyError as error:
             raise ValueError(f"{schedule!r} runs {error.args[0]}: expected F, B, I and W alone") from None
         first_whole = 3 * self.num_stages * self.num_microbatches

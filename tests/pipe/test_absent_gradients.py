@@ -180,7 +180,7 @@ class Stopping(nn.Module):
 def test_an_autograd_function_that_hands_nothing_on() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Stopping(), nn.Linear(WIDTH, WIDTH)).double()
     before = model[0].weight.detach().clone()
-    piped(model, F.mse_loss, split_points=["1"]).train_step(*BATCHES[0])
+    piped(model, F.mse_loss, cut=["1"]).train_step(*BATCHES[0])
     assert model[0].weight.grad is None
     assert torch.equal(model[0].weight, before)
 
@@ -199,7 +199,7 @@ def test_a_gradient_that_stops_coming_is_refused() -> None:
             return self.own(torch.zeros_like(x) if self.deaf else x)
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Deaf()).double()
-    pipe = piped(model, F.mse_loss, split_points=["1"])
+    pipe = piped(model, F.mse_loss, cut=["1"])
     pipe.train_step(*BATCHES[0])
     model[1].deaf = True
     with pytest.raises(ValueError, match=r"input 0 of stage 1 \(1\) gets no gradient, and got one when the stages"):
@@ -222,6 +222,6 @@ def test_what_certainly_comes_is_not_announced(monkeypatch: pytest.MonkeyPatch) 
     piped(chain, F.mse_loss).train_step(*BATCHES[0])
     assert {(m.kind.value, count) for m, count in sent.items() if m.kind.value == "grad"} == {("grad", 1)}
     sent.clear()
-    piped(model_of(), ignoring, mesh={"pipe": 3}, split_points=["blocks.1", "tied"]).train_step(*BATCHES[0])
+    piped(model_of(), ignoring, mesh={"pipe": 3}, cut=["blocks.1", "tied"]).train_step(*BATCHES[0])
     by_edge = {(m.src, m.dst): count for m, count in sent.items() if m.kind.value == "grad"}
     assert by_edge == {(1, 0): 2, (2, 0): 2, (2, 1): 2}

@@ -5,19 +5,22 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support.inside import arguments, device_of, plain, tell_of_gpus
+from support.inside import GivenOptions, Options, device_of, plain, read_options, tell_of_gpus
 from support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import stagewright as sw
+from stagewright.partition import Cluster, Node, Profile
+from stagewright.partition import plan as make_plan
 from stagewright.schedules import build
 
 X, Y = (torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
@@ -31,20 +34,17 @@ def small(**options: Any) -> sw.PipelineModule:
     return sw.PipelineModule(model, **(settings | options))
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """All arguments, those left out by default."""
-    signature = inspect.signature(sw.PipelineModule.__init__).parameters.values()
-    defaults = {each.name: each.default for each in signature if each.name not in ("self", "unknown")}
-    return defaults | options
+def read(model: Any = None, **options: Any) -> Options:
+    return read_options(GivenOptions(model=nn.Linear(4, 4) if model is None else model, **options), {})
 
 
 def test_at_most_19_arguments() -> None:
-    assert len(given()) <= 19
+    assert len(fields(GivenOptions)) <= 19
 
 
 def test_trials_and_replan_are_those_of_auto() -> None:
-    after = arguments.read_arguments(given(schedule=sw.Auto(trials=2, replan="batch")))
-    assert (after["schedule"], after["trials"], after["replan"]) == ("auto", 2, "batch")
+    after = read(schedule=sw.Auto(trials=2, replan="batch"))
+    assert (after.schedule, after.auto.trials, after.auto.replan) == ("auto", 2, "batch")
 
 
 def test_a_name_that_never_was() -> None:
@@ -55,23 +55,25 @@ def test_a_name_that_never_was() -> None:
 def test_a_list_of_modules_is_one_of_stages() -> None:
     stages = [nn.Linear(4, 8), nn.Linear(8, 4)]
     for form in (stages, tuple(stages), nn.ModuleList(stages)):
-        assert arguments.read_arguments(given(model=form))["stages"] == stages
+        assert read(form).stages == stages
 
     class Routed(nn.ModuleList):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return sum((block(x) for block in self), torch.zeros(()))
 
     model = Routed(stages)
-    assert arguments.read_arguments(given(model=model))["model"] is model
+    assert read(model).model is model
 
 
 def test_a_plan_and_a_schedule_are_told_apart_by_what_the_file_holds(tmp_path: Path) -> None:
     order = tmp_path / "order.json"
     order.write_text(build("1f1b", num_ranks=2, num_microbatches=4).to_json())
     plan = tmp_path / "plan.json"
-    plan.write_text('{"version": 2, "stages": []}')
-    assert arguments.read_arguments(given(schedule=str(plan)))["plan"] == str(plan)
-    assert arguments.read_arguments(given(schedule=order))["schedule"] == order
+    nodes = [Node(name="0", forward_seconds=1.0, backward_seconds=2.0)]
+    found = make_plan(Profile(nodes=nodes), Cluster.from_levels([(1, 1e9)]), global_batch=1)
+    plan.write_text(found.to_json())
+    assert read(schedule=str(plan)).schedule == found
+    assert read(schedule=order).schedule == order
     with pytest.raises(ValueError, match=r"missing\.json"):
         small(schedule=str(tmp_path / "missing.json"))
 

@@ -119,7 +119,7 @@ def test_nothing_is_known_before_the_first_batch() -> None:
     ("options", "message"),
     [
         ({"num_chunks": 2}, 'num_chunks= beside schedule="auto": expected one of them, since the plan decides on it'),
-        ({"split_points": ["1"]}, 'cut= beside schedule="auto"'),
+        ({"cut": ["1"]}, 'cut= beside schedule="auto"'),
         ({"recompute": "full"}, 'recompute= beside schedule="auto"'),
     ],
 )

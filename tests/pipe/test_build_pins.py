@@ -6,10 +6,11 @@ import inspect
 import re
 from dataclasses import fields
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.inside import Options, arguments, read_options
+from support.inside import GivenOptions, read_options
 from support.small import layers, make
 
 from stagewright.pipe import PipelineModule
@@ -17,15 +18,15 @@ from stagewright.pipe import PipelineModule
 # Mistakes that are told by the first of them: each stands in front of all below it.
 MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("expected a model, or a list", {"model": None}),
-    ("cut='3'", {"split_points": "3"}),
+    ("cut='3'", {"cut": "3"}),
     ("loss_fn='mine'", {"loss_fn": "mine"}),
     ("loss_weight='labels' without loss_fn", {"loss_weight": "labels"}),
     ("batch_dims=3", {"batch_dims": 3}),
-    ("correction='none'", {"delay_correction": "none"}),
+    ("correction='none'", {"correction": "none"}),
     ("grad_scaler=", {"grad_scaler": 3}),
     ("device='none'", {"device": "none"}),
-    ("dims=3", {"sequence_dims": 3}),
-    ("lengths=3", {"slice_lengths": 3}),
+    ("dims=3", {"dims": 3}),
+    ("lengths=3", {"lengths": 3}),
     ("compile=3", {"compile": 3}),
     ("timeout=0", {"timeout": 0}),
     ("max_grad_norm=True", {"max_grad_norm": True}),
@@ -37,7 +38,7 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("trials=-1", {"trials": -1}),
     ("verify=0", {"verify": 0}),
     ("example_inputs= is int", {"example_inputs": 3}),
-    ("sends='none'", {"tensor_sends": "none"}),
+    ("sends='none'", {"sends": "none"}),
     ("replan='epoch'", {"replan": "epoch"}),
     ("data_parallel='zero9'", {"data_parallel": "zero9"}),
     ("unknown schedule '1f2b'", {"schedule": "1f2b"}),
@@ -55,22 +56,17 @@ def test_of_two_mistakes_the_first_one_is_told(pair: tuple[tuple[str, dict[str, 
             make(**({"model": layers()} | options))
 
 
-class Read(dict[str, Any]):
-    """Options that note which of them were asked for."""
+def test_no_argument_of_the_constructor_is_forgotten() -> None:
+    signature = inspect.signature(PipelineModule).parameters
+    defaults = {name: parameter.default for name, parameter in signature.items() if name != "unknown"}
+    assert [*defaults] == [field.name for field in fields(GivenOptions)]
+    given = SimpleNamespace(**defaults | {"model": layers()})
+    asked = set[str]()
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        super().__init__(options)
-        self.asked: set[str] = set()
+    class Asked:
+        def __getattr__(self, name: str) -> Any:
+            asked.add(name)
+            return getattr(given, name)
 
-    def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
-        return super().__getitem__(name)
-
-
-def test_no_option_of_the_constructor_is_forgotten() -> None:
-    names = dict(inspect.signature(PipelineModule).parameters)
-    defaults = {name: parameter.default for name, parameter in names.items() if name != "unknown"}
-    options = Read(arguments.read_arguments(defaults | {"model": layers()}))
-    read_options(options)
-    made = {"calls", "compress", "example"}  # of several, or under another name
-    assert options.asked | {field.name for field in fields(Options)} == {*options, *made}
+    read_options(Asked(), {})  # type: ignore[arg-type]
+    assert asked == {*defaults}

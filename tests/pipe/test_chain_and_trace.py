@@ -280,5 +280,5 @@ class Fork(Layers):
 
 
 def test_gradients_of_a_value_that_several_stages_take_add_up() -> None:
-    pipe = agree_with_one_process(Fork, ranks=3, split_points=["b", "c"])
+    pipe = agree_with_one_process(Fork, ranks=3, cut=["b", "c"])
     assert {(edge.src, edge.dst) for edge in pipe.schedule.edges if edge.grad} >= {(0, 1), (0, 2)}

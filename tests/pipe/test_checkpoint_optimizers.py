@@ -126,17 +126,17 @@ def test_groups_and_their_schedules_go_on_on_any_cut(number: int, name: str, tmp
 @pytest.mark.thorough
 @pytest.mark.parametrize("correction", [None, "error-feedback"])
 def test_groups_of_a_stream_go_on(correction: str | None, tmp_path: Path) -> None:
-    pipe = make("2bw", 3, groups, SCHEDULES["plateau"], delay_correction=correction)
+    pipe = make("2bw", 3, groups, SCHEDULES["plateau"], correction=correction)
     train(pipe, range(3))
     pipe.save(tmp_path)
     expected = train(pipe, range(3, 6))
-    other = make("2bw", 2, groups, SCHEDULES["plateau"], delay_correction=correction)
+    other = make("2bw", 2, groups, SCHEDULES["plateau"], correction=correction)
     other.load(tmp_path)
     assert train(other, range(3, 6)) == expected
 
 
 def test_delay_correction_that_was_not_saved_is_told_of(tmp_path: Path) -> None:
-    plain, corrected = make("2bw", 2, groups), make("2bw", 2, groups, delay_correction="error-feedback")
+    plain, corrected = make("2bw", 2, groups), make("2bw", 2, groups, correction="error-feedback")
     train(plain, range(3))
     plain.save(tmp_path)
     with pytest.warns(UserWarning, match="no last update of '0.bias', '0.weight', '2.bias' and 9 more"):

@@ -294,7 +294,7 @@ def decided_by_measuring() -> tuple[dict[Any, Any], float]:
     pipe = make("auto", model=wide(64))
     x = torch.randn(2 * M, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     losses = [pipe.train_step(x, x.sin()).loss for _ in range(7)]
-    codecs = pipe._building.pipeline.state.run.codecs.boundaries
+    codecs = pipe._building.pipeline.state.run.added[0].codecs.boundaries
     pipe.close()
     return dict(codecs), losses[-1]
 

@@ -130,7 +130,7 @@ def test_each_tensor_crosses_each_pair_of_ranks_once(
     options = {"schedule": "interleaved", "num_chunks": num_chunks} if num_chunks > 1 else {}
     # Stages begin at blocks 1, 2, ...: the embedding stands beside block 0, the head beside the last one.
     starts = [f"blocks.{i * BLOCKS // (num_ranks * num_chunks)}" for i in range(1, num_ranks * num_chunks)]
-    make_pipe(make_model(), mesh={"pipe": num_ranks}, split_points=starts, **options).train_step(*batch(0))
+    make_pipe(make_model(), mesh={"pipe": num_ranks}, cut=starts, **options).train_step(*batch(0))
     rank_of = {i: (i * num_ranks * num_chunks // BLOCKS) % num_ranks for i in range(BLOCKS)}
     made_on = [0, *(rank_of[i] for i in range(BLOCKS))]  # rank of output j: the embedding's, then the blocks'
     wanted: Counter[tuple[str, int, int]] = Counter()

@@ -69,22 +69,22 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown axis": ({"mesh": {"dp": 2}}, r"mesh axis 'dp': expected one of pipe, data, tensor"),
     "mesh of another type": ({"mesh": 2}, r'mesh=2: expected sizes by axis, as in mesh=\{"pipe": 2\}'),
     "split point of a sequential": (
-        {"split_points": ["33"]},
+        {"cut": ["33"]},
         r"cut='33' is no child of the nn\.Sequential: expected .* such as '3'",
     ),
     "split point of a traced model": (
-        {"model": Tower(), "split_points": ["block.2"]},
+        {"model": Tower(), "cut": ["block.2"]},
         r"cut='block\.2' is no module that the model runs: expected .* such as 'blocks\.2'",
     ),
     "split points out of order": (
-        {"model": Tower(), "mesh": {"pipe": 3}, "split_points": ["head", "blocks.1"]},
+        {"model": Tower(), "mesh": {"pipe": 3}, "cut": ["head", "blocks.1"]},
         r"cut='blocks\.1' begins at or before .*: expected names in the order in which the model runs them",
     ),
     "too many split points": (
-        {"split_points": ["1", "2"]},
+        {"cut": ["1", "2"]},
         r"cut=\['1', '2'\] begins 3 stages, the schedule has 2: expected 1 names",
     ),
-    "split points as a word": ({"split_points": "3"}, r"cut='3': expected a list of names, such as \['3'\]"),
+    "split points as a word": ({"cut": "3"}, r"cut='3': expected a list of names, such as \['3'\]"),
     "too few stages": (
         {"stages": [nn.Linear(6, 6)]},
         r"a list of 1 stages, and the schedule has 2 \(ranks x chunks\): expected one module a stage",
@@ -132,7 +132,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a norm that is a flag": ({"max_grad_norm": True}, r"max_grad_norm=True: expected a number above 0, or None"),
     "a class of models": ({"model": nn.Linear}, r"is type: expected a torch\.nn\.Module, made of .*: Linear\(\.\.\.\)"),
     "no stages": ({"stages": []}, r"PipelineModule\(\[\]\): expected a list of modules"),
-    "split points as numbers": ({"split_points": [3]}, r"cut=\[3\]: expected a list of names"),
+    "split points as numbers": ({"cut": [3]}, r"cut=\[3\]: expected a list of names"),
     "a device that nobody has": ({"device": "gpu"}, r"device='gpu': Expected one of cpu, .* Expected a device of this"),
     "an optimizer that is none": ({"optimizer": lambda parameters: None}, r"optimizer= returned NoneType: expected"),
     "a scheduler that is none": ({"lr_scheduler": lambda _: None}, r"lr_scheduler= returned NoneType: expected"),
@@ -394,9 +394,7 @@ def test_output_shapes_that_do_not_follow_from_input_shapes() -> None:
             return x[:, : self.width]
 
     shrinking = Shrinking()
-    pipe = make(
-        model=nn.Sequential(nn.Linear(6, 6), shrinking, nn.Tanh(), nn.Flatten()), split_points=["2"], loss_fn=_mean
-    )
+    pipe = make(model=nn.Sequential(nn.Linear(6, 6), shrinking, nn.Tanh(), nn.Flatten()), cut=["2"], loss_fn=_mean)
     shrinking.width = 5
     message = r"output 0 of stage 0 \(0 \.\. 1\) is \(2, 5\) torch\.float32, and was \(2, 6\) .* when .*: expected"
     with pytest.raises(ValueError, match=message):

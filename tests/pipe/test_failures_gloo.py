@@ -60,7 +60,7 @@ def wrong_from_the_start(plan: str) -> list[Told]:
         {"mesh": {"pipe": 2, "data": 2}},
         {"schedule": "1f2b"},
         {"model": layers(1)},
-        {"split_points": ["4x"]},
+        {"cut": ["4x"]},
         {"schedule": plan, "num_microbatches": None},
         {"model": Undecided()},
         {"optimizer": lambda parameters: None},

@@ -12,6 +12,10 @@ from support.commands import run_forked
 
 FEATURES = {  # rooms, and what asks for the feature
     "reroute": (("pipe.reroute",), "pipe(mesh=sw.Mesh(pipe=2, data=2, on_failure='reroute'))"),
+    "compression": (
+        ("pipe.compression", "pipe.compression.added"),
+        "pipe(mesh=sw.Mesh(pipe=2, compress='int8')).train_step(x, x)",
+    ),
     "trials": (("pipe.auto.trial",), "pipe(schedule=sw.Auto(trials=2)).train_step(x, x)"),
     "shared loader": (("pipe.batch.shared",), "run.loader(data, batch_size=4, shared='host')"),
     "trace": (("pipe.figures.tracer",), "run.tracer('traces')"),

@@ -172,8 +172,8 @@ def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) ->
     with pytest.raises(
         ValueError, match=r"no stage may end between them: '3' takes a tensor .* that '1' hands on past"
     ):
-        pipelined(make, mesh={"pipe": 2}, split_points=["3"])
-    agree(pipelined(make, mesh={"pipe": 2}, split_points=["1"]), make)
+        pipelined(make, mesh={"pipe": 2}, cut=["3"])
+    agree(pipelined(make, mesh={"pipe": 2}, cut=["1"]), make)
 
 
 class Own(nn.Module):

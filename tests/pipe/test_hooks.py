@@ -163,7 +163,7 @@ def test_hooks_of_modules_and_tensors_are_those_of_plain_pytorch(recompute: str,
     model, told = hooked(), []
     if not late:
         hook_everything(model, told)
-    pipe = make(model=model, optimizer=None, split_points=["3"], recompute=recompute, example_inputs=(x,))
+    pipe = make(model=model, optimizer=None, cut=["3"], recompute=recompute, example_inputs=(x,))
     if late:
         hook_everything(model, told)
     assert told == []  # building has run them, and left no trace

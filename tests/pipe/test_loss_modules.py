@@ -59,7 +59,7 @@ def pair(options: dict[str, Any]) -> tuple[PipelineModule, PipelineModule]:
     one = layers()
     torch.manual_seed(0)
     other = nn.Sequential(*layers(), Scaled())
-    points = {} if options.get("mesh") == {"pipe": 1} else {"split_points": ["3"]}
+    points = {} if options.get("mesh") == {"pipe": 1} else {"cut": ["3"]}
     return (
         make(model=one, loss_fn=ScaledLoss(), **options, **points),
         make(model=other, loss_fn=F.mse_loss, **options, **points),

@@ -81,7 +81,7 @@ CUTS = {
 ASKED: dict[str, tuple[str, Layout, int, dict[str, Any]]] = {  # task, layout, M, options of the case
     **{
         f"frozen: {name}, {recompute}": (
-            task, Layout(num_ranks=3, split_points=points, recompute=recompute), 5, {"frozen": frozen}
+            task, Layout(num_ranks=3, cut=points, recompute=recompute), 5, {"frozen": frozen}
         )
         for name, (task, points, frozen) in FROZEN.items()
         for recompute in ("none", "full")
@@ -91,7 +91,7 @@ ASKED: dict[str, tuple[str, Layout, int, dict[str, Any]]] = {  # task, layout, M
         for task in ("gpt", "batchnorm")
         for words in (("full", "none", "none", "full"), ("none", "full", "full", "none"))
     },
-    **{f"cut: {task}": (task, Layout(**INTERLEAVED, split_points=points), 5, {}) for task, points in CUTS.items()},
+    **{f"cut: {task}": (task, Layout(**INTERLEAVED, cut=points), 5, {}) for task, points in CUTS.items()},
     # Larger and smaller than the example; 5 samples are microbatches of one.
     **{
         f"sizes: {task}": (task, Layout(num_ranks=3), 5, {"sizes": (11, 13, 5, 10, 7)})

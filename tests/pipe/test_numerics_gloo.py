@@ -45,7 +45,7 @@ def test_batches_of_other_sizes(gloo: Pool) -> None:
 
 @pytest.mark.thorough
 def test_a_stage_without_gradients(gloo: Pool) -> None:
-    layout = Layout(num_ranks=3, split_points=("6", "12"))
+    layout = Layout(num_ranks=3, cut=("6", "12"))
     check(gloo, make_case("mlp", layout, 5, frozen=("6.", "9.")), layout)
 
 
@@ -58,7 +58,7 @@ def test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor(gloo:
 
     A receive that makes it contiguous moves the mask: the result then depends on the cut.
     """
-    layout = Layout(num_ranks=2, split_points=("2",))
+    layout = Layout(num_ranks=2, cut=("2",))
     check(gloo, make_case("lstm", layout, 5), layout)
 
 

@@ -104,7 +104,7 @@ def test_3f1b_is_simulated_with_what_its_stages_hold() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_3f1b_trains_as_one_process_does(passes: int, placement: Any, split: bool, recompute: str) -> None:
     schedule = recycling(passes, placement, split=split)
-    agree(lambda: Recycled(passes), schedule=schedule, split_points=None, mesh=None, recompute=recompute)
+    agree(lambda: Recycled(passes), schedule=schedule, cut=None, mesh=None, recompute=recompute)
 
 
 def test_stages_without_backward_keep_nothing() -> None:
@@ -126,7 +126,7 @@ def test_a_gradient_that_no_backward_would_take_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"output 0 of stage 0 \(blocks\.0\) wants a gradient, and schedule '3F1B' runs no"
     ):
-        piped(lambda: Recycled(recorded=True), schedule=recycling(), split_points=None, mesh=None)
+        piped(lambda: Recycled(recorded=True), schedule=recycling(), cut=None, mesh=None)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -171,7 +171,7 @@ def test_an_interlaced_schedule_trains_as_one_process_does(ranks: int, stages: i
     schedule = interlaced(ranks, stages=stages)
     assert all(0 in own for own in schedule.placement)
     assert check(schedule).num_actions == 2 * M * stages
-    agree(chain, schedule=schedule, split_points=["1", "2", "4"][: stages - 1], mesh=None)
+    agree(chain, schedule=schedule, cut=["1", "2", "4"][: stages - 1], mesh=None)
 
 
 def one_and_one(num_ranks: int, num_microbatches: int) -> Constraints:

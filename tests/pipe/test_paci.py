@@ -51,7 +51,7 @@ def test_three_weights_by_hand() -> None:
     """
     model = scalars(1.0, 2.0, 1.0)
     schedule = build("paci", num_ranks=2, num_microbatches=1)
-    options: dict[str, Any] = {"loss_fn": half_square, "optimizer": sgd(0.1), "split_points": ["2"]}
+    options: dict[str, Any] = {"loss_fn": half_square, "optimizer": sgd(0.1), "cut": ["2"]}
     with PipelineModule(model, **records(schedule=schedule, mesh={"pipe": 2}, **options)) as pipe:
         for _ in range(2):
             pipe.train_step(torch.ones(1, 1).double(), torch.zeros(1, 1).double())

@@ -64,7 +64,7 @@ def test_buffers_that_a_first_forward_leaves_as_they_are(middle: Callable[[], nn
     model, twin = (nn.Sequential(middle(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
     twin.load_state_dict(model.state_dict())
     plain(twin, ZEROS_FIRST)
-    make(model=model, optimizer=None, recompute=recompute, split_points=["2"]).forward_backward(ZEROS_FIRST, Y)
+    make(model=model, optimizer=None, recompute=recompute, cut=["2"]).forward_backward(ZEROS_FIRST, Y)
     for (name, one), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
         assert torch.allclose(one, other), name
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
@@ -74,7 +74,7 @@ def test_buffers_that_a_first_forward_leaves_as_they_are(middle: Callable[[], nn
 def averaging(*, recompute: str = "full", **options: Any) -> PipelineModule:
     torch.manual_seed(0)
     model = nn.Sequential(Average(**options), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    return make(model=model, optimizer=None, recompute=recompute, split_points=["2"])
+    return make(model=model, optimizer=None, recompute=recompute, cut=["2"])
 
 
 def test_a_buffer_that_begins_to_move_later() -> None:

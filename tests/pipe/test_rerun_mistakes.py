@@ -35,7 +35,7 @@ class Later(nn.Module):
 
 def test_later_changes_of_an_input_are_refused() -> None:
     model = made(lambda: nn.Sequential(nn.Linear(D, D), nn.Linear(D, D), Later("input")))
-    pipe = pipeline(model, {"2": "full"}, split_points=["1"])
+    pipe = pipeline(model, {"2": "full"}, cut=["1"])
     message = r"module '2' changes an input in place, and did not in its first forward: .*Expected"
     with pytest.raises(ValueError, match=message):
         pipe.forward_backward(X, Y)

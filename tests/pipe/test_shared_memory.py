@@ -51,7 +51,7 @@ IN_PLACE: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize(("make", "point"), IN_PLACE.values(), ids=IN_PLACE.keys())
 def test_in_place_changes(make: Callable[[], nn.Module], point: str, recompute: str) -> None:
     """The stage before keeps its output for its backward, recomputation reads the inputs twice, the user keeps x."""
-    agree_with_one_process(make, split_points=[point], recompute=recompute)
+    agree_with_one_process(make, cut=[point], recompute=recompute)
 
 
 class SeesThroughAView(nn.Module):
@@ -82,8 +82,8 @@ class ChangedThroughAView(SeesThroughAView):
 def test_no_cut_parts_a_view_from_the_change_that_it_sees(model: type[nn.Module]) -> None:
     message = r"stages 0 and 1 part '(a|__getitem__)' and 'act' at .*: they share memory .* Expected both in one stage"
     with pytest.raises(ValueError, match=message):
-        agree_with_one_process(model, split_points=["act"])
-    agree_with_one_process(model, split_points=["b"])
+        agree_with_one_process(model, cut=["act"])
+    agree_with_one_process(model, cut=["b"])
     for ranks in (2, 3):  # left to itself, the partitioner finds other places
         agree_with_one_process(model, ranks=ranks)
 
@@ -123,10 +123,10 @@ def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Mo
         agree_with_one_process(
             lambda: chain(linear(), Halves(), *between, ChangesOne(inplace=True), linear()),
             ranks=last,
-            split_points=points,
+            cut=points,
         )
-    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=True), linear()), split_points=["3"])
-    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=False), linear()), split_points=["2"])
+    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=True), linear()), cut=["3"])
+    agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=False), linear()), cut=["2"])
 
 
 # --- one buffer on two stages ---
@@ -240,7 +240,7 @@ class Scales(nn.Module):
 )
 def test_a_buffer_on_its_way_is_what_it_was(make: Callable[[], nn.Module], ranks: int, point: str) -> None:
     """The next stage saw what the following microbatches had made of it: the message was the buffer's own memory."""
-    agree_with_one_process(make, ranks=ranks, split_points=[point])
+    agree_with_one_process(make, ranks=ranks, cut=[point])
 
 
 def test_a_buffer_that_stands_still_may_be_on_two_stages() -> None:

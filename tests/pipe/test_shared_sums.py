@@ -65,7 +65,7 @@ def make_pipe(loss_fn: Any, **options: Any) -> PipelineModule:
     settings = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2, "num_chunks": 2, "timeout": 120.0}
     return PipelineModule(
         tied_model(),
-        **records(schedule="interleaved", split_points=["1", "2", "3"], loss_fn=loss_fn, **(settings | options)),
+        **records(schedule="interleaved", cut=["1", "2", "3"], loss_fn=loss_fn, **(settings | options)),
     )
 
 

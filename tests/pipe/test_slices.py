@@ -51,7 +51,7 @@ def agrees(model: nn.Module, loss_fn: Callable[..., Any], *inputs: Any, **option
 def test_unequal_everything() -> None:
     """Lengths, microbatches and both kinds of losses: every token weighs the same."""
     for loss_fn in (mean_loss, counted_loss):
-        lengths = {"num_slices": 3, "slice_lengths": [6, 4, 2]}
+        lengths = {"num_slices": 3, "lengths": [6, 4, 2]}
         agrees(chain(layers=1), loss_fn, *batch(samples=3), schedule="terapipe", **lengths)
 
 
@@ -101,7 +101,7 @@ def test_verify_and_evaluation_take_whole_sequences() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["seq1f1b", "seq-zb-h1"])
 def test_over_processes(gloo: Pool, schedule: str) -> None:
-    options = {"schedule": schedule, "num_slices": 3, "slice_lengths": [5, 4, 3], "mesh": {"pipe": 2}}
+    options = {"schedule": schedule, "num_slices": 3, "lengths": [5, 4, 3], "mesh": {"pipe": 2}}
     by_rank = gloo.run(of_this_rank, ranks=2, args=(options,))
     names = set()
     for loss, gradients, own in by_rank:
@@ -467,13 +467,13 @@ def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
     ("options", "message"),
     [
         ({"num_slices": 13}, "a sequence of 12 tokens for num_slices=13"),
-        ({"num_slices": 2, "slice_lengths": [6, 5]}, r"lengths=\[6, 5\] make 11 tokens, .* have 12"),
-        ({"num_slices": 2, "slice_lengths": [4, 4, 4]}, r"lengths=\[4, 4, 4\] for 2 slices: expected 2 numbers"),
-        ({"slice_lengths": [6, 6.0]}, r"lengths=\[6, 6.0\]: expected a list of tokens"),
-        ({"sequence_dims": {0: 0}}, r"dims\[0\]=0 and input 0 has shape \(2, 12\): .* beside that of the batch"),
-        ({"sequence_dims": {0: "1"}}, r"dims\[0\]='1': expected the number of a dimension"),
+        ({"num_slices": 2, "lengths": [6, 5]}, r"lengths=\[6, 5\] make 11 tokens, .* have 12"),
+        ({"num_slices": 2, "lengths": [4, 4, 4]}, r"lengths=\[4, 4, 4\] for 2 slices: expected 2 numbers"),
+        ({"lengths": [6, 6.0]}, r"lengths=\[6, 6.0\]: expected a list of tokens"),
+        ({"dims": {0: 0}}, r"dims\[0\]=0 and input 0 has shape \(2, 12\): .* beside that of the batch"),
+        ({"dims": {0: "1"}}, r"dims\[0\]='1': expected the number of a dimension"),
         ({"schedule": "1f1b", "num_slices": 2}, "num_slices=2 for schedule '1f1b': it takes microbatches whole"),
-        ({"schedule": "1f1b", "slice_lengths": [12]}, "Slices around the schedule '1f1b', which is not sliced"),
+        ({"schedule": "1f1b", "lengths": [12]}, "Slices around the schedule '1f1b', which is not sliced"),
         ({"loss_fn": "model"}, 'loss_fn="model" under schedule'),
     ],
     ids=str,

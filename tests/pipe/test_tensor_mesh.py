@@ -70,5 +70,5 @@ def test_in_one_process_there_is_no_tensor_axis() -> None:
     with pytest.raises(ValueError, match=r'beside schedule="auto"'):
         make_pipe(make_model(0), schedule="auto")
     with pytest.raises(ValueError, match=r"order=\('pipe',\): expected the axes"):
-        make_pipe(make_model(0), mesh={"pipe": 2}, mesh_order=("pipe",))
+        make_pipe(make_model(0), mesh={"pipe": 2}, order=("pipe",))
     assert math.isfinite(make_pipe(make_model(0), mesh={"pipe": 2}).train_step(*make_batch(0)).loss or math.nan)

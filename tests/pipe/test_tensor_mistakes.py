@@ -71,7 +71,7 @@ def partial_gradients() -> list[str]:
     options = {"mesh": {"tensor": 2}, "tensor_parallel": {"0": "column", "1": "row"}, "loss_fn": F.mse_loss}
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match="begins 2 stages, the schedule has 1"):
-        make_pipe(model, split_points=["1"], **options).build(x, x)
+        make_pipe(model, cut=["1"], **options).build(x, x)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match=r"optimizer Muon holds '0.weight', which is divided") as error:
         make_pipe(model, optimizer=lambda p: torch.optim.Muon(p, lr=0.1), **options).build(x, x)

@@ -43,7 +43,7 @@ def batches_of(replica: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
 def train(options: dict[str, Any], dropout: float = 0.0) -> dict[str, Any]:
     """Three steps, an evaluation of a smaller batch; others than a stage's first process have other weights."""
     left, at = dist.get_rank(), dict[str, int]()
-    for axis in reversed(options.get("mesh_order", ("pipe", "data", "tensor"))):
+    for axis in reversed(options.get("order", ("pipe", "data", "tensor"))):
         left, at[axis] = divmod(left, options["mesh"].get(axis, 1))
     is_first = at["data"] == at["tensor"] == 0
     with make_pipe(make_model(0 if is_first else dist.get_rank(), dropout=dropout), **options) as pipe:
@@ -82,7 +82,7 @@ CASES = {
             "mesh": {"pipe": 2, "tensor": 2},
             "schedule": "interleaved",
             "tensor_parallel": WORDS_ALONE,
-            "mesh_order": ODD,
+            "order": ODD,
         },
     ),
     "data-tensor": (
@@ -120,7 +120,7 @@ def check(answers: list[dict[str, Any]], options: dict[str, Any]) -> None:
     model = make_model()
     model.load_state_dict(answers[0]["first"])
     alone_options = {
-        k: v for k, v in options.items() if k not in ("tensor_parallel", "mesh_order", "tensor_sends", "data_parallel")
+        k: v for k, v in options.items() if k not in ("tensor_parallel", "order", "sends", "data_parallel")
     }
     alone = make_pipe(model, **alone_options | {"mesh": {"pipe": options["mesh"]["pipe"], "data": data}})
     results = []
@@ -195,7 +195,7 @@ def count_bytes(sends: str) -> tuple[dict[str, int], Any]:
 
     ProcessGroupTransport.send = counting  # type: ignore[method-assign]
     try:
-        options: dict[str, Any] = {"schedule": "interleaved", "tensor_parallel": WORDS_ALONE, "tensor_sends": sends}
+        options: dict[str, Any] = {"schedule": "interleaved", "tensor_parallel": WORDS_ALONE, "sends": sends}
         with make_pipe(make_model(), mesh={"pipe": 2, "tensor": 2}, num_microbatches=4, **options) as pipe:
             for step in range(2):
                 pipe.train_step(*make_batch(step, size=7))
@@ -226,8 +226,8 @@ def cut_in_between() -> tuple[list[float | None], dict[str, Tensor]]:
         chain,
         mesh={"pipe": 2, "tensor": 2 if divided else 1},
         tensor_parallel=divided,
-        tensor_sends="parts",
-        split_points=["2"],
+        sends="parts",
+        cut=["2"],
         loss_fn=F.mse_loss,
     ) as pipe:
         generator = torch.Generator().manual_seed(1)
@@ -261,7 +261,7 @@ def test_parts_go_between_hosts() -> None:
     assert peers(Hosts(["a", "b"] * 4)) == frozenset()  # type: ignore[arg-type]
     assert peers_in_parts("parts", place, Hosts([])) == {1, 2, 3}  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="sends='half': expected one of 'auto', 'parts', 'whole'"):
-        make_pipe(make_model(), tensor_sends="half")
+        make_pipe(make_model(), sends="half")
 
 
 def train_a_plan(plan: Plan) -> tuple[list[float | None], dict[str, Tensor], tuple[int, ...]]:
@@ -316,8 +316,8 @@ def test_eight_processes(gloo: Pool, schedule: str, order: tuple[str, ...]) -> N
         "mesh": {"pipe": 2, "data": 2, "tensor": 2},
         "schedule": schedule,
         "tensor_parallel": TORCHS if schedule == "1f1b" else WORDS_ALONE,
-        "mesh_order": order,
-        "tensor_sends": "parts",
+        "order": order,
+        "sends": "parts",
         "timeout": 120.0,
     }
     check(gloo.run(train, ranks=8, args=(options,)), options)

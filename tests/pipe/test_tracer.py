@@ -238,10 +238,10 @@ def test_headers_tell_the_same_stages_from_others(tmp_path: Path) -> None:
 
     found = [
         cut("a"),
-        cut("b", split_points=["2"]),
+        cut("b", cut=["2"]),
         cut("c", recompute="full"),
         cut("d", recompute={"1": lambda *_: None}),
     ]
     assert len(set(found)) == 4
-    assert found[0] == cut("e", split_points=["3"])
+    assert found[0] == cut("e", cut=["3"])
     assert found[3] == cut("f", recompute={"1": lambda *_: None})

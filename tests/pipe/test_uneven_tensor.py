@@ -58,7 +58,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
 CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     "2-1": (in_a_row(2, 1), {"verify": True}),
     "1-2-1": (in_a_row(1, 2, 1, schedule="zb-h1", num_bytes=(7744.0, 3680.0, 896.0)), {"optimizer": "adam"}),
-    "1-1-2": (in_a_row(1, 1, 2), {"tensor_sends": "parts"}),
+    "1-1-2": (in_a_row(1, 1, 2), {"sends": "parts"}),
     "2-1-1": (in_a_row(2, 1, 1, schedule="gpipe"), {}),
     "backwards": (plan_of(stage("embed blocks.0", 2, 3), stage("blocks.1", 1), stage("norm head", 0)), {}),
     "idle": (plan_of(stage("embed blocks.0", 0), stage("blocks.1 norm head", 2, 3)), {}),
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
         ),
         {},
     ),
-    "2-2-1": (in_a_row(2, 2, 1), {"tensor_sends": "parts"}),
+    "2-2-1": (in_a_row(2, 2, 1), {"sends": "parts"}),
     "replicas": (
         plan_of(stage("embed blocks.0", 0, 1, tensor=1, optimizer_shards=2), stage("blocks.1 norm head", 2, 3)),
         {},

@@ -153,9 +153,9 @@ def seed_all(seed: int) -> None:
 
 
 ANY_CUT: dict[str, dict[str, Any]] = {
-    "one rank": {"mesh": {"pipe": 1}, "split_points": None},
+    "one rank": {"mesh": {"pipe": 1}, "cut": None},
     "gpipe": {"schedule": "gpipe"},
-    "interleaved": {"schedule": "interleaved", "num_chunks": 2, "split_points": ["1", "2", "5"]},
+    "interleaved": {"schedule": "interleaved", "num_chunks": 2, "cut": ["1", "2", "5"]},
     "recompute": {"recompute": "full"},
 }
 
@@ -251,7 +251,7 @@ def test_what_is_used_now_and_then_is_trained_then(decide: Callable[[Any, Tensor
         return nn.Sequential(Sometimes(decide), linear(), Sometimes(decide), linear())
 
     wanted, losses = by_hand(make, F.mse_loss)
-    model, found = piped(make, recompute=recompute, mesh={"pipe": 3}, split_points=["1", "2"])
+    model, found = piped(make, recompute=recompute, mesh={"pipe": 3}, cut=["1", "2"])
     assert found == pytest.approx(losses, abs=1e-12)
     for name, tensor in model.state_dict().items():
         assert torch.allclose(tensor, wanted.state_dict()[name], rtol=0, atol=1e-12), name
@@ -268,4 +268,4 @@ def test_what_is_used_later_by_an_attribute_is_refused(decide: Callable[[Any, Te
         model[0].uses = step > 0
 
     with pytest.raises(ValueError, match=r"output 0 of stage 0 \(0\) wants a gradient and did not when the stages"):
-        piped(lambda: nn.Sequential(Sometimes(decide), linear()), use, recompute=recompute, split_points=["1"])
+        piped(lambda: nn.Sequential(Sometimes(decide), linear()), use, recompute=recompute, cut=["1"])

@@ -79,7 +79,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 CUTS: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "recompute": {"recompute": "full"},
-    "interleaved": {"schedule": "interleaved", "num_chunks": 2, "split_points": ["1", "2", "3"]},
+    "interleaved": {"schedule": "interleaved", "num_chunks": 2, "cut": ["1", "2", "3"]},
 }
 
 

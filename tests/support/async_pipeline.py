@@ -31,13 +31,13 @@ def make_pipeline(case: AsyncCase, model: nn.Module, **options: Any) -> Any:
     if case.feedback is not None:
         from stagewright import ErrorFeedback
 
-        settings["delay_correction"] = ErrorFeedback(
+        settings["correction"] = ErrorFeedback(
             factor=case.feedback, delay=case.feedback_delay, fresh=case.feedback_fresh
         )
     if isinstance(settings["schedule"], str):
         settings["num_microbatches"] = case.num_microbatches
     if isinstance(model, nn.Sequential):
-        settings["split_points"] = [str(child) for child in case_bounds(case, len(model))]
+        settings["cut"] = [str(child) for child in case_bounds(case, len(model))]
     return assembled(model, **(settings | options))
 
 

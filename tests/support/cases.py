@@ -69,7 +69,7 @@ class Layout:
     num_ranks: int = 1
     num_chunks: int | None = None
     recompute: str | tuple[str, ...] = "none"
-    split_points: tuple[str, ...] | None = None
+    cut: tuple[str, ...] | None = None
 
     @property
     def num_stages(self) -> int:

@@ -45,7 +45,7 @@ def agree_with_one_process(
     make: Callable[[], nn.Module],
     *,
     ranks: int = 2,
-    split_points: Sequence[str] | None = None,
+    cut: Sequence[str] | None = None,
     recompute: str = "none",
     inputs: tuple[Tensor, ...] = (X,),
 ) -> PipelineModule:
@@ -65,7 +65,7 @@ def agree_with_one_process(
         num_microbatches=4,
         mesh={"pipe": ranks},
         loss_fn=loss_of,
-        cut=split_points,
+        cut=cut,
         example_inputs=given,
         recompute=recompute,
     )

@@ -61,7 +61,7 @@ def pipeline(*, timeout: float = LONG, trip: dict[int, Callable[[], None]] | Non
     for where, action in (trip or {}).items():
         model[2 * where + 1] = nn.Sequential(model[2 * where + 1], Trip(action))
     names = [str(2 * one) for one in range(1, ranks)]
-    return make(model=model, mesh=None, split_points=names, timeout=timeout, **options)
+    return make(model=model, mesh=None, cut=names, timeout=timeout, **options)
 
 
 def step(pipe: PipelineModule) -> Callable[[], float]:

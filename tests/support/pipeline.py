@@ -30,7 +30,7 @@ def make_pipeline(case: Case, layout: Layout, model: nn.Module, **options: Any) 
         "example_inputs": inputs,
         "mesh": {"pipe": layout.num_ranks},
         "recompute": list(layout.recompute) if isinstance(layout.recompute, tuple) else layout.recompute,
-        "split_points": None if layout.split_points is None else list(layout.split_points),
+        "cut": None if layout.cut is None else list(layout.cut),
         "seed": case.seed,
     }
     return assembled(model, **(settings | options))

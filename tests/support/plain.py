@@ -59,7 +59,7 @@ def plain(make: Make, between: Between = nothing) -> tuple[Any, list[float]]:
 def piped(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, list[float]]:
     """The same in a pipeline."""
     model = made(make)
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "split_points": ["2"], "example_inputs": batch(0)[:1]}
+    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "cut": ["2"], "example_inputs": batch(0)[:1]}
     settings |= {"num_microbatches": MICROBATCHES, "loss_fn": F.mse_loss, "optimizer": sgd}
     pipe = PipelineModule(model, **records(**(settings | options)))
     losses = []

@@ -212,4 +212,4 @@ class _Drawn(Draws):
         names = unit_names(make_model(Case(model=model)))[1:]
         if len(names) < S - 1 or self.often(0.8):
             return ()
-        return (("split_points", tuple(names[i] for i in sorted(self.draw.sample(range(len(names)), S - 1)))),)
+        return (("cut", tuple(names[i] for i in sorted(self.draw.sample(range(len(names)), S - 1)))),)

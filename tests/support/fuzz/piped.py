@@ -86,8 +86,8 @@ def make_pipeline(case: Case, model: nn.Module, loss: Any) -> Any:
         options["batch_dims"] = {"positions": None}
     if case.model.loss == "model":
         options["loss_weight"] = "samples"
-    if (points := case.option("split_points")) is not None:
-        options["split_points"] = list(points)
+    if (points := case.option("cut")) is not None:
+        options["cut"] = list(points)
     if isinstance(options.get("recompute"), tuple):
         options["recompute"] = (
             dict(options["recompute"])
@@ -308,7 +308,7 @@ class Piped:
         """Into another pipeline, of a model with other weights, cut in another way."""
         self.pipe.save(self.folder / f"moved-{at}")
         self.pipe.close()
-        options = tuple(pair for pair in self.case.options if pair[0] != "split_points")
+        options = tuple(pair for pair in self.case.options if pair[0] != "cut")
         self.case = replace(self.case, options=options, **dict(call[1]))
         self.begin(make_model(replace(self.case, seed=self.case.seed + 1)))
         for before in self.done:

@@ -21,22 +21,22 @@ from typing import Any
 
 import torch
 
-from ...comm import Codec, Compress, LinkCodecs, TensorSpec
+from ...comm import Codec, LinkCodecs, TensorSpec
 from ...comm.codecs import num_bytes, pack, unpack, wire_specs
 from ...comm.links import fit_line, ping_pong
 from ...schedules import Costs, Link, Links, Message, MessageKind, critical_path, simulate
 from ...schedules.dependencies import Wire
 from ...schedules.messages import STAGE_KINDS
 from ...schedules.timing.links import Network
-from ..context import Layout, Run
+from ..context import Run
+from ..run.ranks import RankLinks
+from ..run.training import Training
 from ..settings.arguments import AUTO
+from ..settings.excludes import shown
 from ..settings.given import Given
-from ..settings.options import Options
 from ..stage.shapes import Inferred
-from ..stage.wiring import Mode
+from ..stage.wiring import Mode, message_bytes
 from ..telling import tell
-from .ranks import RankLinks
-from .training import Training
 
 Boundary = tuple[int, int]  # stages, the producer's first
 Chosen = dict[Boundary, Codec]
@@ -45,39 +45,6 @@ LADDER = (None, Codec("int8"))  # what others cost in loss: experiments/works/sl
 WORTH = 0.05  # of the step, for which one more rung is taken
 STEPS = 5  # that are measured
 _SMALL, _TIMED, _ROUNDS = 1024, 3, 5
-
-
-def check_compress(layout: Layout, options: Options) -> None:
-    """ValueError for what does not go with packed links."""
-    place, schedule, sync, compress = layout.place, layout.schedule, options.mesh.sync, options.compress
-    if compress is None:
-        return
-    wrong = [
-        (max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
-        (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
-        (AUTO in compress and schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected a codec"),
-        (
-            AUTO in compress and options.optimizer is None,
-            "without an optimizer, whose steps it looks at: expected one",
-        ),
-    ]
-    if "data" in compress:
-        wrong += [
-            (max(map(len, schedule.owners)) == 1, "where no stage has replicas: expected Mesh(data=D)"),
-            (not place.world.distributed, "in one process, where replicas share Parameters: expected no 'data'"),
-            (schedule.is_asynchronous, f"under the asynchronous {schedule.name!r}: expected '1f1b', or no 'data'"),
-            (layout.sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate', or no 'data'"),
-            (sync != 1, f"beside sync={sync!r}, which sums no gradients: expected no 'data'"),
-        ]
-    for is_wrong, why in wrong:
-        if is_wrong:
-            raise ValueError(f"compress={shown(compress)} {why}, or compress=None")
-
-
-def shown(compress: Compress) -> str:
-    if isinstance(compress, str):
-        return repr(compress)
-    return "{" + ", ".join(f"{link!r}: {codec}" for link, codec in compress.items()) + "}"
 
 
 def take_codecs(codecs: LinkCodecs, compress: Mapping[Any, Codec], mode: Mode, inferred: Inferred) -> None:
@@ -107,21 +74,6 @@ def boundaries(mode: Mode) -> dict[Boundary, list[Wire]]:
         for consumer in wire.consumers if owners[wire.src] != owners[wire.dst] else ():
             found.setdefault((wire.producer, consumer), []).append(wire)
     return found
-
-
-def message_bytes(mode: Mode, inferred: Inferred, codecs: LinkCodecs | None) -> tuple[list[float], list[float]]:
-    """Bytes of a microbatch's activations and gradients over each edge of the schedule, as `Links` takes them."""
-
-    sizes: dict[tuple[MessageKind, int, int], float] = {}
-    for wire in mode.wires:
-        message, specs = wire.message(0), mode.message_specs(wire.message(0), inferred)
-        size = float(num_bytes(specs if codecs is None else codecs.layouts(message, specs)))
-        sizes |= {(wire.kind, wire.producer, consumer): size for consumer in wire.consumers}
-    acts, grads = (
-        [sizes.get((kind, src, dst), 0.0) for src, dst, _ in mode.schedule.stage_edges]
-        for kind in (MessageKind.ACT, MessageKind.GRAD)
-    )
-    return acts, grads
 
 
 def _nothing_to_pack(carried: list[TensorSpec], links: Mapping[Boundary, object]) -> str:
@@ -180,7 +132,7 @@ def step_seconds(
         for link, codec in chosen.items():  # half at either end, in front of an action or behind it
             for stage in link:
                 around[stage] += busy(link, codec) / 2
-        (acts, grads), edges = message_bytes(mode, inferred, codecs), [e[:2] for e in mode.schedule.stage_edges]
+        (acts, grads), edges = message_bytes(mode, inferred, codecs.layouts), [e[:2] for e in mode.schedule.stage_edges]
         links = Links(network=network, activation_bytes=acts, gradient_bytes=grads)
         timeline = simulate(mode.schedule, replace(costs, message_overhead=around), links)
         path: dict[Boundary, float] = {}
@@ -197,7 +149,14 @@ def step_seconds(
 
 
 def decides(
-    run: Run, mode: Mode, inferred: Inferred, ranks: RankLinks, training: Training, *, costs: Callable[[], Costs]
+    run: Run,
+    mode: Mode,
+    inferred: Inferred,
+    ranks: RankLinks,
+    training: Training,
+    *,
+    codecs: LinkCodecs,
+    costs: Callable[[], Costs],
 ) -> None:
     """Have it decided in front of the training's step that follows its first STEPS ones."""
     begun, before = iter(range(STEPS + 1)), training.before_step
@@ -235,8 +194,7 @@ def decides(
                 free = replace(measured, latency=0.0)
                 found = choose(list(specs), step_seconds(mode, inferred, free, network, cache(busy)))
             found = run.collectives.gather(found, what="choosing codecs for links")[0]
-        assert run.codecs is not None
-        take_codecs(run.codecs, found, mode, inferred)
+        take_codecs(codecs, found, mode, inferred)
         tell(f"compress='auto': {shown(found) if found else 'nothing'} is packed", rank=run.collectives.rank)
 
     training.before_step = decide

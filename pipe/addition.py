@@ -1,0 +1,31 @@
+"""What is added to a run from outside: by default it has no say anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+
+class Addition:
+    """Attributes:
+    sums: a way in which sums of gradients begin, as `SharedSum` takes it.
+    sent: bytes by link that this process has sent, and those of the same tensors as they were.
+    """
+
+    sums: Any = None
+    sent: Mapping[Any, tuple[int, int]] = {}
+
+    def connected(self, pipeline: Any, links: Any) -> None:
+        """The pipeline is complete, but for what is around it."""
+
+    def exact(self) -> AbstractContextManager[object]:
+        """Within, nothing is changed by it, and nothing is under way at either end."""
+        return nullcontext()
+
+    def loaded(self) -> None:
+        """Another state was loaded."""
+
+    def lost(self) -> str | None:
+        """What a checkpoint has nothing of, for people."""
+        return None

@@ -1,0 +1,1 @@
+"""Mesh(compress=): packed links, and packed sums of gradients, around a run that knows nothing of them."""

@@ -1,0 +1,244 @@
+"""What is no option, and what excludes what: rows of (is it so, text), of which the first that is so is raised.
+
+`check_options` before there is a layout, `check_reroute` and `check_layout` once there is one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields
+from functools import wraps
+from typing import ParamSpec
+
+from ...comm import Compress, MeshPlace
+from ...partition.plans.plan import Plan
+from ...schedules import Schedule
+from ...schedules.kinds import one_of, option
+from ...schedules.transform import schedule_without
+from ..shards.shard import DATA_PARALLEL, SYNC, Sharding
+from .arguments import AUTO, Asynchronous, GivenOptions, Slices, Synchronous
+from .options import Options
+
+P = ParamSpec("P")
+Row = tuple[object, str]
+
+REROUTE = "reroute"
+
+
+# What others call it.
+_MEANT = {
+    "num_microbatches": "microbatches micro_batches n_microbatches gradient_accumulation_steps",
+    "num_chunks": "chunks virtual_stages num_virtual_stages",
+    "precision": "bf16 fp16 amp autocast dtype mixed_precision",
+    "max_grad_norm": "grad_clip clip_grad_norm max_norm gradient_clipping gradient_clip_val",
+    "recompute": "checkpoint checkpointing activation_checkpointing gradient_checkpointing",
+    "mesh": "num_stages num_ranks world_size pp dp tp data tensor",
+    "loss_fn": "loss criterion",
+}
+
+
+def refuse_unknown(names: Collection[str]) -> None:
+    """TypeError for an argument that PipelineModule does not have, with the one that is meant."""
+    known = [each.name for each in fields(GivenOptions)]
+    for name in names:
+        meant = [own for own, others in _MEANT.items() if name in others.split()]
+        near = ", or ".join(f"{own}=" for own in meant or difflib.get_close_matches(name, known, n=1))
+        raise TypeError(
+            f"PipelineModule() got an unexpected keyword argument {name!r}: expected "
+            f"{near or 'one of ' + ', '.join(known)}"
+        )
+
+
+def _check(rows: Callable[P, Iterator[Row]]) -> Callable[P, None]:
+    @wraps(rows)
+    def check(*args: P.args, **kwargs: P.kwargs) -> None:
+        for is_so, text in rows(*args, **kwargs):
+            if is_so:
+                raise ValueError(text)
+
+    return check
+
+
+@_check
+def check_options(options: Options) -> Iterator[Row]:
+    """ValueError for options that exclude each other, whatever the layout is."""
+    mesh, sizes, replan = options.mesh, options.sizes or {}, options.auto.replan
+    is_plan = isinstance(options.schedule, Plan)
+    such = '"batch", a schedule for each batch; or None, one for all'
+    yield replan not in (None, "batch"), f"replan={replan!r}: expected {such}"
+    option("data_parallel", mesh.data_parallel, one_of(DATA_PARALLEL))
+    option("sync", mesh.sync, SYNC)
+    option("on_failure", mesh.on_failure, one_of(("stop", REROUTE)))
+    if not is_plan and options.schedule != AUTO:
+        return
+    decided = {
+        "num_chunks=": options.num_chunks is not None,
+        "num_slices=": options.slices.num_slices is not None,
+        "cut=": options.cut is not None,
+        "a list of stages": options.stages is not None,
+        "recompute=": options.recompute not in (None, "none"),
+        "data_parallel=": mesh.data_parallel not in (None, "replicate"),
+        "Mesh(sync=)": mesh.sync not in (None, 1),
+        "Mesh(on_failure=)": mesh.on_failure not in (None, "stop"),
+        "mesh=": is_plan and options.sizes is not None,
+        "Mesh(order=)": mesh.order is not None,
+    }
+    what = "a plan" if is_plan else 'schedule="auto"'
+    for said, is_given in decided.items():
+        yield is_given, f"{said} beside {what}: expected one of them, since the plan decides on it"
+    if is_plan:
+        return
+    members, replicas = sizes.get("tensor", 1), sizes.get("data", 1)
+    such = 'which measures whole modules: expected "tensor": 1, or a schedule by name'
+    yield members != 1, f'mesh={{"tensor": {members}}} beside schedule="auto", {such}'
+    such = 'before anybody knows how long they are: expected "data": 1, or no replan='
+    shared = f'mesh={{"data": {replicas}}} beside replan="batch": replicas would share out microbatches {such}'
+    yield replan is not None and replicas != 1, shared
+    yield from _flush(options, AUTO)
+
+
+@_check
+def check_reroute(options: Options, schedule: Schedule, *, num_replicas: int, tensor: int) -> Iterator[Row]:
+    """ValueError where no rank's work can be another's, or a step cannot be done again."""
+    said, mesh = 'mesh=Mesh(on_failure="reroute")', options.mesh
+    yield num_replicas < 2, f"{said} with data={num_replicas}: nobody could take over. Expected data=2 or more"
+    yield (
+        tensor > 1 or mesh.data_parallel != "replicate" or mesh.order is not None,
+        f"{said} beside tensor={tensor}, data_parallel={mesh.data_parallel!r}, order={mesh.order}: expected tensor=1, "
+        f'"replicate" and no order, so that each replica of a stage has all of it',
+    )
+    yield options.compress is not None, f"{said} beside compress={options.compress!r}: expected one of them"
+    schedule_without(schedule, range(1, num_replicas))  # says what else it cannot do
+    such = 'expected none, or on_failure="stop"'
+    moves, own = "a loss scale, which moves with each try", "an optimizer of your own"
+    yield options.grad_scaler is not None, f'Mesh(on_failure="reroute") beside {moves}: {such}'
+    yield options.optimizer is None, f'Mesh(on_failure="reroute") beside {own}: {such}'
+
+
+@_check
+def check_layout(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:
+    """ValueError for options that do not go with the layout that was decided on."""
+    yield from _kind(options, schedule)
+    yield from _slices(options, schedule, place)
+    yield from _sync(options, schedule, place, sharding)
+    yield from _compress(options, schedule, place, sharding)
+    if schedule.is_asynchronous:
+        yield (
+            options.mesh.data_parallel == "fsdp",
+            f"data_parallel='fsdp' under the asynchronous schedule {schedule.name!r}: batches are under way from one "
+            f"train_step to the next, and use the weight versions that are kept, so that none could be let go. "
+            f"Expected data_parallel='zero1', which divides the optimizer's state, or a flush schedule such as "
+            f"schedule='1f1b'",
+        )
+        yield (
+            options.grad_scaler is not None,
+            f"grad_scaler= under the asynchronous schedule {schedule.name!r}: batches are under way with weights of "
+            f"several updates, each with a scale of its own. Expected a flush schedule such as schedule='1f1b', or "
+            f"torch.autocast to bfloat16, which needs no scale",
+        )
+    else:
+        yield from _flush(options, schedule.name)
+    yield (
+        sharding.weights and options.optimizer is None,
+        "data_parallel='fsdp' without an optimizer: between two batches each rank keeps parts of the weights alone, "
+        "which only an optimizer of the pipeline can update. Expected PipelineModule(..., "
+        "optimizer=lambda params: torch.optim.AdamW(params)), or data_parallel='replicate'",
+    )
+
+
+def _kind(options: Options, schedule: Schedule) -> Iterator[Row]:
+    """A schedule of another kind than the record around it says."""
+    is_late = schedule.is_asynchronous
+    corrected = options.flush_first or options.correction is not None  # has words of its own
+    for record, word, such, is_so in (
+        (Synchronous, "synchronous", "zb-h1", not is_late),
+        (Asynchronous, "asynchronous", "2bw", is_late or corrected),
+        (Slices, "sliced", "seq1f1b", schedule.num_slices > 1),
+    ):
+        yield (
+            options.kind is record and not is_so,
+            f"stagewright.{record.__name__} around the schedule {schedule.name!r}, which is not {word}: expected "
+            f"{record.__name__}({such!r}) or another of its kind, or the schedule by itself",
+        )
+
+
+def _slices(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator[Row]:
+    n, lengths = schedule.num_slices, options.slices.lengths
+    such = "expected a schedule over slices of the sequence, such as stagewright.Slices('seq1f1b', num_slices=4)"
+    for name, value in {"lengths": lengths, "dims": options.slices.dims or None}.items():
+        yield n == 1 and value is not None, f"{name}={value!r} for a schedule without slices: {such}"
+    listed = list(lengths or ())
+    yield lengths is not None and len(listed) != n, f"lengths={listed} for {n} slices: expected {n} numbers of tokens"
+    if n == 1:
+        return
+    what = f"schedule {schedule.name!r} over {n} slices of the sequence"
+    yield (
+        options.model_loss is not None,
+        f'loss_fn="model" under {what}: a model shifts its labels within what it is given. Expected '
+        f"loss_fn=lambda output, target: ..., with targets that are shifted already",
+    )
+    such = "expected compile=False, since keys and values are kept in Python"
+    yield options.compile is not None, f"compile= under {what}: {such}"
+    such = "expected mesh={'tensor': 1}, or a schedule without slices"
+    yield max(place.mesh.tensor_sizes) > 1, f"a tensor group under {what}: {such}"
+
+
+def _sync(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:
+    """Replicas that agree now and then."""
+    sync = options.mesh.sync
+    for is_so, why in (
+        (not place.world.distributed, "in one process, where replicas share Parameters: expected processes"),
+        (place.mesh.data == 1, "for one replica: expected Mesh(data=D) with D of at least 2"),
+        (schedule.is_asynchronous, f"under the asynchronous schedule {schedule.name!r}: expected '1f1b'"),
+        (sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate'"),
+        (options.optimizer is None, "without an optimizer: expected optimizer=, since no gradients are summed"),
+        (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+    ):
+        yield sync != 1 and is_so, f"sync={sync!r} {why}, or sync=1"
+
+
+def _compress(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:
+    """Packed links."""
+    compress, sync, is_late = options.compress or {}, options.mesh.sync, schedule.is_asynchronous
+    late, is_auto, has_data = f"under the asynchronous {schedule.name!r}", AUTO in compress, "data" in compress
+    for is_so, why in (
+        (compress and max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
+        (compress and options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (is_auto and is_late, f"{late}: expected a codec"),
+        (is_auto and options.optimizer is None, "without an optimizer, whose steps it looks at: expected one"),
+        (has_data and max(map(len, schedule.owners)) == 1, "where no stage has replicas: expected Mesh(data=D)"),
+        (
+            has_data and not place.world.distributed,
+            "in one process, where replicas share Parameters: expected no 'data'",
+        ),
+        (has_data and is_late, f"{late}: expected '1f1b', or no 'data'"),
+        (
+            has_data and sharding.is_any,
+            "beside 'zero1' or 'fsdp': expected data_parallel='replicate', or no 'data'",
+        ),
+        (has_data and sync != 1, f"beside sync={sync!r}, which sums no gradients: expected no 'data'"),
+    ):
+        yield is_so, f"compress={shown(compress)} {why}, or compress=None"
+
+
+def shown(compress: Compress) -> str:
+    if isinstance(compress, str):
+        return repr(compress)
+    return "{" + ", ".join(f"{link!r}: {codec}" for link, codec in compress.items()) + "}"
+
+
+def _flush(options: Options, schedule: str) -> Iterator[Row]:
+    """Options of an asynchronous schedule under one that flushes."""
+    flush_first, correction = options.flush_first, options.correction
+    yield (
+        flush_first,
+        f"flush_first={flush_first} under the schedule {schedule!r}, which flushes behind every batch: expected an "
+        f"asynchronous schedule such as '2bw', or flush_first=0",
+    )
+    yield (
+        correction is not None and correction.delay is None,
+        f"correction= under the flush schedule {schedule!r}, whose gradients are not late: expected an asynchronous "
+        f"schedule such as '2bw', correction=None, or a delay to correct as if there were one: "
+        f"stagewright.ErrorFeedback(delay=1)",
+    )
