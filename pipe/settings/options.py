@@ -282,6 +282,9 @@ def _read_mesh(mesh: MeshLike | None) -> tuple[Mesh, Mapping[str, int] | None]:
     """The record, and the sizes that were given by axis. ValueError for another word than "auto"."""
     if isinstance(mesh, str) and mesh != AUTO:
         raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
+    if mesh is not None and not isinstance(mesh, str | Mapping | Mesh | DeviceMesh):
+        meant = mesh if isinstance(mesh, int) else 2
+        raise ValueError(f'mesh={mesh!r}: expected sizes by axis, as in mesh={{"pipe": {meant}}}')
     if not isinstance(mesh, Mesh | DeviceMesh):
         return Mesh(), None if isinstance(mesh, str) else mesh
     record = _mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh

@@ -68,6 +68,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown axis": ({"mesh": {"dp": 2}}, r"mesh axis 'dp': expected one of pipe, data, tensor"),
     "mesh of another type": ({"mesh": 2}, r'mesh=2: expected sizes by axis, as in mesh=\{"pipe": 2\}'),
+    "mesh of another type, auto": (
+        {"mesh": [2], "schedule": "auto"},
+        r"mesh=\[2\]: expected sizes by axis, as in mesh",
+    ),
     "split point of a sequential": (
         {"cut": ["33"]},
         r"cut='33' is no child of the nn\.Sequential: expected .* such as '3'",
