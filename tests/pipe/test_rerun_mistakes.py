@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,8 @@ from support.layers import D
 from support.reruns import X, Y, equals_one_process, made, pipeline
 from torch import Tensor, nn
 
+from stagewright.partition import Cluster, Node, Profile
+from stagewright.partition import plan as make_plan
 from stagewright.pipe import PipelineModule
 
 # --- changes in place that only later forwards make ---
@@ -116,8 +117,8 @@ def test_mistakes(recompute: Any, message: str) -> None:
         pipeline(nn.Sequential(Unused(), Unused()).double(), recompute)
 
 
-def test_a_plan_has_its_own_recomputation(tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    plan.write_text('{"stages": []}')
+def test_a_plan_has_its_own_recomputation() -> None:
+    profile = Profile(nodes=[Node(name="0", forward_seconds=1.0, backward_seconds=2.0)])
+    plan = make_plan(profile, Cluster.from_levels([(1, 1e9)]), global_batch=1)
     with pytest.raises(ValueError, match=r"recompute= beside a plan"):
         PipelineModule(nn.Sequential(nn.Linear(D, D)), schedule=plan, recompute={"*": "full"}, loss_fn=F.mse_loss)
