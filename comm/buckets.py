@@ -6,7 +6,6 @@ tensors -> flat bucket -> all-reduce -> views of it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -100,7 +99,8 @@ class BucketSum(Flat):
     ) -> None:
         super().__init__(like)
         self.left: dict[int, torch.Tensor] = {}
-        self._begin = partial(collectives.begin_all_reduce, what=what, ranks=ranks)
+        self._collectives = collectives
+        self._what, self._ranks = what, ranks
         self._waits: list[Callable[[], None]] = []
         self._memory: dict[int, torch.Tensor] = {}  # by bucket
 
@@ -112,7 +112,7 @@ class BucketSum(Flat):
         else:
             total = self._memory[at] = flatten(tensors, out=self._memory.get(at))
         self.left[at] = total
-        self._waits.append(self._begin(total))
+        self._waits.append(self._collectives.begin_all_reduce(total, what=self._what, ranks=self._ranks))
 
     def leave_all(self, tensors: Sequence[torch.Tensor]) -> None:
         for at, bucket in enumerate(self.buckets):

@@ -53,13 +53,13 @@ def test_replicas_begin_with_the_weights_of_the_first_one_and_stay_equal(gloo: P
 
 
 def _in_small_buckets(one: AsyncCase, num_bytes: int) -> Any:
-    from support.inside import gradients
+    from support.inside import buckets
 
-    before, gradients.BUCKET_BYTES = gradients.BUCKET_BYTES, num_bytes
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, num_bytes
     try:
         return run(one)
     finally:
-        gradients.BUCKET_BYTES = before
+        buckets.BUCKET_BYTES = before
 
 
 @pytest.mark.thorough

@@ -331,7 +331,7 @@ _MODULES = {
     "tracer": "pipe.figures.tracer",
     "runtime_seconds": "pipe.auto.runtime_seconds",
     "trial": "pipe.auto.trial",
-    "gradients": "pipe.update.gradients",
+    "buckets": "comm.buckets",
     "ir": "schedules.ir",
     "stream": "schedules.lowering.course",
     "trace_file": "schedules.traces.trace_file",
