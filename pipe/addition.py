@@ -1,4 +1,4 @@
-"""What is added to a run from outside: by default it has no say anywhere."""
+"""Additions to a run from outside: by default they have no say anywhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 
 class Addition:
-    """Attributes:
-    sums: a way in which sums of gradients begin, as `SharedSum` takes it.
-    may_split: whether it may split any stage's backward.
-    sent: bytes by link that this process has sent, and those of the same tensors as they were.
+    """One thing around a run, such as compression; a subclass overrides what it has a say in.
+
+    Attributes:
+        sums: a way in which sums of gradients begin, as `SharedSum` takes it.
+        may_split: whether it may split any stage's backward.
+        sent: bytes by link that this process has sent, and those of the same tensors as they were.
     """
 
     sums: Any = None
@@ -29,5 +31,5 @@ class Addition:
         """Another state was loaded."""
 
     def lost(self) -> str | None:
-        """What a checkpoint has nothing of, for people."""
+        """For people, the state that a checkpoint does not hold; None: there is none."""
         return None

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Running(Protocol):
-    """What a life-cycle sees of a run, and may put another in the place of."""
+    """The parts of a run that a life-cycle sees and may replace."""
 
     options: Options
     layout: Layout | None
@@ -32,9 +32,11 @@ class Running(Protocol):
 
 
 class LifeCycle:
-    """Attributes:
-    joins: whether this process was started again, beside others that went on: its weights come from them.
-    step: that the pipeline begins with.
+    """Each call is made once.
+
+    Attributes:
+        joins: whether this process was started again to join others that continued: its weights come from them.
+        step: the first step of the pipeline.
     """
 
     joins = False
@@ -50,8 +52,6 @@ class LifeCycle:
 
     def enter(self) -> None:
         """Before the number of the next step is read."""
-        return
 
     def refuse(self, what: str, *, instead: str) -> None:
         """ValueError for what this life-cycle ends."""
-        return

@@ -45,7 +45,7 @@ def world_until_let_in(options: Options) -> World:
 
 
 def life_cycle_of(run: Running, layout: Layout) -> LifeCycle:
-    """Of a run with on_failure="reroute". Raises ValueError for what it cannot outlast."""
+    """The life-cycle of a run with on_failure="reroute". Raises ValueError for what it cannot outlast."""
     options = run.options
     if not run.world.distributed and LIFE not in os.environ:
         return LifeCycle()
@@ -215,6 +215,6 @@ class Rerouted(LifeCycle):
 
 
 def _layout_of(run: Running) -> Layout:
-    """Of all processes that the run began with."""
+    """The layout over all processes that the run began with."""
     assert run.layout is not None
     return run.layout

@@ -49,7 +49,7 @@ def check_edges(edges: Sequence[Edge], num_stages: int) -> None:
 
 
 class Needs:
-    """What each action of some programs needs; an answer takes O(in-degree).
+    """The needs of each action of some programs; an answer takes O(in-degree).
 
     A stage may split the backward of some microbatches and not of others, so which action makes a gradient
     (B or I) is looked up by microbatch.

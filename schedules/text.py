@@ -115,7 +115,7 @@ def _read_row(row: int, line: str) -> tuple[Action, ...]:
 
 
 def read_json(text: str) -> object:
-    """What a JSON text says; ScheduleError where it is none."""
+    """Data of a JSON text. Raises ScheduleError for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads

@@ -22,7 +22,7 @@ TOOLS = ("cli", "experiments")
 # folder, or a file in a folder that has folders too; imports inside functions count, those for types alone do not.
 MOST = {
     "library lines": 69_580,
-    "library code lines": 48_850,
+    "library code lines": 48_847,
     "tools lines": 19_006,
     "library files": 329,
     "library classes": 583,

@@ -165,7 +165,7 @@ class StageUnits(Protocol):
 
 
 class ModelGuards(Protocol):
-    """What the pieces of a cut have taken from the model as it was when they were made."""
+    """Record of what the pieces of a cut have taken from the model as it was when they were made."""
 
     def tell(self) -> None:
         """Warn, when the stages are built, of what cannot be guarded."""

@@ -167,7 +167,7 @@ def plan(
 
 
 def _best(source: ProfileSource, searched: Callable[[ProfileSource], _Found]) -> _Found:
-    """What was found; where ways by layer are to be chosen, the better of with and without: one with whole weights
+    """The outcome; where ways by layer are to be chosen, the better of with and without: one with whole weights
     takes more memory, and longer to sum over replicas."""
     if not isinstance(source, MeasuredProfiles) or source.chooses is not None:
         return searched(source)

@@ -160,7 +160,7 @@ class PlanSearch:
         return bool(found) and self.deadline is not None and time.monotonic() > self.deadline
 
     def _by_moves(self, moves: Moves, looked: set[tuple[Configuration, Ends]]) -> Better:
-        """Of one the better ones that moves make of it, a few moves in all; those that were `looked` at do not."""
+        """Better candidates that moves make of one, a few moves in all; those that were `looked` at do not."""
         left = iter(range(_MOVES))
 
         def better(start: Evaluated) -> Iterator[Evaluated]:
@@ -245,7 +245,7 @@ class PlanSearch:
         yield from self._steps_of_cuts(c, sorted(least, key=lambda ends: (least[ends], ends)), found)
 
     def _steps_of_cuts(self, c: Configuration, every: list[Ends], found: list[Evaluated]) -> _Steps:
-        """What must run again of each is known, then what fits the memory and how; that is simulated, and the best of
+        """Candidates, refined: what runs again is known, then what fits the memory; that is simulated, the best of
         it joins `found`."""
         bound = 0.0
         with suppress(SizesError):  # `_fitting` says so

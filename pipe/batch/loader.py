@@ -286,7 +286,6 @@ class ReplicaLoader:
 
     def rest(self) -> None:
         """This process takes no more batches of the epoch."""
-        return
 
     def _check_shapes(self, batch: Any) -> None:
         shapes = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), batch)

@@ -25,7 +25,7 @@ from .choice import decides, take_codecs
 
 
 class Built(Protocol):
-    """What is connected: see `build.Pipeline`."""
+    """The parts of `build.Pipeline` that compression connects to."""
 
     @property
     def engine(self) -> Engine: ...

@@ -1,1 +1,1 @@
-"""What a run reports of itself: memory, traces, figures."""
+"""Reports of a run on itself: memory, traces, figures."""

@@ -1,1 +1,1 @@
-"""What the user gives, read and checked: options, the form of batches, losses, precision, recomputation."""
+"""The user's input, read and checked: options, the form of batches, losses, precision, recomputation."""

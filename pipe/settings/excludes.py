@@ -1,4 +1,4 @@
-"""What is no option, and what excludes what: rows of (is it so, text), of which the first that is so is raised.
+"""Unknown options, and what excludes what: rows of (is it so, text), of which the first that is so is raised.
 
 `check_options` before there is a layout, `check_reroute` and `check_layout` once there is one.
 """
@@ -24,7 +24,6 @@ P = ParamSpec("P")
 Row = tuple[object, str]
 
 REROUTE = "reroute"
-
 
 # What others call it.
 _MEANT = {

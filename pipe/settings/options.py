@@ -333,7 +333,7 @@ def _read_plan(schedule: object) -> Plan | None:
 
 
 def _with_edits(edits: Mapping[str, Any], name: str, given: Any) -> Any:
-    """What edits of the model say in place of an argument that says nothing."""
+    """Options that edits of the model set in place of an argument that says nothing."""
     if name in edits and given not in (None, "none"):
         raise ValueError(f"{name}= beside edits that say the same: expected one of them")
     return edits.get(name, given)

@@ -158,7 +158,7 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
 
 
 def _waves(placement: StagePlacement, num_microbatches: int, *, most: int) -> tuple[tuple[Action, ...], ...]:
-    """What can start first comes first, of what starts at once a backward, and what is nearest to the end of its way.
+    """Actions that can start first come first; of those that start at once a backward, and the one nearest to its end.
 
     Arguments:
         most: microbatches of a stage that are under way at once.

@@ -1,4 +1,4 @@
-"""What actions waited for, and causes of idling: each gap of a timeline is put down to its causes.
+"""Waits of actions for other ranks, and causes of idling: each gap of a timeline is put down to its causes.
 
     rank 0 |   0F3   |                     made and arrived are those of the latest input
     rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
@@ -21,7 +21,7 @@ Waited = tuple[Delivery, float | None, Span[Message] | None]
 
 
 def waits(timeline: Timeline, needs: Dependencies | None = None) -> dict[Action, list[Waited]]:
-    """What each action waited for from other ranks, in the order of ranks and programs. Nobody else looks that up.
+    """Messages that each action waited for from other ranks, in the order of ranks and programs.
 
     Each delivery comes with the end of its maker, None where a window of a stream lacks it, and its way on the comm
     lane, None where it took no time or was not seen to arrive.
