@@ -1,17 +1,20 @@
-"""Codecs as properties: what they lose, and what they keep for the next tensor."""
+"""What travels: codecs as properties (what they lose and keep for the next tensor), and of a view its own elements."""
 
 from __future__ import annotations
 
 import math
+import pickle
 from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import num_bytes, pack, read_codec, unpack, wire_specs
+from support.inside import compact, num_bytes, pack, read_codec, unpack, wire_specs
+from support.pool import Pool
 
-from stagewright.comm import Codec, LinkCodecs, TensorSpec, read_compress
+from stagewright.comm import Codec, Collectives, LinkCodecs, MeshPlace, TensorSpec, World, read_compress
 from stagewright.schedules import Message, MessageKind
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(2, 24))
@@ -160,3 +163,29 @@ def test_names_of_codecs() -> None:
     ):
         with pytest.raises(ValueError, match=r"compress=.*expected 'int8', 'topk' or \{'topk': 0.01\}"):
             read_compress(wrong)
+
+
+def test_a_view_is_as_long_as_its_elements() -> None:
+    """A slice of a data set took the data set along."""
+    whole = torch.randn(100_000, 6, dtype=torch.float64)
+    for view in (whole[3:5], whole.T[2:4, :9], whole[::50_000].requires_grad_(), whole[7, 0]):
+        packed = compact({"of": [(view, view)]})
+        one, other = pickle.loads(packed)["of"][0]
+        assert len(packed) < 1_000 + view.nbytes
+        assert torch.equal(one, view)
+        assert one is other
+        assert one.requires_grad == view.requires_grad
+    assert pickle.loads(compact(whole.T)).stride() == whole.T.stride()
+    assert pickle.loads(compact(torch.ones(1).expand(1_000_000))).stride() == (0,)
+
+
+def gathered() -> int:
+    world = World(rank=dist.get_rank(), size=2)
+    collectives = Collectives(MeshPlace.line(world), device=torch.device("cpu"), timeout=60.0)
+    found = collectives.gather(torch.zeros(100_000)[:8], what="a slice")
+    collectives.close()
+    return max(each.untyped_storage().nbytes() for each in found)
+
+
+def test_what_is_gathered_is_a_view_alone(gloo: Pool) -> None:
+    assert gloo.run(gathered, ranks=2) == [32, 32]

@@ -1,9 +1,12 @@
-"""Links: the fit on made-up times, the pairs that are measured, and the whole over gloo."""
+"""Links: the fit on made-up times, the measured pairs, the whole over gloo, and hosts that do not reach each other."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
+import socket
 from collections.abc import Sequence
 from unittest import mock
 
@@ -17,6 +20,7 @@ from support.inside import (
     SUM_BYTES,
     MeasuredLevel,
     MeasuredLinks,
+    Place,
     Topology,
     _as_levels,
     _between,
@@ -24,13 +28,17 @@ from support.inside import (
     _level,
     cluster_of,
     fit_line,
+    gloo_address,
     measure_links,
+    reach,
+    read_place,
+    refusals,
     stream_seconds,
 )
 from support.inside import PingPongPingPong as PingPong
 from support.pool import Pool
 
-from stagewright.comm import TensorSpec, Transport, World
+from stagewright.comm import PeerLost, TensorSpec, Transport, World, join_world
 from stagewright.schedules import Message
 
 CPU = torch.device("cpu")
@@ -249,3 +257,70 @@ def test_hosts_of_unequal_size_whose_first_has_one_rank(gloo: Pool) -> None:
     assert flat["size"] == 3
     assert flat["reduce_bandwidth"] > 0
     assert answers[0]["hosts"] == ((0,), (1, 2))
+
+
+def test_refusals_are_told_apart_from_silence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        targets = {"open": server.getsockname(), "closed": bound.getsockname()}
+        assert refusals(targets, seconds=5.0) == {"closed": "Connection refused"}
+        with mock.patch("selectors.DefaultSelector.select", return_value=[]):
+            silent = refusals({"a": server.getsockname()}, seconds=0.01)
+    assert silent == {"a": "no answer within 0.01 s"}
+
+
+def test_who_is_not_reached_and_what_to_do() -> None:
+    first = {"a": Place(host="a", address="10.0.0.1"), "b": Place(host="b", address="127.0.1.1")}
+    assert reach._story(first, {"a": {"b": "Connection refused"}, "b": {}}) == (
+        "a does not reach b at 127.0.1.1 (Connection refused): expected the address of a network that all hosts share "
+        "(its interface: type GLOO_SOCKET_IFNAME=eth0 in front of the command), and that nothing, such as "
+        "a firewall, stands between: gloo connects to any free TCP port"
+    )
+    assert reach._story(first, {"a": {}, "b": {}}) == ""
+
+
+def test_the_address_is_the_interfaces_or_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    assert gloo_address() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME=nothing0: no network interface of .*: expected one of"):
+        gloo_address()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, 0)) for at in ("192.0.2.1", "127.0.0.5")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert gloo_address() == "127.0.0.5"  # the first is no address of this host
+    monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=socket.gaierror))
+    assert gloo_address() == "127.0.0.1"
+
+
+def test_a_place_is_told() -> None:
+    found = Place(socket.gethostname(), gloo_address())
+    assert read_place(json.dumps(found)) == found
+    with pytest.raises(ValueError, match="at the rendezvous is no place of a rank"):
+        read_place("{}")
+
+
+def join_as_two_hosts() -> list[str]:
+    """Each rank's answers where the second host's address leads elsewhere, and then where it does not."""
+    device, rank = torch.device("cpu"), int(os.environ["RANK"])
+
+    def elsewhere(_: str, *, backlog: int) -> socket.socket:
+        return socket.create_server(("127.0.0.2", 0))
+
+    named = mock.patch("socket.gethostname", return_value="ab"[rank])
+    wrong = mock.patch.object(reach, "_server", side_effect=elsewhere if rank else reach._server)
+    with named, wrong, pytest.raises(PeerLost) as error:
+        join_world(device=device, timeout=120.0)
+    with named:
+        world = join_world(device=device, timeout=120.0)
+    dist.destroy_process_group()
+    return [str(error.value), str(world.size)]
+
+
+@pytest.mark.gloo
+def test_all_ranks_name_the_hosts_that_are_not_reached(gloo: Pool) -> None:
+    for rank, (story, size) in enumerate(gloo.run(join_as_two_hosts, ranks=2, group=False)):
+        begins = f"rank {rank} of 2 cannot be connected with all others: a does not reach b at 127.0.0.1 (Connection re"
+        assert story.startswith(begins)
+        assert "b does not reach a" not in story
+        assert size == "2"

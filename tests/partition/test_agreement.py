@@ -1,8 +1,11 @@
-"""`partition()` and `plan()` say the same of the same stage: seconds, and bytes by data structure."""
+"""`partition()` and `plan()` say the same of the same stage; simulated costs of stages on their ranks."""
 
 from __future__ import annotations
 
-from itertools import accumulate
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate, combinations
 
 import numpy as np
 import pytest
@@ -12,13 +15,18 @@ from support.inside import (
     SCHEDULES,
     Evaluated,
     MemoryRules,
+    MisfitError,
     Model,
     PlanEvaluator,
     RangeCosts,
     SizesError,
     Topology,
+    defer_updates,
     steady_in_flight,
 )
+
+from stagewright.partition import Cluster, Node, Profile, partition, plan
+from stagewright.schedules import AllReduce, Costs, Link, Links, build, simulate
 
 from .small import CLUSTERS, configuration, profiles
 
@@ -101,3 +109,157 @@ def test_the_dynamic_program_says_the_same_in_the_steady_state(data: st.DataObje
     if len(set(case.costs.seconds_a_byte)) == 1:
         assert max(seconds) == pytest.approx(exact.bottleneck, rel=1e-9, abs=1e-12)
     assert np.isfinite(seconds).all()
+
+
+CLUSTER = Cluster.parse("4:net=10B/s@1s")
+NODES = (
+    Node(name="a", forward_seconds=2, backward_seconds=4, activation_bytes=5, parameter_bytes=20),
+    Node(name="b", forward_seconds=1, backward_seconds=2, activation_bytes=7),
+)
+
+
+def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] = NODES) -> tuple[Evaluated, Evaluated]:
+    """Four microbatches of two stages."""
+    model = Model(Profile(nodes=nodes), MemoryRules(optimizer_ratio=2.0))
+    evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
+    c = configuration(
+        data=replicas[0], schedule=schedule, ranks=(tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas))))
+    )
+    found = evaluator.evaluate(c, (0, 1, 2), exact=True)
+    return found, evaluator.simulate(found)
+
+
+def test_replicas_with_tensor_groups_sum_across_these() -> None:
+    """Two hosts of two devices, a tensor group each: gradients are summed between the hosts, over the slow link."""
+    topology = Topology(Cluster.from_levels([(2, 100), (2, 1)]))
+    c = configuration(pipeline=1, data=2, tensor=2, schedule="gpipe", ranks=((0, 1, 2, 3),))
+    (ring,) = (
+        PlanEvaluator(topology, lambda _size, _tensor: Model(Profile(nodes=NODES), MemoryRules(optimizer_ratio=2.0)))
+        .placement(c)
+        .rings
+    )
+    assert ring == topology.ring((0, 2)) != topology.ring((0, 1))
+
+
+def test_memory_is_that_of_the_configuration_at_hand() -> None:
+    """Between two evaluations of the same cuts the batch grows, and more is in flight."""
+    model = Model(
+        Profile(nodes=tuple(replace(node, stash_bytes=100.0) for node in NODES)), MemoryRules(optimizer_ratio=2.0)
+    )
+    evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
+    small = configuration(num_microbatches=1)
+    large = replace(small, num_microbatches=2)
+    held = [evaluator.evaluate(c, (0, 1, 2)).memories[0].in_flight for c in (small, large, small)]
+    assert held == [(1,), (2,), (1,)]
+
+
+def test_optimizer_steps_and_memory() -> None:
+    """The optimizer's step stands behind the flush; the first rank holds two microbatches, the second one."""
+    nodes = tuple(replace(node, update_seconds=3.0, stash_bytes=100.0) for node in NODES)
+    (small, plain), (large, found) = evaluated("1f1b", (1, 1)), evaluated("1f1b", (1, 1), nodes)
+    assert found.simulated_seconds == pytest.approx(plain.simulated_seconds + 3)
+    first, second = (memory.uses[0] for memory in small.memories)
+    assert (first.parameters, first.gradients, first.optimizer, first.workspace) == (20, 20, 40, 5)
+    assert first.communication == 5 * (4 + 2)  # gradients received ahead, two activations sent
+    assert second.communication == 5 * 4  # of four microbatches each: its activation was received, or its gradient sent
+    grown = [memory.total - before.total for memory, before in zip(large.memories, small.memories, strict=True)]
+    assert grown == [200, 100]
+
+
+def test_a_divided_optimizer_steps_a_share_of_its_weights_on_each_rank() -> None:
+    nodes = tuple(replace(node, update_seconds=3.0) for node in NODES)
+    model = Model(Profile(nodes=nodes), MemoryRules(optimizer_ratio=2.0, sharding=("full",)))
+    evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
+    c = configuration(data=2, ranks=((0, 1), (2,)))
+    assert evaluator.evaluate(c, (0, 1, 2), exact=True).seconds.step.tolist() == [1.5, 3.0]
+
+
+def test_replicas_without_a_flush() -> None:
+    evaluation, found = evaluated("2bw", (2, 1))
+    schedule = defer_updates(build("2bw", num_ranks=3, num_microbatches=4, replicas=(2, 1)))
+    pairs = [(0, 2), (1, 2), (2, 0), (2, 1), (0, 1), (1, 0)]
+    ways = {pair: Link(latency=1, seconds_per_byte=1 / 10, sending=pair[0], receiving=pair[1]) for pair in pairs}
+    gradients = AllReduce(stage=0, seconds=2 * (1 + 20 / 2 / 10), ways=((0, 1), (1, 0)))
+    links = Links(network=ways, activation_bytes=5, sums=(gradients,))
+    timeline = simulate(schedule, Costs(forward=[2, 1], backward=[4, 2]), links)
+    assert found.simulated_seconds == pytest.approx(timeline.batch_seconds)
+    # Messages queue behind the sum on the cards, and two microbatches in flight a replica leave no slack.
+    assert found.simulated_seconds > 4 * 3.0
+    # Sums overlap with compute: half of the messages and a ring of 20 bytes and two latencies in four microbatches.
+    links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 20 / 10) / 4
+    assert evaluation.bottleneck == max(3.0, links) == 3.0
+
+
+def test_a_batch_is_simulated_and_a_stream_of_microbatches_is_not() -> None:
+    """Two replicas and one would be best for three microbatches under "pipedream", which does not take them."""
+    profile = Profile(nodes=NODES)
+    assert partition(profile, CLUSTER).simulated_step_time is None
+    found = partition(profile, Cluster.from_levels([(3, 1e9)]), schedule="pipedream", num_microbatches=3)
+    assert found.simulated_step_time is not None
+    assert found.build_schedule().num_microbatches == 3
+
+
+@pytest.mark.thorough
+def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
+    """Never above the bound of what is chosen then, and above what it is without a look at the memory."""
+    draw, higher = random.Random(0), Counter[bool]()
+    for _ in range(10):
+        nodes = tuple(
+            Node(
+                name=f"n{i}",
+                forward_seconds=draw.random(),
+                backward_seconds=2 * draw.random(),
+                activation_bytes=draw.random(),
+                parameter_bytes=draw.random(),
+                stash_bytes=9 * draw.random(),
+                selective_bytes=draw.random(),
+                selective_seconds=draw.random() / 4,
+            )
+            for i in range(7)
+        )
+        rules = MemoryRules(
+            optimizer_ratio=2.0, recompute=("none", "full", "layer", "selective"), sharding=("none", "full")
+        )
+        model = Model(Profile(nodes=nodes), rules)
+        limit = draw.uniform(40, 120)
+        evaluator = PlanEvaluator(Topology(CLUSTER, memory_limit=limit), lambda _s, _t, m=model: m)
+        for schedule, pipeline, chunks in (("1f1b", 2, 1), ("interleaved", 2, 2), ("interleaved", 2, 3)):
+            c = configuration(pipeline=pipeline, data=2, schedule=schedule, num_chunks=chunks, num_microbatches=12)
+            flights = evaluator.schedules.in_flight(c, exact=True)
+            for inner in combinations(range(1, 7), c.num_stages - 1):
+                ends = (0, *inner, 7)
+                plain, least = evaluator.least_seconds(c, ends), evaluator.least_seconds(c, ends, flights=flights)
+                try:
+                    found = evaluator.evaluate(c, ends, flights=flights)
+                except MisfitError:
+                    continue
+                again = any(name != "none" for each in found.memories for name in each.recompute)
+                assert plain <= least <= found.bound * (1 + 1e-9)
+                higher[least > plain] += again
+    assert higher[True] > 60
+    assert higher[True] > 2 * higher[False]
+
+
+def test_one_stage_has_tied_weights_once() -> None:
+    """As if the second of the two nodes had none of them; stages apart have them both."""
+
+    def ends(parameters: float, update: float, **more: object) -> Profile:
+        nodes = [
+            Node(name="in", forward_seconds=1.0, backward_seconds=2.0, parameter_bytes=30.0, update_seconds=3.0),
+            Node(name="mid", forward_seconds=1.0, backward_seconds=2.0, parameter_bytes=10.0, update_seconds=1.0),
+            Node(
+                name="out", forward_seconds=1.0, backward_seconds=2.0, parameter_bytes=parameters, update_seconds=update
+            ),
+        ]
+        return Profile(nodes=nodes, **more)  # type: ignore[arg-type]
+
+    twice, once = ends(40.0, 4.0, tied=((("in", "out"), 30.0),)), ends(10.0, 1.0)
+    cluster = Cluster.parse("2:net=10B/s@1s")
+    for data in (1, 2):
+        options = {"global_batch": 4, "pipeline_sizes": (1,), "data_sizes": (data,), "schedules": "1f1b"}
+        found, wanted = (plan(each, cluster, **options) for each in (twice, once))  # type: ignore[arg-type]
+        assert found.simulated_step_time == wanted.simulated_step_time
+        assert found.memory_bytes == wanted.memory_bytes
+        assert found.update_seconds == wanted.update_seconds
+    apart = Model(twice, MemoryRules(optimizer_ratio=2.0)).stages((0, 1, 3))
+    assert (apart.weights.tolist(), apart.update.tolist()) == ([30.0, 50.0], [3.0, 5.0])

@@ -1,7 +1,8 @@
-"""Ranks that make different calls: all of them end, by name, and none goes on with what another has not."""
+"""Ranks that make different calls, or call collectives of the user: all of them end by name, none with other values."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from support.failing import LONG, Told, told
 from support.pool import Pool
-from support.small import X, Y, layers, make
+from support.small import X, Y, layers, make, sgd
+from torch import Tensor, nn
+
+from stagewright.comm import PipelineError
 
 CALLS: dict[str, Callable[[Any, Any, str], object]] = {
     "train_step": lambda pipe, result, folder: pipe.train_step(X, Y),
@@ -97,3 +102,44 @@ def test_ranks_that_make_different_calls_end_by_name(gloo: Pool, tmp_path: Path)
         assert not (tmp_path / str(number) / "after" / "latest").exists()
     for number in range(2):  # of step and accumulation the losses tell, at once
         assert by_rank[0][number][0].kind == "ValueError"
+
+
+class Centred(nn.Linear):
+    """Takes off the mean over all processes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return super().forward(x - mean)
+
+
+def contrasted(output: Tensor, target: Tensor) -> Tensor:
+    """As CLIP's loss, it sees the samples of all processes."""
+    others = [torch.zeros_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, output.detach())
+    return F.mse_loss(output, target) + 0.0 * torch.cat(others).sum()
+
+
+def trained(kind: str, mesh: dict[str, int]) -> str | float:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), Centred(6, 6) if kind == "unit" else nn.Linear(6, 6)]
+    options: dict[str, Any] = {"loss_fn": contrasted if kind == "loss" else F.mse_loss, "example_inputs": None}
+    pipe = make(model=nn.Sequential(*layers), optimizer=sgd, mesh=mesh, timeout=60.0, **options)
+    try:
+        return [loss for _ in range(2) if (loss := pipe.train_step(X, Y).loss) is not None][-1]
+    except (ValueError, PipelineError) as error:
+        return str(error)
+
+
+@pytest.mark.thorough(but=["loss"])
+@pytest.mark.parametrize("kind", ["unit", "loss"])
+def test_processes_that_do_not_run_the_stage_would_never_come(gloo: Pool, kind: str) -> None:
+    """It hung, and the error named the network."""
+    for said in gloo.run(trained, ranks=2, args=(kind, {"pipe": 2})):
+        assert "stage 1 (2 .. 3), or its loss, calls a collective of processes [0, 1], and only [1] run it" in str(said)
+    losses = gloo.run(trained, ranks=2, args=(kind, {"pipe": 1, "data": 2}))  # the check of the first batch hung
+    assert losses[0] == losses[1]
+    assert isinstance(losses[0], float)
+    assert math.isfinite(losses[0])

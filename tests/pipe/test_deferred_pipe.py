@@ -71,6 +71,23 @@ def deferred(**options: Any) -> Iterator[None]:
             yield
 
 
+BUILDS: dict[str, Build] = {
+    "deferred": deferred,
+    "files": lambda: deferred(draw=False),
+    "meta": lambda: torch.device("meta"),
+    "plain": nullcontext,
+}
+
+
+def net(build: str) -> Net:
+    """What is computed in the constructor, and so is in no file, is 0 where nothing draws it."""
+    with BUILDS[build]():
+        model = Net()
+    if build != "deferred":
+        model.positions = torch.zeros(6, WIDTH)
+    return model
+
+
 def make(model: nn.Module, **options: Any) -> sw.PipelineModule:
     given: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 4, "loss_fn": loss, "optimizer": sgd, **options}
     return sw.PipelineModule(model, **given)
@@ -159,8 +176,7 @@ def test_other_weights_in_other_processes_are_told(gloo: Pool, tensor: int, buil
 def test_objects_stay_the_same() -> None:
     """An optimizer made before, hooks, attributes, references of the user's own."""
     seen: list[int] = []
-    with deferred():
-        model = Net()
+    model = net("deferred")
     weight = model.blocks[0].up.weight
     weight.no_decay = True
     weight.register_hook(lambda gradient: seen.append(gradient.numel()))
@@ -193,9 +209,7 @@ def test_a_model_of_the_meta_device_fills_itself() -> None:
     """By reset_parameters, each module with random numbers of its own, whatever the cut; else it is named."""
 
     def states(ranks: int) -> dict[str, torch.Tensor]:
-        with torch.device("meta"):
-            model = Net()
-        model.positions = torch.zeros(6, WIDTH)
+        model = net("meta")
         pipe = make(model, mesh={"pipe": ranks}, seed=5)
         pipe.build(TOKENS, TOKENS)
         state = {name: x.clone() for name, x in pipe.full_state_dict().items()}
@@ -274,8 +288,7 @@ def test_what_was_not_drawn_is_named() -> None:
 
 def test_edits_of_it() -> None:
     """Also where one fails, and all is put back."""
-    with deferred():
-        model = Net()
+    model = net("deferred")
     edits = sw.edit(model)
     edits["blocks.1"].replace(lambda old: old.up)
     with pytest.raises(ValueError, match="would lose its"):
@@ -295,8 +308,7 @@ def test_edits_of_it() -> None:
 
 
 def test_a_kind_of_layer_is_measured_once() -> None:
-    with deferred():
-        model = Net()
+    model = net("deferred")
     found = profile_model(model, (TOKENS[:2],), target=TOKENS[:2], loss_fn=loss, seconds=0.1, repetitions=3)
     assert {node.parameter_bytes for node in found.nodes} == {
         node.parameter_bytes
@@ -340,23 +352,35 @@ def _checkpoint(state: Mapping[str, torch.Tensor], folder: Path) -> Path:
     return folder
 
 
-SOURCES = {"one": _one_file, "index": _index, "dcp": _dcp, "checkpoint": _checkpoint, "state": lambda state, _: state}
-BUILDS: dict[str, Build] = {
-    "deferred": deferred,
-    "files": lambda: deferred(draw=False),
-    "meta": lambda: torch.device("meta"),
-    "plain": nullcontext,
+def _with_an_optimizer(state: Mapping[str, torch.Tensor], folder: Path) -> Path:
+    optimizer = {"step": torch.zeros(2)}
+    dcp.save({"app": {"model": dict(state), "optim": optimizer}}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def _prefixed(state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    return {f"module.{name}": x for name, x in state.items() if name != "embed.weight"}
+
+
+SOURCES = {
+    "one": _one_file,
+    "index": _index,
+    "dcp": _dcp,
+    "checkpoint": _checkpoint,
+    "state": lambda state, _: state,
+    "with optimizer": _with_an_optimizer,
+    "prefixed": _prefixed,
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*no_dist.*", "ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.thorough(but=["files-one", "meta-index", "plain-dcp", "files-checkpoint"])
+@pytest.mark.thorough(
+    but=["files-one", "meta-index", "plain-dcp", "files-checkpoint", "files-with optimizer", "files-prefixed"]
+)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("build", BUILDS)
 def test_weights_of_files(build: str, source: str, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    with BUILDS[build]():
-        model = Net()
-    model.positions = torch.zeros(6, WIDTH)  # which is in no file
+    model = net(build)
     pipe = make(model, weights=SOURCES[source](saved, tmp_path))
     pipe.build(TOKENS, TOKENS)
     compare(([], pipe.full_state_dict()), ([], saved))
@@ -387,9 +411,7 @@ def bytes_read(file: Path) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MappedFile, "tensor", counted)
-        with deferred(draw=False):
-            model = Net()
-        model.positions = torch.zeros(6, WIDTH)
+        model = net("files")
         pipe = make(model, weights=file, verify=False)
         pipe.build(TOKENS, TOKENS)
     return total, sum(parameter.nbytes for _, parameter in pipe.named_parameters())
@@ -464,35 +486,13 @@ WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_weights_change_nothing(name: str, saved: dict[str, torch.Tensor]) -> None:
-    with deferred():
-        model = Net()
+    model = net("deferred")
     given, said = WRONG[name]
     before = {key: id(x) for key, x in model.named_parameters()}
     with pytest.raises(ValueError, match=said):
         make(model, weights=given(saved))
     assert before == {key: id(x) for key, x in model.named_parameters()}
     assert make(model, verify=False).train_step(TOKENS, TOKENS).loss is not None
-
-
-def test_a_name_in_front_of_all_names(saved: dict[str, torch.Tensor]) -> None:
-    with deferred(draw=False):
-        model = Net()
-    model.positions = torch.zeros(6, WIDTH)
-    pipe = make(model, weights={f"module.{name}": x for name, x in saved.items() if name != "embed.weight"})
-    pipe.build(TOKENS, TOKENS)
-    compare(([], pipe.full_state_dict()), ([], saved))
-
-
-@pytest.mark.filterwarnings("ignore:.*no_dist.*", "ignore:torch.distributed is disabled:UserWarning")
-def test_a_folder_with_an_optimizer(saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    state = {"app": {"model": dict(saved), "optim": {"step": torch.zeros(2)}}}
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    with deferred(draw=False):
-        model = Net()
-    model.positions = torch.zeros(6, WIDTH)
-    pipe = make(model, weights=tmp_path)
-    pipe.build(TOKENS, TOKENS)
-    compare(([], pipe.full_state_dict()), ([], saved))
 
 
 def test_a_state_dict_is_taken_as_it_is() -> None:

@@ -1,11 +1,8 @@
-"""A GPT each of whose blocks reads the outputs of all blocks before it (DenseNet, attention residuals), float64.
-
-An ordinary module: a loop and a list. Each output crosses each pair of ranks once, however many chunks there take it,
-and its gradient comes back once.
-"""
+"""Outputs that several stages take: each tensor crosses each pair of ranks once, and its gradients add up."""
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from typing import Any
@@ -150,3 +147,36 @@ def test_freed_behind_the_last_consumer(monkeypatch: pytest.MonkeyPatch) -> None
     pipe.train_step(tokens, targets)
     assert counting.microbatches_alive() == 0
     assert counting.most_alive <= 4  # of eight
+
+
+class TakenTwice(nn.Module):
+    """What `first` makes goes to `second` and to `fourth`, which are on the other rank under two chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(3))
+        self.fourth = nn.Bilinear(3, 3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.fourth(self.third(self.second(hidden)), hidden)
+
+
+def test_gradients_of_several_consumers_on_one_rank_add_up() -> None:
+    torch.manual_seed(0)
+    model, (x, target) = TakenTwice(), torch.randn(2, 4, 3, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    F.mse_loss(plain(x), target).backward()
+    pipe = PipelineModule(
+        model,
+        schedule="interleaved",
+        num_chunks=2,
+        num_microbatches=2,
+        mesh={"pipe": 2},
+        cut=["second", "third", "fourth"],
+        loss_fn=F.mse_loss,
+        verify=False,
+    )
+    pipe.forward_backward(x, target)
+    for (name, one), other in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)

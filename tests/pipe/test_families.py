@@ -1,35 +1,40 @@
-"""Every registered family runs: gradients in float64 against one plain process; a family added later is here by itself.
+"""Every registered family runs, and cases that suites of other runtimes hold: against one plain process, float64.
 
-The optimizer notes the gradients that it is given and leaves the weights alone, so that batches that overlap, too, have
+An optimizer notes the gradients that it is given and leaves the weights alone, so that batches that overlap, too, have
 those of one process.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import interleaved
+from support.records import records
 from support.sizes import fitting
+from support.small import WIDTH, sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
-from stagewright.schedules import FAMILIES, build
+from stagewright.schedules import FAMILIES, Schedule, build
 
 RANKS, BATCHES = 4, 2
-WIDTH = 3
+D = 3
 
 
 def make_model(num_stages: int) -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_stages)]).double()
+    return nn.Sequential(*[nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(num_stages)]).double()
 
 
 def make_batch(step: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
     """[B, T, D], one microbatch larger than the others."""
     generator = torch.Generator().manual_seed(step)
-    shape = (num_microbatches + 1, 2 * RANKS, WIDTH)
+    shape = (num_microbatches + 1, 2 * RANKS, D)
     x, y = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, y
 
@@ -79,3 +84,81 @@ def test_every_family_runs(name: str) -> None:
         for (key, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert len(noted[id(mine)]) == BATCHES, key
             torch.testing.assert_close(noted[id(mine)][step], theirs.grad, rtol=0, atol=1e-12)
+
+
+X, Y = (torch.randn(14, WIDTH, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in range(2))
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def assert_trains(model: nn.Module, *, loss: Any = F.mse_loss, stages: bool = False, **options: Any) -> None:
+    """Three steps, whose losses and weights are those of the plain model."""
+    model = model.double()
+    plain, plain_loss = copy.deepcopy((model, loss))
+    trained = [*plain.parameters(), *(plain_loss.parameters() if isinstance(plain_loss, nn.Module) else [])]
+    optimizer, expected = sgd(trained), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = plain_loss(plain(X), Y)
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    what = {"stages": list(model.children())} if stages else {"model": model}
+    pipe = PipelineModule(**records(**what, loss_fn=loss, optimizer=sgd, **options))
+    assert [pipe.train_step(X, Y).loss for _ in range(3)] == pytest.approx(expected, rel=1e-12)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+# --- torch.distributed.pipelining ---
+
+
+def test_a_rank_with_three_stages_and_one_with_two() -> None:
+    """Placement [0, 1, 4], [2, 3], as in torch's ScheduleUnbalanced."""
+    rows = "0F0,0F1,1F0,1F1,4F0,4F1,4B0,4B1,1B0,1B1,0B0,0B1\n2F0,3F0,2F1,3F1,3B0,3B1,2B0,2B1\n"
+    schedule = Schedule.from_csv(rows, name="unbalanced")
+    assert schedule.placement == ((0, 1, 4), (2, 3))
+    assert_trains(nn.Sequential(*[linear() for _ in range(5)]), schedule=schedule)
+
+
+# --- Megatron-LM ---
+
+
+class Head(nn.Module):
+    """A loss with parameters, alone on its stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear().double()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.linear(output), target)
+
+
+LAYOUTS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Callable[[], Any]]] = {
+    "empty inside": (lambda: [linear(), nn.Sequential(), nn.Identity(), linear()], lambda: F.mse_loss),
+    "empty at first": (lambda: [nn.Identity(), linear(), nn.Sequential(), linear()], lambda: F.mse_loss),
+    "loss alone": (lambda: [linear(), linear(), linear(), nn.Identity()], lambda: F.mse_loss),
+    "loss with weights alone": (lambda: [linear(), linear(), nn.Sequential(), nn.Identity()], Head),
+    "one stage has all": (lambda: [nn.Identity(), nn.Identity(), linear(), nn.Identity()], lambda: F.mse_loss),
+}
+ORDERS = [("1f1b", 4), ("zb-h1", 4), ("interleaved", 2), ("interleaved-zb", 2), ("dualpipe-v", 2)]
+
+
+@pytest.mark.thorough(but=["one stage has all-zb-h1-4"])
+@pytest.mark.parametrize(("schedule", "num_ranks"), ORDERS[1:3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stages_without_layers(layout: str, schedule: str, num_ranks: int) -> None:
+    make_stages, make_loss = LAYOUTS[layout]
+    stages = nn.Sequential(*make_stages())
+    options = {"schedule": schedule, "mesh": {"pipe": num_ranks}, "num_microbatches": 4}
+    assert_trains(stages, loss=make_loss(), stages=True, **options)
+
+
+@pytest.mark.thorough(but=["(3, 2, 2)"])
+@pytest.mark.parametrize("groups", [(3, 2, 2), (4, 3), (7,), (5, 2)], ids=str)
+def test_groups_of_microbatches_of_other_sizes_than_the_ranks(groups: tuple[int, ...]) -> None:
+    schedule = interleaved(num_ranks=2, num_microbatches=7, groups=groups)
+    assert_trains(nn.Sequential(*[linear() for _ in range(4)]), schedule=schedule)

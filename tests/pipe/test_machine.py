@@ -1,12 +1,16 @@
-"""The state machine alone: no tensors, no processes, no clock. The driver here delivers in any order."""
+"""The state machine alone, without processes or clock: the driver delivers in any order. The engine's own guard."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from support.inside import Lowered, RankMachine, RankProgram, Sharing, Transfer, Wait
+from support.small import X, Y, make
 
+from stagewright.comm import PipelineError
 from stagewright.schedules import Action, Edge, Message, MessageKind, Op, build, lower
 
 F0, B0 = Action(0, Op.F, 0), Action(0, Op.B, 0)
@@ -108,3 +112,25 @@ def test_with_skips_over_several_stages() -> None:
     schedule = build("1f1b", num_ranks=4, num_microbatches=6).with_edges(edges)
     done = run_all(lower(schedule, sharing=Sharing(loss=True)), seed=7)
     assert [tuple(actions) for actions in done] == list(schedule.programs)
+
+
+def test_a_standstill_in_one_process_names_who_waits_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = make()
+    engine = pipe._building.built("the engine").engine
+    run = engine.run
+
+    def with_a_silent_rank(programs: Mapping[int, RankProgram]) -> None:
+        second = programs[1]
+        lost = next(
+            step for step in second.steps if isinstance(step, Transfer) and step.is_send and step.message.index == 1
+        )
+        silent = replace(second, steps=tuple(step for step in second.steps if step != lost))
+        run({**programs, 1: silent})
+
+    monkeypatch.setattr(engine, "run", with_a_silent_rank)
+    message = (
+        r"deadlock in one process: rank 0 waits for the gradients of microbatch 1 from stage 1 to stage 0, "
+        r"needed before 0B1; last actions of rank 0: 0F0 0F1 0B0 0F2; rank 1 waits for .* needed before 1F3"
+    )
+    with pytest.raises(PipelineError, match=message):
+        pipe.train_step(X, Y)

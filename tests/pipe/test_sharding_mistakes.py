@@ -1,18 +1,23 @@
-"""Which optimizers may be divided over data replicas, and what data_parallel="zero1" and "fsdp" refuse."""
+"""Which optimizers may be divided over data replicas, what "zero1" and "fsdp" refuse, and the bytes that they send."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import separable
+from support.inside import Topology, separable
 from support.pool import Pool
 from support.records import records
 from support.sharded import X, Y, even, halved, sgd
+from torch import Tensor, nn
 
-from stagewright.pipe import PipelineModule
+from stagewright.comm import Collectives
+from stagewright.partition import Cluster
+from stagewright.pipe import Mesh, PipelineModule
 
 
 def refused(mistakes: list[dict[str, Any]]) -> list[str]:
@@ -123,3 +128,38 @@ def test_an_optimizer_of_parts_that_is_stepped_by_hand_is_refused(gloo: Pool) ->
         assert len(told) == 1
         assert "optimizer SGD is stepped by hand, and holds a part of '0.weight'" in told[0]
         assert "expected pipe.train_step(...)" in told[0]
+
+
+RANKS, WIDTH = 3, 6
+
+
+def sent(kind: str) -> list[int]:
+    """By exchange of one batch, bytes that this rank sends to others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    pipe = PipelineModule(
+        model,
+        mesh=Mesh(pipe=1, data=RANKS, data_parallel=kind),
+        num_microbatches=1,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.Adam,
+    )
+    found, plain = [], Collectives.exchange
+
+    def counted(self: Collectives, parts: Sequence[Sequence[Tensor]], *args: Any, **more: Any) -> Callable[[], Any]:
+        others = [part for rank, part in enumerate(parts) if rank != self.rank]
+        found.append(sum(piece.nbytes for part in others for piece in part))
+        return plain(self, parts, *args, **more)
+
+    with mock.patch.object(Collectives, "exchange", counted):
+        pipe.train_step(torch.ones(3, WIDTH).double(), torch.zeros(3, WIDTH).double())
+    pipe.close()
+    return found
+
+
+def test_plans_count_the_bytes_that_are_sent(gloo: Pool) -> None:
+    """Gradients and then weights, a third of them from each of three ranks to each of the others."""
+    weights, bandwidth = 8 * 2 * (WIDTH * WIDTH + WIDTH), 1e3
+    parts = Topology(Cluster.from_levels([(RANKS, bandwidth)])).exchange(range(RANKS))
+    for found in gloo.run(sent, ranks=RANKS, args=("zero1",)):
+        assert found == [pytest.approx(parts.seconds(weights) * bandwidth)] * 2

@@ -1,4 +1,4 @@
-"""Asynchronous schedules from the user's side: results, changes from outside, checkpoints, errors."""
+"""Asynchronous schedules from the user's side: results, changes from outside, checkpoints, errors, memory of a rank."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from support.inside import (
     CheckpointedModules,
     Seeder,
     Stage,
+    TrainingWorker,
     WeightVersions,
     first_run,
     given_stages,
 )
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
+from support.storages import Storages
 from torch import nn
 
 from stagewright.pipe import NonFiniteLossError, PipelineModule, StepResult
@@ -146,16 +148,6 @@ def test_changed_parameters_reach_the_replicas_of_this_process() -> None:
         assert torch.equal(one, other)
 
 
-def test_load_state_dict_in_flight_is_refused() -> None:
-    pipe = stream()
-    state = pipe.full_state_dict()
-    pipe.train_step(X, Y)
-    with pytest.raises(
-        ValueError, match=r"load_state_dict while batches 0 to 0 are in the pipeline: expected flush\(\)"
-    ):
-        pipe.load_state_dict(state)
-
-
 def test_an_error_loses_what_was_under_way(tmp_path: Path) -> None:
     pipe = stream()
     pipe.save(tmp_path / "c")
@@ -191,36 +183,29 @@ def test_a_bad_batch_is_refused_before_anything_runs() -> None:
 # --- what cannot be ---
 
 
-def test_too_few_microbatches() -> None:
-    with pytest.raises(ValueError, match="num_microbatches=2 under 2bw: expected at least 3, the warm-up"):
-        stream(num_microbatches=2, mesh={"pipe": 4})
+CALLS: dict[str, tuple[Callable[[PipelineModule], object], str]] = {
+    "load_state_dict": (
+        lambda pipe: pipe.load_state_dict(layers().state_dict()),
+        r"load_state_dict while batches 0 to 0 are in the pipeline: expected flush\(\)",
+    ),
+    "forward_backward": (
+        lambda pipe: pipe.forward_backward(X, Y),
+        r"forward_backward under the asynchronous schedule '2bw': .* Expected train_step",
+    ),
+    "clip_grad_norm_": (
+        lambda pipe: pipe.clip_grad_norm_(1.0),
+        r"clip_grad_norm_ under .* Expected PipelineModule\(..., max_grad_norm",
+    ),
+}
 
 
-def test_no_optimizer() -> None:
-    with pytest.raises(
-        ValueError, match="schedule '2bw' updates its weights while other batches run: expected optimizer="
-    ):
-        stream(optimizer=None)
-
-
-def test_forward_backward_and_clip_grad_norm() -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_do_not_go_with_batches_under_way(name: str) -> None:
+    call, said = CALLS[name]
     pipe = stream()
-    with pytest.raises(
-        ValueError, match=r"forward_backward under the asynchronous schedule '2bw': .* Expected train_step"
-    ):
-        pipe.forward_backward(X, Y)
-    with pytest.raises(ValueError, match=r"clip_grad_norm_ under .* Expected PipelineModule\(..., max_grad_norm"):
-        pipe.clip_grad_norm_(1.0)
-
-
-def test_an_optimizer_with_a_closure() -> None:
-    with pytest.raises(ValueError, match=r"optimizer LBFGS evaluates the model again .* such as AdamW"):
-        stream(optimizer=torch.optim.LBFGS)
-
-
-def test_an_optimizer_over_other_parameters() -> None:
-    with pytest.raises(ValueError, match=r"optimizer SGD holds a parameter of shape \(3,\) that it was not given"):
-        stream(optimizer=lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=0.1))
+    pipe.train_step(X, Y)
+    with pytest.raises(ValueError, match=said):
+        call(pipe)
 
 
 class Moving(torch.optim.SGD):
@@ -251,11 +236,6 @@ class Cached(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.cache[0]
-
-
-def test_a_parameter_that_cannot_be_exchanged() -> None:
-    with pytest.raises(ValueError, match=r"Cached keeps parameter '0.weight' in its attribute 'cache' too"):
-        stream(stages=[Cached(), nn.Linear(WIDTH, WIDTH)])
 
 
 @pytest.mark.thorough(but=["Embedding-2bw"])
@@ -305,14 +285,46 @@ class Tied(nn.Module):
         return x @ self.weight
 
 
-def test_pipedream_with_what_each_stage_cannot_do_alone() -> None:
-    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 under schedule 'pipedream': .* Expected schedule='2bw'"):
-        stream("pipedream", max_grad_norm=1.0)
-    weight = nn.Parameter(torch.eye(WIDTH))
-    with pytest.raises(
-        ValueError, match=r"parameter '0.weight' is tied over the ranks \(0, 1\) .* Expected schedule='2bw'"
-    ):
-        stream("pipedream", stages=[Tied(weight), Tied(weight)])
+WEIGHT = nn.Parameter(torch.eye(WIDTH))
+WITH_ANOTHER = lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=0.1)  # noqa: E731
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "few microbatches": (
+        {"num_microbatches": 2, "mesh": {"pipe": 4}},
+        "num_microbatches=2 under 2bw: expected at least 3, the warm-up",
+    ),
+    "few batches": (
+        {"schedule": build("2bw", num_ranks=2, num_microbatches=4, num_batches=2)},
+        "schedule '2bw' spans 2 batches: expected at least 3",
+    ),
+    "no optimizer": (
+        {"optimizer": None},
+        "schedule '2bw' updates its weights while other batches run: expected optimizer=",
+    ),
+    "closure": ({"optimizer": torch.optim.LBFGS}, r"optimizer LBFGS evaluates the model again .* such as AdamW"),
+    "other parameters": (
+        {"optimizer": WITH_ANOTHER},
+        r"optimizer SGD holds a parameter of shape \(3,\) that it was not given",
+    ),
+    "kept elsewhere": (
+        {"stages": [Cached(), nn.Linear(WIDTH, WIDTH)]},
+        r"Cached keeps parameter '0.weight' in its attribute 'cache' too",
+    ),
+    "norm of stages alone": (
+        {"schedule": "pipedream", "max_grad_norm": 1.0},
+        r"max_grad_norm=1.0 under schedule 'pipedream': .* Expected schedule='2bw'",
+    ),
+    "tied stages alone": (
+        {"schedule": "pipedream", "stages": [Tied(WEIGHT), Tied(WEIGHT)]},
+        r"parameter '0.weight' is tied over the ranks \(0, 1\) .* Expected schedule='2bw'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_stream_can_be_made_of(name: str) -> None:
+    options, said = REFUSED[name]
+    with pytest.raises(ScheduleError if name == "few batches" else ValueError, match=said):
+        stream(**options)
 
 
 @pytest.mark.parametrize(
@@ -331,11 +343,6 @@ def test_updates_within_a_batch_were_made_when_its_loss_is_not_finite(name: str,
     with pytest.raises(NonFiniteLossError, match=said):
         pipe.train_step(X, target)
     assert not any(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_a_schedule_of_too_few_batches() -> None:
-    with pytest.raises(ScheduleError, match="schedule '2bw' spans 2 batches: expected at least 3"):
-        stream(build("2bw", num_ranks=2, num_microbatches=4, num_batches=2))
 
 
 def _nan_in_one_batch() -> str:
@@ -380,3 +387,55 @@ def test_a_forward_leaves_the_model_its_own_parameters(fails: bool) -> None:
         stage.forward(0, module, [X[:, :1] if fails else X], [False], None, version=0)
     assert seen[0] is not own
     assert layer.weight is own
+
+
+class Bulge(nn.Module):
+    """[B, d] -> [B, d] through a hidden width of its own, so that its storages are told by their sizes."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.thorough(but=["pipedream-1.0"])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream", "paci"])
+def test_what_a_rank_holds(schedule: str, max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live storages between actions: weight versions with gradient sets, and activations of microbatches."""
+    if schedule != "2bw" and max_grad_norm is not None:
+        return
+    P, M = 3, 5
+    hidden = [11, 19, 17]  # the summary of losses has 13 numbers of 8 bytes
+    stages = [Bulge(width) for width in hidden]
+    pipe = stream(schedule, stages=stages, num_microbatches=M, mesh={"pipe": P}, max_grad_norm=max_grad_norm)
+    storages = Storages()
+    weights, activations = [0] * P, [0] * P
+    work = TrainingWorker.run
+
+    def watched(self: TrainingWorker, action: Any) -> None:
+        work(self, action)
+        for stage, width in enumerate(hidden):
+            # up and down have as many elements; the versions that stood there before are not seen being made
+            seen = storages.live[width * WIDTH * 4] / 2
+            weights[stage] = max(weights[stage], int(seen))
+            activations[stage] = max(activations[stage], storages.live[2 * width * 4])
+
+    monkeypatch.setattr(TrainingWorker, "run", watched)
+    x = torch.randn(2 * M, WIDTH)
+    with storages:
+        for one in pipe.parameters():
+            storages.note(one)
+        for _ in range(8):
+            pipe.train_step(x, x)
+    if schedule == "2bw":
+        gradient_sets = 1 if max_grad_norm is None else 2
+        assert weights == [2 + gradient_sets] * P
+    elif schedule == "paci":
+        assert weights == [2] * P  # one version, one gradient set
+    else:
+        assert weights == [P - stage + 1 for stage in range(P)]  # P - r versions, one gradient set
+    assert activations == [P - stage for stage in range(P)]

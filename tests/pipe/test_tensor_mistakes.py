@@ -1,7 +1,8 @@
-"""mesh={"tensor": T}, tensor_parallel=: what is refused, and what every rank is told of the failure of one."""
+"""Tensor groups on a mesh: planes, orders of axes, one batch per group; what is refused, and failures of one rank."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.pool import Pool
+from support.records import records
 from support.tensor_models import WIDTH, WORDS_ALONE, make_batch, make_model, make_pipe
-from torch import nn
+from torch import Tensor, nn
 
 from stagewright.comm import PipelineError
+from stagewright.pipe import PipelineModule
 
 
 def say_no() -> list[str]:
@@ -124,3 +127,58 @@ def differ() -> str:
 @pytest.mark.thorough
 def test_all_ranks_divide_alike(gloo: Pool) -> None:
     assert all("tensor=4 divided modules" in told for told in gloo.run(differ, ranks=4))
+
+
+PLAIN_WIDTH = 6
+MESH = {"pipe": 2, "tensor": 2}
+
+
+def plain_model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(PLAIN_WIDTH, PLAIN_WIDTH), nn.Tanh()) for _ in range(4)]).double()
+
+
+def plain_batch(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(8, PLAIN_WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def plain_pipe(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {
+        "mesh": MESH,
+        "tensor_parallel": {},
+        "num_microbatches": 4,
+        "loss_fn": F.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "max_grad_norm": 0.05,
+        "timeout": 120.0,
+    }
+    return PipelineModule(model, **records(**(settings | options)))
+
+
+def pass_other_inputs() -> str:
+    """The second member of the second rank's group passes another batch."""
+    pipe = plain_pipe(plain_model(0), example_inputs=plain_batch(0)[:1])
+    with pytest.raises((ValueError, PipelineError), match="passed other inputs") as told:
+        pipe.train_step(*plain_batch(int(dist.get_rank() == 3)))
+    return str(told.value)
+
+
+def test_a_tensor_group_passes_one_batch(gloo: Pool) -> None:
+    told = gloo.run(pass_other_inputs, ranks=4)
+    for member in (2, 3):
+        assert (
+            "process 3 (rank 1, tensor 1) passed other inputs to step 0 than process 2 (rank 1, tensor 0)"
+            in (told[member])
+        )
+
+
+def test_in_one_process_there_is_no_tensor_axis() -> None:
+    with pytest.raises(ValueError, match=r"in one process: the members of a tensor group are processes"):
+        plain_pipe(plain_model(0))
+    with pytest.raises(ValueError, match=r'beside schedule="auto"'):
+        plain_pipe(plain_model(0), schedule="auto")
+    with pytest.raises(ValueError, match=r"order=\('pipe',\): expected the axes"):
+        plain_pipe(plain_model(0), mesh={"pipe": 2}, order=("pipe",))
+    assert math.isfinite(plain_pipe(plain_model(0), mesh={"pipe": 2}).train_step(*plain_batch(0)).loss or math.nan)

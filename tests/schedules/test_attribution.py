@@ -1,4 +1,4 @@
-"""Where the idle time went: each cause by hand, and the sum for any timeline."""
+"""Times of ranks by cause, and inputs as measured steps show them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inside import find_gaps
+from support.inside import Cause, Input, find_gaps, measured_inputs
 
 from stagewright.schedules import (
     Action,
+    Collective,
     Costs,
     Idle,
     Link,
@@ -195,3 +196,22 @@ def test_neither_maker_nor_message_is_unexplained() -> None:
     other = (Span(Action.parse("1F5"), 1.0, 2.0), Span(Action.parse("1B5"), 2.0, 4.0))
     window = Timeline(schedule=schedule, ranks=(RankTrace(compute=compute), RankTrace(compute=other)), measured=True)
     assert attribute_idle(window)[0] == NONE._replace(unexplained=2.0)
+
+
+def test_a_gap_in_which_a_sum_begins_is_around_no_action() -> None:
+    """One rank of two chunks: behind the last chunk's backward its gradients are copied and sent off for 4 s."""
+    step = simulate(
+        build("interleaved", num_ranks=1, num_microbatches=1, num_chunks=2), Costs(forward=1.0, backward=2.0)
+    )
+    (trace,) = step.ranks
+    later = {2: 0.0, 3: 4.0}
+    compute = tuple(
+        Span(s.what, s.start + later.get(n, 0.0), s.end + later.get(n, 0.0)) for n, s in enumerate(trace.compute)
+    )
+    begun = Span(Collective((1,), Op.REDUCE_GRAD, 0), compute[2].end, compute[3].end)
+    seen = [
+        measured_inputs([replace(step, ranks=(replace(trace, compute=compute, collectives=sums),))])
+        for sums in ((), (begun,))
+    ]
+    around = [each.get(Input(Cause.OVERHEAD, "overhead", (1,))) for each in seen]
+    assert around == [2.0, 0.0]

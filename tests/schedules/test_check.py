@@ -1,17 +1,20 @@
-"""The checker: it accepts what a longest path exists for, and says where and why not otherwise."""
+"""The checker: it accepts what a longest path exists for, and ascending orders; it says where and why not otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from textwrap import dedent
 
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from support.inside import MOVE_OPS
+from support.sizes import fitting
 
-from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check
+from stagewright.schedules import FAMILIES, Action, Op, Schedule, ScheduleError, build, check, lower
 
+from .builders import ASYNC, FLUSH
 from .random_schedules import by_hand, disordered, parsed, schedules, steady
 from .reference import has_deadlock
 
@@ -87,6 +90,7 @@ def test_only_the_cycle_is_told() -> None:
 # --- what must stand there, once, on its rank ---
 
 GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
+ONE = build("1f1b", num_ranks=1, num_microbatches=1)
 
 
 @pytest.mark.thorough(
@@ -115,13 +119,6 @@ GOOD = build("1f1b", num_ranks=2, num_microbatches=3)
 def test_incomplete(rank: int, program: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         check(with_program(GOOD, rank, parsed(program)))
-
-
-def test_a_mistyped_microbatch_is_told_at_once() -> None:
-    """Not after listing 10^12 missing actions."""
-    wrong = Schedule.from_csv("0F0,0F1,0B0,0B1,0F999999999999\n")
-    with pytest.raises(ScheduleError, match=r"missing: 0F2, 0B2, .* and more"):
-        check(wrong)
 
 
 def test_a_replica_runs_its_own_microbatches() -> None:
@@ -156,27 +153,72 @@ def test_one_action_less_is_missed(schedule: Schedule, data: st.DataObject) -> N
         check(lacking)
 
 
-def test_what_is_no_compute_order() -> None:
-    schedule = build("1f1b", num_ranks=1, num_microbatches=1)
-    program = (Action(0, Op.REDUCE_GRAD, 0), *schedule.programs[0])
-    with pytest.raises(ScheduleError, match="0REDUCE_GRAD0 on rank 0, position 0: a compute order holds F B I W U"):
-        check(replace(schedule, programs=(program,)))
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        # All 10^12 missing actions were listed first.
+        (Schedule.from_csv("0F0,0F1,0B0,0B1,0F999999999999\n"), r"missing: 0F2, 0B2, .* and more"),
+        (
+            with_program(ONE, 0, [Action(0, Op.REDUCE_GRAD, 0), *ONE.programs[0]]),
+            "0REDUCE_GRAD0 on rank 0, position 0: a compute order holds F B I W U",
+        ),
+        # It was accepted alongside all others, and simulated at another one's times.
+        (
+            with_program(ONE, 0, [*ONE.programs[0], Action(0, Op.F, -1), Action(0, Op.B, -1)]),
+            r"0F-1 on rank 0, position 2: microbatches are numbered 0\.\.0",
+        ),
+        # Nothing else made a gradient, so it passed for an evaluation, and the cycle could not be found.
+        (by_hand("0F0 0W0", microbatches=1), "missing: 0I0"),
+        (by_hand("0F0 0U0", microbatches=1), r"0U0 on rank 0: .* holds no U, since it has no gradient"),
+    ],
+    ids=["mistyped", "no compute order", "negative", "W without I", "evaluation with update"],
+)
+def test_what_is_no_order(schedule: Schedule, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check(schedule)
 
 
-def test_a_negative_microbatch() -> None:
-    """It was accepted beside all others, and simulated at another one's times."""
-    schedule = build("1f1b", num_ranks=1, num_microbatches=2)
-    program = (*schedule.programs[0], Action(0, Op.F, -1), Action(0, Op.B, -1))
-    with pytest.raises(ScheduleError, match=r"0F-1 on rank 0, position 4: microbatches are numbered 0\.\.1"):
-        check(replace(schedule, programs=(program,)))
+RANKS = (1, 2, 3, 4, 6, pytest.param(8, marks=pytest.mark.nightly))
+MICROBATCHES = (1, 2, 3, 5, 8, 13)
 
 
-def test_a_weight_gradient_without_any_input_gradient() -> None:
-    """Nothing else made a gradient, so it passed for an evaluation, and the cycle could not be found."""
-    with pytest.raises(ScheduleError, match="missing: 0I0"):
-        check(by_hand("0F0 0W0", microbatches=1))
+def out_of_order(programs: Iterable[Sequence[object]], num_slices: int = 1) -> list[str]:
+    """Actions that come behind one of their stage and kind with the same or a higher microbatch, by rank; or, of slices
+    of one microbatch, with the same or a higher one in forwards, the same or a lower one in the others."""
+    found = []
+    for rank, program in enumerate(programs):
+        last: dict[tuple[int, Op], tuple[int, int]] = {}
+        for action in program:
+            if isinstance(action, Action):
+                microbatch, part = divmod(action.index, num_slices)
+                at = microbatch, part if action.op is Op.F else num_slices - 1 - part
+                if at <= last.get((action.stage, action.op), (-1, 0)):
+                    found.append(f"rank {rank}: {action}")
+                last[action.stage, action.op] = at
+    return found
 
 
-def test_an_evaluation_updates_nothing() -> None:
-    with pytest.raises(ScheduleError, match=r"0U0 on rank 0: .* holds no U, since it has no gradient"):
-        check(by_hand("0F0 0U0", microbatches=1))
+@pytest.mark.thorough(but=["1f1b-1"])
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("name", FLUSH)
+def test_under_every_flush_schedule(name: str, num_ranks: int) -> None:
+    chunks = (1, 2, 3) if FAMILIES[name].takes_chunks else (None,)
+    for P, M in dict.fromkeys(fitting(name, num_ranks, number) for number in MICROBATCHES):
+        for num_chunks in chunks:
+            schedule = build(name, num_ranks=P, num_microbatches=M, num_chunks=num_chunks)
+            case = f"M={M}, V={num_chunks}"
+            assert not out_of_order(schedule.compute_programs, schedule.num_slices), case
+            # What is executed: sends and receives stand between the actions, in their order.
+            steps = ([s for s in p.steps if getattr(s, "op", None) not in MOVE_OPS] for p in lower(schedule).programs)
+            assert not out_of_order(steps, schedule.num_slices), case
+
+
+@pytest.mark.thorough(but=["2bw-1"])
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("name", ASYNC)
+def test_under_every_asynchronous_schedule(name: str, num_ranks: int) -> None:
+    for num_microbatches in MICROBATCHES:
+        if name == "2bw" and num_microbatches < num_ranks - 1:
+            continue  # refused
+        schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        assert not out_of_order(schedule.programs), num_microbatches

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,15 +55,12 @@ def test_each_stage_right_behind_its_last_backward() -> None:
 
 
 def test_its_gradient_leaves_first() -> None:
-    """The stage before waits for that; for the sum nobody does yet."""
+    """The stage before waits for that; for the sum no stage does yet. In halves it waits for the last W."""
     schedule = build("1f1b", num_ranks=3, num_microbatches=2, replicas=(1, 2))
     steps = lowered(schedule, total(1)).programs[2].steps
     assert " ".join(map(str, steps)) == "1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD0"
-
-
-def test_behind_the_last_weight_gradient() -> None:
-    schedule = by_hand("0F0 0F1 0I0 0I1 0W1 0W0", microbatches=2)
-    assert work(lowered(schedule, total(0)), 0) == "0F0 0F1 0I0 0I1 0W1 0W0 0REDUCE_GRAD0"
+    halves = by_hand("0F0 0F1 0I0 0I1 0W1 0W0", microbatches=2)
+    assert work(lowered(halves, total(0)), 0) == "0F0 0F1 0I0 0I1 0W1 0W0 0REDUCE_GRAD0"
 
 
 def test_a_replica_without_a_microbatch_begins_at_once() -> None:
@@ -154,33 +152,30 @@ def altered(made: Lowered, rank: int, steps: Sequence[Step]) -> Lowered:
     return replace(made, programs=tuple(programs))
 
 
-def two_ties() -> Lowered:
-    return lowered(build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2), total(0, 3), total(1, 2))
+SUM = total(0)
+ONCE = "expected it once on each"
+BEFORE = "rank 1, step 1: 0REDUCE_GRAD0 stands before 0B1, whose gradient it takes"
 
 
-def test_a_sum_before_a_backward_of_its_stage() -> None:
-    made = lowered(build("1f1b", num_ranks=2, num_microbatches=2, replicas=(2,)), total(0))
-    first, second, third = made.programs[1].steps
-    with pytest.raises(ScheduleError, match="rank 1, step 1: 0REDUCE_GRAD0 stands before 0B1, whose gradient it takes"):
-        check_lowered(altered(made, 1, [first, third, second]))
-
-
-@pytest.mark.parametrize("times", [0, 2])
-def test_a_sum_that_a_rank_forgets_or_repeats(times: int) -> None:
-    made = lowered(build("1f1b", num_ranks=2, num_microbatches=2, replicas=(2,)), total(0))
-    *before, last = made.programs[0].steps
-    with pytest.raises(ScheduleError, match=f"0REDUCE_GRAD0 stands {times} times on rank 0: expected it once on each"):
-        check_lowered(altered(made, 0, [*before, *[last] * times]))
-
-
-def test_a_sum_of_other_ranks() -> None:
-    made = lowered(build("1f1b", num_ranks=3, num_microbatches=2, replicas=(2, 1)), total(0))
-    with pytest.raises(ScheduleError, match="stands 1 times on rank 2: expected it once on each of the ranks 0, 1"):
-        check_lowered(altered(made, 2, [*made.programs[2].steps, total(0)]))
+@pytest.mark.parametrize(
+    ("replicas", "rank", "change", "said"),
+    [
+        ((2,), 1, lambda s: [s[0], s[2], s[1]], BEFORE),
+        ((2,), 0, lambda s: s[:-1], f"0REDUCE_GRAD0 stands 0 times on rank 0: {ONCE}"),
+        ((2,), 0, lambda s: [*s, SUM], f"0REDUCE_GRAD0 stands 2 times on rank 0: {ONCE}"),
+        ((2, 1), 2, lambda s: [*s, SUM], f"stands 1 times on rank 2: {ONCE} of the ranks 0, 1"),
+    ],
+    ids=["before its backward", "forgotten", "repeated", "other ranks"],
+)  # fmt: skip
+def test_a_sum_out_of_its_place(replicas: tuple[int, ...], rank: int, change: Callable[[Any], Any], said: str) -> None:
+    made = lowered(build("1f1b", num_ranks=1 + len(replicas), num_microbatches=2, replicas=replicas), SUM)
+    with pytest.raises(ScheduleError, match=said):
+        check_lowered(altered(made, rank, change(list(made.programs[rank].steps))))
 
 
 def test_sums_in_opposite_orders_print_the_circle() -> None:
-    made = two_ties()
+    schedule = build("interleaved", num_ranks=2, num_microbatches=2, num_chunks=2)
+    made = lowered(schedule, total(0, 3), total(1, 2))
     *before, first, second = made.programs[0].steps
     with pytest.raises(ScheduleError) as caught:
         check_lowered(altered(made, 0, [*before, second, first]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import product
+from typing import Any
 
 import pytest
 from support.inside import FAMILY_PLACEMENTS, RULES
@@ -118,42 +119,45 @@ def test_sizes_that_are_no_counts(option: str, wrong: object) -> None:
         build("interleaved", **sizes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "2bw", "pipedream"])
-def test_chunks_for_a_schedule_without(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"num_chunks=2 for schedule '{name}': it has one stage .*\(interleaved, looped"
-    ):
-        build(name, num_ranks=2, num_microbatches=2, num_chunks=2)
+THOROUGH = pytest.mark.thorough
+OPTIONS: list[Any] = [
+    ("1f1b", {"warmup": 3}, "schedule '1f1b' has no option warmup: its options are replicas"),
+    pytest.param(
+        *("gpipe", {"warmup": 3}, "schedule 'gpipe' has no option warmup: its options are none"), marks=THOROUGH
+    ),
+    pytest.param(
+        *("2bw", {"update_every": 1}, "no option update_every: its options are num_batches, replicas, warmup"),
+        marks=THOROUGH,
+    ),
+    *(
+        (name, {"num_chunks": 2}, rf"num_chunks=2 for schedule '{name}': it has one stage .*\(interleaved, looped")
+        for name in ("gpipe", "1f1b", "2bw", "pipedream")
+    ),
+    *(
+        (name, {"num_slices": 2}, rf"num_slices=2 for schedule '{name}': .*\(terapipe, seq1f1b, .*\)")
+        for name in ("gpipe", "1f1b", "2bw", "interleaved")
+    ),
+    *(
+        (
+            "gis",
+            {"num_ranks": 5, "group_size": size},
+            rf"group_size={size!r} for num_ranks=5: expected a whole number, at least 3",
+        )
+        for size in (0, 2, -1, 2.5, True)
+    ),
+    # Not 5 together, a later one larger than the first, or one smaller than P (which may deadlock).
+    *(
+        (
+            "interleaved",
+            {"num_microbatches": 5, "groups": groups},
+            r"groups=.*expected sizes of at least 2 that add up to 5",
+        )
+        for groups in ((), (4,), (3, 3), (2, 3), (1, 4), (4, 1), (6, -1))
+    ),
+]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "2bw", "interleaved"])
-def test_slices_for_a_schedule_without(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"num_slices=2 for schedule '{name}': .*\(terapipe, seq1f1b, .*\)"):
-        build(name, num_ranks=2, num_microbatches=2, num_slices=2)
-
-
-@pytest.mark.thorough(but=["1f1b-options0-schedule '1f1b' has no option warmup: its options are replicas"])
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("1f1b", {"warmup": 3}, "schedule '1f1b' has no option warmup: its options are replicas"),
-        ("gpipe", {"warmup": 3}, "schedule 'gpipe' has no option warmup: its options are none"),
-        ("2bw", {"update_every": 1}, "no option update_every: its options are num_batches, replicas, warmup"),
-    ],
-)
-def test_unknown_option(name: str, options: dict[str, object], message: str) -> None:
+@pytest.mark.parametrize(("name", "options", "message"), OPTIONS)
+def test_options_that_do_not_fit(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build(name, num_ranks=2, num_microbatches=2, **options)
-
-
-@pytest.mark.parametrize("size", [0, 2, -1, 2.5, True])
-def test_a_group_of_too_few(size: object) -> None:
-    with pytest.raises(ValueError, match=rf"group_size={size!r} for num_ranks=5: expected a whole number, at least 3"):
-        build("gis", num_ranks=5, num_microbatches=8, group_size=size)
-
-
-@pytest.mark.parametrize("groups", [(), (4,), (3, 3), (2, 3), (1, 4), (4, 1), (6, -1)])
-def test_groups_that_do_not_fit(groups: tuple[int, ...]) -> None:
-    """Not 5 together, a later one larger than the first, or one smaller than P (which may deadlock)."""
-    with pytest.raises(ValueError, match=r"groups=.*expected sizes of at least 2 that add up to 5"):
-        build("interleaved", num_ranks=2, num_microbatches=5, groups=groups)
+        build(name, **{"num_ranks": 2, "num_microbatches": 2, **options})

@@ -1,4 +1,4 @@
-"""Rules completed to orders: against trying all orders, and what is said where there is none."""
+"""Rules completed to orders: against trying all orders, and each family that is a rule, regenerated from its rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import B, Constraints, ContradictionError, F, I, Relation, W, in_flight, in_order, only_if
 
-from stagewright.schedules import Action, Costs, Op, Schedule, ScheduleError, build, check, simulate
+from stagewright.schedules import FAMILIES, Action, Costs, Op, Schedule, ScheduleError, build, check, simulate
+
+from .rules_of_families import IN_RULES, in_rules
 
 P, M = 2, 2
 
@@ -229,3 +231,21 @@ def test_bad_words() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make()
+
+
+# (P, M, V): multiples of P and remainders, fewer than P, one of each.
+SIZES = [(4, 8, 2), (4, 6, 2), (4, 4, 3), (3, 7, 2), (4, 3, 2), (6, 2, 2), (2, 5, 3), (1, 3, 2), (3, 1, 2)]
+
+
+@pytest.mark.thorough(but=["1f1b", "chimera", "hanayo", "pipedream", "2bw"])
+@pytest.mark.parametrize("name", IN_RULES)
+def test_a_family_follows_from_its_rules(name: str) -> None:
+    for P, M, V in SIZES:
+        if (name == "2bw" and M < P - 1) or (name == "chimera" and P % 2) or (name == "hanayo" and V % 2):
+            continue
+        options = {"num_chunks": V} if FAMILIES[name].takes_chunks and name != "seq1f1b" else {}
+        options |= {"num_batches": 3} if FAMILIES[name].rule.is_asynchronous else {}
+        table = build(name, num_ranks=P, num_microbatches=M, **options)
+        solved = in_rules(table).solve(Costs(forward=1.0, backward=2.0, input_grad=1.0, weight_grad=1.0))
+        assert solved.programs == table.programs, (name, P, M, V)
+        assert solved == table, (name, P, M, V)
