@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import cli, comm, experiments, integrations, partition, pipe, schedules, viz  # noqa: F401
     from .pipe import (
         Asynchronous,
         Auto,
@@ -58,16 +59,18 @@ _SHOWN = (("schedules.ir", "Schedule"), ("schedules.timing.timeline", "Timeline"
 _FOLDERS = ("cli", "comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
 
 
-def __getattr__(name: str) -> Any:
-    # Only here, never at the top: an import that runs with this file would load torch, and would break
-    # pytest, which imports the file under a name of its own because the repository root is the package.
-    if name in _FOLDERS:
-        return import_module(f"{__name__}.{name}")
-    if name in __all__:
-        from . import pipe
+if not TYPE_CHECKING:  # else a misspelt name would be of any type
 
-        return getattr(pipe, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        # Only here, never at the top: an import that runs with this file would load torch, and would break
+        # pytest, which imports the file under a name of its own because the repository root is the package.
+        if name in _FOLDERS:
+            return import_module(f"{__name__}.{name}")
+        if name in __all__:
+            from . import pipe
+
+            return getattr(pipe, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

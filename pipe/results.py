@@ -73,7 +73,7 @@ class EvalResult:
     """
 
     loss: float | None
-    output: object
+    output: Any
 
     def __repr__(self) -> str:
         def shape(leaf: object) -> object:

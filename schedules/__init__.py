@@ -95,10 +95,12 @@ _FILES = {
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _FILE_OF:
-        return getattr(import_module(f".{_FILE_OF[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # else a misspelt name would be of any type
+
+    def __getattr__(name: str) -> Any:
+        if name in _FILE_OF:
+            return getattr(import_module(f".{_FILE_OF[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
