@@ -10,17 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import cli, comm, experiments, integrations, partition, pipe, schedules, viz  # noqa: F401
+    from .comm import PeerLost, PipelineError, PipelineTimeout
+    from .partition.model.recorded.recording import RecordingError
     from .pipe import (
         Asynchronous,
         Auto,
         Edits,
         ErrorFeedback,
+        EvalResult,
         Inputs,
         Mesh,
+        NonFiniteLossError,
         PipelineModule,
         Precision,
+        SaveResult,
         Slices,
+        StepRecord,
+        StepResult,
         Synchronous,
+        Verification,
+        VerificationError,
         Weights,
         deferred,
         edit,
@@ -30,18 +39,31 @@ if TYPE_CHECKING:
         named,
         read_checkpoint,
     )
+    from .schedules import ScheduleError
 
 __all__ = [
     "Asynchronous",
     "Auto",
     "Edits",
     "ErrorFeedback",
+    "EvalResult",
     "Inputs",
     "Mesh",
+    "NonFiniteLossError",
+    "PeerLost",
+    "PipelineError",
     "PipelineModule",
+    "PipelineTimeout",
     "Precision",
+    "RecordingError",
+    "SaveResult",
+    "ScheduleError",
     "Slices",
+    "StepRecord",
+    "StepResult",
     "Synchronous",
+    "Verification",
+    "VerificationError",
     "Weights",
     "__version__",
     "deferred",
@@ -56,6 +78,14 @@ __all__ = [
 __version__ = "0.1.0"
 # What shows its page as the last line of a notebook's cell.
 _SHOWN = (("schedules.ir", "Schedule"), ("schedules.timing.timeline", "Timeline"), ("partition.plans.plan", "Plan"))
+# Where a name is that is not in `pipe`.
+_FILES = {
+    "PeerLost": "comm",
+    "PipelineError": "comm",
+    "PipelineTimeout": "comm",
+    "RecordingError": "partition.model.recorded.recording",
+    "ScheduleError": "schedules",
+}
 _FOLDERS = ("cli", "comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
 
 
@@ -67,9 +97,7 @@ if not TYPE_CHECKING:  # else a misspelt name would be of any type
         if name in _FOLDERS:
             return import_module(f"{__name__}.{name}")
         if name in __all__:
-            from . import pipe
-
-            return getattr(pipe, name)
+            return getattr(import_module(f"{__name__}.{_FILES.get(name, 'pipe')}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
