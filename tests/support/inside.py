@@ -284,6 +284,7 @@ _ALIKE = {
 }
 # Whole modules, whose attributes tests replace.
 _MODULES = {
+    "schedule_registry": "schedules.families.registry",
     "beside": "pipe.edits.beside",
     "edit_memory": "pipe.edits.beside",
     "failures": "comm.failures",
