@@ -19,6 +19,7 @@ import tyro
 
 from ...schedules.wording import count, duration
 from ...viz import Exhibit, FigureStyle
+from ...viz.exhibit import held_activations
 from ..options import plain_help, read
 from .exhibits import read_exhibits
 from .outputs import check_output, write_output
@@ -140,8 +141,8 @@ def _facts(exhibit: Exhibit) -> dict[str, object]:
     for name, timeline in (("predicted", exhibit.predicted), ("measured", newest)):
         if timeline is not None:
             figures = {"step_seconds": timeline.batch_seconds, "makespan": timeline.makespan, "bubble": timeline.bubble}
-            varied: dict[str, object] = {}
+            found[name] = figures | {"activations_held": held_activations(timeline)}
             if sampled is not None and name == "predicted":
                 varied = {"step_seconds": sampled.median, "step_range": sampled.range(), "bubble": sampled.bubble}
-            found[name] = figures | varied
+                found |= {"predicted": varied, "predicted_at_medians": found[name]}
     return found

@@ -242,7 +242,7 @@ def test_the_table_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
         *["from", "batch", "to", "batch", "of", "the", "steady", "state"],
     ]
     assert lines[5].split() == ["bubble", "0.00%", "of", "the", "steady", "state"]
-    assert "held  versions  staleness  largest idle cause" in lines[7]
+    assert "held  versions  staleness  largest idle cause" in lines[8]
     assert lines[8].split() == ["0", "48.0", "s", "3.00", "s", "2", "2", "1", "late", "peer", "(3.00", "s)"]
     assert "1 s is one forward of a stage" in lines[-1]
     assert "1 s is" not in answer(capsys, *words, "--forward", "1")

@@ -253,6 +253,7 @@ _NAMES = {
 }
 # Names that stand in several modules: (module, name).
 _ALIKE = {
+    "comparison_table": ("cli.commands.compare", "table"),
     "CompareOutcome": ("pipe.verify.compare", "Outcome"),
     "GuardsChanges": ("partition.model.recorded.guards", "Changes"),
     "HostHost": ("experiments.backends.namespaces.host", "Host"),
