@@ -18,14 +18,13 @@ import tyro
 from ...partition import Plan
 from ...schedules import Change, Difference, Timeline, compare
 from ...schedules.wording import count, duration, size, wrapped
-from ...viz import Exhibit, FigureStyle
+from ...viz import Exhibit
 from ...viz.exhibit import HeadFigure, headline, held_activations
 from ..options import plain_help, read
 from ..train.run_folder import RUNS, find_run
 from ..train.same_run import read_manifest
 from .exhibits import read_exhibits
-from .outputs import check_output, write_output
-from .schedule_options import CostOptions
+from .outputs import PictureOptions, check_output, write_output
 
 _WIDTH = 22  # of the first column
 _LEAST = 0.0005  # share of the makespan: what is smaller in both is not listed
@@ -40,7 +39,7 @@ _PLAN = "plan.json"
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions(CostOptions):
+class CompareOptions(PictureOptions):
     """Compare two runs, plans or schedules; or, of one run, what was predicted with what was measured.
 
     Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own. Schedules with
@@ -108,7 +107,7 @@ def run(argv: Sequence[str]) -> int:
     exhibits = read_exhibits(options.inputs, options, command=command)
     comparison = compare_exhibits(exhibits, options.inputs)
     for path in options.out:
-        write_output(exhibits, path, FigureStyle())
+        write_output(exhibits, path, options.style())
     if options.json:
         print(json.dumps(as_json(comparison) | {"written": list(map(str, options.out))}))
         return 0
