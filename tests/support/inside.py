@@ -183,7 +183,7 @@ _NAMES = {
     "pipe.stage.shapes": "InferredStages",
     "pipe.stage.stage": "Stage",
     "pipe.stage.weights": "WeightVersions",
-    "pipe.telling": "outline tell tell_of_gpus told_if_slow",
+    "pipe.telling": "outline tell tell_of_gpus tell_of_late_loss tell_of_one_rank told_if_slow",
     "pipe.auto.trial": "Trials to_try",
     "pipe.settings.delay_correction": "Feedback LAST_UPDATE",
     "pipe.update.flush": "FlushUpdate",
