@@ -9,17 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import cli, comm, experiments, integrations, partition, pipe, schedules, viz  # noqa: F401
+    from .comm import PeerLost, PipelineError, PipelineTimeout
+    from .partition.model.recorded.recording import RecordingError
     from .pipe import (
         Asynchronous,
         Auto,
         Edits,
         ErrorFeedback,
+        EvalResult,
         Inputs,
         Mesh,
+        NonFiniteLossError,
         PipelineModule,
         Precision,
+        SaveResult,
         Slices,
+        StepRecord,
+        StepResult,
         Synchronous,
+        Verification,
+        VerificationError,
         Weights,
         deferred,
         edit,
@@ -29,18 +39,31 @@ if TYPE_CHECKING:
         named,
         read_checkpoint,
     )
+    from .schedules import ScheduleError
 
 __all__ = [
     "Asynchronous",
     "Auto",
     "Edits",
     "ErrorFeedback",
+    "EvalResult",
     "Inputs",
     "Mesh",
+    "NonFiniteLossError",
+    "PeerLost",
+    "PipelineError",
     "PipelineModule",
+    "PipelineTimeout",
     "Precision",
+    "RecordingError",
+    "SaveResult",
+    "ScheduleError",
     "Slices",
+    "StepRecord",
+    "StepResult",
     "Synchronous",
+    "Verification",
+    "VerificationError",
     "Weights",
     "__version__",
     "deferred",
@@ -55,19 +78,27 @@ __all__ = [
 __version__ = "0.1.0"
 # What shows its page as the last line of a notebook's cell.
 _SHOWN = (("schedules.ir", "Schedule"), ("schedules.timing.timeline", "Timeline"), ("partition.plans.plan", "Plan"))
+# Where a name is that is not in `pipe`.
+_FILES = {
+    "PeerLost": "comm",
+    "PipelineError": "comm",
+    "PipelineTimeout": "comm",
+    "RecordingError": "partition.model.recorded.recording",
+    "ScheduleError": "schedules",
+}
 _FOLDERS = ("cli", "comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
 
 
-def __getattr__(name: str) -> Any:
-    # Only here, never at the top: an import that runs with this file would load torch, and would break
-    # pytest, which imports the file under a name of its own because the repository root is the package.
-    if name in _FOLDERS:
-        return import_module(f"{__name__}.{name}")
-    if name in __all__:
-        from . import pipe
+if not TYPE_CHECKING:  # else a misspelt name would be of any type
 
-        return getattr(pipe, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        # Only here, never at the top: an import that runs with this file would load torch, and would break
+        # pytest, which imports the file under a name of its own because the repository root is the package.
+        if name in _FOLDERS:
+            return import_module(f"{__name__}.{name}")
+        if name in __all__:
+            return getattr(import_module(f"{__name__}.{_FILES.get(name, 'pipe')}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -45,7 +45,7 @@ _GLANCE = 0.25  # [s] that count at most between two looks: more than that, and 
 
 
 class PipelineError(RuntimeError):
-    """A run that cannot go on. The message names the ranks and actions concerned.
+    """A run that cannot continue; PipelineTimeout and PeerLost are such. The message names ranks and actions.
 
     peers: the ranks that were waited for.
     is_explained: whether the message names the cause, which was looked for.

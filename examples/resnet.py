@@ -58,7 +58,8 @@ class Classifier(nn.Module):
         )
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        return self.net(pictures).logits
+        scores: torch.Tensor = self.net(pictures).logits
+        return scores
 
 
 def main() -> None:

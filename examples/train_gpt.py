@@ -35,7 +35,8 @@ class Block(nn.Module):
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.proj(mixed)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x
 
 
 class GPT(nn.Module):
@@ -55,7 +56,8 @@ class GPT(nn.Module):
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        scores: torch.Tensor = self.head(self.norm(x))
+        return scores
 
 
 class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -12,11 +12,13 @@ __all__ = ["PipelineAccelerator", "PipelineStrategy", "PipelineTrainer"]
 _FILES = {"PipelineAccelerator": "accelerator", "PipelineStrategy": "lightning", "PipelineTrainer": "trainer"}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = import_module(f".{_FILES[name]}", __name__)
-    except ImportError as error:
-        raise ImportError(f'{error}: expected pip install "stagewright[integrations,lightning]"') from error
-    return getattr(module, name)
+if not TYPE_CHECKING:  # else a misspelt name would be of any type
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            module = import_module(f".{_FILES[name]}", __name__)
+        except ImportError as error:
+            raise ImportError(f'{error}: expected pip install "stagewright[integrations,lightning]"') from error
+        return getattr(module, name)

@@ -25,7 +25,7 @@ from .settings.excludes import REROUTE, check_options, check_reroute
 from .settings.options import Options
 from .settings.recompute import Recompute, read_recompute
 from .shards.shard import Sharding, sharding_of, sharding_over
-from .telling import tell
+from .telling import tell, tell_of_one_rank
 
 DEFAULT_SCHEDULE = "1f1b"
 _SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slices": "{} slices a microbatch"}
@@ -198,6 +198,8 @@ def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[Wo
             wanted = wanted if says_ranks else own.build(given).num_ranks
         axes = read_mesh(sizes, world, wanted=wanted, order=mesh.order)
         asked = {size: number for size, number in given.items() if number is not None} | {"num_ranks": axes.pipe}
+        if sizes is None and axes.num_processes == 1 and not world.distributed:
+            tell_of_one_rank()
         otherwise = {"num_microbatches": 2 * axes.pipe}
         if own is None:
             one = build(str(schedule), **(otherwise | asked))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn
 
 import torch
 from torch import nn
@@ -153,7 +153,7 @@ class PipelineModule(RunFigures):
         timeout: float = 300.0,
         device: torch.device | str | None = None,
         weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Weights | None = None,
-        **unknown: Any,
+        **unknown: Never,
     ) -> None:
         refuse_unknown(unknown)
         edits = model if isinstance(model, Edits) else None
@@ -376,7 +376,7 @@ class PipelineModule(RunFigures):
             given = self._given(inputs_and_target, keywords)
             return self._building.life.outlasting(lambda: self._evaluation_for(given).step(given))
 
-    def predict(self, *inputs: Any, **keywords: Any) -> object:
+    def predict(self, *inputs: Any, **keywords: Any) -> Any:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
 
         Where the last stage runs; None in other processes. All ranks of a pipeline pass the same inputs, which may be

@@ -52,6 +52,12 @@ class StepResult:
     is_compared: bool = field(repr=False, default=True)
     _timeline: Callable[[], Timeline] = field(repr=False, compare=False)
 
+    def __repr__(self) -> str:
+        if self.loss is None:
+            return "StepResult(loss=None: batches overlap, and this rank knows none yet; later calls and flush() do)"
+        figures = ((name, getattr(self, name)) for name in ("loss", "loss_step", "grad_norm", "skipped"))
+        return f"StepResult({', '.join(f'{name}={value!r}' for name, value in figures)})"
+
     def timeline(self) -> Timeline:
         """The measured Timeline of this step, on every rank. Collective over the processes."""
         return self._timeline()
@@ -73,7 +79,7 @@ class EvalResult:
     """
 
     loss: float | None
-    output: object
+    output: Any
 
     def __repr__(self) -> str:
         def shape(leaf: object) -> object:

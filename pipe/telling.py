@@ -50,6 +50,27 @@ def tell_of_gpus() -> None:
         )
 
 
+@cache
+def tell_of_one_rank() -> None:
+    """A line, once, where a script without a launcher and without mesh= runs no pipeline."""
+    tell(
+        'one process and no mesh=: one rank runs all stages. Write PipelineModule(..., mesh={"pipe": 4}) for four in '
+        "this process, or start four with `torchrun --nproc-per-node 4 SCRIPT`; "
+        'mesh={"pipe": 1} leaves this line out',
+        rank=0,
+    )
+
+
+@cache
+def tell_of_late_loss(schedule: str, *, rank: int) -> None:
+    """A line, once, where a call returns before a loss is known."""
+    tell(
+        f"schedule {schedule!r}: result.loss is None on rank {rank} so far, since batches overlap; it will be that of "
+        f"an earlier batch (result.loss_step), and flush() returns the rest",
+        rank=rank,
+    )
+
+
 @contextmanager
 def told_if_slow(what: str, *, rank: int, silent: float = SILENT_SECONDS) -> Iterator[None]:
     """Around what may take long: from so many seconds on it is told, each time after twice as long."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .families.registry import build as build
     from .families.registry import canonical_name as canonical_name
     from .families.registry import family as family
+    from .families.registry import register as register
     from .ir import Action as Action
     from .ir import Collective as Collective
     from .ir import Edge as Edge
@@ -72,7 +73,7 @@ _FILES = {
     "explain.prediction": "PredictionCheck check_prediction",
     "explain.stragglers": "Straggler find_stragglers",
     "families.recognise": "Family",
-    "families.registry": "FAMILIES build canonical_name family",
+    "families.registry": "FAMILIES build canonical_name family register",
     "ir": "Action Collective Edge Op Schedule ScheduleError",
     "lowering.course": "flushed",
     "lowering.lower": "lower",
@@ -95,10 +96,12 @@ _FILES = {
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _FILE_OF:
-        return getattr(import_module(f".{_FILE_OF[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # else a misspelt name would be of any type
+
+    def __getattr__(name: str) -> Any:
+        if name in _FILE_OF:
+            return getattr(import_module(f".{_FILE_OF[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run as it stands; the message says where and why."""
+    """A schedule that cannot be run; the message names the rank and the action, and says why."""
 
 
 class Op(StrEnum):

@@ -29,8 +29,8 @@ from .actions import (
     Relation,
     ScheduleError,
 )
-from .needs import Edge, Needs, chain, check_edges
-from .placement import ascending_owners, read_owners
+from .needs import Edge, Needs, chain, check_edges, read_edges
+from .placement import ascending_owners, read_owners, read_placed
 from .text import (
     JSON_VERSION,
     csv_of,
@@ -38,6 +38,7 @@ from .text import (
     read_csv,
     read_data,
     read_json,
+    read_programs,
     refuse_undeclared_owners,
     unit_time_cells,
 )
@@ -108,6 +109,8 @@ class Schedule:
         return f"<Schedule {self.name}: {', '.join(parts)}>"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "programs", read_programs(self.programs))
+        object.__setattr__(self, "placement", read_placed(self.placement))
         if not self.placement or len(self.placement) != len(self.programs):
             raise ScheduleError(
                 f"{len(self.placement)} ranks are placed and {len(self.programs)} have a program: "
@@ -138,6 +141,7 @@ class Schedule:
         object.__setattr__(self, "owners", read_owners(self.owners, ascending_owners(self.placement)))
         if self.edges is None:
             object.__setattr__(self, "edges", chain(self.num_stages))
+        object.__setattr__(self, "edges", read_edges(self.stage_edges))
         check_edges(self.stage_edges, self.num_stages)
         if self.without_backward:
             self._read_without_backward()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .actions import BACKWARD_OPS, MOVE_OPS, Action, Op, ScheduleError
 
@@ -35,6 +35,16 @@ class Edge(NamedTuple):
 def chain(num_stages: int) -> tuple[Edge, ...]:
     """The stage graph of a plain chain: 0 -> 1 -> ... -> S-1."""
     return tuple(Edge(stage, stage + 1) for stage in range(num_stages - 1))
+
+
+def read_edges(edges: Sequence[Any]) -> tuple[Edge, ...]:
+    """Edges, also where they are given as pairs (src, dst)."""
+    if isinstance(edges, tuple) and all(type(edge) is Edge for edge in edges):
+        return edges
+    try:
+        return tuple(edge if type(edge) is Edge else Edge(*edge) for edge in edges)
+    except TypeError:
+        raise ScheduleError(f"edges={edges!r:.60}: expected pairs of stages, such as [(0, 1), (0, 2)]") from None
 
 
 def check_edges(edges: Sequence[Edge], num_stages: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 from .actions import ScheduleError
 from .kinds import at_least, option
@@ -142,6 +143,18 @@ def ascending_owners(placement: Sequence[Sequence[int]]) -> tuple[tuple[int, ...
                 raise ScheduleError(f"stage {stage} stands twice on rank {rank}: expected each stage once")
             owners[stage].append(rank)
     return tuple(tuple(ranks) for ranks in owners)
+
+
+def read_placed(placement: Any) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank, in tuples."""
+    if isinstance(placement, tuple) and all(isinstance(stages, tuple) for stages in placement):
+        return placement
+    try:
+        return tuple(tuple(map(operator.index, stages)) for stages in placement)
+    except TypeError:
+        raise ScheduleError(
+            f"placement={placement!r:.60}: expected the stages of each rank, such as [[0], [1]]"
+        ) from None
 
 
 def read_owners(declared: Sequence[Sequence[int]], placed: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

@@ -14,6 +14,7 @@ from .actions import COMPUTE_OPS, MOVE_OPS, Action, Op, ScheduleError
 from .needs import Edge
 
 JSON_VERSION = 1
+_BY_HAND = [["0F0", "0B0"], ["1F0", "1B0"]]
 _JSON_KEYS = frozenset(
     ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
 )
@@ -155,6 +156,33 @@ def _read_program(rank: int, program: object) -> tuple[Action, ...]:
         return tuple(Action.parse(word) for word in str(program).split())
     except ValueError as error:
         raise ScheduleError(f"program of rank {rank}: {error}") from None
+
+
+def read_programs(programs: Any) -> tuple[tuple[Action, ...], ...]:
+    """Programs as they are written by hand: in lists too, an action as "0F2" or (0, "F", 2), a program as "0F0 0B0"."""
+    if isinstance(programs, tuple) and all(
+        isinstance(program, tuple) and all(type(action) is Action and type(action[1]) is Op for action in program)
+        for program in programs
+    ):
+        return programs
+    if isinstance(programs, str | Mapping) or not isinstance(programs, Iterable):
+        raise ScheduleError(f"programs={programs!r:.60}: expected one per rank, such as {_BY_HAND}")
+    return tuple(_read_actions(rank, program) for rank, program in enumerate(programs))
+
+
+def _read_actions(rank: int, program: Any) -> tuple[Action, ...]:
+    if isinstance(program, str):
+        return _read_program(rank, program)
+    try:
+        return tuple(
+            Action.parse(given) if isinstance(given, str) else Action(int(given[0]), Op(given[1]), int(given[2]))
+            for given in program
+        )
+    except (ValueError, TypeError, IndexError) as error:
+        raise ScheduleError(
+            f"program of rank {rank}: {program!r:.60}: {error}: expected actions, such as "
+            f'[Action(0, Op.F, 0), Action(0, Op.B, 0)], ["0F0", "0B0"] or "0F0 0B0"'
+        ) from None
 
 
 def _read_edge(edge: object) -> Edge:

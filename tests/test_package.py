@@ -160,6 +160,17 @@ def test_pipeline_module_loads_on_first_use():
         _ = stagewright.PipelineModul
 
 
+def test_all_that_users_catch_or_annotate_is_in_the_package_itself() -> None:
+    program = "import sys, stagewright; print(stagewright.ScheduleError.__name__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("ScheduleError False\n", "")
+    listed = {name for name in stagewright.__all__ if name != "__version__"}
+    assert all(getattr(stagewright, name).__doc__ for name in listed)
+    of_runtime = {name for name in importlib.import_module("stagewright.pipe").__all__ if name[0].isupper()}
+    raised = {"PeerLost", "PipelineError", "PipelineTimeout", "RecordingError", "ScheduleError"}
+    assert of_runtime | raised <= listed <= set(dir(stagewright))
+
+
 def test_a_rank_that_trains_by_a_named_schedule_loads_no_planner():
     program = """
 import sys, torch, stagewright

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -38,3 +40,5 @@ def test_records_are_shown_in_a_line() -> None:
 def test_a_step_shows_what_is_known() -> None:
     result = StepResult(loss=0.5, loss_step=3, _timeline=lambda: pytest.fail("not asked for"))
     assert repr(result) == "StepResult(loss=0.5, loss_step=3, grad_norm=None, skipped=False)"
+    late = replace(result, loss=None, loss_step=None)
+    assert repr(late).startswith("StepResult(loss=None: batches overlap")

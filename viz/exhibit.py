@@ -24,7 +24,7 @@ from ..schedules.timing.measured_inputs import median_costs
 from ..schedules.timing.sampling import SHARE
 from ..schedules.timing.simulate import busy_seconds
 from ..schedules.timing.timeline import MeasuredStep
-from ..schedules.wording import duration
+from ..schedules.wording import duration, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,32 @@ class Exhibit:
         if not self.memory or timeline.schedule.placement != predicted.schedule.placement:
             return None
         return memory_curves(timeline, self.memory)
+
+    def peaks(self, timeline: Timeline) -> tuple[tuple[float, ...] | None, str]:
+        """[P] bytes at the peak of one of its timelines and how they were found, the surest first; None: not known."""
+        if timeline.measured and self.measured_peak is not None:
+            return self.measured_peak, "measured"
+        if self.predicted_peak is not None:
+            return self.predicted_peak, "predicted by the plan"
+        curves = self.curves(timeline)
+        return (None, "") if curves is None else (tuple(curve.peak for curve in curves), "of the timeline")
+
+    @property
+    def memory_words(self) -> dict[str, str]:
+        """Memory of the fullest rank, predicted and measured."""
+        words = {}
+        for caption, timeline in self.timelines:
+            peaks, _ = self.peaks(timeline)
+            held = f"{held_activations(timeline):.3g} activations of the model"
+            words[caption.partition(",")[0]] = held if peaks is None else size(max(peaks, default=0.0))
+        return words
+
+
+def held_activations(timeline: Timeline) -> float:
+    """Most activations that a rank holds at once, in those of one microbatch of the whole model, so that schedules with
+    different numbers of stages compare."""
+    schedule = timeline.schedule
+    return max(timeline.peak_activations, default=0) / (schedule.num_stages * schedule.num_slices)
 
 
 class HeadFigure(NamedTuple):

@@ -1,4 +1,4 @@
-"""Timelines as figures of matplotlib, for PNG and SVG files, papers and notebooks.
+"""Timelines as figures of matplotlib, for PNG, SVG and PDF files, papers and notebooks.
 
     figure = comparison_figure([exhibit, other], style=FigureStyle(width=7, font=7, title=False))
     write_figure(figure, "figure-3.svg")
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .shown_figure import ShownFigure
 
-FIGURE_SUFFIXES = (".png", ".svg")
+FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 _USUAL, _WATERFALL = FigureStyle(), FigureStyle(width=9.0)
 _MORE, _LESS, _WHOLE, _EDGE = "#D55E00", OP_HUES[Op.I], OP_HUES[Op.F], "#5C5C5C"
 _WORDS = 1.65  # room for the words behind a bar [inch]
@@ -79,10 +79,10 @@ def render_comparison(
 
 
 def write_figure(figure: ShownFigure, path: str | Path) -> None:
-    """Write a PNG or an SVG, as the path ends; ValueError for any other end."""
+    """Write a PNG, an SVG or a PDF, as the path ends; ValueError for any other end."""
     suffix = Path(path).suffix.lower()
     if suffix not in FIGURE_SUFFIXES:
-        raise ValueError(f"{path}: expected a name that ends in {' or '.join(FIGURE_SUFFIXES)}")
+        raise ValueError(f"{path}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
     Path(path).write_bytes(figure.as_bytes(suffix.removeprefix(".")))
 
 

@@ -70,6 +70,7 @@ class FigureStyle:
         dpi: pixels an inch of a PNG.
         font: size of the words [points]; all others follow it.
         title: whether the schedule and its sizes stand above all; a paper's caption says that.
+        captions: whether each timeline has its name and figures above it.
         memory: whether what each rank holds over time stands below each timeline, where stages' bytes are known.
         critical_path: whether the chain of actions and messages that determines the end is marked, with its shares.
         idle: "cause": idle time in the hue of its cause; "hatch": all of it hatched, for print without colours.
@@ -81,6 +82,7 @@ class FigureStyle:
     dpi: float = 100.0
     font: float = _USUAL_FONT
     title: bool = True
+    captions: bool = True
     idle: IdleFill = "cause"
     critical_path: bool = False
     memory: bool = False
@@ -157,7 +159,7 @@ class Sheet:
         figure.set_layout_engine("none")  # it stays so, whatever is drawn
 
     def _axes(self, axes: Axes, panel: Panel) -> Axes:
-        title = panel.title(self.unit_name, self.unit)
+        title = panel.title(self.unit_name, self.unit) if self.style.captions else ""
         axes.set_title(title, loc="left", size=1.1 * self.style.font, color="#202020", wrap=True, parse_math=False)
         axes.set_xlim(0, self.scale.length / self.scale.unit)
         style_rows(axes, panel.num_rows, self.scale)

@@ -12,7 +12,13 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("pictures need matplotlib: pip install 'stagewright[cli]'", name=error.name) from error
 
-_SVG: Any = {"svg.fonttype": "none", "svg.hashsalt": "stagewright"}  # text stays text; ids that are the same each time
+# Text stays text: of a PDF in TrueType fonts, which publishers ask for. Ids are the same each time.
+_AS_TEXT: Any = {"svg.fonttype": "none", "svg.hashsalt": "stagewright", "pdf.fonttype": 42}
+_UNDATED: dict[str, dict[str, Any]] = {
+    "png": {"Software": "stagewright"},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
 
 
 class ShownFigure(Figure):
@@ -26,11 +32,10 @@ class ShownFigure(Figure):
         return figure
 
     def as_bytes(self, kind: str) -> bytes:
-        """A "png" or "svg" file, the same each time: without a date, or the name of a version."""
+        """A "png", "svg" or "pdf" file, the same each time: without a date, or the name of a version."""
         file = io.BytesIO()
-        metadata: dict[str, Any] = {"Software": "stagewright"} if kind == "png" else {"Date": None, "Creator": None}
-        with mpl.rc_context(_SVG):
-            self.savefig(file, format=kind, dpi=self.get_dpi(), metadata=metadata)
+        with mpl.rc_context(_AS_TEXT):
+            self.savefig(file, format=kind, dpi=self.get_dpi(), metadata=_UNDATED[kind])
         return file.getvalue()
 
     def _repr_png_(self) -> bytes:

@@ -18,14 +18,13 @@ import tyro
 from ...partition import Plan
 from ...schedules import Change, Difference, Timeline, compare
 from ...schedules.wording import count, duration, size, wrapped
-from ...viz import Exhibit, FigureStyle
-from ...viz.exhibit import HeadFigure, headline
+from ...viz import Exhibit
+from ...viz.exhibit import HeadFigure, headline, held_activations
 from ..options import plain_help, read
 from ..train.run_folder import RUNS, find_run
 from ..train.same_run import read_manifest
 from .exhibits import read_exhibits
-from .outputs import check_output, write_output
-from .schedule_options import CostOptions
+from .outputs import PictureOptions, check_output, write_output
 
 _WIDTH = 22  # of the first column
 _LEAST = 0.0005  # share of the makespan: what is smaller in both is not listed
@@ -40,7 +39,7 @@ _PLAN = "plan.json"
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions(CostOptions):
+class CompareOptions(PictureOptions):
     """Compare two runs, plans or schedules; or, of one run, what was predicted with what was measured.
 
     Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own. Schedules with
@@ -108,7 +107,7 @@ def run(argv: Sequence[str]) -> int:
     exhibits = read_exhibits(options.inputs, options, command=command)
     comparison = compare_exhibits(exhibits, options.inputs)
     for path in options.out:
-        write_output(exhibits, path, FigureStyle())
+        write_output(exhibits, path, options.style())
     if options.json:
         print(json.dumps(as_json(comparison) | {"written": list(map(str, options.out))}))
         return 0
@@ -145,6 +144,7 @@ def _side_json(side: Side) -> dict[str, object]:
         "name": side.name,
         "caption": side.caption,
         "figures": [figure._asdict() for figure in side.figures],
+        "activations_held": held_activations(side.timeline),
         "peak_bytes": side.peaks,
         "peak_bytes_are": side.peaks_are,
         "configuration": side.configuration,
@@ -207,22 +207,27 @@ def _figures(comparison: Comparison) -> list[str]:
     rows.append(_row("bubble", f"{found.bubble.before:.1%}", f"{found.bubble.after:.1%}", points))
     figures = [{each.label: each for each in side.figures} for side in (comparison.before, comparison.after)]
     measured = comparison.before.timeline.measured or comparison.after.timeline.measured
-    for label in (*(("predicted",) if measured else ()), "lower bound"):
+    varies = any(side.caption.startswith("predicted,") for side in (comparison.before, comparison.after))
+    for label in (*(("predicted",) if measured or varies else ()), "lower bound"):
         before, after = ("" if label not in each else duration(each[label].seconds) for each in figures)
         rows += [_row(label, before, after)] if before or after else []
     return rows + _memory(comparison.before, comparison.after)
 
 
 def _memory(before: Side, after: Side) -> list[str]:
-    """Bytes on the fullest rank."""
+    """Activations and bytes on the fullest rank."""
+    held = [held_activations(side.timeline) for side in (before, after)]
+    more = f"{held[1] / held[0] - 1:+.1%}" if held[0] > 0 else ""
+    row = _row("activations held", f"{held[0]:.2f}", f"{held[1]:.2f}", f"{held[1] - held[0]:+.2f}", more)
+    rows = [f"{row}  fullest rank, in microbatches of the whole model"]
     old, new = (None if side.peaks is None else max(side.peaks, default=0.0) for side in (before, after))
     if old is None and new is None:
-        return []
+        return rows
     change = "" if old is None or new is None else f"{'+' if new > old else ''}{size(new - old)}"
     share = f"{new / old - 1:+.1%}" if old and new is not None else ""
     first, second = ("not known" if each is None else size(each) for each in (old, new))
     how = ", ".join(sorted({side.peaks_are for side in (before, after)} - {""}))
-    return [f"{_row('memory, fullest rank', first, second, change, share)}  {how}"]
+    return [*rows, f"{_row('memory, fullest rank', first, second, change, share)}  {how}"]
 
 
 def _ranks(comparison: Comparison) -> str:
@@ -246,9 +251,16 @@ def _why(comparison: Comparison) -> list[str]:
         return []
     largest = found.largest_cause
     word = "longer" if found.makespan.seconds > 0 else "shorter"
-    return [
-        f"  the {_makespan(found)} is {duration(abs(found.makespan.seconds))} {word}, most of all for {_words(largest)}"
+    held = [held_activations(side.timeline) for side in (comparison.before, comparison.after)]
+    change = held[1] / held[0] - 1 if held[0] > 0 else 0.0
+    rows = [
+        f"the {_makespan(found)} is {duration(abs(found.makespan.seconds))} {word}, most of all for {_words(largest)}"
     ]
+    if abs(change) >= _DEPARTS:
+        rows.append(
+            f"the fullest rank holds {abs(change):.0%} {'more' if change > 0 else 'fewer'} activations meanwhile"
+        )
+    return [f"  {row}" for row in rows]
 
 
 def _makespan(found: Difference) -> str:
@@ -330,8 +342,10 @@ def _side(exhibit: Exhibit, source: str, which: str) -> Side:
         steps = sorted(same, key=lambda step: step.timeline.batch_seconds)
         number, timeline = steps[(len(steps) - 1) // 2]
         caption = f"measured, step {number}" + (f", the median of {len(steps)}" if len(steps) > 1 else "")
+    elif exhibit.sampled is not None:
+        caption = "predicted, with durations at their medians"
     assert timeline is not None
-    peaks, peaks_are = _peaks(exhibit, timeline)
+    peaks, peaks_are = exhibit.peaks(timeline)
     return Side(
         name=exhibit.name,
         caption=caption,
@@ -341,16 +355,6 @@ def _side(exhibit: Exhibit, source: str, which: str) -> Side:
         peaks_are=peaks_are,
         configuration=_configuration_of(source, timeline),
     )
-
-
-def _peaks(exhibit: Exhibit, timeline: Timeline) -> tuple[tuple[float, ...] | None, str]:
-    """Bytes by rank, the surest first."""
-    if timeline.measured and exhibit.measured_peak is not None:
-        return exhibit.measured_peak, "measured"
-    if exhibit.predicted_peak is not None:
-        return exhibit.predicted_peak, "predicted by the plan"
-    curves = exhibit.curves(timeline)
-    return (None, "") if curves is None else (tuple(curve.peak for curve in curves), "of the timeline")
 
 
 def _configuration_of(source: str, timeline: Timeline) -> dict[str, str]:

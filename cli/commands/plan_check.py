@@ -24,12 +24,13 @@ from ...schedules.timing.inputs import Cause
 from ...schedules.timing.sampling import SHARE
 from ...schedules.wording import count, duration, size, wrapped
 from ...viz import write_figure
-from ...viz.figures import FIGURE_SUFFIXES, waterfall_figure
-from ..options import check_out, plain_help, read
+from ...viz.figures import waterfall_figure
+from ..options import plain_help, read
 from ..tables import console
 from ..tables import table as new_table
 from ..train.options import DEFAULT_CLIP
 from .checked_run import CheckedRun, check_run
+from .outputs import check_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,7 +52,7 @@ class CheckOptions:
     """The run (folder or name, or the folders that hosts left of it), and the file of the plan where it is not the one
     that the run keeps."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """Picture of the step from predicted to measured, cause by cause: .png or .svg; may be given several times."""
+    """Picture of the step from predicted to measured, cause by cause: .png, .svg, .pdf; may be given several times."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -59,9 +60,7 @@ class CheckOptions:
 def run(argv: Sequence[str]) -> int:
     options = read(CheckOptions, argv, "plan")
     for path in options.out:
-        if path.suffix.lower() not in FIGURE_SUFFIXES:
-            raise ValueError(f"-o {path}: expected a name that ends in {' or '.join(FIGURE_SUFFIXES)}")
-        check_out("-o", path)
+        check_picture("-o", path)
     found = check_run(options.check)
     for path in options.out:
         write_figure(waterfall_figure(found.check, title=heading(found)), path)

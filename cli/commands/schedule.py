@@ -17,7 +17,8 @@ import tyro
 
 from ...schedules import Costs, Schedule, check_lowered, lower, simulate
 from ...schedules.custom.user_schedules import is_own
-from ..options import check_out, plain_help, read
+from ..options import plain_help, read
+from .outputs import check_picture
 from .schedule_options import NAME_HELP
 from .simulate import SimulationSummary, summarise, table
 from .synthesis import SynthesisOptions, made_or_found, synthesis_data, synthesis_table
@@ -38,8 +39,8 @@ class ScheduleOptions(SynthesisOptions):
     schedule: Annotated[tyro.conf.Positional[str], NAME_HELP]
     format: Literal["grid", "csv", "json"] = "grid"
     """grid: for people. csv: the table of torch.distributed.pipelining (flush schedules). json: everything."""
-    png: Path | None = None
-    """Draw it, simulated with the costs, to this file."""
+    png: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH", help_behavior_hint="")] = None
+    """Draw it, simulated with the costs, to this file: .png, .svg or .pdf."""
     json: bool = False
     """Print one JSON object: the schedule and its figures, and of `auto` bound, gap and the search."""
 
@@ -47,7 +48,7 @@ class ScheduleOptions(SynthesisOptions):
 def run(argv: Sequence[str]) -> int:
     options = read(ScheduleOptions, argv, "schedule")
     if options.png is not None:
-        check_out("--png", options.png)
+        check_picture("--png", options.png)
     if options.json and options.format != "grid":
         raise ValueError(f"--json beside --format {options.format}: expected one of the two")
     schedule, costs, found = made_or_found(options.schedule, options, command=f"schedule {options.schedule}")

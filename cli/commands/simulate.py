@@ -67,6 +67,7 @@ class SimulationSummary:
     num_chunks: int
     num_stages: int
     num_microbatches: int
+    num_slices: int
     num_batches: int
     streams: bool
     makespan: float
@@ -112,6 +113,7 @@ def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> Simulatio
         num_chunks=max(map(len, schedule.placement)),
         num_stages=schedule.num_stages,
         num_microbatches=schedule.num_microbatches,
+        num_slices=schedule.num_slices,
         num_batches=schedule.num_batches,
         streams=schedule.is_asynchronous,
         makespan=timeline.makespan,
@@ -197,6 +199,9 @@ def table(answer: SimulationSummary, options: CostOptions) -> str:
             ("batch seconds", f"{duration(answer.batch_seconds):>10}", f"   from batch to batch {steady}"),
             ("bubble", f"{answer.bubble:10.2%}", f"   {steady}"),
         ]
+    fullest, whole = max(answer.peak_activations, default=0), answer.num_stages * answer.num_slices
+    held = f"   activations of stages on the fullest rank, {fullest / whole:.3g} of the whole model"
+    figures.append(("held", f"{fullest:>10}", held))
     lines = [
         f"{answer.schedule}: {count(answer.num_ranks, 'rank')}, {count(answer.num_chunks, 'chunk')} a rank, "
         f"{count(answer.num_microbatches, 'microbatch')}{batches} (simulated)",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,17 +19,17 @@ import tyro
 
 from ...schedules.wording import count, duration
 from ...viz import Exhibit, FigureStyle
+from ...viz.exhibit import held_activations
 from ..options import plain_help, read
 from .exhibits import read_exhibits
-from .outputs import check_output, write_output
-from .schedule_options import CostOptions
+from .outputs import PictureOptions, check_output, write_output
 
 _FIRST, _STYLE = "timeline", FigureStyle()
 
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineOptions(CostOptions):
+class TimelineOptions(PictureOptions):
     """Draw runs, plans, schedules and traces, one below the other on one scale.
 
     Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own. Schedules with
@@ -39,16 +39,8 @@ class TimelineOptions(CostOptions):
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|PLAN|SCHEDULE|TRACE")]
     """Runs (folder or name), plans, schedules (file or name), timelines (JSON), traces (torch.profiler, Perfetto)."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to write, by its end: .html to look into, .png, .svg, .json for Perfetto (ui.perfetto.dev); may be given
-    several times (default: timeline.html, and beside a run .png and .perfetto.json)."""
-    width: float = _STYLE.width
-    """Width of a picture [inch]."""
-    dpi: float = _STYLE.dpi
-    """Pixels an inch of a PNG."""
-    font: float = _STYLE.font
-    """Size of a picture's words [points]."""
-    no_title: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Leave the title to a paper's caption."""
+    """File to write, by its end: .html to look into, .png, .svg, .pdf, .json for Perfetto (ui.perfetto.dev); may be
+    given several times (default: timeline.html, and beside a run .png and .perfetto.json)."""
     critical_path: tyro.conf.FlagCreatePairsOff[bool] = False
     """Mark the chain of actions and messages that determines the end."""
     memory: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -63,15 +55,7 @@ class TimelineOptions(CostOptions):
 
 def run(argv: Sequence[str]) -> int:
     options = read(TimelineOptions, argv, "timeline")
-    style = FigureStyle(
-        width=options.width,
-        dpi=options.dpi,
-        font=options.font,
-        title=not options.no_title,
-        idle=options.idle,
-        critical_path=options.critical_path,
-        memory=options.memory,
-    )
+    style = replace(options.style(), idle=options.idle, critical_path=options.critical_path, memory=options.memory)
     if options.terminal and options.json:
         raise ValueError("--terminal beside --json: expected one of them")
     for path in options.out:
@@ -140,8 +124,8 @@ def _facts(exhibit: Exhibit) -> dict[str, object]:
     for name, timeline in (("predicted", exhibit.predicted), ("measured", newest)):
         if timeline is not None:
             figures = {"step_seconds": timeline.batch_seconds, "makespan": timeline.makespan, "bubble": timeline.bubble}
-            varied: dict[str, object] = {}
+            found[name] = figures | {"activations_held": held_activations(timeline)}
             if sampled is not None and name == "predicted":
                 varied = {"step_seconds": sampled.median, "step_range": sampled.range(), "bubble": sampled.bubble}
-            found[name] = figures | varied
+                found |= {"predicted": varied, "predicted_at_medians": found[name]}
     return found

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schedules.families.registry import FAMILIES, canonical_name
+from ...schedules.families.registry import FAMILIES, canonical_name, family
 from ...schedules.kinds import above_zero, one_of, option
 from ...schedules.slice_lengths import slice_seconds
 from ..cluster import Cluster
@@ -136,7 +136,8 @@ def evaluate(
     25.0
     """
     name = canonical_name(schedule)
-    option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
+    if not family(name).is_planned:
+        option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
     num_microbatches = count("num_microbatches", num_microbatches)
     ranks = places_of(stages)
     check_ranks(stages, ranks, cluster.num_devices)

@@ -87,7 +87,8 @@ class AutoLayout:
         guard.on_failure(self._collectives.abort)
 
     def decide(self, given: Given) -> Layout:
-        found = self.plan(given)
+        schedules = self._options.auto.schedules
+        found = self.plan(given, **({} if schedules is None else {"schedules": schedules}))
         layout = layout_of_plan(found, self._world, num_microbatches=None)
         if not self._replans:
             return layout

@@ -24,6 +24,7 @@ from ..results import Known, StepReports, StepResult
 from ..settings.given import Given
 from ..stage.reruns import MovingBuffers, Snapshot
 from ..stage.unchanged import Unchanged
+from ..telling import tell_of_late_loss
 from ..trace.measurement import gather_records
 from ..update.gradients import check_norm_type
 from ..update.interface import Programs, Update
@@ -286,5 +287,6 @@ class Training:
 
         make_result = partial(StepResult, _timeline=timeline, is_compared=waits or self._collectives.alone)
         if known is None:
+            tell_of_late_loss(schedule.name, rank=self._engine.ranks[0].worker.rank)
             return make_result(loss=None, loss_step=None)
         return make_result(loss=known.loss, loss_step=known.step, grad_norm=known.grad_norm, skipped=known.skipped)

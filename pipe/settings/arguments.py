@@ -98,11 +98,13 @@ class Auto:
         trials: plans that are tried, at most: the best one, and others that are predicted to take up to 10% longer, are
             carried out for a few steps each on a copy of the model, and the one that takes least is trained with
             (docs/guides/planning.md). 0: the one that is predicted best is taken untried.
+        schedules: names of those to choose among, also of `stagewright.schedules.register`; by default the planner's.
         replan: "batch": each batch has an order of its own, found for the sizes of its microbatches in the memory of
             the plan (docs/guides/schedules.md), as `train_step(microbatches=[...])` gives them.
     """
 
     trials: int | None = None
+    schedules: Sequence[str] | None = None
     replan: str | None = None
 
 

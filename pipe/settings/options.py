@@ -26,6 +26,7 @@ from ...partition.deferred.recipes import device_where_built
 from ...partition.model.batch_dims import check_batch_dims
 from ...partition.plans.plan import Plan
 from ...partition.profiler.optimizers import NamedFactory
+from ...schedules import canonical_name
 from ...schedules.kinds import Kind, above_zero, at_least, one_of, option
 from ..shards.tensor_option import SENDS
 from ..telling import tell_of_gpus
@@ -121,6 +122,9 @@ class Options(GivenOptions):
                 )
         if self.auto.trials is not None:
             option("trials", self.auto.trials, at_least(0, "a number of plans, 0 to try none"))
+        asked = self.auto.schedules or ()
+        for name in [asked] if isinstance(asked, str) else asked:
+            canonical_name(name)  # ValueError before anything is measured
         option("verify", self.verify, _VERIFY)
         _ = self.example  # ValueError where it is none
         option("sends", self.mesh.sends, one_of(SENDS))

@@ -1,16 +1,24 @@
-"""All built-in schedules, by name."""
+"""Schedules by name: the built-in families, and those that users and other packages add."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from importlib import import_module
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, wraps
+from importlib import import_module, metadata
 from pkgutil import iter_modules
 from types import MappingProxyType
+from typing import Any
 
 from .. import families as builders
-from ..ir import Schedule
+from ..custom.user_code import UserCodeError, parameters_of
+from ..custom.user_schedules import UserSchedule, is_own, sizes_of
+from ..ir import Schedule, ScheduleError
 from ..kinds import at_least
+from ..placement import FAMILY_PLACEMENTS
 from ..wording import count
 from .recognise import Family
 
@@ -31,6 +39,125 @@ def _found() -> dict[str, Family]:
 FAMILIES: Mapping[str, Family] = MappingProxyType(_found())
 
 _NAMES = {name: each.name for each in FAMILIES.values() for name in (each.name, *each.aliases)}
+_ADDED: dict[str, Family] = {}  # by `register` and entry points: named when asked for, tried by no search
+_GROUP = "stagewright.schedules"
+_TRIED = ((2, 4), (4, 8), (3, 6), (2, 2), (1, 1), (8, 16))  # P, M
+
+
+def register(name: str, function: Callable[..., Any]) -> None:
+    """Add a schedule by name: for `build`, PipelineModule(schedule=name), the commands, and plans that ask for it.
+
+    A package adds one without a call, by an entry point of the group "stagewright.schedules" in its pyproject.toml:
+    `zigzag = "package.module:function"`.
+
+    Arguments:
+        name: in any case; one that no other schedule has.
+        function: called with num_ranks, num_microbatches and its other parameters by name (num_chunks, num_slices,
+            options of its own); returns a Schedule, Constraints, or a function of an action. It is called once now, for
+            a few ranks. Plans rely on what it makes then: the stages of ranks, split backwards, the weight rule; a size
+            for which it makes another kind is a ScheduleError.
+
+    Raises ValueError for a name that is taken and for what makes no schedule.
+    """
+    key, known = _key(name), _ADDED.get(_key(name))
+    if not key or is_own(key) or key == "auto":
+        raise ValueError(f"register({name!r}): expected a name of letters, digits and hyphens, such as 'zigzag'")
+    if key in _NAMES or key in _offered() or (known is not None and not _is_again(known.build, function)):
+        raise ValueError(
+            f"register({name!r}): there is a schedule of this name: expected another one, such as 'my-{key}'"
+        )
+    _ADDED[key] = _outside(key, function)
+
+
+def _is_again(one: Any, other: Any) -> bool:
+    """Whether a cell of a notebook, or a module, was run again."""
+    names = [(getattr(each, "__module__", None), getattr(each, "__qualname__", "<lambda>")) for each in (one, other)]
+    return getattr(one, "__wrapped__", None) is other or (names[0] == names[1] and "<" not in names[0][1])
+
+
+def _outside(name: str, function: Callable[..., Any]) -> Family:
+    parameters = parameters_of(function) if callable(function) else None
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    takes = [each.name for each in parameters or () if each.kind in named]
+    if parameters is None or len(takes) < len(parameters) or takes[:1] == ["action"]:
+        raise ValueError(
+            f"schedule {name!r}: {function!r:.60}: expected a function such as `def zigzag(num_ranks, "
+            f"num_microbatches)`, with options by name, that returns a Schedule or Constraints"
+        )
+    own = UserSchedule(words=name, option="schedule=", what=function)
+    made = _tried(own, {option: 2 for option in ("num_chunks", "num_slices") if option in takes})
+    num_chunks = max(map(len, made.placement))
+    kind = next((kind for kind in FAMILY_PLACEMENTS if _stands(made, kind)), "of its own")
+
+    @wraps(function)
+    def build(**asked: Any) -> Schedule:
+        schedule = replace(own.build(asked), name=name)
+        sizes = sizes_of(schedule)
+        wrong = [
+            f"{size}={sizes[size]}, not {asked[size]}" for size in sizes if asked.get(size, sizes[size]) != sizes[size]
+        ]
+        if "num_chunks" not in takes and sizes["num_chunks"] != num_chunks:
+            wrong.append(f"num_chunks={sizes['num_chunks']}, not {num_chunks}")
+        if kind in FAMILY_PLACEMENTS and not _stands(schedule, kind):
+            wrong.append(f"the stages {schedule.placement!r:.60} on its ranks, not {kind}")
+        if schedule.weight_rule != made.weight_rule or (schedule.split_stages and not made.split_stages):
+            wrong.append("another weight rule, or split backwards")
+        if wrong:
+            raise ScheduleError(
+                f"schedule {name!r} for {asked} has {'; '.join(wrong)}: expected what was asked for, and for all sizes "
+                f"the same kind as for the first that was tried"
+            )
+        return schedule
+
+    return Family(
+        name=name,
+        build=build,
+        weight_rules=(made.weight_rule,),
+        num_chunks=num_chunks,
+        placement=kind,
+        splits_backward=bool(made.split_stages),
+        weight_copies=len(made.owners[0]),
+    )
+
+
+def _tried(own: UserSchedule, options: Mapping[str, int]) -> Schedule:
+    """One of the first sizes that it takes; the error of the last where it takes none."""
+    for num_ranks, num_microbatches in _TRIED[:-1]:
+        with suppress(ValueError, UserCodeError):
+            return own.build({"num_ranks": num_ranks, "num_microbatches": num_microbatches, **options})
+    num_ranks, num_microbatches = _TRIED[-1]
+    return own.build({"num_ranks": num_ranks, "num_microbatches": num_microbatches, **options})
+
+
+def _stands(schedule: Schedule, kind: str) -> bool:
+    sizes = sizes_of(schedule)
+    return FAMILY_PLACEMENTS[kind](num_ranks=sizes["num_ranks"], num_chunks=sizes["num_chunks"]) == schedule.placement
+
+
+def _key(name: object) -> str:
+    return name.strip().lower().replace("_", "-") if isinstance(name, str) else ""
+
+
+@cache
+def _offered() -> Mapping[str, list[metadata.EntryPoint]]:
+    """Schedules of installed packages, by name."""
+    offered: dict[str, list[metadata.EntryPoint]] = {}
+    for each in metadata.entry_points(group=_GROUP):
+        offered.setdefault(_key(each.name), []).append(each)
+    return offered
+
+
+@cache
+def _of_package(key: str) -> Family:
+    """The schedule that an installed package offers under this name; ValueError where the name is taken."""
+    offers = _offered()[key]
+    if len(offers) > 1 or key in _NAMES:
+        whose = ", ".join(f"{each.value} of {each.dist.name if each.dist else 'a package'}" for each in offers)
+        raise ValueError(
+            f"schedule {key!r}: the entry point {whose} has the name of another schedule: expected another name in the "
+            f'group "{_GROUP}" of its pyproject.toml'
+        )
+    return _outside(key, offers[0].load())
 
 
 def family(name: str) -> Family:
@@ -39,12 +166,18 @@ def family(name: str) -> Family:
     >>> family("ScheduleInterleaved1F1B").name
     'interleaved'
     """
-    key = name.strip().lower().replace("_", "-") if isinstance(name, str) else ""
-    if key not in _NAMES:
-        near = difflib.get_close_matches(key, _NAMES, n=1, cutoff=0.5)
-        hint = f"; did you mean {_NAMES[near[0]]!r}?" if near else ""
-        raise ValueError(f"unknown schedule {name!r}: expected one of {', '.join(FAMILIES)}{hint}")
-    return FAMILIES[_NAMES[key]]
+    key = _key(name)
+    if key in _offered():
+        return _of_package(key)
+    known = FAMILIES.get(_NAMES.get(key, ""), _ADDED.get(key))
+    if known is None:
+        names = _NAMES | {added: added for added in (*_ADDED, *_offered())}
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {names[near[0]]!r}?" if near else ""
+        raise ValueError(
+            f"unknown schedule {name!r}: expected one of {', '.join((*FAMILIES, *_ADDED, *_offered()))}{hint}"
+        )
+    return known
 
 
 def canonical_name(name: str) -> str:
@@ -57,12 +190,18 @@ def canonical_name(name: str) -> str:
 
 
 def build(
-    name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, **options: object
+    name: str | Callable[..., Any],
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    **options: object,
 ) -> Schedule:
     """Build a schedule by name.
 
     Arguments:
-        name: of a family (`FAMILIES`) or an alias, in any case.
+        name: of a family (`FAMILIES`) or an alias, in any case, or one of `register`; or a function
+            as `register` takes it.
         num_ranks: P >= 1.
         num_microbatches: M >= 1.
         num_chunks: V >= 1, chunks per rank; only schedules that interleave take any number (default 2 there).
@@ -74,7 +213,7 @@ def build(
     >>> print(build("1f1b", num_ranks=2, num_microbatches=3).programs[0])
     (0F0, 0F1, 0B0, 0F2, 0B1, 0B2)
     """
-    chosen = family(name)
+    chosen = family(name) if isinstance(name, str) else _outside(getattr(name, "__name__", "function"), name)
     whole = at_least(1)
     sizes, num_slices = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}, options.pop("num_slices", None)
     for option, value in {**sizes, "num_chunks": num_chunks, "num_slices": num_slices}.items():

@@ -242,8 +242,8 @@ def test_the_table_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
         *["from", "batch", "to", "batch", "of", "the", "steady", "state"],
     ]
     assert lines[5].split() == ["bubble", "0.00%", "of", "the", "steady", "state"]
-    assert "held  versions  staleness  largest idle cause" in lines[7]
-    assert lines[8].split() == ["0", "48.0", "s", "3.00", "s", "2", "2", "1", "late", "peer", "(3.00", "s)"]
+    assert "held  versions  staleness  largest idle cause" in lines[8]
+    assert lines[9].split() == ["0", "48.0", "s", "3.00", "s", "2", "2", "1", "late", "peer", "(3.00", "s)"]
     assert "1 s is one forward of a stage" in lines[-1]
     assert "1 s is" not in answer(capsys, *words, "--forward", "1")
     assert "of all: give more --batches for a steady state" in answer(capsys, *words, "--batches", "2")
@@ -278,6 +278,10 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
         (("schedule", "mine.py:order"), "--schedule mine.py:order: there is no file mine.py"),
         (("schedule", "math:pi"), "--schedule math:pi: pi is a float: expected a function"),
         (("schedule", "os:getcwd"), "--schedule os:getcwd returned str: expected a Schedule"),
+        (
+            ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "-o", "a.eps"),
+            "--png a.eps: expected a name that ends in .png, .svg, .pdf",
+        ),
         (
             ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "--png", "nowhere/a.png"),
             "--png nowhere/a.png: cannot write: expected a file in a folder that exists",

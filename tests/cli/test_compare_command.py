@@ -11,13 +11,14 @@ from support.inside import (
     CostOptions,
     Request,
     compare_exhibits,
+    comparison_table,
     main,
     read_exhibits,
 )
 from support.run_folder import write_run
 
 from stagewright.partition import Cluster, Node, Profile, plan
-from stagewright.schedules import Costs, Op, RankTrace, StageBytes, Timeline, build, simulate
+from stagewright.schedules import Costs, Op, RankTrace, StageBytes, StepSamples, Timeline, build, simulate
 from stagewright.viz import Exhibit, MeasuredStep
 
 
@@ -105,6 +106,29 @@ def test_plans_say_their_cut_and_memory(runs: Path, capsys: pytest.CaptureFixtur
     assert Path("both.html").stat().st_size > 10_000
     assert main(["compare", "plan2.json", "plan4.json"]) == 0
     assert "memory, fullest rank" in capsys.readouterr().out
+
+
+def test_an_order_that_holds_more_is_not_just_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages of another size count as parts of the same model."""
+    assert main(["compare", "1f1b", "zb-h2", "--ranks", "4", "--microbatches", "8"]) == 0
+    told = capsys.readouterr().out
+    assert "activations held               1.00         1.75        +0.75    +75.0%" in told
+    assert "6.00 s shorter, most of all for late peer (-4.50 s)\n  the fullest rank holds 75% more activations" in told
+    found = answer(capsys, "gpipe", "interleaved", "--ranks", "4", "--microbatches", "8")
+    assert [found[side]["activations_held"] for side in ("before", "after")] == [2.0, 11 / 8]
+
+
+def test_a_prediction_has_one_name_for_each_of_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn and compared is the step with durations at their medians; predicted is the median of steps that vary."""
+    samples = StepSamples(seconds=(40.0, 41.0, 42.0), bubbles=(0.5, 0.5, 0.5))
+    varied, other = (
+        Exhibit(name="run", predicted=timeline(), sampled=samples),
+        Exhibit(name="other", predicted=timeline()),
+    )
+    found = compare_exhibits([varied, other], ["run", "other"])
+    assert (found.before.caption, found.after.caption) == ("predicted, with durations at their medians", "predicted")
+    rows = {line[:24].strip(): line.split() for line in comparison_table(found).splitlines()}
+    assert rows["step"][1] != rows["predicted"][1] == "41.0"
 
 
 def test_a_measured_run_beside_a_schedule(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

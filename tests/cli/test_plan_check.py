@@ -273,7 +273,7 @@ def test_what_cannot_be_compared_says_what_to_type(capsys: pytest.CaptureFixture
         ("two",): "no run folder two: expected runs/<name>; there are one",
         ("one", "again.json", "other.json"): "1 run and 2 plans: expected a run and at most one plan",
         ("again.json",): "0 runs and 1 plan",
-        ("one", "-o", "check.html"): "-o check.html: expected a name that ends in .png or .svg",
+        ("one", "-o", "check.html"): "-o check.html: expected a name that ends in .png, .svg, .pdf",
     }.items():
         assert main(["plan", "--check", *words]) == 2
         assert message in capsys.readouterr().err

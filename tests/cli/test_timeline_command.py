@@ -94,11 +94,12 @@ def test_exhibits_of_one_name_are_told_apart(files: Path) -> None:
 
 @pytest.mark.thorough
 def test_the_kind_of_output_follows_the_end_of_its_name(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outputs = ["a.png", "b.svg", "c.json", "d.html"]
+    outputs = ["a.png", "b.svg", "c.json", "d.html", "e.pdf"]
     words = [word for name in outputs for word in ("-o", name)]
     assert main(["timeline", "gpt", "plan.json", "1f1b", "--ranks", "2", "--microbatches", "2", *words]) == 0
     assert Path("a.png").read_bytes().startswith(b"\x89PNG")
     assert ">gpt, predicted:" in Path("b.svg").read_text()
+    assert b"/FontFile2" in Path("e.pdf").read_bytes()
     names = json.loads(Path("c.json").read_text())["otherData"]
     assert list(names) == ["gpt predicted", "gpt measured, step 3", "plan predicted", "1f1b predicted"]
     assert "<html" in Path("d.html").read_text()
@@ -177,7 +178,7 @@ def test_shapes_that_differ_are_said() -> None:
         (("trace.json", "--latency", "1"), "--latency beside trace.json: expected options for a schedule"),
         (("plan.json", "--microbatches", "9"), "--microbatches beside plan.json"),
         (("own.json",), "own.json: stagewrightTimelines: KeyError('name'): expected what write_perfetto writes"),
-        (("gpt", "-o", "a.pdf"), "-o a.pdf: expected a name that ends in .json, .svg, .png, .html"),
+        (("gpt", "-o", "a.eps"), "-o a.eps: expected a name that ends in .json, .svg, .pdf, .png, .html"),
         (("gpt", "-o", "nowhere/a.png"), "-o nowhere/a.png: cannot write: expected a file in a folder that exists"),
         (("gpt", "--width", "1"), "width=1.0: expected 3 to 200 inches"),
     ],

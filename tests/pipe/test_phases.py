@@ -9,10 +9,12 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from support.inside import at_size, outline, tell, told_if_slow
+import torch
+from support.inside import at_size, outline, tell, tell_of_late_loss, tell_of_one_rank, told_if_slow
 from support.trials import make_batch, make_pipe, profiled
 
 from stagewright.partition import Node, Plan, Profile
+from stagewright.pipe import PipelineModule
 
 LOG = logging.getLogger("stagewright")
 SILENT = "stagewright.pipe.telling.SILENT_SECONDS"
@@ -49,6 +51,23 @@ def test_a_line_a_phase_unless_silenced(capfd: pytest.CaptureFixture[str]) -> No
             planned(trials=0)
         tell("from another rank", rank=1)
         assert capfd.readouterr().err == ""
+
+
+def test_a_script_without_a_launcher_and_mesh_is_told_that_one_rank_runs_all(capfd: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with mock.patch.object(LOG, "hasHandlers", return_value=False):
+        tell_of_one_rank.cache_clear()
+        for ranks in (1, 2):
+            PipelineModule(model, mesh={"pipe": ranks})
+        assert capfd.readouterr().err == ""
+        for _ in range(2):
+            PipelineModule(model)
+        assert capfd.readouterr().err.count('Write PipelineModule(..., mesh={"pipe": 4})') == 1
+        tell_of_late_loss.cache_clear()
+        for _ in range(2):
+            tell_of_late_loss("2bw", rank=0)
+        tell_of_late_loss("2bw", rank=1)
+        assert capfd.readouterr().err.count("result.loss is None on rank 0 so far, since batches overlap") == 1
 
 
 def test_handlers_are_told(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:

@@ -183,7 +183,7 @@ _NAMES = {
     "pipe.stage.shapes": "InferredStages",
     "pipe.stage.stage": "Stage",
     "pipe.stage.weights": "WeightVersions",
-    "pipe.telling": "outline tell tell_of_gpus told_if_slow",
+    "pipe.telling": "outline tell tell_of_gpus tell_of_late_loss tell_of_one_rank told_if_slow",
     "pipe.auto.trial": "Trials to_try",
     "pipe.settings.delay_correction": "Feedback LAST_UPDATE",
     "pipe.update.flush": "FlushUpdate",
@@ -253,6 +253,7 @@ _NAMES = {
 }
 # Names that stand in several modules: (module, name).
 _ALIKE = {
+    "comparison_table": ("cli.commands.compare", "table"),
     "CompareOutcome": ("pipe.verify.compare", "Outcome"),
     "GuardsChanges": ("partition.model.recorded.guards", "Changes"),
     "HostHost": ("experiments.backends.namespaces.host", "Host"),
@@ -284,6 +285,7 @@ _ALIKE = {
 }
 # Whole modules, whose attributes tests replace.
 _MODULES = {
+    "schedule_registry": "schedules.families.registry",
     "beside": "pipe.edits.beside",
     "edit_memory": "pipe.edits.beside",
     "failures": "comm.failures",

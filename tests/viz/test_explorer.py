@@ -145,7 +145,7 @@ def test_slider_shows_another_measured_step(browser):
 def test_figures_stand_in_the_header(browser):
     looked = browser.show(example(steps=(1,)))
     told = looked.page.inner_text("#figures")
-    for words in ("lower bound", "15.5 s", "predicted", "measured", "22 s"):
+    for words in ("lower bound", "15.5 s", "predicted", "measured", "22 s", "memory", "activations of the model"):
         assert words in told
 
 

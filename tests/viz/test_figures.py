@@ -221,6 +221,18 @@ def test_no_pyplot(tmp_path):
 
 
 @pytest.mark.thorough
+def test_a_pdf_has_its_fonts_in_it_and_no_date(tmp_path):
+    """Publishers refuse Type 3 fonts, and fonts that are not embedded."""
+    timeline = example()
+    for name in ("a.pdf", "b.pdf"):
+        render_timeline(timeline, tmp_path / name, style=FigureStyle(width=3.5, font=6.0, title=False, captions=False))
+    content = (tmp_path / "a.pdf").read_bytes()
+    assert content == (tmp_path / "b.pdf").read_bytes()
+    assert b"/FontFile2" in content
+    assert b"/Type3" not in content
+    assert b"CreationDate" not in content
+
+
 def test_an_svg_keeps_its_text_and_has_no_date(tmp_path):
     """The same bytes each time; words can be searched for and set in the paper's own type."""
     timeline = example(latency=0.2)
@@ -293,9 +305,9 @@ def test_a_figure_shows_itself_in_a_notebook():
     assert timeline_figure(example())._repr_png_().startswith(b"\x89PNG")
 
 
-def test_a_figure_goes_to_png_and_svg_alone(tmp_path):
-    with pytest.raises(ValueError, match=r"t.pdf: expected a name that ends in .png or .svg"):
-        write_figure(timeline_figure(example()), tmp_path / "t.pdf")
+def test_a_figure_goes_to_png_svg_and_pdf_alone(tmp_path):
+    with pytest.raises(ValueError, match=r"t.eps: expected a name that ends in .png, .svg, .pdf"):
+        write_figure(timeline_figure(example()), tmp_path / "t.eps")
 
 
 @pytest.mark.parametrize("costs", [{}, {"latency": 0.4}, {"latency": 0.4, "update": 0.5, "norm": 0.2}])

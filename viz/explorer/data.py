@@ -84,6 +84,7 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
         "name": exhibit.name,
         "notes": list(exhibit.notes),
         "figures": [list(figure) for figure in headline(exhibit)],
+        "memory": exhibit.memory_words,
         "predicted": None if predicted is None else TimelineColumns(exhibit, predicted, tick, programs).columns(),
         "measured": [
             {

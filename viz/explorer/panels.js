@@ -29,7 +29,8 @@
       const times = ratio(data.batch_seconds, before && told[1]);
       return "a batch every " + time(data.batch_seconds) + times + ", steady-state bubble " + percent(data.bubble) + ", shown " + time(data.makespan) + clocks;
     }
-    return "makespan " + time(data.makespan) + ratio(data.batch_seconds, before && (before.schedule.asynchronous ? before.data.makespan : told[1])) + ", bubble " + percent(data.bubble) + clocks;
+    const drawn = panel.kind === "predicted" && told && /^90%/.test(told[3]) ? time(told[1]) + ", drawn with durations at their medians: " : "";
+    return drawn + "makespan " + time(data.makespan) + ratio(data.batch_seconds, before && (before.schedule.asynchronous ? before.data.makespan : told[1])) + ", bubble " + percent(data.bubble) + clocks;
   }
 
   // Name and schedule of an exhibit, and its sizes.
@@ -52,9 +53,10 @@
     list.replaceChildren(...notes.map((note) => make("li", {}, note)));
   }
 
-  const FIGURES = { step: ["lower bound", "predicted", "measured"], bubble: ["predicted", "measured"] };
+  const FIGURES = { step: ["lower bound", "predicted", "measured"], bubble: ["predicted", "measured"], memory: ["predicted", "measured"] };
+  const FULLEST = "on the fullest rank: bytes, or where no stage's are known the activations it holds, of microbatches of the whole model";
 
-  // A row an exhibit: bound, prediction and measurement of a step and of its bubble.
+  // A row per exhibit: bound, prediction and measurement of a step, of its bubble, and of memory.
   function figures(page) {
     const { time, percent, digits } = app.words;
     const rows = page.exhibits.filter((each) => each.data.figures.length).map((exhibit) => ({
@@ -62,12 +64,13 @@
     }));
     const place = document.getElementById("figures");
     place.hidden = !rows.length;
-    const groups = Object.entries(FIGURES).map(([group, labels]) => [group, labels.filter((label) => rows.some(({ given }) => given.has(label)))]);
+    const groups = Object.entries(FIGURES).map(([group, labels]) => [group, labels.filter((label) => rows.some(({ exhibit, given }) => (group === "memory" ? (exhibit.data.memory || {})[label] : given.has(label))))]).filter(([, labels]) => labels.length);
     const columns = groups.flatMap(([group, labels]) => labels.map((label, i) => ({ group, label, first: i ? "" : "first" })));
     const several = page.exhibits.length > 1;
     const cell = ({ exhibit, given }, { group, label, first }) => {
-      const found = given.get(label);
+      const found = group === "memory" ? (exhibit.data.memory || {})[label] : given.get(label);
       if (!found) return make("td", { class: first }, make("small", {}, "\u2013"));
+      if (group === "memory") return make("td", { class: first, title: FULLEST }, exhibit.data.memory[label]);
       if (group === "bubble") return make("td", { class: first, title: found.how }, percent(found.bubble));
       const other = { predicted: "lower bound", measured: "predicted" }[label];
       const noisy = label === "predicted" && /^90%/.test(found.how); // the bound has no noise: as drawn, at the medians

@@ -18,7 +18,7 @@ from .which import Roles, is_compiled
 
 
 class RecordingError(ValueError):
-    """A forward does what cannot be recorded.
+    """The model's code between its modules cannot be recorded, so that the model cannot be cut there.
 
     Arguments:
         module: that was opened and whose code does it, at the path `inside` of the model.

@@ -1,0 +1,187 @@
+"""Schedules from outside: by `register`, by an entry point of a package, as a function, or written out by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.inside import main, schedule_registry
+
+import stagewright
+from stagewright.partition import Cluster, Node, Profile, plan
+from stagewright.schedules import FAMILIES, Action, Edge, Op, Schedule, ScheduleError, build, check, family, register
+from stagewright.schedules.custom import Constraints, in_flight
+
+
+def zigzag(num_ranks: int, num_microbatches: int) -> Schedule:
+    return build("gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def chunky(num_ranks: int, num_microbatches: int, num_chunks: int = 2, late: bool = False) -> Schedule:
+    if num_ranks % 2:
+        raise ValueError("an even number of ranks, please")
+    name = "looped-bfs" if late else "interleaved"
+    return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(schedule_registry, "_ADDED", {})
+    yield
+    schedule_registry._offered.cache_clear()
+    schedule_registry._of_package.cache_clear()
+
+
+def test_a_registered_schedule_is_one_by_name_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    register("Zig_zag", zigzag)
+    made = build("zig-zag", num_ranks=2, num_microbatches=3)
+    assert (made.name, made.programs) == ("zig-zag", build("gpipe", num_ranks=2, num_microbatches=3).programs)
+    assert "zig-zag" not in FAMILIES  # which searches try unasked
+    assert main(["schedule", "zig-zag", "--ranks", "2", "--microbatches", "3"]) == 0
+    assert capsys.readouterr().out.strip() == made.grid().strip()
+    assert main(["schedule", "zigzak", "--ranks", "2", "--microbatches", "3"]) != 0
+    assert "did you mean 'zig-zag'?" in capsys.readouterr().err
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    pipe = stagewright.PipelineModule(model, schedule="zig-zag", num_microbatches=3, mesh={"pipe": 2})
+    assert pipe.schedule.programs == made.programs
+
+
+def test_plans_choose_a_registered_schedule_where_asked_by_name() -> None:
+    register("zigzag", zigzag)
+    register("chunky", chunky)
+    profile = Profile(nodes=[Node(name=name, forward_seconds=1, backward_seconds=2) for name in "abcd"])
+    cluster = Cluster.parse("2:net=1GB/s")
+    sizes: dict[str, Any] = {"global_batch": 8, "pipeline_sizes": (2,)}
+    found = plan(profile, cluster, schedules=["zigzag"], **sizes)
+    assert (found.schedule, found.build_schedule().name) == ("zigzag", "zigzag")
+    assert found.simulated_step_time == plan(profile, cluster, schedules=["gpipe"], **sizes).simulated_step_time
+    looping = plan(profile, cluster, schedules=["chunky"], chunk_sizes=[2], **sizes)
+    assert looping.simulated_step_time == pytest.approx(
+        plan(profile, cluster, schedules=["interleaved"], chunk_sizes=[2], **sizes).simulated_step_time
+    )
+    assert {plan(profile, cluster, **sizes).schedule} <= set(FAMILIES)
+
+
+def test_auto_takes_a_registered_schedule_and_refuses_a_misspelt_one_before_it_measures() -> None:
+    register("zigzag", zigzag)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    given: dict[str, Any] = {"loss_fn": torch.nn.functional.mse_loss, "mesh": {"pipe": 2}, "optimizer": torch.optim.SGD}
+    with pytest.raises(ValueError, match=r"unknown schedule 'zigzak'.*did you mean 'zigzag'"):
+        stagewright.PipelineModule(model, schedule=stagewright.Auto(schedules=["zigzak"]), **given)
+    pipe = stagewright.PipelineModule(model, schedule=stagewright.Auto(schedules="zigzag", trials=0), **given)
+    assert pipe.train_step(torch.ones(8, 8), torch.ones(8, 8)).loss is not None
+    assert pipe.schedule.name == "zigzag"
+
+
+def test_options_sizes_and_kinds_of_what_is_registered() -> None:
+    register("chunky", chunky)
+    assert family("chunky").takes_chunks
+    assert family("chunky").is_planned
+    late = build("chunky", num_ranks=2, num_microbatches=4, late=True)
+    assert late.programs == build("looped-bfs", num_ranks=2, num_microbatches=4).programs
+    with pytest.raises(ValueError, match="schedule 'chunky' has no option lat: its options are late, num_chunks"):
+        build("chunky", num_ranks=2, num_microbatches=4, lat=True)
+    register("rules", lambda num_ranks, num_microbatches: Constraints(
+        num_ranks=num_ranks, num_microbatches=num_microbatches, rules=[in_flight(at_most=2)]
+    ))  # fmt: skip
+    assert max(check(build("rules", num_ranks=3, num_microbatches=4)).peak_activations) == 2
+
+
+def two_ranks(num_ranks: int, num_microbatches: int) -> Schedule:
+    return build("gpipe", num_ranks=2, num_microbatches=num_microbatches)
+
+
+def split_later(num_ranks: int, num_microbatches: int) -> Schedule:
+    return build("1f1b" if num_ranks == 2 else "zb-h1", num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def test_what_makes_another_schedule_than_was_asked_for_is_refused() -> None:
+    register("two", two_ranks)
+    with pytest.raises(ScheduleError, match=r"schedule 'two' .* has num_ranks=2, not 4"):
+        build("two", num_ranks=4, num_microbatches=4)
+    register("split-later", split_later)
+    with pytest.raises(ScheduleError, match="split backwards"):
+        build("split-later", num_ranks=4, num_microbatches=4)
+
+
+def test_names_are_taken_once() -> None:
+    for name in ("1f1b", "DAPPLE", "auto", "mine.py:f", ""):
+        with pytest.raises(ValueError, match=r"register\('.*'\): .*expected a"):
+            register(name, zigzag)
+    register("zigzag", zigzag)
+    register("zigzag", zigzag)  # a cell of a notebook that is run again
+    with pytest.raises(ValueError, match="there is a schedule of this name"):
+        register("ZigZag", chunky)
+    for wrong in (lambda action: 0, lambda *sizes: None, lambda **sizes: None, 3):
+        with pytest.raises(ValueError, match=r"expected a function such as `def zigzag\(num_ranks"):
+            register("mine", wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="returned NoneType: expected a Schedule"):
+        register("mine", lambda num_ranks, num_microbatches: None)
+
+
+def test_build_takes_a_function() -> None:
+    assert build(zigzag, num_ranks=2, num_microbatches=3).name == "zigzag"
+    assert build(chunky, num_ranks=2, num_microbatches=4, num_chunks=3).num_stages == 6
+    with pytest.raises(ValueError, match="expected a function such as"):
+        build(3, num_ranks=2, num_microbatches=3)  # type: ignore[arg-type]
+
+
+def test_schedules_may_be_written_in_lists_and_words() -> None:
+    plain = build("1f1b", num_ranks=2, num_microbatches=2)
+    sizes: dict[str, Any] = {"name": "1f1b", "num_microbatches": 2, "placement": [[0], [1]]}
+    words = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    triples = [[(int(word[0]), word[1], int(word[2])) for word in program] for program in words]
+    of_text = [[Action(*triple) for triple in program] for program in triples]  # type: ignore[arg-type]  # op: a str
+    for programs in (words, triples, of_text, [" ".join(program) for program in words]):
+        made = Schedule(programs=programs, **sizes)  # type: ignore[arg-type]
+        assert (made, hash(made)) == (plain, hash(plain))
+        assert all(type(action.op) is Op for program in made.programs for action in program)
+        assert made.has_backward
+    assert Schedule(programs=words, edges=[(0, 1)], **sizes).edges == (Edge(0, 1),)  # type: ignore[arg-type]
+    for wrong, what in (
+        ({"programs": [["0F0", "0X0"], []]}, r"program of rank 0: .*0X0.*expected actions, such as"),
+        ({"programs": [[(0, "F")], []]}, r"program of rank 0: .*expected actions, such as"),
+        ({"programs": "0F0 0B0"}, r"programs='0F0 0B0': expected one per rank"),
+        ({"programs": words, "placement": [0, 1]}, r"placement=\[0, 1\]: expected the stages of each rank"),
+        ({"programs": words, "edges": [0]}, r"edges=\[0\]: expected pairs"),
+    ):
+        with pytest.raises(ScheduleError, match=what):
+            Schedule(**(sizes | wrong))
+
+
+PACKAGE = """
+from stagewright.schedules import build
+def make(num_ranks, num_microbatches):
+    return build("gpipe", num_ranks=num_ranks, num_microbatches=num_microbatches)
+"""
+
+
+@pytest.mark.thorough
+def test_a_package_offers_schedules_by_entry_points(tmp_path: Path) -> None:
+    (tmp_path / "offering.py").write_text(PACKAGE)
+    info = tmp_path / "offering-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[stagewright.schedules]\nof-package = offering:make\n1F1B = offering:make\n"
+    )
+    program = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+from stagewright.cli.main import main
+from stagewright.schedules import register
+print(main(["schedule", "of-package", "--ranks", "2", "--microbatches", "2"]))
+print(main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "2"]))
+try:
+    register("of-package", lambda num_ranks, num_microbatches: None)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "F0 F1" in done.stdout, done.stderr
+    assert "entry point offering:make of offering has the name of another schedule" in done.stderr
+    assert "register('of-package'): there is a schedule of this name" in done.stdout
