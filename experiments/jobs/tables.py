@@ -3,7 +3,7 @@
 [report]
 keys = ["microbatches"]             that works set in figures (`Case.also`) or leave out
 findings = ".bubbles:findings"      findings(figures) -> sentences, each a list item of the report
-pictures = ".schedule_map:draw"     draw(figures, folder) -> (title, name of the file) of each picture that it wrote
+pictures = ".suite:draw"            draw(figures, folder) -> (title, name of the file) of each picture that it wrote
 
 [[report.tables]]
 title = "..."

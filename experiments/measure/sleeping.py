@@ -9,9 +9,8 @@ around each of the three of a stage of torch.distributed.pipelining.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +25,6 @@ from ...schedules import Action, Costs, Op, Schedule
 from ...schedules.timing.costs import CostTable
 from .equal_stages import costs_of
 from .models import TINY_WIDTH, SleepingStage, drop_gradients, sleep_until
-from .timing import in_turn
 
 
 class SleepingPipe:
@@ -68,17 +66,6 @@ class SleepingPipe:
 
     def close(self) -> None:
         self.pipe.close()
-
-
-def in_turn_asleep(
-    what: str, schedules: Mapping[str, Schedule], seconds: Callable[[SleepingPipe], float], *, repetitions: int
-) -> dict[str, list[float]]:
-    """Answers of `seconds` for a pipeline of each schedule, as `in_turn`."""
-    with ExitStack() as stack:
-        pipes = {name: stack.enter_context(closing(SleepingPipe(each))) for name, each in schedules.items()}
-        for pipe in pipes.values():
-            pipe.step()  # groups connect, shapes are known
-        return in_turn(what, {name: partial(seconds, pipe) for name, pipe in pipes.items()}, repetitions=repetitions)
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
