@@ -43,13 +43,13 @@ _OVER = frozenset(
 
 
 class SlurmBackend:
-    """Nodes that Slurm gives.
+    """Nodes of a Slurm job.
 
     Arguments:
         options: of sbatch by submitit's names, such as {"partition": "long", "account": "mine"}.
         interface: for gloo, on each node; empty: the one through which it reaches node 0.
         cluster: "slurm", or submitit's "local" or "debug" executor.
-        say: takes the lines for people.
+        say: prints lines.
     """
 
     name = "slurm"
@@ -82,7 +82,7 @@ class SlurmBackend:
         self.check(nodes)
         work = work.begun()
         for text in (str(work.folder), *map(str, self._options.values())):
-            if not text.isprintable():  # a line of sbatch's script ends there, and the next one would be run
+            if not text.isprintable():  # a line break would add a line to sbatch's script
                 raise ValueError(f"--backend slurm: {text!r}: expected printable text in one line")
         work.folder.mkdir(parents=True, exist_ok=True)
         for path in work.folder.glob("node*.events"):  # of an earlier run
@@ -126,7 +126,7 @@ class SlurmBackend:
         return executor
 
     def _follow(self, job: Any, work: Work, nodes: Nodes) -> Outcome:
-        """Look at the files and at Slurm until the job is over or its time is."""
+        """Follow the files and Slurm until the job ends or the time limit."""
         told = [_Told(rank=rank, folder=work.folder, say=self._say) for rank in range(nodes.num_nodes)]
         watch = _Watch(job, self._cluster, self._say)
         grace_until = math.inf
@@ -148,7 +148,7 @@ class SlurmBackend:
         return _judge(told, watch, work.folder)
 
     def _end(self, job: Any) -> None:
-        """Cancel the job unless it is over; its pickle, which holds the work's variables, goes."""
+        """Cancel the job unless it is over, and delete its pickle, which holds the work's variables."""
         if self._cluster == "debug":
             return
         job.paths.submitted_pickle.unlink(missing_ok=True)
@@ -163,7 +163,7 @@ class SlurmBackend:
 
 
 class _Watch:
-    """One job's state by Slurm's names, asked for now and then, and told while it waits."""
+    """One job's state by Slurm's names, refreshed at intervals and printed while it waits."""
 
     def __init__(self, job: Any, cluster: str, say: Say) -> None:
         self._job = job
@@ -194,7 +194,7 @@ class _Watch:
             asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         except subprocess.TimeoutExpired:
             return self.state, "squeue does not answer"
-        if asked.returncode and "Invalid job id" in asked.stderr:  # ended long enough ago to be forgotten
+        if asked.returncode and "Invalid job id" in asked.stderr:  # it ended so long ago that Slurm forgot it
             return "COMPLETED", ""
         state, _, reason = asked.stdout.strip().partition("|")
         return state or self.state, reason or asked.stderr.strip()
@@ -202,7 +202,7 @@ class _Watch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Told:
-    """Words of a node in its files so far."""
+    """Output of a node in its files so far."""
 
     rank: int
     folder: Path
@@ -236,7 +236,7 @@ class _Told:
         return failure(self.name, self.status or 0, self.log, self.log.read_text(errors="replace").splitlines())
 
     def _new(self, ending: str) -> list[str]:
-        """Whole lines since the last look."""
+        """Complete lines since the last call."""
         with suppress(FileNotFoundError), (self.folder / f"node{self.rank}.{ending}").open("rb") as file:
             file.seek(self._at.get(ending, 0))
             lines = file.read().rpartition(b"\n")
