@@ -28,14 +28,14 @@ from .records import Nodes, Outcome, Work
 from .slurm_task import run_task
 from .supervise import Say, failure, hear, outcome, stories_of, to_stderr
 
-_LOOK = 1.0  # [s] between questions to Slurm
-_POLL = 0.05  # [s] between looks at the files
-_TELL = 30.0  # [s] between words about a job that waits
-_ENDED = 10.0  # [s] for files to be seen here after the job has ended, and for a cancelled job to go
-_GRACE = 10.0  # [s] from the first failure to the end of the job: the other nodes say what they saw
-_RESERVE = 3  # minutes of Slurm's limit beyond the work's, so that ours comes first
+_LOOK = 1.0  # [s] between requests to Slurm
+_POLL = 0.05  # [s] between reads of the files
+_TELL = 30.0  # [s] between lines about a waiting job
+_ENDED = 10.0  # [s] for files to become visible after the job's end, and for a cancelled job to end
+_GRACE = 10.0  # [s] from the first failure to the end of the job, for errors of the other nodes
+_RESERVE = 3  # [min] of Slurm's limit beyond the work's, so that the work's applies first
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel")
-# Slurm's states in which a job is over, and none of its processes runs.
+# Slurm's states of a job that is over, with no process running.
 _OVER = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED"}
     | {"TIMEOUT"}

@@ -148,9 +148,9 @@ class _Running(Process):
         return node
 
     def tell(self, line: str = "") -> None:
-        """A line to the starter: the order, or that this side lives."""
+        """Send a line to the starter: the order, or a sign of life."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: its exit status tells
+        with suppress(BrokenPipeError):  # it has ended, as its exit status shows
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
         self.told_at = time.monotonic()

@@ -1,9 +1,9 @@
-"""Pipelines of stages that sleep, and actions that do: both take as long as they are told.
+"""Pipelines of stages that sleep, and actions that sleep, for given seconds.
 
-Any number of ranks run on a few cores so, with real processes and real messages. Of `SleepingPipe` the stages sleep in
-their own forward and backward. Of `ours_asleep` and `put_asleep` the actions: the work of a microbatch is next to
-nothing, and I and W take times of their own, on both sides alike: around each action of this runtime's worker, and
-around each of the three of a stage of torch.distributed.pipelining.
+Any number of ranks so run on a few cores, with real processes and real messages. In `SleepingPipe` the stages sleep in
+their forward and backward. `ours_asleep` and `put_asleep` make the actions of both sides sleep around almost no work,
+so that I and W have separate seconds: each action of this runtime's worker, and the three calls of a stage of
+torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .models import TINY_WIDTH, SleepingStage, drop_gradients, sleep_until
 
 
 class SleepingPipe:
-    """A pipeline of sleeping stages over the processes of this job, and the batch that it runs.
+    """A pipeline of sleeping stages over the processes of this job, and its batch.
 
     Arguments:
         given: seconds of stage actions; None: those of equal stages.
@@ -42,7 +42,7 @@ class SleepingPipe:
             [SleepingStage(f, b) for f, b in zip(costs.column(Op.F), costs.column(Op.B), strict=True)],
             schedule=schedule,
             loss_fn=F.mse_loss,
-            # a stream updates inside the pipeline: with as little as there is
+            # a stream updates inside the pipeline, here with the cheapest optimizer
             optimizer=_sgd if schedule.is_asynchronous else None,
             example_inputs=self._batch[:1],
             verify=False,
@@ -57,7 +57,7 @@ class SleepingPipe:
         return result
 
     def run(self, num_batches: int) -> float:
-        """Seconds a batch of many in a row, from this rank's return from one step to its last return."""
+        """Seconds per batch of many in a row, from this rank's return from one step to its last return."""
         self.step()
         began = time.perf_counter()
         for _ in range(num_batches):
@@ -74,7 +74,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 @contextmanager
 def ours_asleep(table: CostTable) -> Iterator[None]:
-    """Within: each action of this process's ranks takes the seconds of `table`, updates their own time."""
+    """Inside, each action of this process's ranks takes the seconds of `table`; updates take their own time."""
     run = TrainingWorker.run
 
     def slow(worker: TrainingWorker, action: Action) -> None:
@@ -87,7 +87,7 @@ def ours_asleep(table: CostTable) -> Iterator[None]:
 
 
 def put_asleep(stage: PipelineStage, table: CostTable) -> None:
-    """From now on each action of a stage of torch's takes the seconds of `table`; a whole backward those of I and W."""
+    """Make each action of a torch stage take the seconds of `table`, a whole backward those of I and W."""
     forward, backward, weight = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
     index = stage.stage_index
 

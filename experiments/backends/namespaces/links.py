@@ -20,9 +20,9 @@ from .crossing import Link
 INTERFACE = "eth0"
 
 _NETWORK = "10.66.0.0/16"
-_MTU = 9000  # [bytes] headers take less than 1% of a link then, not 4%
+_MTU = 9000  # [bytes] so that headers take less than 1% of a link, not 4%
 _MB = 1 << 20
-_QUEUE = 64 * _MB  # [bytes] more than TCP's windows fill, so that packets are not lost for want of room
+_QUEUE = 64 * _MB  # [bytes] more than TCP's windows, so that full queues lose no packets
 _WINDOW = 6 * _MB  # [bytes] Linux's own limit of a socket
 _SENT_AT_ONCE = 0.0002  # [s] of a link's rate in a burst: the largest delay of timers
 _UNLIMITED = 100e9 / 8  # [bytes/s] for a shaper that requires a rate
