@@ -239,7 +239,6 @@ class _Judge:
 def _see_through(
     ranks: list[RankProcess], judge: _Judge, *, grace: float, timeout: float | None, stall: float | None
 ) -> LaunchResult:
-    """Poll until all have ended, or until the grace after a failure or after the last result is over."""
     watchdog = _Watchdog(ranks, stall)
     started = time.monotonic()
     overdue_at = None if timeout is None else started + timeout

@@ -49,7 +49,6 @@ def plain_help(options: type[T]) -> type[T]:
 
 
 def _form(kind: Any) -> str:
-    """Form of a value of this type as typed."""
     arguments = [each for each in typing.get_args(kind) if each is not type(None)]
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):

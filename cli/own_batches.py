@@ -114,7 +114,6 @@ class OwnBatches(Iterator[Batch]):
         return self._made
 
     def _stream(self, *, to_skip: int) -> Iterator[Batch]:
-        """Batches from the current epoch on, but for the first ones of it."""
         first_size = None
         while True:
             made = self._made if self._is_begun and self._made is not None else self._begin()
@@ -193,7 +192,6 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def _run(value: str, made: Iterable[Any]) -> Iterator[Any]:
-    """One epoch. Raises UserCodeError for an error in the user's code."""
     try:
         iterator = iter(made)
     except Exception as error:

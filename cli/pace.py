@@ -83,7 +83,6 @@ def shared_ratios(spread: Spread, schedule: Schedule) -> tuple[list[list[float]]
 
 
 def _logs_by_rank(step: Mapping[Op, Sequence[Sequence[float]]], schedule: Schedule) -> list[list[float]]:
-    """[P] logarithms of the ratios of each rank's actions."""
     logs: list[list[float]] = [[] for _ in range(schedule.num_ranks)]
     for stages in step.values():
         for stage, own in enumerate(stages):

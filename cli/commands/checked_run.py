@@ -125,7 +125,6 @@ def _refuse_other_hosts(folders: Sequence[Path]) -> None:
 
 
 def _difference(plan: Plan, kept: Plan) -> str | None:
-    """The first difference in what runs; None without one."""
     for name in _SAME:
         if getattr(plan, name) != getattr(kept, name):
             return f"{name.replace('_', ' ')} {getattr(plan, name)}, not {getattr(kept, name)}"

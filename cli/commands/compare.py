@@ -358,7 +358,6 @@ def _configuration_of(source: str, timeline: Timeline) -> dict[str, str]:
 
 
 def _folder(source: str) -> Path | None:
-    """The run's folder if the source is one, or is a file in one."""
     path = Path(source)
     if path.is_file():
         return path.parent if (path.parent / "manifest.json").is_file() else None
@@ -368,7 +367,6 @@ def _folder(source: str) -> Path | None:
 
 
 def _plan(path: Path) -> Plan | None:
-    """The plan of a file; None for a file of another kind."""
     try:
         return Plan.load(path)
     except ValueError:

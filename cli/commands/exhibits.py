@@ -101,7 +101,6 @@ def _groups(sources: Sequence[str]) -> list[list[str]]:
 
 
 def _rank_of_trace(path: Path) -> int | None:
-    """Rank named in a trace file; None for another or a missing file."""
     if not path.is_file():
         return None
     with suppress(ValueError, OSError):
@@ -218,7 +217,6 @@ class _Made(NamedTuple):
 
 
 def _simulated(made: _Made, fewest: int | None, options: CostOptions) -> Exhibit:
-    """`fewest`: the least number of stages among the schedules; None if all have the same."""
     schedule, costs, name = made
     notes: tuple[str, ...] = ()
     if fewest is not None:
@@ -256,7 +254,6 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit | _Made:
 
 
 def _load(path: Path) -> tuple[str, Any]:
-    """The text, and its JSON data (None for a table)."""
     text = read_file(path, read_text)
     if text.lstrip()[:1] not in ("{", "["):
         return text, None

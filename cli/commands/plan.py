@@ -152,7 +152,6 @@ def run(argv: Sequence[str]) -> int:
 def _origin(
     options: PlanOptions, source: list[Profile] | ProfileSource, cluster: Cluster, limit: float | None
 ) -> Iterator[str]:
-    """Origin of the seconds, the bytes and the memory of a device, and how to give others."""
     if isinstance(source, TransformerSource):
         others = "a name, such as v100, or the JSON file of a DeviceModel"
         seconds = f"formulas on the device {source.device.name} (--device gives another: {others})"
@@ -178,7 +177,6 @@ def _origin(
 
 
 def _norm(options: PlanOptions, source: list[Profile] | ProfileSource, found: Plan) -> Iterator[str]:
-    """Whether ranks wait for the norm of all gradients, and why."""
     measured = {each.max_grad_norm for each in source} if isinstance(source, list) else set()
     known = next(iter(measured), None)
     if known is None and options.clip is None:
@@ -194,7 +192,6 @@ def _norm(options: PlanOptions, source: list[Profile] | ProfileSource, found: Pl
 
 
 def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile | None:
-    """The given profile that the plan was made from, if there is one."""
     given = source if isinstance(source, list) else []
     return next((each for each in given if each.microbatch_size == found.microbatch_size), None)
 
@@ -316,7 +313,6 @@ def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | Pro
 
 
 def _profiled(options: PlanOptions, cluster: Cluster) -> list[Profile]:
-    """The user's model, measured here for each microbatch size and tensor size to choose from."""
     from ...pipe.auto.layout import sizes_to_profile
     from ..own_profile import profile_own
 
@@ -356,7 +352,6 @@ def _device(name: str) -> DeviceModel:
 
 
 def _transformer(text: str) -> Transformer:
-    """Read `layers=24,hidden=1024,...`: the arguments of Transformer."""
     known = {field.name: field.type for field in fields(Transformer)}
     values: dict[str, object] = {}
     for part in text.split(","):

@@ -39,12 +39,8 @@ def launched(argv: Sequence[str], ranks: int | None) -> int | None:
 
 def measured_links(device: str, timeout: float, *, check: Callable[[], T]) -> tuple[MeasuredLinks, float, T] | None:
     """Links between the ranks of this job, the least memory of a rank [bytes], and the result of `check`; None on all
-    ranks but the first. Collective over them.
-
-    Arguments:
-        check: called on the first rank before anything is measured: it may read files of that rank's host. Its
-            ValueError is raised on all ranks.
-    """
+    ranks but the first. Collective over them. `check` runs on the first rank before any measurement, and may read
+    files of its host; its ValueError is raised on all ranks."""
     from ...comm import Collectives, MeshPlace
     from ...comm.links import measure_links
     from ...pipe.auto.layout import least_memory

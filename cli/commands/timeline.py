@@ -124,7 +124,6 @@ def shape_notes(exhibits: Sequence[Exhibit]) -> list[str]:
 
 
 def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
-    """Files in the run's folder for a single run; else in the current folder."""
     from ..train.run_folder import RUNS
 
     ends = [".png", ".perfetto.json", ".html"]

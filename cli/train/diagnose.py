@@ -57,8 +57,6 @@ _WHATS = {
 
 
 class _Made(NamedTuple):
-    """Seconds of making one batch, its CPU seconds, and the bytes of its samples."""
-
     fetch: float
     prepare: float
     cpu: float

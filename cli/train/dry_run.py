@@ -109,7 +109,6 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
 
 
 def _bytes_under_muon(model: nn.Module, task: Task) -> dict[str, int]:
-    """Bytes that Muon saves compared with AdamW, for each of its parameters by name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made = make_optimizers(task.optimizer, list(model.named_parameters()), where="the model")
     muons = [group for optimizer in made if isinstance(optimizer, Muon) for group in optimizer.param_groups]

@@ -41,11 +41,8 @@ WATCHED_STEP = 2  # by then all memory has been in use once
 
 
 def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
-    """Run this process's part of the training. Returns the exit status.
-
-    Arguments:
-        what: the schedule or plan to run; None: planned after measuring the first batch.
-    """
+    """Run this process's part of the training under a schedule or plan (None: planned after measuring the first batch).
+    Returns the exit status."""
     with report_to_launcher():
         rank = int(os.environ.get("RANK", "0"))
         task = make_task(options)
@@ -154,7 +151,6 @@ class _Training:
             print(f"the run {self.options.name} is done, all {count(self.options.steps, 'step')} of it: {summary}")
 
     def _run(self) -> tuple[float | None, tuple[int, ...], tuple[int, ...], dict[str, torch.Tensor]]:
-        """Validation loss, peak bytes of processes and of tensors, and the weights."""
         with Progress(rank=self.pipe.rank, steps=self.options.steps, json=self.options.json) as progress:
             progress.note(self._title())
             for note in self.checkpoints.notes:
@@ -247,7 +243,6 @@ class _Training:
         self.record.bubbles[step] = _Bubble(step, measured.bubble, predicted.bubble)
 
     def _validate(self, progress: Progress) -> float | None:
-        """Mean loss over the held-out batches; None without any."""
         losses = list[float | None]()
         for batch in self.task.validation():
             losses.append(self.pipe.eval_step(*batch.args, **batch.kwargs).loss)

@@ -285,12 +285,10 @@ def schedule_of(what: Schedule | Plan | None) -> Schedule | None:
 
 
 def _missing(plan: Plan) -> int | None:
-    """Microbatches for a plan without a number of them."""
     return DEFAULT_MICROBATCHES if plan.num_microbatches is None else None
 
 
 def _newest_run() -> str:
-    """Name of the run to resume by default."""
     if "WORLD_SIZE" in os.environ:  # by then another run may be the newest
         raise ValueError("--resume under torchrun: expected --name NAME beside it, which each start of it goes on with")
     newest = RUNS / LATEST

@@ -85,7 +85,6 @@ def check_samples(batch: Batch, *, num_microbatches: int, task: Task) -> None:
 
 
 def _arranged(options: TrainOptions, what: Schedule | Plan | Auto) -> Any:
-    """The schedule with the options of asynchronous or synchronous schedules."""
     if options.flush_first or options.delay_correction not in (None, "none"):
         factor = 1.0 if options.delay_factor is None else options.delay_factor
         correction = None if options.delay_correction in (None, "none") else ErrorFeedback(factor=factor)

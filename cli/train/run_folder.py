@@ -74,11 +74,8 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One logged step: samples (and bytes of text, tokens) so far, loss, times in seconds; None if unknown.
-
-    Arguments:
-        bubble, predicted_bubble: of the newest step whose records were gathered, `bubble_step`.
-    """
+    """One logged step: samples (and bytes of text, tokens) so far, loss, times in seconds; None if unknown. The bubbles
+    are of `bubble_step`, the newest step with gathered records."""
 
     step: int
     samples: int
@@ -285,7 +282,6 @@ def _locked(path: Path) -> FolderLock:
 
 
 def _link_latest(root: Path, name: str) -> None:
-    """Link runs/latest to this run, if the file system has links."""
     made = root / f".{LATEST}-{name}"
     with suppress(OSError):
         made.unlink(missing_ok=True)

@@ -93,8 +93,6 @@ def hosts_of_runs(folders: Sequence[Path]) -> list[tuple[Path, ...]]:
 
 
 class _Group(NamedTuple):
-    """Folders of one run, its known starts, and the names of its files."""
-
     folders: tuple[Path, ...]
     starts: frozenset[str]
     files: frozenset[str]
@@ -117,7 +115,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _measured_peak(summary: dict[str, Any], measured: Sequence[MeasuredStep]) -> tuple[float, ...] | None:
-    """Bytes of tensors by rank, if each rank was a process."""
     found = summary.get("peak_tensor_bytes")
     if not isinstance(found, list) or not measured or len(found) != len(measured[-1].timeline.ranks):
         return None

@@ -188,13 +188,8 @@ def _crashed_with_the_wire(net: Network) -> Iterator[list[str]]:
 
 
 def capacity(*, of_wire: bool) -> float:
-    """Bytes per second of one connection between two nodes without a limit.
-
-    Arguments:
-        of_wire: through the process that delays packets; else through the kernel.
-
-    Raises OSError if it cannot be measured.
-    """
+    """Bytes per second of one connection between two nodes without a limit; `of_wire`: through the process that delays
+    packets, else through the kernel. Raises OSError if it cannot be measured."""
     shape = Shape(latency=1e-5 if of_wire else 0.0)
     with network(Nodes(num_nodes=2, shape=shape), has_netem=False) as net:
         taker = net.hosts[1].start(_python(_TAKE), output=subprocess.PIPE)

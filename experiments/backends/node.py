@@ -122,7 +122,6 @@ def _prepared(order: Order, facts: NodeFacts) -> tuple[str, ...]:
 
 
 def _own_problem(order: Order, facts: NodeFacts) -> str:
-    """Problem of this node, apart from the others; empty: none."""
     found = []
     if order.interface and order.interface not in facts.interfaces:
         found.append(f"no network interface {order.interface!r}: expected one of {', '.join(sorted(facts.interfaces))}")
@@ -138,7 +137,6 @@ def _own_problem(order: Order, facts: NodeFacts) -> str:
 
 
 def _run(words: tuple[str, ...], order: Order, wake: int) -> int:
-    """Run the line until it ends, or until a signal ends this process."""
     agent = subprocess.Popen(
         words,
         env={**os.environ, **order.work.environment},

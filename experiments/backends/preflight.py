@@ -100,8 +100,6 @@ def meet(meeting: Meeting, facts: NodeFacts, problem: str = "") -> Met:
 
 @dataclass(slots=True)
 class _Line:
-    """JSON objects over a socket, one per line."""
-
     connection: socket.socket
     _rest: bytes = field(default=b"", init=False)
 
@@ -182,7 +180,6 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 
 def _resolved(name: str) -> str:
-    """The numeric address of a host's name; empty if it does not resolve here."""
     with suppress(OSError):
         return str(socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0])
     return ""
@@ -207,7 +204,6 @@ def _welcome(meeting: Meeting, line: _Line) -> tuple[int, Present]:
 
 
 def _judge(meeting: Meeting, here: Mapping[int, Present]) -> list[str]:
-    """A line per problem."""
     names = meeting.names
     missing = [name for rank, name in enumerate(names) if rank not in here]
     wrong = [f"{names[rank]}: {node.problem}" for rank, node in sorted(here.items()) if node.problem]
@@ -257,7 +253,6 @@ def _come(meeting: Meeting, myself: Present) -> Met:
 
 
 def _reach(meeting: Meeting, name: str) -> socket.socket:
-    """A connection to node 0. Raises PreflightError with the reason if there is none."""
     until = time.monotonic() + meeting.limit
     why: OSError | None = None
     while (left := until - time.monotonic()) > 0:

@@ -126,7 +126,6 @@ class SlurmBackend:
         return executor
 
     def _follow(self, job: Any, work: Work, nodes: Nodes) -> Outcome:
-        """Follow the files and Slurm until the job ends or the time limit."""
         told = [_Told(rank=rank, folder=work.folder, say=self._say) for rank in range(nodes.num_nodes)]
         watch = _Watch(job, self._cluster, self._say)
         grace_until = math.inf
@@ -202,8 +201,6 @@ class _Watch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Told:
-    """Output of a node in its files so far."""
-
     rank: int
     folder: Path
     say: Say
@@ -236,7 +233,6 @@ class _Told:
         return failure(self.name, self.status or 0, self.log, self.log.read_text(errors="replace").splitlines())
 
     def _new(self, ending: str) -> list[str]:
-        """Complete lines since the last call."""
         with suppress(FileNotFoundError), (self.folder / f"node{self.rank}.{ending}").open("rb") as file:
             file.seek(self._at.get(ending, 0))
             lines = file.read().rpartition(b"\n")

@@ -92,7 +92,6 @@ class SshBackend:
         return (*self._ssh(host), starter)
 
     def _ssh(self, host: RemoteHost, *more: str) -> tuple[str, ...]:
-        """ssh to a host without prompts for passwords or unknown keys."""
         return (
             *("ssh", "-T", "-a", "-x", *more),
             *("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}"),
@@ -104,7 +103,6 @@ class SshBackend:
         )
 
     def _address(self, host: RemoteHost) -> str:
-        """The host name of an alias in the user's ssh configuration."""
         asked = subprocess.run(
             self._ssh(host, "-G"),
             capture_output=True,

@@ -129,8 +129,6 @@ def run_nodes(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Running(Process):
-    """One started node and its events."""
-
     start: NodeStart
     say: Say
     log: Path
@@ -229,7 +227,6 @@ def _gather(running: list[_Running], work: Work) -> Outcome | None:
 
 
 def _see_through(running: list[_Running], work: Work) -> Outcome:
-    """Poll until all have ended, until the time limit, or until the end of the grace after the first failure."""
     started = time.monotonic()
     met_until = started + 2 * work.join_timeout + _SLACK  # for all to connect, and for node 0 to report missing ones
     grace_until: float | None = None
@@ -293,7 +290,6 @@ def outcome(nodes: Sequence[Any], *, status: int, timed_out: bool = False, repor
 
 
 def _end(running: list[_Running]) -> None:
-    """Close the stdin of all starters, which then end their ranks; kill those that don't end."""
     for node in running:
         with suppress(OSError):
             assert node.process.stdin is not None

@@ -84,7 +84,6 @@ def _measured(names: Sequence[str], options: BenchOptions, folder: Path) -> tupl
 
 
 def _ran(jobs: Sequence[Job], folder: Path) -> tuple[list[Figure], str]:
-    """Runs jobs up to the first failure. Returns their figures, and the failure."""
     figures: list[Figure] = []
     with JobProgress(total=len(jobs), stream=sys.stderr) as progress:
         for job in jobs:

@@ -109,7 +109,6 @@ class RunOptions:
 
 
 def _read_value(word: str) -> tuple[str, Value]:
-    """Key and value of a word such as total_updates=20. Raises ValueError for another form."""
     key, equals, text = word.partition("=")
     if not (key and equals and text):
         raise ValueError(f"--set {word}: expected KEY=VALUE, such as ranks=2")
@@ -242,7 +241,6 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _tell(intents: Sequence[Intent], note: Callable[[str], None]) -> None:
-    """Print a line per reason for which jobs are not run, or are run again."""
     done = sum(not intent.runs for intent in intents)
     if done:
         note(f"{count(done, 'job')} done already")

@@ -123,7 +123,6 @@ def _job(record: Fields, kinds: Sequence[dict[str, Any]], folder: Path) -> Fleet
 
 
 def _planned(profiles: Sequence[Profile], kind: dict[str, Any], devices: int, batch: int) -> float:
-    """Samples/s of the planner's plan on `devices` devices of a kind; 0 if no plan fits."""
     cluster = Cluster(
         levels=(Level(name="link", size=devices, bandwidth=kind["link"]),),
         kinds=(DeviceKind(name=kind["name"], speed=kind["speed"], memory_bytes=kind["memory"]),),

@@ -151,7 +151,6 @@ class Shares:
         return self._rest(wanted * found[-1])
 
     def _rest(self, least: Floats) -> Floats:
-        """Shares with at least these rates and the most work, for each job relative to its best kind."""
         gain = -(self.rates / self.rates.max(axis=1, keepdims=True)).ravel()
         found = self._solve(gain, least=(np.zeros_like(least), least * (1 - _SLACK)))
         assert found is not None

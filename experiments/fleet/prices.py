@@ -169,8 +169,6 @@ class _Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """Samples to make along a trace, until `end`."""
-
     trace: PriceTrace
     samples: float
     charges: Charges
@@ -286,7 +284,6 @@ def cheapest(
 
 
 def _front(ways: list[_Way]) -> list[_Way]:
-    """States that no other one beats in both samples and cost."""
     kept: list[_Way] = []
     for way in sorted(ways, key=lambda each: (-each.made, each.cost)):
         if not kept or way.cost < kept[-1].cost:

@@ -112,7 +112,6 @@ def jobs_of(declaration: Declaration, changes: Changes | None = None) -> list[Jo
 
 
 def _groups(part: Part) -> dict[Case, tuple[Case, ...]]:
-    """Cases of each job, by their common values."""
     groups: dict[Case, list[Case]] = {}
     for case in part.cases:
         keys = list(case) if part.together is None and not part.on_ranks else list(part.together or ())
@@ -144,10 +143,7 @@ def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
 
 
 def select(jobs: Sequence[Job], words: Sequence[str]) -> list[Job]:
-    """Jobs of the named parts that have a case with the given values.
-
-    Arguments:
-        words: names of parts and KEY=VALUE; several of one kind or key: any of them; none: all.
+    """Jobs by `words`, names of parts and KEY=VALUE of their cases; several of one kind or key: any of them; none: all.
 
     Raises ValueError, with near matches, for a part, key or value that no job has, and for an empty selection.
     """

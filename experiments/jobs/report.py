@@ -117,7 +117,6 @@ def _findings(declaration: Declaration, figures: Sequence[Figure]) -> list[str]:
 
 
 def _draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
-    """Write the picture and return its path; None without figures for it. Raises ValueError as `cells`."""
     from matplotlib.figure import Figure as Picture
 
     figures = [figure for figure in figures if plot.x in figure.case]
@@ -152,7 +151,6 @@ def _draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
 
 
 def _fill(axes: Axes, plot: Plot, found: Sequence[Cell], lines: Sequence[Case]) -> None:
-    """A line for each of `lines`, or a bar in the group of each x."""
     groups = sorted({_number(cell, plot) for cell in found})
     width = 0.8 / len(lines)
     for at, line in enumerate(lines):

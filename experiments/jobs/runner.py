@@ -67,12 +67,7 @@ class JobProgress(Progress):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """A job and whether it is to run.
-
-    Arguments:
-        folder: of the job.
-        why: reason for running it again; empty: it is new, or it is not to run.
-    """
+    """A job with its folder, and whether it is to run; `why`: reason for running it again, else empty."""
 
     job: Job
     folder: Path
@@ -81,12 +76,7 @@ class Intent:
 
 
 def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = False) -> Intent:
-    """Whether a job is to run, by its folder.
-
-    Arguments:
-        fresh: run it again in any case.
-        any_code: accept figures of other versions of the code.
-    """
+    """Whether a job is to run, by its folder; `fresh`: in any case; `any_code`: keep figures of other code versions."""
     status, before = Status.read(folder), read_config(folder)
     changed = difference(before, job.config)
     if status.state is State.PENDING:
@@ -99,9 +89,8 @@ def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = Fals
     if changed:
         return Intent(job=job, folder=folder, runs=True, why=f"its configuration changed: {changed}")
     code = code_version(job.part.work)
-    if (
-        not any_code and status.code.rpartition(" ")[2] != code.rpartition(" ")[2]
-    ):  # the source changed, not only the commit
+    # The digest of the source is last; another commit alone does not count.
+    if not any_code and status.code.rpartition(" ")[2] != code.rpartition(" ")[2]:
         return Intent(job=job, folder=folder, runs=True, why=f"the code changed: {status.code} -> {code}")
     return Intent(job=job, folder=folder, runs=False)
 
@@ -148,10 +137,8 @@ def run_jobs(
     make_backend: Callable[[str], Backend],
     workers: int | None = None,
 ) -> list[Status]:
-    """Run all jobs that are to run. Returns their statuses in the order of their ends.
-
-    Arguments:
-        workers: number of single-process jobs at once; None: one per core.
+    """Run all jobs that are to run, `workers` single-process jobs at once (None: one per core). Returns their statuses in
+    the order of their ends.
 
     Ctrl-C ends the running jobs, which count as interrupted, and raises KeyboardInterrupt.
     Raises ValueError, before anything runs, if a back end cannot provide the nodes of a job.
@@ -192,7 +179,6 @@ def prepare(intent: Intent) -> None:
 
 
 def _ended(intent: Intent, status: Status, progress: JobProgress) -> Status:
-    """Write and show the status, with the check of its figures."""
     if status.state is State.DONE:
         status = _judged(intent.folder, status)
     status.write(intent.folder)

@@ -64,11 +64,7 @@ class Status:
 
 @cache
 def code_version(work: str = "") -> str:
-    """Such as "0.1.0, commit 6ab0328, source 1f2e3d4c"; equal for equal sources.
-
-    Arguments:
-        work: "file.py:function" includes that file; other works are part of packages.
-    """
+    """Such as "0.1.0, commit 6ab0328, source 1f2e3d4c"; the source includes the file of a work "file.py:function"."""
     source, own = code_digest(), Path(work.rpartition(":")[0])
     if own.suffix == ".py" and own.is_file():  # a missing one fails in the job
         source = hashlib.sha256(source.encode() + own.read_bytes()).hexdigest()
@@ -77,7 +73,6 @@ def code_version(work: str = "") -> str:
 
 
 def _commit() -> str:
-    """Commit of the package's folder; empty if it is not a git work tree."""
     if not (_ROOT / ".git").exists():
         return ""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]

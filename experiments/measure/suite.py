@@ -137,8 +137,6 @@ def layered(name: str, batch: int) -> WholeProblem:
 
 
 class _T5(nn.Module):
-    """A layer of the encoder, or one of the decoder, each for its half of the tokens."""
-
     def __init__(self, encodes: bool) -> None:
         super().__init__()
         kind = nn.TransformerEncoderLayer if encodes else nn.TransformerDecoderLayer
@@ -169,7 +167,6 @@ class _Residual(nn.Module):
 
 
 def _resnet() -> nn.Sequential:
-    """He et al., 2016, two blocks of each of four widths."""
     widths = [32, *(32 << at // 2 for at in range(8))]
     blocks = (_Residual(*pair) for pair in pairwise(widths))
     stem = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), nn.BatchNorm2d(32), nn.ReLU())

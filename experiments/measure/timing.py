@@ -19,11 +19,8 @@ _AHEAD = 0.005  # [s] from rank 0's message to the common start
 
 
 def timed(step: Callable[[], object], *, ahead: float = _AHEAD) -> float:
-    """Run a step on all ranks from a common start. Returns seconds to the end of the last rank.
-
-    Arguments:
-        ahead: from rank 0's message to the start, longer than the message takes to all ranks [s].
-    """
+    """Run a step on all ranks from a common start. Returns seconds to the end of the last rank. `ahead`: from rank 0's
+    message to the start, longer than the message takes [s]."""
     instant = torch.zeros((), dtype=torch.float64)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -102,8 +102,6 @@ def predicted_behind(schedule: Schedule, costs: Costs) -> float:
 
 
 class _Ballast(nn.Module):
-    """A stage that sleeps, with weights for STAGE_BYTES of gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         self.sleeps = SleepingStage(FORWARD, BACKWARD)
@@ -274,7 +272,6 @@ def _pipeline(model: GPTConfig) -> tuple[PipelineModule, Callable[[], None]]:
 
 @contextmanager
 def _shared_folder() -> Iterator[Path]:
-    """A temporary folder of rank 0 that all ranks use."""
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as own:
         name = [own]
         dist.broadcast_object_list(name, src=0)

@@ -229,7 +229,6 @@ def _bare_step(problem: StagesProblem, num_microbatches: int) -> None:
 
 
 def _seconds(step: Callable[[], None]) -> float:
-    """The median of some steps."""
     times = []
     for _ in range(_STEPS):
         start = time.perf_counter()

@@ -62,7 +62,6 @@ def simulator(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _rate() -> float:
-    """Compute actions per second of `simulate` alone: interleaved, P=8, V=2, M=512 (16,384 actions)."""
     schedule = build("interleaved", num_ranks=8, num_microbatches=512, num_chunks=2)
     num_actions = sum(map(len, schedule.programs))
     times = []

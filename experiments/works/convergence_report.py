@@ -207,7 +207,6 @@ def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
 
 
 def _curve(axes: Axes, own: MethodRuns, *, along: Callable[[float], float], colour: str) -> None:
-    """`along`: x by number of updates."""
     curves = own.best_curves()
     x = [along(float(updates)) for updates in curves[0][0]]
     columns = list(zip(*(losses for _, losses in curves), strict=True))

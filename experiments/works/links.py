@@ -61,7 +61,6 @@ def between_nodes(case: Case, *, repetition: int = 0) -> Iterator[Figure]:
 
 
 def _asked(figure: Figure) -> float | None:
-    """Requested value, in the figure's unit, or None."""
     shape = wanted(figure.case).shape
     crosses = False
     if shape.sites:
@@ -79,7 +78,6 @@ def _half_a_trip(sender: int, receiver: int) -> float:
 
 
 def _link(sender: int, receiver: int) -> tuple[float, float]:
-    """Latency [s] and bandwidth [bytes/s] from one rank to another, the same on all ranks."""
     import torch
     import torch.distributed as dist
 

@@ -20,13 +20,8 @@ _NUMBERS = count()
 
 @contextmanager
 def shares(share: float | None, num_nodes: int) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """A context with the command prefix per node that limits it to its share of the cores.
-
-    Arguments:
-        share: of all cores of this machine, per node; None: no limit.
-
-    Raises ValueError if this machine cannot provide such a share.
-    """
+    """A context with the command prefix per node that limits it to its share of all cores; None: no limit. Raises
+    ValueError if this machine cannot provide such a share."""
     if share is None:
         yield ((),) * num_nodes
         return

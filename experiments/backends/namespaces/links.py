@@ -114,7 +114,6 @@ def _token_bucket(device: str, place: str, bandwidth: float, burst: int) -> str:
 
 
 def _two_rates(own_site: int, bandwidth: float, far: float) -> list[str]:
-    """One rate for all packets, and a lower one for those to other sites."""
     kind = f"tc class add dev {INTERFACE} parent"
     near, burst = bandwidth - far, _large_burst(bandwidth)
 
