@@ -1,4 +1,4 @@
-"""This machine, and what the process takes of it: cores, processor, resident memory."""
+"""This machine's cores, processor and memory, and the process's share of them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PORTS = range(10_240, 20_000)  # below those that systems give to connections of their own choice
-_TRIES = 20  # a port of them that is taken is drawn again
+_TRIES = 20  # draws per port of the range
 
 
 def free_ports(count: int, *, host: str = "", among: range = PORTS) -> list[int]:
-    """TCP ports that nobody of this host listens at, nor gets without asking for them by number.
+    """Free TCP ports of this host, from a range that the system never assigns on its own.
 
-    One that the system chooses may be given to any connection before it is used.
+    A port that the system chooses could be given to another connection before it is used.
 
     Arguments:
-        host: the address; empty: all of them.
-        among: which, so that processes that ask at the same moment get others.
+        host: the address; empty: all addresses.
+        among: the range, distinct for processes that ask at the same moment.
 
-    Raises OSError where there are not so many.
+    Raises OSError for fewer free ports.
     """
     draw, found = random.SystemRandom(), list[int]()
     for _ in range(_TRIES * len(among)):
@@ -39,7 +39,7 @@ def free_ports(count: int, *, host: str = "", among: range = PORTS) -> list[int]
 
 
 def loopback() -> str:
-    """The interface through which processes of this host reach each other; empty where it is not named as on Linux."""
+    """Name of the loopback interface on Linux, else empty."""
     return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else ""
 
 
@@ -81,17 +81,14 @@ def peak_resident_bytes() -> int:
 
 
 class MemoryMeter:
-    """Peak resident memory of this process above what stands when the meter is made [bytes].
-
-    Reads /proc/self/status; 0 on systems without it.
-    """
+    """Peak resident memory of this process above that at the meter's creation [bytes]; 0 without /proc/self/status."""
 
     def __init__(self) -> None:
         self.forget_peak()  # that of importing torch and reading the corpus
         self.at_start = _status_bytes("VmRSS")
 
     def forget_peak(self) -> None:
-        """Count from now on; where that may not be, the peak counts what came before as well."""
+        """Count from now on; without permission, the peak includes earlier memory."""
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 

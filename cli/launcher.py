@@ -1,14 +1,14 @@
-"""Starts N local processes of one command and sees them through: to results, or to the first failure by name.
+"""Starts N local processes of one command and supervises them until they finish, or until one fails.
 
     launcher ---- TCPStore (rendezvous) ----+
-       | stdin (never written: its end says that the launcher died)
-       +--> rank 0   stdout: the terminal's own; stderr: passed on, last lines kept
+       | stdin (never written: it closes when the launcher dies)
+       +--> rank 0   stdout: the terminal's; stderr: printed, last lines kept
        +--> rank 1   both kept only
-       +--> ...      each in a session of its own, so that Ctrl-C reaches the launcher alone
+       +--> ...      each in its own session, so that Ctrl-C reaches the launcher alone
 
-A rank says that it finished, or when it failed, by a file in a folder that the launcher gave it. That
-decides, not its exit status: a process may still abort while it is torn down, after its results are out, and one
-that ends with status 0 within its work has failed.
+A rank reports that it finished, or when it failed, by a file in a folder of the launcher. This file decides, not the
+exit status: a process may abort during teardown, after its results are out, and one that exits with status 0 before
+its work is done has failed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 _FOLDER_VARIABLE = "STAGEWRIGHT_LAUNCH_FOLDER"
 _HOST = "127.0.0.1"
 _SHOWN = 30  # last lines of the rank that failed first
-_ANSWER_S = 15.0  # that ranks have, at most, to say where they stand
-_GLANCE_S = 0.25  # that count at most between two looks: more than that, and the machine let nobody run
-_STILL = 0.02  # of a core, by any rank: less is standing still; gloo's threads take 0.01 while they wait
+_ANSWER_S = 15.0  # for ranks to write their stacks
+_GLANCE_S = 0.25  # counted at most between two looks: in a longer gap the machine ran no process
+_STILL = 0.02  # share of a core, of any rank: less is a stall; gloo's threads take 0.01 while they wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class LaunchResult:
     """Outcome of a launch.
 
     Arguments:
-        status: exit status for the whole: 0, or that of the first failed rank (128 + its signal if killed).
-        first_failed: the rank that failed first, None if none did.
-        report: for the user; empty when all is well.
+        status: exit status of the launch: 0, or that of the first failed rank (128 + its signal if killed).
+        first_failed: the rank that failed first, or None.
+        report: for the user; empty after success.
     """
 
     status: int
@@ -69,21 +69,21 @@ def launch(
     environment: Mapping[str, str] | None = None,
     restarts: int = 0,
 ) -> LaunchResult:
-    """Run `command` once a rank on this host, and wait for all of them.
+    """Run `command` as N ranks on this host, and wait for all of them.
 
-    Each process finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under torchrun, and wraps
-    its work in `report_to_launcher()`. Once a rank fails, the others have `grace` to say what they saw, then
+    Each process gets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under torchrun, and wraps
+    its work in `report_to_launcher()`. When a rank fails, the others have `grace` to report their errors, then
     they are ended.
 
     Arguments:
         command: program and arguments, run without a shell.
         num_ranks: N >= 1.
         grace: [s] from the first failure to the end of the others, and from the last result to the last exit.
-        timeout: [s] for the whole; None: no limit.
-        stall: [s] for which all ranks may stand still; then they are ended, and the report says where each one stood.
+        timeout: [s] for the launch; None: no limit.
+        stall: [s] without computation on any rank, after which all are ended and the report shows each rank's stack.
             None: no limit.
-        environment: variables on top of this process's own.
-        restarts: processes to start again, at most, that were killed while the others go on without them (a
+        environment: variables in addition to this process's own.
+        restarts: most processes to restart that were killed while the others continue without them (a
             PipelineModule with Mesh(on_failure="reroute")): they join at the beginning of a step, `pipe.num_steps`.
 
     Ctrl-C (or SIGTERM) ends all ranks and raises KeyboardInterrupt. Raises ValueError for num_ranks < 1, restarts < 0.
@@ -110,14 +110,14 @@ def launch(
             return _see_through(ranks, judge, grace=grace, timeout=timeout, stall=stall)
         finally:
             end(ranks)
-            if sys.stdout.isatty():  # show the cursor, which a bar that was ended from outside has left hidden
+            if sys.stdout.isatty():  # show the cursor, which a killed progress bar leaves hidden
                 print("\x1b[?25h", end="", flush=True)
 
 
 def launch_command(words: Sequence[str], *, num_ranks: int, stall: float | None = None) -> int:
-    """Run `stagewright WORDS` once a rank, say how it ended if not well, and return the exit status."""
+    """Run `stagewright WORDS` as N ranks, print the report of a failure, and return the exit status."""
     print(f"{words[0]}: starting {num_ranks} processes", file=sys.stderr, flush=True)
-    # -P: the folder that the user stands in may hold modules with any name.
+    # -P: the current folder may hold modules of any name.
     result = launch([sys.executable, "-P", "-m", "stagewright", *words], num_ranks=num_ranks, stall=stall)
     if result.report:
         print(result.report, file=sys.stderr)
@@ -126,10 +126,10 @@ def launch_command(words: Sequence[str], *, num_ranks: int, stall: float | None 
 
 @contextmanager
 def report_to_launcher() -> Iterator[None]:
-    """Wrap a rank's work: tells the launcher that it is done, or the moment at which it failed.
+    """Wrap a rank's work: reports to the launcher that it is done, or when it failed.
 
-    Within it a rank writes down where it stands when the launcher asks. Also ends this process when its launcher is
-    gone. Does nothing in a process that `launch` did not start.
+    Inside, the rank writes its stack when the launcher asks. Also ends this process when its launcher is gone. Does
+    nothing in a process that `launch` did not start.
     """
     folder = os.environ.get(_FOLDER_VARIABLE)
     if folder is None:
@@ -139,7 +139,7 @@ def report_to_launcher() -> Iterator[None]:
     die_with_parent()
     exit_with_stdin()
     with Path(folder, f"{rank}.stack").open("w") as stack:
-        signal.signal(WHERE, signal.SIG_IGN)  # what it is again after this
+        signal.signal(WHERE, signal.SIG_IGN)  # and again after unregister
         faulthandler.register(WHERE, file=stack, all_threads=True)
         try:
             yield
@@ -155,11 +155,7 @@ def report_to_launcher() -> Iterator[None]:
 
 
 class _Watchdog:
-    """Notices when all ranks stand still: none of them computes, and none has ended.
-
-    Arguments:
-        patience: [s] that they may; None: for ever.
-    """
+    """Detects a stall: no rank computes for `patience` [s] (None: for ever), and none ends."""
 
     def __init__(self, ranks: list[RankProcess], patience: float | None) -> None:
         self._ranks, self._patience = ranks, patience
@@ -183,7 +179,7 @@ class _Watchdog:
         asked = [rank for rank in running if rank.ask_where()]
         before: list[str] = []
         until = time.monotonic() + _ANSWER_S
-        while time.monotonic() < until:  # until they have said it, and say no more
+        while time.monotonic() < until:  # until all stacks are written, and no longer change
             time.sleep(_GLANCE_S)
             said = [rank.where() for rank in asked]
             if said == before and SILENT not in said:
@@ -194,7 +190,7 @@ class _Watchdog:
 
 
 class _Judge:
-    """Says which ranks are dead to those that go on without them (stagewright.comm.membership); starts some again."""
+    """Declares ranks dead to those that continue without them (stagewright.comm.membership), and restarts some."""
 
     def __init__(
         self, ranks: list[RankProcess], store: SealedStore, start: Callable[..., RankProcess], restarts: int
@@ -204,7 +200,8 @@ class _Judge:
         self._store, self._start, self._left = store, start, restarts
 
     def look(self) -> None:
-        """Kill whom the others take for dead, then tell: it cannot come back. One that was killed ends nobody else."""
+        """Kill ranks that the others believe dead, so that they cannot return, and declare them dead. A killed rank
+        ends no other."""
         from ..comm.membership import GOES_ON, LIFE, admitted, dead, silent
 
         if not self._running or not self._store.check([GOES_ON]):
@@ -232,7 +229,7 @@ class _Judge:
                 self._running.append(anew)
 
     def someone_failed(self) -> bool:
-        """One that was found dead behind the last look may be one that the others go on without."""
+        """Whether a rank failed without which the others can't continue; not one that died since the last look."""
         return any(
             rank.failed and (rank.failed_by_itself or not self._judges or rank not in self._running)
             for rank in self._ranks
@@ -242,7 +239,6 @@ class _Judge:
 def _see_through(
     ranks: list[RankProcess], judge: _Judge, *, grace: float, timeout: float | None, stall: float | None
 ) -> LaunchResult:
-    """Poll until all have ended, or until the grace after a failure or after the last result is over."""
     watchdog = _Watchdog(ranks, stall)
     started = time.monotonic()
     overdue_at = None if timeout is None else started + timeout
@@ -292,7 +288,7 @@ def _judge(ranks: list[RankProcess]) -> LaunchResult:
 
 
 def _failure_report(ranks: list[RankProcess], failed: list[RankProcess]) -> str:
-    """The first rank that failed and its last lines; rank 0's lines went to the terminal already."""
+    """The first failed rank and its last lines; those of rank 0 are already on the terminal."""
     last_line = {rank.number: _last_line(rank) for rank in failed}
     if len(failed) == len(ranks) > 1 and len(set(last_line.values())) == 1:
         return f"all {len(ranks)} ranks failed alike ({failed[0].how_it_ended})"
@@ -328,7 +324,7 @@ def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str
         "STAGEWRIGHT_JUDGES_DEATHS": folder,  # see stagewright.comm.membership
         _FOLDER_VARIABLE: folder,
     }
-    # What the user has set stays: threads (each rank its share of the cores), and gloo's interface.
+    # The user's own settings stay: threads (by default each rank's share of the cores), and gloo's interface.
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
     if "GLOO_SOCKET_IFNAME" not in os.environ and loopback():
@@ -338,12 +334,12 @@ def _variables(*, rank: int, num_ranks: int, port: int, folder: str) -> dict[str
 
 @contextmanager
 def _rendezvous_store(num_ranks: int, secret: str) -> Iterator[SealedStore]:
-    """Host the store at which the ranks meet. Unlike rank 0's own it outlives every rank."""
+    """The rendezvous store of the ranks. Unlike rank 0's own it outlives every rank."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from ..comm.sealed import SealedStore
 
-    # By itself the store listens on all interfaces, and whoever reaches its port may write into it.
+    # The store would listen on all interfaces, and accept writes from anyone who reaches its port.
     listening = socket.create_server((_HOST, 0), backlog=128 + num_ranks)
     port = listening.getsockname()[1]
     store = TCPStore(
@@ -357,7 +353,7 @@ def _rendezvous_store(num_ranks: int, secret: str) -> Iterator[SealedStore]:
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:
-    """A polite kill of the launcher ends the ranks, too."""
+    """SIGTERM raises KeyboardInterrupt inside, so that ending the launcher ends its ranks."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

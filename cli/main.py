@@ -27,13 +27,11 @@ COMMANDS: dict[str, Command] = {
     "compare": Command("cli.commands.compare", "what changed between two runs, plans or schedules, and why"),
     "profile": Command("cli.commands.profile", "measure what each part of a model costs, or the links"),
     "plan": Command("cli.commands.plan", "choose schedule, sizes and cuts for a cluster, by simulation"),
-    "fleet": Command("experiments.commands.fleet", "many jobs on kinds of devices, by policies: simulated"),
+    "fleet": Command("experiments.commands.fleet", "many jobs on several kinds of devices, by policies: simulated"),
     "price": Command("experiments.commands.price", "a job on devices whose prices change: simulated"),
     "export": Command("cli.commands.export", "a checkpoint as one file of a plain model's weights, and back"),
-    "experiment": Command(
-        "experiments.commands.experiment", "run experiments that anyone can run again, and report on them"
-    ),
-    "bench": Command("experiments.commands.bench", "measure this runtime beside torch.distributed.pipelining"),
+    "experiment": Command("experiments.commands.experiment", "run reproducible experiments, and report on them"),
+    "bench": Command("experiments.commands.bench", "measure this runtime against torch.distributed.pipelining"),
 }
 
 _EXTRA = ("matplotlib", "rich", "tyro")
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except ValueError as error:
-        from ..schedules.wording import printable  # a word that is asked for often needs no other room
+        from ..schedules.wording import printable  # not at the top: most commands don't need it
 
         print(f"stagewright: error: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -84,4 +82,4 @@ def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = ["usage: stagewright COMMAND [options]", "", "commands:"]
     lines += [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join([*lines, "", "`stagewright COMMAND --help` lists the options of one."])
+    return "\n".join([*lines, "", "`stagewright COMMAND --help` lists a command's options."])

@@ -1,7 +1,7 @@
-"""Options that commands share: how they are read and told of, functions of the user's, files. No torch.
+"""Options that commands share: reading and help, the user's functions, files. No torch.
 
-`plain_help`: tyro writes `--chunks {None}|INT` and `(default: None)` of options that may be left away, beside the
-default that is really meant; of these the value's form alone is told.
+`plain_help`: for optional values tyro would show `--chunks {None}|INT` and `(default: None)` although the help text
+names the effective default; this shows only the form of the value.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read(options: type[T], argv: Sequence[str], command: str, **others: Any) -> 
 
 
 def plain_help(options: type[T]) -> type[T]:
-    """Class decorator for a dataclass of options: None is not spoken of."""
+    """Class decorator for a dataclass of options: help without None."""
     hints = typing.get_type_hints(options, include_extras=True)
     for field in fields(options):  # type: ignore[arg-type]
         hint = hints[field.name]
@@ -49,7 +49,6 @@ def plain_help(options: type[T]) -> type[T]:
 
 
 def _form(kind: Any) -> str:
-    """Text that a user types for a value of this type."""
     arguments = [each for each in typing.get_args(kind) if each is not type(None)]
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
@@ -63,8 +62,8 @@ def check_known(what: str, name: str, known: Collection[str], *, listed: str) ->
     """Raise ValueError unless `name` is in `known`.
 
     Arguments:
-        what: comes in front of the name, such as "unknown back end".
-        listed: what the known ones are, such as "back ends".
+        what: text before the name, such as "unknown back end".
+        listed: text before the known names, such as "back ends".
 
     >>> check_known("unknown back end", "netsn", ["local", "netns"], listed="back ends")
     Traceback (most recent call last):
@@ -80,10 +79,10 @@ def check_known(what: str, name: str, known: Collection[str], *, listed: str) ->
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnOptions:
-    """Functions of the user's, each as package.module:function or file.py:function."""
+    """The user's functions, each as package.module:function or file.py:function."""
 
     model: str | None = None
-    """Your own model, package.module:function or file.py:function: called without arguments, it returns the nn.Module
+    """Your own model, package.module:function or file.py:function: called without arguments, returns the nn.Module
     (default: the example GPT)."""
     data: str | None = None
     """Its data, a function that returns a Dataset, or an iterable of batches: (inputs..., target), or a dict of
@@ -95,11 +94,11 @@ class OwnOptions:
     """Its optimizer(parameters) (default: AdamW)."""
 
     def check_own(self, others: Mapping[str, object], *, optimizers: Sequence[str] = ()) -> None:
-        """Raise ValueError for functions that are not there, and for what does not go together.
+        """Raise ValueError for missing functions and for options that exclude each other.
 
         Arguments:
-            others: options of the example GPT by name that were given.
-            optimizers: of the example GPT, by the names that --optimizer takes.
+            others: given options of the example GPT by name.
+            optimizers: names for --optimizer of the example GPT.
         """
         if self.model is None:
             for name in ("data", "loss", "optimizer"):
@@ -128,7 +127,7 @@ class OwnOptions:
 
 
 def given(options: object, names: tuple[str, ...]) -> dict[str, object]:
-    """By name those of a record's options that differ from their defaults."""
+    """The options among `names` that differ from their defaults, by name."""
     defaults = {each.name: each.default for each in fields(options)}  # type: ignore[arg-type]
     return {name: getattr(options, name) for name in names if getattr(options, name) != defaults[name]}
 
@@ -143,13 +142,13 @@ class GptOptions(OwnOptions):
     width: int = 320
     """Size of the hidden vectors."""
     heads: int | None = None
-    """Attention heads a block (default: one for each 64 of the width)."""
+    """Attention heads per block (default: one for each 64 of the width)."""
     length: int = 128
     """Bytes of one sequence."""
 
 
 def read_tensor_parallel(given: str) -> str | dict[str, str]:
-    """Value for PipelineModule's tensor_parallel=. Raises ValueError for a file that cannot be read so."""
+    """Value for PipelineModule's tensor_parallel=. Raises ValueError for a file that cannot be read."""
     if given == AUTO:
         return AUTO
     path = Path(given)
@@ -187,13 +186,13 @@ def write_out(path: Path, text: str) -> None:
 
 
 def check_out(option: str, path: Path) -> None:
-    """Raise ValueError, before any work, for a file in no folder."""
+    """Raise ValueError, before any work, for a missing folder."""
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: cannot write: expected a file in a folder that exists")
 
 
 def is_function(name: str) -> bool:
-    """Whether it names a function, which may take sizes."""
+    """Whether it names a function (which may take sizes), not a file."""
     return ":" in name or name.endswith(".py")
 
 
@@ -203,11 +202,11 @@ def read_schedule(
     """The checked schedule of a file, or of `FILE.py:function` (`package.module:function`).
 
     Arguments:
-        sizes: num_ranks, num_microbatches, num_chunks as they were asked for; None: not at all. A function is given
-            those that it takes; what the schedule has must agree with them.
-        otherwise: sizes for a function that takes some of which nobody asked.
+        sizes: the user's num_ranks, num_microbatches, num_chunks; None: not given. A function gets those that it
+            takes; the schedule must agree with them.
+        otherwise: sizes for a function whose arguments the user did not give.
 
-    Raises ValueError for what cannot be read or does not agree, ScheduleError for a faulty schedule; both by its name.
+    Raises ValueError for an unreadable file or other sizes, ScheduleError for a faulty schedule; both name it.
     """
     own = find_user_schedule(name if is_function(name) else Path(name), option="schedule")
     assert own is not None

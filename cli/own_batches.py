@@ -1,13 +1,13 @@
-"""Batches of the user's data, epoch after epoch, with a place in them from which another process goes on.
+"""Batches of the user's data, epoch after epoch, with a position from which another process can resume.
 
-    a Dataset        drawn from, shuffled anew each epoch; its place is the loader's
-    an iterable      gone through again and again; its place is the epoch, and batches of it: to go on, those are gone
-                     through once more
-    an iterator      the same, but the function is called once more for each epoch
+    a Dataset        sampled, reshuffled each epoch; its position is the loader's
+    an iterable      iterated once per epoch; its position is the epoch and the number of its batches, which a resumed
+                     run reads again and skips
+    an iterator      the same, but the function is called again for each epoch
 
-Python's, numpy's and torch's generators are seeded before each epoch, alike in every process: a DataLoader that
-shuffles gives every rank the same batches. What the data draws is drawn from a random state of its own, so that nothing
-else in the process changes it.
+Python's, numpy's and torch's generators are seeded before each epoch, equally in every process: a DataLoader that
+shuffles gives every rank the same batches. The data draws from its own random state, which nothing else in the process
+changes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .own_task import DEFAULT_BATCH, Batch
 
 
 class OwnBatches(Iterator[Batch]):
-    """The user's batches, for ever.
+    """The user's batches, without end.
 
     Arguments:
-        batch_size: samples of each; None: default_size where the function asks for it, else what it gives.
+        batch_size: samples of each; None: default_size if the function takes it, else the function's own.
         workers: processes that read a Dataset ahead; other data has its own.
 
-    Raises ValueError for data of another form; UserCodeError where the user's code fails.
+    Raises ValueError for data of another form; UserCodeError for an error in the user's code.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OwnBatches(Iterator[Batch]):
             return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Place behind the last batch that was given."""
+        """Position after the last batch."""
         if self._made is None:
             with self._random:
                 self._begin()
@@ -71,9 +71,9 @@ class OwnBatches(Iterator[Batch]):
         return {"epoch": self._epoch, "passed": self._passed, "within": within}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. Raises ValueError for the place in other data."""
+        """Resume from a position. Raises ValueError for the position in other data."""
         with self._random:
-            if isinstance(self._made, Iterator):  # what is gone cannot be gone through again
+            if isinstance(self._made, Iterator):  # an iterator cannot be rewound
                 self._made = None
             self._epoch, self._passed = state["epoch"], state["passed"]
             made, within = self._begin(), state["within"]
@@ -89,9 +89,9 @@ class OwnBatches(Iterator[Batch]):
             self._batches = self._stream(to_skip=0 if within is not None else self._passed)
 
     def loader(self, why: str) -> tuple[DataLoader[Any], Callable[[Any], Batch]]:
-        """The DataLoader behind them, and what makes a batch of what it gives.
+        """The DataLoader that provides them, and the function that turns its items into batches.
 
-        Raises ValueError, beginning with `why`, for data that has no samples by number, or none that can be counted.
+        Raises ValueError, beginning with `why`, for data without indexed, countable samples.
         """
         with self._random:
             made: Any = self._begin()
@@ -114,7 +114,6 @@ class OwnBatches(Iterator[Batch]):
         return self._made
 
     def _stream(self, *, to_skip: int) -> Iterator[Batch]:
-        """Batches from the current epoch on, but for the first ones of it."""
         first_size = None
         while True:
             made = self._made if self._is_begun and self._made is not None else self._begin()
@@ -166,7 +165,7 @@ class OwnBatches(Iterator[Batch]):
 
 
 class _RandomState:
-    """Generators' states of its own: within, they are the process's."""
+    """A random state of its own, which is the process's inside the context."""
 
     def __init__(self) -> None:
         self._own: tuple[Any, ...] | None = None  # None: the process's, to begin with
@@ -193,7 +192,6 @@ def _set_random_states(states: tuple[Any, ...]) -> None:
 
 
 def _run(value: str, made: Iterable[Any]) -> Iterator[Any]:
-    """One epoch; what the user's own code raises is told as that."""
     try:
         iterator = iter(made)
     except Exception as error:

@@ -37,16 +37,16 @@ def profile_own(
     tensor_sizes: Sequence[int] = (1,),
     tensor_parallel: str | dict[str, str] = "auto",
 ) -> list[Profile]:
-    """One a microbatch size and tensor size; what it is doing goes to the standard error.
+    """A profile per microbatch size and tensor size, with progress on standard error.
 
     Arguments:
         batch_size: as OwnBatches takes it.
         seconds: for all sizes together.
-        max_grad_norm: to which gradients are clipped in front of the optimizer's step; 0: they are not.
-        tensor_sizes: ranks over which matrices are cut, as `tensor_parallel` says.
-        dtype: of the weights and of inputs that are floating-point numbers; None: as they are.
+        max_grad_norm: clips gradients before the optimizer's step; 0: no clipping.
+        tensor_sizes: numbers of ranks over which matrices are cut, by `tensor_parallel`.
+        dtype: of the weights and of floating-point inputs; None: unchanged.
 
-    Raises ValueError for a batch that is smaller than a microbatch.
+    Raises ValueError for a batch smaller than a microbatch.
     """
     batch = next(OwnBatches(options, batch_size=batch_size, default_size=max(sizes), seed=0))
     if batch.num_samples < max(sizes):

@@ -1,9 +1,9 @@
 """The user's own model, data, loss and optimizer, as the commands use them.
 
     --model m:f      f() -> nn.Module, called once in each process, with the same seed
-    --data m:f       f() or f(batch_size=B) -> Dataset of samples          drawn from, shuffled anew each epoch
-                                            -> iterable of batches         gone through again and again
-                                            (an iterator that has ended is asked for again: f is called once more)
+    --data m:f       f() or f(batch_size=B) -> Dataset of samples          sampled, reshuffled each epoch
+                                            -> iterable of batches         iterated once per epoch
+                                            (for an iterator that has ended, f is called again)
                                             a batch: (inputs..., target), or a dict of keywords
     --loss m:f       f(output, target) -> scalar mean, or (sum, count); a Module class is made first; "model": its own
     --optimizer m:f  f(parameters) or f(parameters, lr=...) -> Optimizer
@@ -28,7 +28,7 @@ from ..schedules.custom.user_code import call, load, takes
 from .options import OwnOptions
 
 DEFAULT_BATCH = 16
-IGNORED = -100  # a target that counts for nothing, as in torch's own cross-entropy
+IGNORED = -100  # a target without loss, as in torch's cross-entropy
 OWN_LOSS = "model"  # the model returns it
 Loss = Callable[[Any, Any], Any] | str
 
@@ -42,12 +42,12 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """N, of the first tensor's dimension 0."""
+        """N, the first tensor's size in dimension 0."""
         first = next(x for x in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(x, Tensor) and x.dim())
         return int(first.shape[0])
 
     def head(self, num_samples: int) -> Batch:
-        """Its first samples: of every tensor along dimension 0."""
+        """The first samples, along dimension 0 of every tensor."""
         return self.map(lambda x: x[:num_samples] if x.dim() else x)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -64,7 +64,7 @@ class Batch:
 
 
 def make_model(options: OwnOptions, *, seed: int) -> nn.Module:
-    """The user's model; ValueError for what is no module."""
+    """The user's model. Raises ValueError for a result of another type."""
     value = str(options.model)
     function = load("model", value)
     seed_generators(seed)
@@ -100,7 +100,7 @@ def describe_loss(options: OwnOptions, batch: Batch) -> str:
 
 
 def make_optimizer(options: OwnOptions, parameters: list[nn.Parameter], *, lr: float | None) -> Optimizer:
-    """The user's optimizer, or AdamW; ValueError for what is none, and for an lr that it does not take."""
+    """The user's optimizer, or AdamW. Raises ValueError for a result of another type, or an lr it does not take."""
     if options.optimizer is None:
         return AdamW(parameters) if lr is None else AdamW(parameters, lr=lr)
     value = options.optimizer
@@ -119,9 +119,9 @@ def make_optimizer(options: OwnOptions, parameters: list[nn.Parameter], *, lr: f
 def default_loss(output: Any, target: Any) -> tuple[Tensor, Tensor] | Tensor:
     """Cross-entropy of whole-number targets, as (sum, count of targets other than IGNORED); else mean squared error.
 
-    The classes are the dimension that the output has and the target has not: the last one, or the second.
+    The classes are the output's dimension that the target lacks: the last one, or the second.
 
-    Raises ValueError for outputs and targets of which that cannot be said.
+    Raises ValueError for outputs and targets whose shapes don't determine it.
     """
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
         kinds = " and ".join(type(each).__name__ for each in (output, target))

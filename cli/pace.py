@@ -1,17 +1,16 @@
-"""The pace of a machine, which wanders from step to step, and what that tells of steps that follow.
+"""The pace of a machine, which drifts from step to step, and a prediction of the steps that follow.
 
     logarithm of a rank's ratio in step n  =  level + wander[n] + a step's own        of variance s
     wander[n]  =  exp(-1 / tau) * wander[n-1] + push[n]                               of variance drive * s
 
-`drive` says how hard the pace is pushed (0: steps are independent), `tau` how many steps a push lasts; both are those
-of all ranks, while s is each rank's, and ranks may share their load. Fifty steps tell little of either, so none is
-picked: each pair of a grid has the probability that the steps give it, level and s integrated out. A step that follows
-is drawn under one of them: around what is left of the pace of the last step, wider by as far as pushes may carry it
-until then and by what is not known. Where steps are independent that is the distribution of the steps that were there,
-wider by Student's factor.
+`drive` is the strength of the pushes (0: steps are independent), `tau` the number of steps that a push lasts. All ranks
+share both, while each rank has its own s, and ranks may share their load. Fifty steps determine neither, so all pairs
+of a grid are used, each with its posterior probability after integrating out level and s. A following step is drawn
+under one of them: around the remainder of the last step's pace, wider by the pushes until then and by the uncertainty.
+For independent steps that is the distribution of the measured steps, wider by Student's factor.
 
-The ratio of a rank is what its actions share in a step, told apart from the noise of single ones by a covariance: of
-the median of every other action with that of those between.
+The ratio of a rank is the part that its actions share in a step. A covariance separates it from the noise of single
+actions: that of the median of the even actions with the median of the odd ones.
 
 Filter and likelihood: Durbin and Koopman, Time Series Analysis by State Space Methods, 2nd edition, 4.3, 5.7, 7.2.
 """
@@ -32,15 +31,14 @@ Numbers = NDArray[np.float64]
 
 _DRIVES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _TAUS = (3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)  # steps
-_STEADY = 1 / 3  # probability of a pace that does not wander, before any step is looked at
-_MADE = 400  # steps that stand for those that follow
-_MOST_CHANCE = 0.9999  # of the variance of rows that is told
+_STEADY = 1 / 3  # prior probability of a pace that does not drift
+_MADE = 400  # drawn steps
+_MOST_CHANCE = 0.9999  # largest share of the variance that is noise of single actions
 
 
 def steps_that_follow(spread: Spread, schedule: Schedule, following: int, *, seed: int = 0) -> Spread:
-    """A spread of steps as they may follow the measured ones: each of these at a pace that any of so many steps behind
-    the last may have. 90% of N following steps are in their 90% range, over many runs together; in a single run all may
-    be outside, since they share a pace.
+    """A spread of steps drawn from the `following` steps after the measured ones. Over many runs, 90% of these steps
+    are in the 90% range; in a single run all may be outside, since they share a pace.
 
     Raises ValueError for a number below 1.
     """
@@ -69,8 +67,8 @@ def steps_that_follow(spread: Spread, schedule: Schedule, following: int, *, see
 
 
 def shared_ratios(spread: Spread, schedule: Schedule) -> tuple[list[list[float]], float]:
-    """[N][P] ratios that all actions of a rank share in a step, around 1, and which part of the variance of the medians
-    that were measured was chance of few actions."""
+    """[N][P] ratios around 1 that all actions of a rank share in a step, and the share of noise of single actions in
+    the variance of the measured medians."""
     logs = [_logs_by_rank(step, schedule) for step in spread.steps]
     medians = [[median(of_rank) for of_rank in ranks] for ranks in zip(*logs, strict=True)]
     halves = [
@@ -85,7 +83,6 @@ def shared_ratios(spread: Spread, schedule: Schedule) -> tuple[list[list[float]]
 
 
 def _logs_by_rank(step: Mapping[Op, Sequence[Sequence[float]]], schedule: Schedule) -> list[list[float]]:
-    """[P] logarithms of the ratios of each rank's actions."""
     logs: list[list[float]] = [[] for _ in range(schedule.num_ranks)]
     for stages in step.values():
         for stage, own in enumerate(stages):
@@ -96,18 +93,18 @@ def _logs_by_rank(step: Mapping[Op, Sequence[Sequence[float]]], schedule: Schedu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """One drive and tau, and what measured steps leave to be known under them. Variances are parts of s.
+    """One drive and tau with the posterior given the measured steps. Variances are multiples of s.
 
     Arguments:
-        likelihood: logarithm, up to what all paces of these steps have in common.
+        likelihood: logarithm, up to a constant shared by all paces of these steps.
         drive: variance of pushes.
-        kept: part of the pace that is left one step later, exp(-1 / tau).
+        kept: share of the pace that remains one step later, exp(-1 / tau).
         level: [P] logarithms of ratios to which the pace returns.
-        last: [P] how far the last step's pace was from that.
-        answer: by how much `last` is less if the level is higher by 1: both are told by the same steps.
-        level_variance, last_variance: of what is not known of these, of `last` for a level that is known.
-        own_variance: of a step's own part, without what is chance of few actions.
-        surprises: [N][P] what steps had beyond what those before had let expect, of variance s each.
+        last: [P] difference of the last step's pace from the level.
+        answer: decrease of `last` if the level is higher by 1, since the same steps determine both.
+        level_variance, last_variance: posterior variances, of `last` given the level.
+        own_variance: of a step's own part, without the noise of single actions.
+        surprises: [N][P] difference of each step from its prediction by the earlier steps, of variance s each.
     """
 
     likelihood: float
@@ -122,19 +119,19 @@ class Pace:
     surprises: Numbers
 
     def middle(self, ahead: int) -> Numbers:
-        """[P] logarithms of ratios to be expected so many steps behind the last."""
+        """[P] expected logarithms of ratios `ahead` steps after the last."""
         return self.level + self.kept**ahead * self.last
 
     def variance(self, ahead: int) -> float:
-        """Variance around `middle`, as a part of s."""
+        """Variance around `middle`, as a multiple of s."""
         left = self.kept**ahead
         pushed = self.drive * (1 - left**2) / (1 - self.kept**2)
         level = (1 - left * self.answer) ** 2 * self.level_variance
         return self.own_variance + pushed + left**2 * self.last_variance + level
 
     def draw(self, random: np.random.Generator, ahead: int) -> Numbers:
-        """[P] ratios of a step so many steps behind the last: as far from the middle as one of the measured was, made
-        wider or narrower by what is not known of s."""
+        """[P] ratios of a step `ahead` steps after the last: the middle plus the surprise of a measured step, scaled by
+        the uncertainty of s."""
         number = len(self.surprises)
         surprise: Numbers = self.surprises[random.integers(number)]
         widened = sqrt(self.variance(ahead) * number / random.chisquare(max(1, number - 1)))
@@ -142,12 +139,11 @@ class Pace:
 
 
 def paces_of(rows: Sequence[Sequence[float]], chance: float = 0.0) -> tuple[list[Pace], list[float]]:
-    """Paces that measured steps may have had, and the probability of each; the first does not wander: steps are
-    drawn as those that were there, in any order. O(N * P).
+    """Possible paces of the measured steps, and the probability of each; the first is of independent steps. O(N * P).
 
     Arguments:
         rows: [N][P] ratios of ranks, in the order of steps.
-        chance: part of the variance of measured steps that was chance of few actions, which `rows` are free of.
+        chance: share of noise of single actions in the variance of the measured steps, which `rows` don't contain.
     """
     moving = [(drive, exp(-1 / tau)) for drive in _DRIVES for tau in _TAUS]
     before = [_STEADY, *[(1 - _STEADY) / len(moving)] * len(moving)]
@@ -159,31 +155,27 @@ def paces_of(rows: Sequence[Sequence[float]], chance: float = 0.0) -> tuple[list
 
 
 def _logs(rows: Sequence[Sequence[float]], chance: float) -> Numbers:
-    """[N][P] logarithms as they were measured, chance of few actions included."""
+    """[N][P] logarithms as measured, with the noise of single actions."""
     logs: Numbers = np.log(np.asarray(rows, dtype=float))
     middle: Numbers = logs.mean(axis=0)
     return middle + (logs - middle) / sqrt(1 - chance)
 
 
 def _num_independent(logs: Numbers) -> float:
-    """How many ranks vary by themselves: 1 where all do so together, P where each does."""
+    """Effective number of independent ranks: 1 if all vary together, P if each varies independently."""
     centred = logs - logs.mean(axis=0)
-    # of the products over ranks, or over steps, whichever are fewer: their eigenvalues are the same
+    # products over ranks or over steps, the fewer of both: their eigenvalues are the same
     products = centred.T @ centred if centred.shape[1] <= len(centred) else centred @ centred.T
     whole = float(np.trace(products))
     return whole**2 / float((products**2).sum()) if whole > 0 else 1.0
 
 
 def _filtered(logs: Numbers, grid: Sequence[tuple[float, float]], chance: float) -> list[Pace]:
-    """Kalman's filter over the steps, for a level that is not known, and s that is not.
-
-    Arguments:
-        grid: [G] drive, and what is kept of a push.
-    """
+    """Kalman filter over the steps with unknown level and s; `grid`: [G] pairs of drive and kept share of a push."""
     drive, kept = np.array(grid).T
     pace, variance = np.zeros((len(grid), logs.shape[1])), drive / (1 - kept**2)
-    answer = np.zeros(len(grid))  # what the pace would be if all logarithms were 1
-    off, one, spread = [], [], []  # by step: beyond what was expected, the same of logarithms of 1, variance of it
+    answer = np.zeros(len(grid))  # the pace if all logarithms were 1
+    off, one, spread = [], [], []  # by step: difference from the prediction, the same for logarithms of 1, its variance
     for number, row in enumerate(logs):
         if number:
             pace, answer, variance = kept[:, None] * pace, kept * answer, kept**2 * variance + drive
@@ -193,13 +185,13 @@ def _filtered(logs: Numbers, grid: Sequence[tuple[float, float]], chance: float)
         gain = variance / spread[-1]
         pace, answer, variance = pace + gain[:, None] * off[-1], answer + gain * one[-1], variance * (1 - gain)
     offs, ones, spreads = np.array(off), np.array(one), np.array(spread)  # [N, G, P], [N, G], [N, G]
-    told = (ones**2 / spreads).sum(axis=0)
-    level = ((ones / spreads)[:, :, None] * offs).sum(axis=0) / told[:, None]
+    precision = (ones**2 / spreads).sum(axis=0)
+    level = ((ones / spreads)[:, :, None] * offs).sum(axis=0) / precision[:, None]
     surprises = (offs - ones[:, :, None] * level) / np.sqrt(spreads)[:, :, None]
     squares = (surprises**2).sum(axis=0).mean(axis=1)
     varies = bool((squares > 0).all())
     freedom = (len(logs) - 1) * np.log(squares) if varies else 0.0
-    likelihood = -0.5 * (np.log(spreads).sum(axis=0) + np.log(told) + freedom)
+    likelihood = -0.5 * (np.log(spreads).sum(axis=0) + np.log(precision) + freedom)
     of_chance = chance * ((logs - logs.mean(axis=0)) ** 2).sum(axis=0).mean()
     return [
         Pace(
@@ -209,7 +201,7 @@ def _filtered(logs: Numbers, grid: Sequence[tuple[float, float]], chance: float)
             level=level[g],
             last=pace[g] - answer[g] * level[g],
             answer=float(answer[g]),
-            level_variance=float(1 / told[g]),
+            level_variance=float(1 / precision[g]),
             last_variance=float(variance[g]),
             own_variance=max(0.0, 1.0 - float(of_chance / squares[g])) if varies else 0.0,
             surprises=surprises[:, g],

@@ -1,4 +1,4 @@
-"""Processes that this one starts, each in a session of its own: what they say, how they end, and that they all do.
+"""Processes that this one starts, each in its own session: their output, their exit status, and their end.
 
 Process.begin --> poll, poll, ... --> end([...])     SIGTERM to each session, then SIGKILL, then its streams
 in the process itself: die_with_parent, exit_with_stdin
@@ -20,14 +20,14 @@ from typing import IO, Any, Self
 
 POLL = 0.02  # [s] between looks at what runs
 _TAIL = 200  # lines that are remembered
-_DRAIN = 1.0  # [s] for what a process said to be read, after its end
+_DRAIN = 1.0  # [s] to read a process's output after its end
 _LIBC = ctypes.CDLL(None)
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Process:
-    """One started process, and its last lines where a thread reads them."""
+    """One started process, and its last lines if a thread reads them."""
 
     process: subprocess.Popen[bytes]
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL))
@@ -36,7 +36,7 @@ class Process:
 
     @classmethod
     def begin(cls, command: Sequence[str], env: Mapping[str, str] | None, *, out: Any, err: Any, **own: Any) -> Self:
-        """Start it. Its stdin stays open as long as this process lives, or until it is closed here.
+        """Start it. Its stdin stays open until this process ends or closes it.
 
         Arguments:
             env: its variables; None: this process's own.
@@ -48,7 +48,7 @@ class Process:
         return cls(process=process, **own)
 
     def read(self, stream: IO[bytes] | None, reader: Callable[[IO[bytes]], object]) -> None:
-        """Have a thread read one of its streams."""
+        """Read one of its streams in a thread."""
         self.readers.append(threading.Thread(target=reader, args=(stream,), daemon=True))
         self.readers[-1].start()
 
@@ -67,7 +67,7 @@ class Process:
 
     @property
     def status(self) -> int:
-        """Exit status of one that has ended, 128 + its signal where one killed it."""
+        """Exit status after its end; 128 + the signal if one killed it."""
         code: int = self.process.returncode
         return code if code >= 0 else 128 - code
 
@@ -82,7 +82,7 @@ class Process:
             os.killpg(self.process.pid, number)
 
     def close(self) -> None:
-        """Give its streams back, after its end; each ends with the last process that may write to it."""
+        """Close its streams, after its end; each stream ends with the last process that may write to it."""
         self.last_lines()
         is_read = any(reader.is_alive() for reader in self.readers)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -97,7 +97,7 @@ def all_ended(processes: Sequence[Process]) -> bool:
 
 
 def await_end(processes: Sequence[Process], seconds: float) -> bool:
-    """Whether all have ended, after so long at most."""
+    """Wait for all to end, at most so long. Returns whether they have."""
     until = time.monotonic() + seconds
     while not (ended := all_ended(processes)) and time.monotonic() < until:
         time.sleep(POLL)
@@ -105,7 +105,7 @@ def await_end(processes: Sequence[Process], seconds: float) -> bool:
 
 
 def end(processes: Sequence[Process], *, patience: float = 3.0) -> None:
-    """End what still runs: asked first, then not, with so much time for each [s]."""
+    """End running processes by SIGTERM, then by SIGKILL, with `patience` [s] for each."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if not process.poll():
@@ -116,13 +116,13 @@ def end(processes: Sequence[Process], *, patience: float = 3.0) -> None:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process the signal when the one that started it is gone, even if it is stopped."""
+    """Have Linux send this process the signal when its parent ends, even while it is stopped."""
     with suppress(OSError, AttributeError):
         _LIBC.prctl(_PARENT_DEATH, number)
 
 
 def exit_with_stdin() -> None:
-    """End this process with its standard input: the one that started it is gone."""
+    """End this process when its standard input closes: its parent is gone."""
 
     def wait() -> None:
         while os.read(0, 4096):

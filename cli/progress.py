@@ -1,4 +1,4 @@
-"""Progress for people: lines that stay, and on a terminal a bar of rich's below them."""
+"""Progress as lines, and on a terminal a bar of rich's below them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ..schedules.wording import wrapped
 
 
 class Progress:
-    """Says lines on a stream, and shows a bar where that is a terminal; to be entered.
+    """A context that prints lines on a stream, and shows a bar on a terminal.
 
     Arguments:
-        stream: None: nothing is said.
-        total: of the bar, whose part is done as `show` says; seconds: in place of it, the bar moves with time.
-        remaining: the time that is left stands behind the bar (else: that which has passed).
+        stream: None: prints nothing.
+        total: of the bar, which `show` advances; seconds: instead of it, the bar advances with time.
+        remaining: show the remaining time after the bar (else: the elapsed time).
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Progress:
         remaining: bool = False,
     ) -> None:
         self._stream = stream
-        self._told = time.monotonic()
+        self._noted_at = time.monotonic()
         self._bar: Any = None
         self.num_lines = 0
         if stream is not None and stream.isatty():
@@ -36,25 +36,25 @@ class Progress:
 
     @property
     def has_bar(self) -> bool:
-        """Whether what `show` says can be seen."""
+        """Whether the text of `show` is visible."""
         return self._bar is not None
 
     def note(self, text: str) -> None:
-        """Say something that stays."""
+        """Print a line."""
         self.num_lines += 1
-        self._told = time.monotonic()
+        self._noted_at = time.monotonic()
         if self._bar is not None:
             self._bar.console.print(wrapped(text), markup=False)
         elif self._stream is not None:
             print(wrapped(text), file=self._stream, flush=True)
 
     def note_at_times(self, text: str, *, seconds: float = 1.0) -> None:
-        """The same, unless the last line was said less than so many seconds before."""
-        if self.num_lines == 0 or time.monotonic() - self._told >= seconds:
+        """Print a line, unless the last one is more recent than `seconds`."""
+        if self.num_lines == 0 or time.monotonic() - self._noted_at >= seconds:
             self.note(text)
 
     def show(self, description: str, *, done: float | None = None) -> None:
-        """Behind the bar, if there is one."""
+        """Show the description after the bar, if there is one, and advance it to `done`."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=description)
 
@@ -75,8 +75,6 @@ def _bar(stream: TextIO, seconds: float | None, *, width: int, remaining: bool) 
     from rich.table import Column
 
     class TimeBar(progress.ProgressColumn):
-        """Time that is spent, of that which there is."""
-
         def render(self, task: progress.Task) -> ProgressBar:
             assert seconds is not None
             return ProgressBar(total=seconds, completed=min(task.elapsed or 0.0, seconds), width=width)

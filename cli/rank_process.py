@@ -1,4 +1,4 @@
-"""One process that the launcher started: what it said, how it ended, where it stands."""
+"""One process of the launcher: its last lines, its end, its stack when asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import IO
 
 from .processes import Process, signal_name
 
-WHERE = signal.SIGUSR1  # asks a rank where it stands
+WHERE = signal.SIGUSR1  # asks a rank for its stack
 SILENT = "it does not say where"
 _FRAMES = 4  # of a stack, in a report
 
@@ -26,8 +26,8 @@ class RankProcess(Process):
 
     number: int
     folder: Path
-    is_spared: bool = False  # it was killed, or is not let in again yet, and the others go on without it
-    lives: list[str] = field(default_factory=list)  # how those before it ended, which it was started again for
+    is_spared: bool = False  # it was killed, or is not admitted again yet, and the others continue without it
+    lives: list[str] = field(default_factory=list)  # how its predecessors on this rank ended
 
     @classmethod
     def start(cls, command: Sequence[str], number: int, environment: dict[str, str], folder: str) -> RankProcess:
@@ -49,13 +49,13 @@ class RankProcess(Process):
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without them, or says that it will: it may yet hang while it is torn down."""
+        """Whether it ended without results, or reported a failure: it may still hang during teardown."""
         ended_badly = self.process.returncode not in (None, 0) and not self.done
         return (self.failed_by_itself or ended_badly or self._left) and not self.is_spared
 
     @property
     def _left(self) -> bool:
-        """Whether it ended as if all were well, within the work that it had begun."""
+        """Whether it exited with status 0 before the end of its work."""
         return self.process.returncode == 0 and not self.done and self._has_begun
 
     @property
@@ -68,7 +68,7 @@ class RankProcess(Process):
 
     @property
     def failed_at(self) -> float:
-        """Time of failure by its own account, else when its end was noticed [s, wall clock]."""
+        """Time of failure that it reported, else when its end was noticed [s, wall clock]."""
         with suppress(OSError, ValueError):
             return float((self.folder / f"{self.number}.failed").read_text())
         return self.ended_at
@@ -83,7 +83,7 @@ class RankProcess(Process):
         return f"exit status {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
     def computing(self) -> tuple[float, bool]:
-        """Seconds of a core that it has taken so far, and whether it wants one; 0 where the system does not tell."""
+        """CPU time used so far [s], and whether it wants a core; 0 and False on systems without /proc."""
         try:
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -91,7 +91,7 @@ class RankProcess(Process):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0] in "RD"  # utime and stime
 
     def ask_where(self) -> bool:
-        """Ask it to write down where it stands, if it has said that it will."""
+        """Ask it for its stack, once it is inside `report_to_launcher`. Returns whether it was asked."""
         if not self._has_begun:
             return False
         self.process.send_signal(WHERE)

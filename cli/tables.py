@@ -1,4 +1,4 @@
-"""Tables for people, by rich."""
+"""Tables printed by rich."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ if TYPE_CHECKING:
 
 
 def console() -> Any:
-    """Where tables are printed: as wide as the terminal, or in a file wide enough for all columns."""
+    """Console for tables: as wide as the terminal; in a file wide enough for all columns."""
     from rich.console import Console
 
     return Console(highlight=False) if sys.stdout.isatty() else Console(width=150, highlight=False)
 
 
 def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """An empty table.
-
-    Arguments:
-        left, right: names of the columns of words, and of those of numbers behind them.
-    """
+    """An empty table with text columns `left` followed by number columns `right`."""
     from rich.table import Table
 
     made = Table(title=title, title_justify="left", box=None, pad_edge=False)

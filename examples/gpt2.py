@@ -26,7 +26,7 @@ def encode(text: str) -> list[int]:
 
 
 def make_batch(step: int, size: int = 32) -> dict[str, torch.Tensor]:
-    """Words of one batch, the same in every process; the longest says how far the others are padded."""
+    """Words of one batch, the same in every process; padded to the longest."""
     draw = random.Random(step)
     words = ["".join(draw.choices(LETTERS, k=draw.randint(2, 8))) for _ in range(size)]
     rows = [encode(f"{word}>{''.join(sorted(word))}.") for word in words]

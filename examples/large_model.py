@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/large_model.py
 
-`--gib 6` makes it larger; `--plain` builds it whole in every process, to compare; `--weights model.safetensors` reads
-it. Each process prints what its memory was at most, beside what it needs: what Python and torch take before the model
-is built, the weights of its own stages, their gradients, and the largest layer.
+`--gib 6` makes it larger; `--plain` builds it whole in every process, for comparison; `--weights model.safetensors`
+reads it. Each process prints its peak memory and the memory that it needs: that of Python and torch before the model is
+built, the weights of its own stages, their gradients, and the largest layer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def memory(kind: str) -> float:
-    """This process's memory [MiB]: now ("VmRSS"), or at most so far ("VmHWM")."""
+    """This process's memory [MiB]: now ("VmRSS"), or its peak ("VmHWM")."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(kind))
 
@@ -55,7 +55,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     x, y = torch.randn(8, width), torch.randn(8, 1)
-    with sw.deferred():  # a first one loads what both ways need
+    with sw.deferred():  # the first use loads modules that both ways need
         Net(8, 1)
     torch.autograd.backward(F.mse_loss(Net(8, 1)(torch.randn(2, 8)), torch.randn(2, 1)))
     base = memory("VmRSS")
@@ -69,7 +69,7 @@ def main() -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
         weights=options.weights,
         num_microbatches=4,
-        verify=False,  # the copy to compare with takes memory in the process of the last stage
+        verify=False,  # the plain copy would take memory in the process of the last stage
     )
     losses = [pipe.train_step(x, y).loss for _ in range(2)]
 

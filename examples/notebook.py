@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A pipeline in a notebook
 #
-# All ranks run in this one process, so everything can be looked at: cells for Jupyter, VS Code or Spyder (or
-# `python examples/notebook.py`). Compute takes turns on one device here; what is real are the numbers, and the order.
+# All ranks run in this one process, so that everything can be inspected: cells for Jupyter, VS Code or Spyder (or
+# `python examples/notebook.py`). Ranks take turns on one device here; the numbers and the order are real.
 
 # %%
 from pathlib import Path
@@ -32,7 +32,7 @@ points = torch.stack([angle.cos(), angle.sin()], dim=1) * (angle * (1 - 2 * arm)
 # %% [markdown]
 # ## Look before you run
 #
-# Four ranks, two chunks each: who computes what when, and how long each rank waits if every chunk takes as long.
+# Four ranks, two chunks each: the order of actions, and how long each rank waits if all chunks take equally long.
 
 # %%
 schedule = build("interleaved", num_ranks=4, num_microbatches=8, num_chunks=2)
@@ -75,7 +75,7 @@ scores = pipe.predict(points)
 print(f"{(scores.argmax(dim=1) == arm).float().mean():.0%} of the points are told apart")
 
 # %% [markdown]
-# The weights are the model's own all the time: plain PyTorch goes on from here.
+# The weights are the model's own all the time: plain PyTorch continues from here.
 
 # %%
 pipe.close()

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 40
 
-learns the Python of the standard library, letter by letter, as a pipeline of two processes. Stop it at any moment and
-type the same line again: it goes on from the newest checkpoint in --folder. The same script runs alone, with both ranks
-in one process: `python examples/train_gpt.py --steps 40`.
+learns the Python of the standard library, letter by letter, as a pipeline of two processes. Stop it at any time and
+type the same line again: it resumes from the newest checkpoint in --folder. The same script runs with both ranks in one
+process: `python examples/train_gpt.py --steps 40`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def loss_fn(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def write(model: GPT, start: str, letters: int) -> str:
-    """Go on with a text, one sampled letter after the other."""
+    """Continue a text by sampled letters, one after the other."""
     model.eval()
     tokens = torch.tensor([list(start.encode())])
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""A run read beside the plan that it carried out, and compared with it."""
+"""A run read and compared with the plan that it carried out."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ _SAME_STAGE = ("nodes", "ranks", "tensor", "recompute", "optimizer_shards")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """A run beside its plan.
+    """A run compared with its plan.
 
     Arguments:
         name: of the run.
-        plan, check: what was promised, and what came of it.
-        tensor_bytes: by process, (predicted, measured) bytes of tensors at the peak; empty where nobody measured them.
-        sampled: steps drawn from how the run's own durations varied; None where too few were measured.
-        ranks_by_host: how many processes each host had that took part, by the trace files; those whose files are not
-            there count as one more host.
-        config: options that the run was started with; empty where it left none.
+        tensor_bytes: by process, (predicted, measured) bytes of tensors at the peak; empty if not measured.
+        sampled: steps drawn from the run's own spread of durations; None with too few measured steps.
+        ranks_by_host: processes on each host of the run, by the trace files; those without files count as one more
+            host.
+        config: options of the run; empty without a manifest.
         notes: what could not be read or compared.
     """
 
@@ -51,9 +50,9 @@ class CheckedRun:
 
 
 def check_run(sources: Sequence[str]) -> CheckedRun:
-    """A run's folders, and perhaps a plan's file among them, read and compared.
+    """Compares a run with its plan. `sources`: folders of the run, and at most one file of a plan.
 
-    Raises ValueError for a run that cannot be found, keeps no plan, traced no step, or carried out another plan.
+    Raises ValueError for a run that cannot be found, has no plan, traced no step, or carried out another plan.
     """
     files = [Path(each) for each in sources if Path(each).is_file()]
     folders = [find_run(Path(each)) for each in sources if Path(each) not in files]
@@ -92,7 +91,6 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
 
 
 def _plan(folders: Sequence[Path], files: Sequence[Path]) -> Plan:
-    """The plan that was given, or the run's own."""
     kept = next((folder / "plan.json" for folder in folders if (folder / "plan.json").exists()), None)
     if not files:
         if kept is None:
@@ -114,7 +112,7 @@ def _plan(folders: Sequence[Path], files: Sequence[Path]) -> Plan:
 
 
 def _refuse_other_hosts(folders: Sequence[Path]) -> None:
-    """ValueError where process 0, which writes everything but traces, ran on a host whose folder is not given."""
+    """Raise ValueError if the folder of process 0, which writes everything but traces, is not given."""
     by_host = processes_by_host(find_traces(folders))
     there = set().union(*(each for host, each in by_host.items() if host))
     if there and 0 not in there:
@@ -127,7 +125,6 @@ def _refuse_other_hosts(folders: Sequence[Path]) -> None:
 
 
 def _difference(plan: Plan, kept: Plan) -> str | None:
-    """The first difference in what would run; None without one."""
     for name in _SAME:
         if getattr(plan, name) != getattr(kept, name):
             return f"{name.replace('_', ' ')} {getattr(plan, name)}, not {getattr(kept, name)}"
@@ -146,7 +143,7 @@ def _simulated(plan: Plan, exhibit: Exhibit) -> SimulatedPlan:
 
 
 def _step_seconds(folders: Sequence[Path], since: int) -> float | None:
-    """Median seconds of the run's steps from one on, as its loop logged them."""
+    """Median seconds of the run's steps since step `since`, as its training loop logged them."""
     taken = []
     for path in (folder / "metrics.jsonl" for folder in folders if (folder / "metrics.jsonl").exists()):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -158,7 +155,7 @@ def _step_seconds(folders: Sequence[Path], since: int) -> float | None:
 
 
 def _steps(exhibit: Exhibit, schedule: Schedule, since: int) -> tuple[list[Timeline], list[str]]:
-    """The traced steps from one on that ran under this schedule, and notes on the others."""
+    """The traced steps since step `since` that ran under this schedule, and notes on the others."""
     newest = [each for each in exhibit.measured if each.number >= since]
     steps = [each for each in newest if _fits(each.timeline.schedule, schedule)]
     if not steps:

@@ -1,7 +1,7 @@
-"""`stagewright compare runs/gpt runs/gpt-2`: what changed, and where the time of the change came from.
+"""`stagewright compare runs/gpt runs/gpt-2`: what changed, and the causes of the difference in time.
 
-stagewright compare runs/gpt                              a run's prediction beside what was measured
-stagewright compare runs/gpt plan.json -o both.html       two of anything that `stagewright timeline` reads
+stagewright compare runs/gpt                              a run's prediction with its measurement
+stagewright compare runs/gpt plan.json -o both.html       any two sources that `stagewright timeline` reads
 stagewright compare gpipe zb-h1 --ranks 4 --microbatches 8
 """
 
@@ -27,10 +27,10 @@ from .exhibits import read_exhibits
 from .outputs import PictureOptions, check_output, write_output
 
 _WIDTH = 22  # of the first column
-_LEAST = 0.0005  # share of the makespan: what is smaller in both is not listed
+_LEAST = 0.0005  # share of the makespan: smaller changes are not listed
 _DEPARTS = 0.01  # share of an action: smaller departures are not listed
 NUM_DEPARTURES = 10
-# Options of a run that say nothing of its steps, or that its schedule says better.
+# Options of a run that don't affect its steps, or that its schedule shows.
 _SAID_ELSEWHERE = frozenset(
     ("name", "resume", "dry_run", "json", "timeout", "verify", "schedule", "ranks", "microbatches", "chunks")
 )
@@ -40,7 +40,7 @@ _PLAN = "plan.json"
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions(PictureOptions):
-    """Compare two runs, plans or schedules; or, of one run, what was predicted with what was measured.
+    """Compare two runs, plans or schedules; or, for one run, the prediction with the measurement.
 
     Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own. Schedules with
     more stages than others cut the same model: equal work.
@@ -49,20 +49,20 @@ class CompareOptions(PictureOptions):
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="A [B]")]
     """Runs (folder or name), plans, schedules (file or name) and timelines (JSON): the one before, the one after."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to draw both in, by its end, as those of `stagewright timeline`; may be given several times."""
+    """File to draw both in, by its suffix, as with `stagewright timeline`; may be given several times."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two.
+    """One of the two sides.
 
     Arguments:
-        name: for people.
-        caption: of the timeline that is compared: "predicted", "measured, step 43".
-        peaks: [P] bytes at the peak of each rank, None where nobody knows them; peaks_are: how they were found.
-        configuration: what it was set up with, by name.
+        name: as shown.
+        caption: of the compared timeline: "predicted", "measured, step 43".
+        peaks: [P] peak bytes of each rank, None if unknown; peaks_are: how they were found.
+        configuration: options and sizes by name.
     """
 
     name: str
@@ -76,11 +76,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two sides, and what lies between them.
-
-    Arguments:
-        notes: what could not be read or compared.
-    """
+    """Two sides and their difference; `notes` say what could not be read or compared."""
 
     before: Side
     after: Side
@@ -89,7 +85,7 @@ class Comparison:
 
     @property
     def changed(self) -> dict[str, tuple[str | None, str | None]]:
-        """Configuration that differs, by name; None where one side does not say."""
+        """Configuration that differs, by name; None for a side without it."""
         old, new = self.before.configuration, self.after.configuration
         return {name: (old.get(name), new.get(name)) for name in {**old, **new} if old.get(name) != new.get(name)}
 
@@ -152,7 +148,7 @@ def _side_json(side: Side) -> dict[str, object]:
 
 
 def table(comparison: Comparison) -> str:
-    """Both sides, what changed between them, and who is to blame."""
+    """Both sides, what changed between them, and the causes."""
     found = comparison.difference
     each = " a batch" if found.per_batch else ""
     parts = [
@@ -236,7 +232,6 @@ def _ranks(comparison: Comparison) -> str:
 
 
 def _changes(changes: Iterable[Change], whole: Change, *, indent: str = "") -> list[str]:
-    """Rows of what is there at all."""
     least = _LEAST * max(whole.before, whole.after)
     return [
         _row(indent + each.name.replace("_", " "), *_seconds(each))
@@ -303,12 +298,9 @@ def _stragglers(comparison: Comparison) -> Sequence[str]:
 
 
 def compare_exhibits(exhibits: Sequence[Exhibit], sources: Sequence[str]) -> Comparison:
-    """The comparison of two exhibits, or of one's prediction with its measurement.
+    """Comparison of two exhibits, or of one's prediction with its measurement; `sources`: what they were read from.
 
-    Arguments:
-        sources: the names under which they were read.
-
-    Raises ValueError for an exhibit without what is to be compared.
+    Raises ValueError for an exhibit without a prediction or a measurement to compare.
     """
     notes = [note for exhibit in exhibits for note in exhibit.notes]
     first, last = exhibits[0], exhibits[-1]
@@ -358,9 +350,8 @@ def _side(exhibit: Exhibit, source: str, which: str) -> Side:
 
 
 def _configuration_of(source: str, timeline: Timeline) -> dict[str, str]:
-    """Figures of what stands behind one of the sources of `read_exhibits`. Of any one the schedule's; of a plan, or a
-    run with one, its cuts and what is done about memory; of a run its options, versions and machine. Raises ValueError
-    for a manifest or plan that cannot be read."""
+    """Configuration by name: of the schedule; of a plan, cuts, recomputation and shards; of a run, options, versions
+    and machine. Raises ValueError for an unreadable manifest or plan."""
     found = _of_schedule(timeline)
     folder = _folder(source)
     if folder is None:
@@ -372,7 +363,6 @@ def _configuration_of(source: str, timeline: Timeline) -> dict[str, str]:
 
 
 def _folder(source: str) -> Path | None:
-    """The run's folder, where the source is one, or a file in one."""
     path = Path(source)
     if path.is_file():
         return path.parent if (path.parent / "manifest.json").is_file() else None
@@ -382,7 +372,6 @@ def _folder(source: str) -> Path | None:
 
 
 def _plan(path: Path) -> Plan | None:
-    """The plan of a file; None where it is something else, which its reader told."""
     try:
         return Plan.load(path)
     except ValueError:
@@ -421,7 +410,6 @@ def _of_plan(plan: Plan) -> dict[str, str]:
 
 
 def _each(values: list[object] | list[str] | list[int]) -> str:
-    """One value where all stages have the same, else one a stage."""
     words = list(map(str, values))
     return words[0] if len(set(words)) == 1 else ", ".join(words)
 

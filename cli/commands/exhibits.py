@@ -1,12 +1,12 @@
-"""Whatever a user names, read into an Exhibit: the one function behind every view.
+"""Sources that a user names, read into Exhibits for every command that shows or compares timelines.
 
-runs/gpt, gpt          a run's folder, or its name           what it left: predicted and measured steps
+runs/gpt, gpt          a run's folder, or its name           its predicted and measured steps
 plan.json              a plan                                its own schedule, simulated with its costs
 1f1b, mine.csv, mine.json, mine.py:zigzag      a schedule    simulated with the costs of the options
-auto                                           a schedule    the best that is found for these costs
-timeline.json          a Timeline; or that of a run          as it is; as its folder
+auto                                           a schedule    the best one found for these costs
+timeline.json          a Timeline; or that of a run          unchanged; like its folder
 
-Folders that hosts have left of one run are read as one.
+Folders of one run from several hosts are read as one.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ _RANK = re.compile(r"[._-]?rank[._-]?\d+")
 def read_exhibits(
     sources: Sequence[str], options: CostOptions | None = None, *, command: str = "timeline"
 ) -> list[Exhibit]:
-    """The exhibits of these files, folders, names of runs and of schedules, under names that differ. A file is told by
-    what stands in it. Schedules of different numbers of stages do equal work: costs are those of a stage where there
-    are fewest, or of as many pieces of the model as there are numbers. Raises ValueError that names the source, the
-    place in it, and what was expected; and for costs and sizes that nothing here takes."""
+    """Exhibits of files, folders, names of runs and names of schedules, under distinct names.
+
+    The kind of a file follows from its content. Schedules with different numbers of stages do equal work: costs are
+    those of a stage of the schedule with the fewest, or of as many pieces of the model as there are numbers.
+
+    Raises ValueError that names the source, the place in it, and what was expected; also for costs and sizes that no
+    source takes.
+    """
     options = CostOptions() if options is None else options
     if not sources:
         raise ValueError(f"nothing to show: expected {EXPECTED}")
@@ -82,7 +86,7 @@ def read_exhibits(
 
 
 def _groups(sources: Sequence[str]) -> list[list[str]]:
-    """Trace files of ranks that differ, next to each other, are of one run."""
+    """Sources by run: adjacent trace files of different ranks belong to one run."""
     groups: list[list[str]] = []
     ranks: set[int] = set()
     for source in sources:
@@ -97,7 +101,6 @@ def _groups(sources: Sequence[str]) -> list[list[str]]:
 
 
 def _rank_of_trace(path: Path) -> int | None:
-    """Rank that a trace file says it is of; None for any other file, or none."""
     if not path.is_file():
         return None
     with suppress(ValueError, OSError):
@@ -128,7 +131,7 @@ def _read(source: str, options: CostOptions, command: str) -> Exhibit | _Made:
 
 
 def given(options: CostOptions) -> list[str]:
-    """Options that were given, as they are typed."""
+    """Options that differ from their defaults, as typed."""
     return [_typed(each.name) for each in fields(CostOptions) if getattr(options, each.name) != each.default]
 
 
@@ -140,7 +143,7 @@ _ALL_OPTIONS = frozenset(_typed(each.name) for each in fields(CostOptions))
 
 
 def takes_options(source: str) -> frozenset[str]:
-    """Options that say something about it."""
+    """Options that the source uses."""
     path = Path(source)
     if path.is_file():
         _, data = _load(path)
@@ -152,13 +155,13 @@ def takes_options(source: str) -> frozenset[str]:
 
 
 def _is_folder(source: str, options: CostOptions) -> bool:
-    """Whether it is a run's folder, or its name; a schedule's name with sizes is not."""
+    """Whether it is a run's folder or name; the name of a schedule given with sizes is not."""
     is_name = (RUNS / source).is_dir() and not (_is_schedule(source) and options.ranks is not None)
     return Path(source).is_dir() or (is_name and not Path(source).is_file())
 
 
 def _folders_for_trace_files(sources: Sequence[str]) -> list[str]:
-    """In place of the trace files of a run's processes their folder, once."""
+    """The sources, with the trace files of a run's processes replaced by their folder."""
     found: list[str] = []
     folders: set[str] = set()
     for source in sources:
@@ -172,7 +175,7 @@ def _folders_for_trace_files(sources: Sequence[str]) -> list[str]:
 
 
 def _folders_of_hosts(sources: Sequence[str], options: CostOptions) -> dict[str, tuple[Path, ...]]:
-    """Folders of each source; of several that hosts have left of one run all stand at the first, none at the others."""
+    """Folders per source; the folders of one run from several hosts are all at the first source, none at the others."""
     folders = {find_run(Path(s)): s for s in sources if _is_folder(s, options)}
     found: dict[str, tuple[Path, ...]] = {}
     for together in hosts_of_runs(list(folders)):
@@ -206,7 +209,7 @@ def _has_run(folder: Path) -> bool:
 
 
 class _Made(NamedTuple):
-    """A schedule and the costs of its stages, or of other pieces of the model; the family's `name` where it is one."""
+    """A schedule, the costs of its stages or of other pieces of the model, and the name of its family if it has one."""
 
     schedule: Schedule
     costs: Costs
@@ -214,7 +217,6 @@ class _Made(NamedTuple):
 
 
 def _simulated(made: _Made, fewest: int | None, options: CostOptions) -> Exhibit:
-    """`fewest` stages of all that are compared; None where all have as many."""
     schedule, costs, name = made
     notes: tuple[str, ...] = ()
     if fewest is not None:
@@ -252,7 +254,6 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit | _Made:
 
 
 def _load(path: Path) -> tuple[str, Any]:
-    """The text, and what it says as JSON (None for a table)."""
     text = read_file(path, read_text)
     if text.lstrip()[:1] not in ("{", "["):
         return text, None
@@ -272,7 +273,7 @@ def _kind(path: Path, data: Any) -> str:
     if isinstance(data, list):
         return "trace"
     keys = data.keys() if isinstance(data, Mapping) else set()
-    for kind, told_by in (
+    for kind, required in (
         ("own trace", {"traceEvents", OWN_KEY}),
         ("trace", {"traceEvents"}),
         ("schedule", {"programs", "placement"}),
@@ -280,7 +281,7 @@ def _kind(path: Path, data: Any) -> str:
         ("run", {"predicted"}),
         ("timeline", {"ranks", "schedule"}),
     ):
-        if told_by <= keys:
+        if required <= keys:
             return kind
     found = f"an object with {', '.join(sorted(map(str, keys))[:6])}" if keys else f"{type(data).__name__}"
     raise ValueError(f"{path}: {found}: expected {EXPECTED}")
@@ -294,7 +295,7 @@ def _from(path: Path, text: str) -> Timeline:
 
 
 def _of_own_trace(path: Path, data: Mapping[str, Any], name: str) -> Exhibit:
-    """Timelines that were written; of several, the first predicted one and all measured ones."""
+    """The first predicted timeline of the file and all measured ones."""
     named = read_perfetto(data, source=str(path)) or []
     predicted = [timeline for _, timeline in named if not timeline.measured]
     measured = tuple(MeasuredStep(number, t) for number, t in enumerate(t for _, t in named if t.measured))

@@ -1,4 +1,4 @@
-"""`stagewright export runs/<name> -o model.pt`: a checkpoint as one file that a plain model loads, and back."""
+"""`stagewright export runs/<name> -o model.pt`: a checkpoint as a file that a plain model loads, or the reverse."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..train.run_folder import RUNS
 class ExportOptions:
     """Write a checkpoint's weights as one file that a plain model loads (load_state_dict), under their original names.
 
-    With --to-checkpoint the other way: make a checkpoint of a file of weights, or of a folder of
-    torch.distributed.checkpoint, for pipe.load or `train --resume`.
+    With --to-checkpoint, make a checkpoint for pipe.load or `train --resume` from a file of weights or a folder of
+    torch.distributed.checkpoint.
     """
 
     source: tyro.conf.Positional[Path]
@@ -32,22 +32,21 @@ class ExportOptions:
     dcp: bool = False
     """Write a folder that torch.distributed.checkpoint.load reads, on any number of ranks."""
     optimizer: bool = False
-    """Write optimizers, schedules and step, too (a .pt file, with the weights under "model"; --dcp without schedules).
-    With --to-checkpoint take the optimizer and step of a folder of torch.distributed.checkpoint."""
+    """Also write optimizers, schedules and step (a .pt file, with the weights under "model"; --dcp without schedules).
+    With --to-checkpoint, take the optimizer and step from a folder of torch.distributed.checkpoint."""
     to_checkpoint: Path | None = None
-    """Folder in which the checkpoint is made."""
+    """Folder for the new checkpoint."""
     json: bool = False
     """Print one JSON object."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Export, or import."""
     options = read(ExportOptions, argv, "export")
     if (options.out is None) == (options.to_checkpoint is None):
         raise ValueError("expected one of -o FILE, to write a checkpoint's weights, and --to-checkpoint FOLDER")
     if options.to_checkpoint is not None:
         if options.dcp:
-            raise ValueError("--dcp with --to-checkpoint: expected the folder alone; its kind is seen by itself")
+            raise ValueError("--dcp with --to-checkpoint: expected the folder alone, whose kind is detected")
         made = import_checkpoint(options.source, options.to_checkpoint, optimizer=options.optimizer)
         answer: dict[str, str | int] = {"checkpoint": str(made)}
     else:
@@ -67,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _checkpoints(source: Path) -> Path:
-    """Folder of checkpoints that is meant: a run's, where a run is named."""
+    """The run's folder of checkpoints if the source names a run, else the source."""
     for folder in (source / "checkpoints", RUNS / source / "checkpoints"):
         if folder.is_dir():
             return folder

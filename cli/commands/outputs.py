@@ -1,4 +1,4 @@
-"""Files that exhibits are written to, each kind told by the end of the file's name."""
+"""Files that exhibits are written to, by the suffix of the file's name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PictureOptions(CostOptions):
 
 
 def check_output(path: Path) -> None:
-    """ValueError, before any work, for a file of no such kind or in no folder."""
+    """Raise ValueError, before any work, for another suffix or a missing folder."""
     if not path.name.lower().endswith(_SUFFIXES):
         raise ValueError(f"-o {path}: expected a name that ends in {', '.join(_SUFFIXES)}")
     check_out("-o", path)
@@ -63,7 +63,7 @@ def check_picture(option: str, path: Path) -> None:
 
 
 def write_output(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> str:
-    """Write the file; the words behind its name that say what to open it with."""
+    """Write the file. Returns the text to print after its name: what opens it."""
     if path.name.lower().endswith(".html"):
         write_explorer(exhibits, path)
         return ": open it in a browser"

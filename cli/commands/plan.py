@@ -1,11 +1,11 @@
-"""`stagewright plan`: which sizes, schedule, microbatch and cuts, and what the runners-up lose.
+"""`stagewright plan`: chooses sizes, schedule, microbatch and cuts, and shows how much slower the runners-up are.
 
 stagewright plan --profile gpt.json --ranks 4 --batch 64
 stagewright plan --model m.py:make --data m.py:batches --ranks 2 --batch 32
 stagewright plan --profile b1.json b2.json b4.json --cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB --batch 512
 stagewright plan --transformer layers=100,hidden=8192,heads=64,vocabulary=51200,length=2048 --device a100 \\
     --cluster 128x8:nvlink=300GB/s,infiniband=25GB/s --batch 1536
-stagewright plan --check runs/gpt                         what the plan of a run promised beside what was measured
+stagewright plan --check runs/gpt                         the plan of a run compared with its measurement
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...schedules.wording import duration, size, wrapped
 from ..options import OwnOptions, check_out, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..train.options import DEFAULT_CLIP
 
-_FREE = 1e15  # [bytes/s] between ranks of which nobody said how they are joined
+_FREE = 1e15  # [bytes/s] between ranks whose links are not given
 _NO_LINKS = (
     "links: messages and sums take no time (--cluster says what they take; `stagewright profile --links` writes it)"
 )
@@ -64,18 +64,18 @@ class PlanOptions(OwnOptions):
     """Plan the training of a profiled model, of your own (profiled here), of PipeDream's profile or a transformer."""
 
     profile: tuple[Path, ...] = ()
-    """Files of `stagewright profile`, one a microbatch size and tensor size."""
+    """Files of `stagewright profile`, one per microbatch size and tensor size."""
     pipedream: Path | None = None
     """A profile as PipeDream writes it; its minibatch counts as one sample."""
     transformer: str | None = None
     """A shape, such as layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024."""
     device: str = DEFAULT_DEVICE
-    """Device of the transformer: a name or the beginning of one (of several the one with the most memory), or the JSON
-    file of a DeviceModel."""
+    """Device of the transformer: a name or its beginning (the match with the most memory), or the JSON file of a
+    DeviceModel."""
     cluster: str | None = None
     """4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (links innermost first), or a JSON file."""
     ranks: int | None = None
-    """Without --cluster: so many devices on links that cost nothing."""
+    """Without --cluster: the number of devices, on links that cost nothing."""
     batch: int
     """Samples of a batch."""
     memory: str | None = None
@@ -83,7 +83,7 @@ class PlanOptions(OwnOptions):
     schedules: tuple[str, ...] = SCHEDULES
     """Schedules to choose from."""
     microbatches: tuple[int, ...] | None = None
-    """Microbatch sizes to choose from (default: all that are known and divide the batch)."""
+    """Microbatch sizes to choose from (default: all known ones that divide the batch)."""
     pipeline: tuple[int, ...] | None = None
     """Pipeline sizes to choose from."""
     replicas: tuple[int, ...] | None = None
@@ -91,29 +91,29 @@ class PlanOptions(OwnOptions):
     tensor: tuple[int, ...] | None = None
     """Tensor-parallel sizes to choose from (default: those of the profiles; with --model 1)."""
     tensor_parallel: str = "auto"
-    """With --model: which module is cut how, auto, or a JSON file of {pattern: column, row or sequence}."""
+    """With --model: how modules are cut: auto, or a JSON file of {pattern: column, row or sequence}."""
     chunks: tuple[int, ...] = CHUNK_SIZES
-    """Stages a rank to choose from, where the schedule has several."""
+    """Stages per rank to choose from, for schedules with several."""
     recompute: tuple[Literal["none", "full", "layer", "selective", "keep_less", "offload"], ...] | None = None
-    """Recomputation of a stage to choose from: nothing, the stage as a whole, each of its parts by itself, or in each
+    """Recomputation of a stage to choose from: nothing, the stage as a whole, each of its parts separately, or in each
     all but matrix products (default: all that the profiles have figures for)."""
     optimizer_sharding: tuple[Literal["none", "full"], ...] = ("none", "full")
     """Sharding of the optimizer's state to choose from."""
     clip: float | None = None
-    """Largest norm of all gradients, as the run's --clip: ranks wait for it. 0: none (default: as the profiles say,
-    with --model 1)."""
+    """Largest norm of all gradients, as the run's --clip: ranks wait for the norm. 0: no clipping (default: that of the
+    profiles; with --model 1)."""
     runnable: bool = False
-    """Only what `stagewright train --plan` executes."""
+    """Only plans that `stagewright train --plan` can run."""
     seconds: float | None = None
-    """Search no longer than this, or until something is found (default: until nothing left can be faster)."""
+    """Longest time of the search [s], continued until a plan is found (default: until no other can be faster)."""
     order_seconds: float = 0.0
-    """Look so long for a better order of the plan's work, in no more memory (default: the schedule's own)."""
+    """Time to search for a better order of the plan's actions in no more memory [s] (default: keep the schedule's)."""
     out: Path | None = None
     """Write the plan to this file, as JSON."""
     json: bool = False
     """Print the plan as JSON and no tables."""
     check: tuple[str, ...] = ()
-    """A run: show by cause what its plan promised and what was measured (`stagewright plan --check RUN --help`)."""
+    """A run: compare its plan with its measurement, by cause (`stagewright plan --check RUN --help`)."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -152,7 +152,6 @@ def run(argv: Sequence[str]) -> int:
 def _origin(
     options: PlanOptions, source: list[Profile] | ProfileSource, cluster: Cluster, limit: float | None
 ) -> Iterator[str]:
-    """Where seconds, bytes and the memory of a device are from, and how to give others."""
     if isinstance(source, TransformerSource):
         others = "a name, such as v100, or the JSON file of a DeviceModel"
         seconds = f"formulas on the device {source.device.name} (--device gives another: {others})"
@@ -178,7 +177,6 @@ def _origin(
 
 
 def _norm(options: PlanOptions, source: list[Profile] | ProfileSource, found: Plan) -> Iterator[str]:
-    """Whether ranks wait for the norm of all gradients, and who says so."""
     measured = {each.max_grad_norm for each in source} if isinstance(source, list) else set()
     known = next(iter(measured), None)
     if known is None and options.clip is None:
@@ -194,7 +192,6 @@ def _norm(options: PlanOptions, source: list[Profile] | ProfileSource, found: Pl
 
 
 def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile | None:
-    """The profile that the plan was made from, where it is one of several given ones."""
     given = source if isinstance(source, list) else []
     return next((each for each in given if each.microbatch_size == found.microbatch_size), None)
 
@@ -202,6 +199,17 @@ def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile |
 def _planned(
     options: PlanOptions, source: Sequence[Profile] | ProfileSource, cluster: Cluster, memory_limit: float | None
 ) -> Plan:
+    last = time.perf_counter()
+
+    def report(searched: Searched, best: float | None) -> None:
+        nonlocal last
+        if time.perf_counter() - last < _EVERY:
+            return
+        last = time.perf_counter()
+        known = "" if best is None else f", best so far {duration(best)} a batch"
+        counts = f"{searched.considered:,} configurations, {searched.cut:,} cut, {searched.simulated:,} simulated"
+        print(f"planning: {counts}{known}", file=sys.stderr, flush=True)
+
     return plan(
         source,
         cluster,
@@ -218,12 +226,12 @@ def _planned(
         runnable=options.runnable,
         seconds=options.seconds,
         max_grad_norm=options.clip,
-        progress=_Reporter(),
+        progress=report,
     )
 
 
 def as_typed(message: str) -> str:
-    """The message of `plan` with its arguments as the options that set them.
+    """The message of `plan` with each argument replaced by the option that sets it.
 
     >>> as_typed("chunk_sizes: 1: expected at least 2")
     '--chunks 1: expected at least 2'
@@ -242,26 +250,6 @@ def _print(found: Plan, taken: str, *, as_json: bool) -> None:
     else:
         print(found.explain())
         print(wrapped(taken))
-
-
-class _Reporter:
-    """A line on stderr every second or so: how far the search is."""
-
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-
-    def __call__(self, searched: Searched, best: float | None) -> None:
-        now = time.perf_counter()
-        if now - self.last < _EVERY:
-            return
-        self.last = now
-        known = "" if best is None else f", best so far {duration(best)} a batch"
-        print(
-            f"planning: {searched.considered:,} configurations, {searched.cut:,} cut, "
-            f"{searched.simulated:,} simulated{known}",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _cluster(options: PlanOptions) -> Cluster:
@@ -285,7 +273,7 @@ def _cluster(options: PlanOptions) -> Cluster:
 
 
 def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | ProfileSource, float | None]:
-    """Source of the profiles, and the memory of their device [bytes] where that is known."""
+    """Source of the profiles, and the memory of their device [bytes] if known."""
     given = [name for name in ("profile", "model", "pipedream", "transformer") if getattr(options, name)]
     if len(given) != 1:
         raise ValueError(
@@ -325,7 +313,6 @@ def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | Pro
 
 
 def _profiled(options: PlanOptions, cluster: Cluster) -> list[Profile]:
-    """The user's model, measured here in microbatches and over tensor ranks of the sizes to choose from."""
     from ...pipe.auto.layout import sizes_to_profile
     from ..own_profile import profile_own
 
@@ -365,7 +352,6 @@ def _device(name: str) -> DeviceModel:
 
 
 def _transformer(text: str) -> Transformer:
-    """Read `layers=24,hidden=1024,...`: the arguments of Transformer."""
     known = {field.name: field.type for field in fields(Transformer)}
     values: dict[str, object] = {}
     for part in text.split(","):

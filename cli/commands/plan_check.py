@@ -1,8 +1,8 @@
-"""`stagewright plan --check RUN`: what a plan promised beside what was measured, by cause; what to measure again.
+"""`stagewright plan --check RUN`: compares a plan with the run's measurement, by cause; lists what to measure again.
 
-stagewright plan --check gpt                              the plan that the run carried out
-stagewright plan --check runs/gpt plan.json -o check.png  of a run that keeps none, or one that was made again
-stagewright plan --check hostA/runs/gpt hostB/runs/gpt    folders that hosts have left of one run
+stagewright plan --check gpt                              with the plan of the run
+stagewright plan --check runs/gpt plan.json -o check.png  with the plan of a file
+stagewright plan --check hostA/runs/gpt hostB/runs/gpt    folders of one run from several hosts
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ _OWN = ("model", "data", "loss", "optimizer")
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """Hold a plan against the run that carried it out: where the difference of the step comes from, and which input of
-    the plan to measure again."""
+    """Compare a plan with the run that carried it out: the causes of the difference between the steps, and which inputs
+    of the plan to measure again."""
 
     check: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN [PLAN]")]
-    """The run (folder or name, or the folders that hosts left of it), and the file of the plan where it is not the one
-    that the run keeps."""
+    """The run (folder or name, or its folders from several hosts), and the plan's file if it is not the run's own."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """Picture of the step from predicted to measured, cause by cause: .png, .svg, .pdf; may be given several times."""
+    """Picture of the causes between the predicted and the measured step: .png, .svg, .pdf; may be given several times."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -103,14 +102,14 @@ def as_json(found: CheckedRun) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """Inputs that were off, and the command that measures them; None where no command does."""
+    """Inputs that were wrong, and the command that measures them, or None."""
 
     why: tuple[str, ...]
     command: str | None
 
 
 def heading(found: CheckedRun) -> str:
-    """The run, its plan and the steps that were looked at, in a line."""
+    """The run, its plan and the compared steps, in a line."""
     plan, check = found.plan, found.check
     steps = "1 traced step" if check.num_steps == 1 else f"medians of {count(check.num_steps, 'traced step')}"
     return (
@@ -137,7 +136,7 @@ def table(found: CheckedRun) -> None:
 
 
 def advice(found: CheckedRun) -> list[Advice]:
-    """Inputs to measure again by the command that does it, those first that change the step most."""
+    """Inputs to measure again, by command, those that change the step most first."""
     by_command: dict[str | None, list[str]] = {}
     for each in found.check.wrong:
         by_command.setdefault(_command(each, found), []).append(_why(each, found.check))
@@ -186,7 +185,7 @@ def _command(each: InputCheck, found: CheckedRun) -> str | None:
 
 
 def profile_command(config: Mapping[str, Any], plan: Plan, *, ranks: int) -> str:
-    """Words that profile the model of a run again in the plan's microbatches, on so many ranks of a host at once."""
+    """The command that profiles the model of a run again in the plan's microbatches, on `ranks` ranks of a host."""
     words, microbatch, tensor = ["stagewright", "profile"], plan.microbatch_size, plan.tensor
     names = _OWN if config.get("model") else _GPT
     for name in names:
@@ -200,7 +199,6 @@ def profile_command(config: Mapping[str, Any], plan: Plan, *, ranks: int) -> str
 
 
 def _clip(config: Mapping[str, Any]) -> float:
-    """The norm to which a run clipped; 0: it did not."""
     clip = config.get("clip")
     return DEFAULT_CLIP if clip is None else float(clip)
 

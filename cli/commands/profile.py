@@ -1,8 +1,8 @@
-"""`stagewright profile`: what each part of a model costs on this machine, and what the links cost.
+"""`stagewright profile`: measures the costs of each part of a model on this machine, and of the links.
 
 stagewright profile --out gpt.json                  the GPT of `stagewright train`, one microbatch
 stagewright profile --model m.py:make --data m.py:batches --microbatch 4
-stagewright profile --ranks 2 --out gpt.json        in two processes at once, which contend as when they train
+stagewright profile --ranks 2 --out gpt.json        in two processes at once, with the contention of training
 stagewright profile --links --ranks 2 --out us.json latency and bandwidth between local processes
 torchrun ... -m stagewright profile --links         between the processes of a job
 stagewright profile --from-json gpt.json            show a profile again
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ...comm.links import MeasuredLinks
 
-BUSY = 0.1  # spread of the whole step from which on its figures say little
+BUSY = 0.1  # spread of the whole step above which its figures are unreliable
 
 
 @plain_help
@@ -46,18 +46,18 @@ class ProfileOptions(GptOptions):
     dtype: Literal["float32", "bfloat16", "autocast"] = "float32"
     """autocast: float32 weights, products in bfloat16."""
     tensor: int = 1
-    """Ranks over which matrices are cut: measure one of them."""
+    """Ranks over which matrices are cut; measures one of them."""
     tensor_parallel: str = "auto"
-    """Which module is cut how: auto, or a JSON file of {pattern: column, row or sequence}."""
+    """How modules are cut: auto, or a JSON file of {pattern: column, row or sequence}."""
     update: bool = True
-    """Measure the optimizer's step and state, too."""
+    """Also measure the optimizer's step and state."""
     clip: float = DEFAULT_CLIP
     """Largest norm of all gradients, as the run's --clip: clipping is part of the update, and ranks wait for the norm.
-    0: none."""
+    0: no clipping."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the model; with --links, of the messages."""
     seconds: float = 10.0
-    """Time for the repetitions, tracing and memory apart."""
+    """Time for the repetitions [s], without tracing and memory."""
     from_json: Path | None = None
     """Show this profile instead of measuring one."""
     pipedream: Path | None = None
@@ -65,13 +65,13 @@ class ProfileOptions(GptOptions):
     links: bool = False
     """Measure latency and bandwidth between processes instead; --out writes a cluster."""
     profiles: tuple[Path, ...] = ()
-    """With --links: a profile of one model on each host, in the order of ranks; hosts whose speeds differ become kinds
+    """With --links: a profile of one model on each host, in the order of ranks; hosts of different speed become kinds
     of devices (default: all count as equally fast)."""
     ranks: int | None = None
-    """Local processes to start: for --links (default: 2), or to profile the model in all of them at once, as they will
-    compute when they train (default: 1). Under torchrun, its number of processes."""
+    """Local processes to start: for --links (default: 2), or to profile the model in all of them at once, with the
+    contention of training (default: 1). Under torchrun, its number of processes."""
     timeout: float = 60.0
-    """Seconds that a rank waits for another."""
+    """Longest time that a rank waits for another [s]."""
     out: Path | None = None
     """Write JSON to this file."""
     json: bool = False
@@ -118,7 +118,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _get(options: ProfileOptions, argv: Sequence[str]) -> Profile | int:
-    """The profile; an exit status where another process has it."""
+    """The profile; an exit status if another process has it."""
     if options.from_json is not None:
         return read_file(options.from_json, Profile.load)
     if options.pipedream is not None:
@@ -133,7 +133,7 @@ def _get(options: ProfileOptions, argv: Sequence[str]) -> Profile | int:
 
 
 def measure(options: ProfileOptions) -> Profile:
-    """Profile the model that the options describe; what it is doing goes to the standard error."""
+    """Profile the model that the options describe, with progress on standard error."""
     import torch
 
     from ...pipe.auto.runtime_seconds import clipping, measure_runtime_seconds
@@ -188,7 +188,7 @@ def measure(options: ProfileOptions) -> Profile:
 
 
 def folded(nodes: Sequence[Node]) -> list[tuple[Node, int]]:
-    """Nodes that were timed as one, as one row with their number, where the first of them stands."""
+    """Rows of the table: nodes timed together share the row of the first, with their number."""
     rows: dict[object, list[Node]] = {}
     for node in nodes:
         times = (node.forward_seconds, node.backward_seconds, node.input_grad_seconds, node.weight_grad_seconds)

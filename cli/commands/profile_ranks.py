@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def launched(argv: Sequence[str], ranks: int | None) -> int | None:
-    """Start `stagewright profile` once a rank on this host, and return the exit status; None in a rank of a job.
+    """Start `stagewright profile` on each rank of this host, and return the exit status; None in a rank of a job.
 
     Raises ValueError for another number of ranks than the job has.
     """
@@ -38,13 +38,9 @@ def launched(argv: Sequence[str], ranks: int | None) -> int | None:
 
 
 def measured_links(device: str, timeout: float, *, check: Callable[[], T]) -> tuple[MeasuredLinks, float, T] | None:
-    """Links between the ranks of this job, and the least memory of a rank [bytes]; None on all ranks but the first.
-    Collective over them.
-
-    Arguments:
-        check: called on the first rank before anything is measured, and its answer comes beside these; what it
-            reads may lie on that rank's host alone. A ValueError of it is raised on all ranks.
-    """
+    """Links between the ranks of this job, the least memory of a rank [bytes], and the result of `check`; None on all
+    ranks but the first. Collective over them. `check` runs on the first rank before any measurement, and may read
+    files of its host; its ValueError is raised on all ranks."""
     from ...comm import Collectives, MeshPlace
     from ...comm.links import measure_links
     from ...pipe.auto.layout import least_memory
@@ -71,10 +67,10 @@ def measured_links(device: str, timeout: float, *, check: Callable[[], T]) -> tu
 
 
 def profile_at_once(measure: Callable[[], Profile], device: str, timeout: float) -> Profile | None:
-    """The median profile of all ranks of this job, which measure at the same time, as they will compute when they
-    train, with the seconds that such a run will see; None on all ranks but the first. Collective over them.
+    """The median profile of all ranks of this job, measured at the same time and so with the contention of training;
+    None on all ranks but the first. Collective over them.
 
-    Raises ValueError, on all of them, for ranks on several hosts.
+    Raises ValueError on all ranks if they are on several hosts.
     """
     from ...comm import Collectives, MeshPlace
     from ...pipe.auto.layout import median_profile
@@ -95,7 +91,7 @@ def profile_at_once(measure: Callable[[], Profile], device: str, timeout: float)
 
 @contextmanager
 def _world(device: str, timeout: float) -> Iterator[tuple[World, torch.device]]:
-    """The processes of this job, and this one's device; what goes wrong within is told to whoever started it."""
+    """The processes of this job and this one's device; reports errors inside to the launcher."""
     import torch
     import torch.distributed as dist
 

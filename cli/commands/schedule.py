@@ -1,8 +1,8 @@
-"""`stagewright schedule 1f1b --ranks 4 --microbatches 8`: print a schedule, or export it; check one of your own.
+"""`stagewright schedule 1f1b --ranks 4 --microbatches 8`: prints or exports a schedule; checks one of your own.
 
-stagewright schedule mine.csv                 a table or JSON: checked, shown, simulated
-stagewright schedule auto --memory 6 ...      the best that can be found, and how near it is to what is possible
-stagewright schedule mine.py:zigzag --png z.png   what a function returns; drawn, too
+stagewright schedule mine.csv                     a table or JSON: checked, shown, simulated
+stagewright schedule auto --memory 6 ...          the best one found, and its gap to the lower bound
+stagewright schedule mine.py:zigzag --png z.png   what a function returns, with a picture
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...schedules.custom.user_schedules import is_own
 from ..options import plain_help, read
 from .outputs import check_picture
 from .schedule_options import NAME_HELP
-from .simulate import SimulationSummary, summarise, table
+from .simulate import Simulated, table
 from .synthesis import SynthesisOptions, made_or_found, synthesis_data, synthesis_table
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions(SynthesisOptions):
-    """Print a schedule as a grid (a row a rank, a column a unit of time), or export it.
+    """Print a schedule as a grid (a row per rank, a column per unit of time), or export it.
 
-    One of your own is checked, and simulated with the costs: seconds of ONE stage action, one number or one a stage.
-    `auto` is searched for: the best for these costs within the memory, no worse than any named one.
+    One of your own is checked, and simulated with the costs: seconds of ONE stage action, one number or one per stage.
+    `auto` searches for the best for these costs within the memory, which is no worse than any named one.
     """
 
     schedule: Annotated[tyro.conf.Positional[str], NAME_HELP]
@@ -78,11 +78,11 @@ def _simulated(schedule: Schedule, costs: Costs, options: ScheduleOptions) -> st
     held = check_lowered(lower(schedule)).held
     if held is not None:
         lines.append(f"not so over links that hold a sender until it is received, as NCCL's may: {held}")
-    return "\n".join([*lines, table(summarise(schedule, costs, simulate(schedule, costs)), options)])
+    answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs))
+    return "\n".join([*lines, table(answer, options)])
 
 
 def _json(schedule: Schedule, costs: Costs, found: Synthesis | None) -> str:
-    answer = summarise(schedule, costs, simulate(schedule, costs))
-    figures = {name: getattr(answer, name) for name in SimulationSummary.__slots__}
+    answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs))
     search = {} if found is None else {"search": synthesis_data(found)}
-    return json.dumps({"schedule": schedule.to_data(), "figures": figures, **search})
+    return json.dumps({"schedule": schedule.to_data(), "figures": answer.to_data(), **search})

@@ -1,4 +1,4 @@
-"""The options of a schedule, one list for every command that builds one."""
+"""Options of a schedule, for every command that builds one."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NAME_HELP = tyro.conf.arg(
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostOptions:
-    """A schedule as `build` takes it (None: not given) and its costs, in seconds of ONE stage action: one number, or
-    one a stage."""
+    """A schedule as `build` takes it (None: not given) and its costs in seconds of ONE stage action, one number or one
+    per stage."""
 
     ranks: int | None = None
     """P, pipeline ranks."""
     microbatches: int | None = None
     """M, microbatches of a batch."""
     chunks: int | None = None
-    """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
+    """V, stages per rank (default: 2 for a schedule that interleaves, else 1)."""
     slices: int | None = None
     """n, slices of a microbatch along the sequence (default: 2 for a schedule that slices, else 1)."""
     warmup: Literal["plain", "eager"] | None = None
     """2bw: forwards ahead of the backwards. eager hides latency, for more activations (default: plain)."""
     update_every: int | None = None
-    """pipedream, paci: microbatches from update to update (default: 1, or one a replica; of paci all of a batch)."""
+    """pipedream, paci: microbatches from update to update (default: 1, or one per replica; paci: all of a batch)."""
     vertical_sync: bool = False
     """pipedream: all stages use the weight version that the first one saw."""
     replicas: tuple[int, ...] | None = None
@@ -44,23 +44,23 @@ class CostOptions:
     batches: int | None = None
     """pipedream, 2bw, paci: batches that the program spans (default: enough for a steady state)."""
     group_size: int | None = None
-    """gis: microbatches that pass a chunk before the next one's turn, P/2 for half the memory (default: P)."""
+    """gis: microbatches that pass a chunk before the next chunk's turn, P/2 for half the memory (default: P)."""
     forward: tuple[float, ...] | None = None
-    """F [s] (default: 1, the unit of all that is shown)."""
+    """F [s] (default: 1, the unit of all times shown)."""
     backward: tuple[float, ...] | None = None
     """B [s] (default: twice the forward)."""
     input_grad: tuple[float, ...] | None = None
-    """I [s], where the backward is split."""
+    """I [s], if the backward is split."""
     weight_grad: tuple[float, ...] | None = None
-    """W [s], where the backward is split."""
+    """W [s], if the backward is split."""
     latency: float = 0.0
     """Seconds of a message between ranks."""
     reduce_grad: tuple[float, ...] = (0.0,)
-    """Sum of a stage's gradients over its replicas [s], beside compute behind the stage's last backward."""
+    """All-reduce of a stage's gradients over its replicas [s], after the stage's last backward; compute overlaps it."""
     sum_busy: tuple[float, ...] = (0.0,)
-    """Share of those seconds for which the ranks can't compute, 0 to 1."""
+    """Share of those seconds in which the ranks can't compute, 0 to 1."""
     index_factors: tuple[float, ...] | None = None
-    """How many times those seconds each microbatch takes, one number a microbatch (default: all take as long)."""
+    """Factor of these seconds for each microbatch, one number per microbatch (default: all equal)."""
 
     def given(self) -> dict[str, object]:
         """The schedule's own options that were given, under `build`'s names."""
@@ -75,8 +75,14 @@ class CostOptions:
         return {name: value for name, value in options.items() if value is not None}
 
     def make(self, name: str, *, command: str, costs: Costs | None = None) -> Schedule:
-        """The checked schedule of this name or file; ValueError where that says too little, or clashes with options.
-        `command`: what to add sizes to, behind "stagewright". `costs`: for a schedule that is made for some."""
+        """The checked schedule of this name or file.
+
+        Arguments:
+            command: without "stagewright", for the error that asks for sizes.
+            costs: for a schedule that depends on them.
+
+        Raises ValueError for missing sizes, and for options that contradict the file.
+        """
         if is_own(name):
             return self.read_file(name)
         if self.ranks is None or self.microbatches is None:
@@ -99,7 +105,7 @@ class CostOptions:
         return schedule
 
     def read_file(self, name: str) -> Schedule:
-        """The checked schedule of a file, whatever its name ends in; ValueError where options clash with it."""
+        """The checked schedule of a file of any suffix. Raises ValueError for options that contradict it."""
         surplus = [f"--{option.removeprefix('num_').replace('_', '-')}" for option in self.given()]
         if surplus:
             raise ValueError(f"{', '.join(surplus)} beside {name}: expected the file alone, which says it all")
@@ -124,7 +130,7 @@ class CostOptions:
         )
 
     def made_for(self) -> Costs | None:
-        """These costs; None where they are the ones that nobody gave."""
+        """These costs; None if they are the defaults."""
         costs = self.costs()
         return None if costs == CostOptions().costs() else costs
 

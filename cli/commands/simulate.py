@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +21,7 @@ from ...schedules import (
     simulate,
     simulate_spread,
 )
+from ...schedules.timing.sampling import StepSamples
 from ...schedules.traces.run_file import NAME, RunFile
 from ...schedules.transform import replicate, schedule_without
 from ...schedules.wording import count, duration, wrapped
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions(SynthesisOptions):
-    """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one a stage."""
+    """Simulate a schedule. Costs are seconds of ONE stage action: one number, or one per stage."""
 
     schedule: Annotated[tyro.conf.Positional[str | None], NAME_HELP] = None
     csv: str | None = None
@@ -54,85 +55,72 @@ class SimulateOptions(SynthesisOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationSummary:
-    """Answer of `stagewright simulate`; times in the unit of the costs.
+class Simulated:
+    """A schedule simulated with its costs, and with --spread steps whose durations vary; in the costs' unit of time.
 
-    Where batches overlap (`streams`), the bubbles and `batch_seconds` are those of the steady state, all else is of the
-    whole program of `num_batches`, its warm-up and drain included. `sampled_seconds` and `sampled_range` are the median
-    of steps whose durations vary, from batch to batch, and where 90% of them lie; None without --spread.
+    If batches overlap, the bubbles and the seconds per batch are those of the steady state. All other figures are of
+    the whole program of `num_batches`, including warm-up and drain.
     """
 
-    schedule: str
-    num_ranks: int
-    num_chunks: int
-    num_stages: int
-    num_microbatches: int
-    num_slices: int
-    num_batches: int
-    streams: bool
-    makespan: float
-    batch_seconds: float
-    makespan_bubble: float
-    span_bubble: float
-    bubble: float
-    ideal_makespan: float
-    lower_bound: float
-    peak_activations: list[int]
-    peak_versions: list[int]
-    staleness: list[int]
-    busy: list[float]
-    idle: list[dict[str, float]]
-    sampled_seconds: float | None = None
-    sampled_range: tuple[float, float] | None = None
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+    sampled: StepSamples | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return max(map(len, self.schedule.placement))
+
+    def to_data(self) -> dict[str, object]:
+        """Figures for JSON. `sampled_range` holds 90% of the sampled steps."""
+        schedule, timeline, sampled = self.schedule, self.timeline, self.sampled
+        return {
+            "schedule": schedule.name,
+            "num_ranks": schedule.num_ranks,
+            "num_chunks": self.num_chunks,
+            "num_stages": schedule.num_stages,
+            "num_microbatches": schedule.num_microbatches,
+            "num_slices": schedule.num_slices,
+            "num_batches": schedule.num_batches,
+            "streams": schedule.is_asynchronous,
+            "makespan": timeline.makespan,
+            "batch_seconds": timeline.batch_seconds,
+            "makespan_bubble": timeline.makespan_bubble,
+            "span_bubble": timeline.span_bubble,
+            "bubble": timeline.bubble,
+            "ideal_makespan": ideal_makespan(schedule, self.costs),
+            "lower_bound": lower_bound(schedule, self.costs),
+            "peak_activations": timeline.peak_activations,
+            "peak_versions": timeline.peak_versions,
+            "staleness": timeline.staleness,
+            "busy": [rank.busy for rank in timeline.ranks],
+            "idle": [idle._asdict() for idle in attribute_idle(timeline)],
+            "sampled_seconds": None if sampled is None else sampled.median,
+            "sampled_range": None if sampled is None else sampled.range(),
+        }
 
 
 def run(argv: Sequence[str]) -> int:
     options = read(SimulateOptions, argv, "simulate")
     schedule, costs, found = _schedule(options)
-    answer = summarise(schedule, costs, simulate(schedule, costs))
+    sampled = None
     if options.spread is not None:
         spread = read_spread(options.spread, schedule)
         if options.following:
             spread = _that_follow(spread, schedule, options)
         sampled = simulate_spread(schedule, costs, spread)
-        answer = replace(answer, sampled_seconds=sampled.median, sampled_range=sampled.range())
     elif options.following:
         raise ValueError(f"--following {options.following}: expected --spread and a run that measured steps, too")
+    answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs), sampled=sampled)
     if options.json:
-        # not asdict: its deep copies are of no use here
-        print(json.dumps({name: getattr(answer, name) for name in SimulationSummary.__slots__}))
+        print(json.dumps(answer.to_data()))
     else:
         print(table(answer, options) if found is None else wrapped(f"{table(answer, options)}\n\n  {found.summary()}"))
     return 0
 
 
-def summarise(schedule: Schedule, costs: Costs, timeline: Timeline) -> SimulationSummary:
-    return SimulationSummary(
-        schedule=schedule.name,
-        num_ranks=schedule.num_ranks,
-        num_chunks=max(map(len, schedule.placement)),
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        num_slices=schedule.num_slices,
-        num_batches=schedule.num_batches,
-        streams=schedule.is_asynchronous,
-        makespan=timeline.makespan,
-        batch_seconds=timeline.batch_seconds,
-        makespan_bubble=timeline.makespan_bubble,
-        span_bubble=timeline.span_bubble,
-        bubble=timeline.bubble,
-        ideal_makespan=ideal_makespan(schedule, costs),
-        lower_bound=lower_bound(schedule, costs),
-        peak_activations=list(timeline.peak_activations),
-        peak_versions=list(timeline.peak_versions),
-        staleness=list(timeline.staleness),
-        busy=[rank.busy for rank in timeline.ranks],
-        idle=[idle._asdict() for idle in attribute_idle(timeline)],
-    )
-
-
 def read_spread(text: str, schedule: Schedule) -> Spread:
-    """The spread that --spread names; ValueError says what was expected."""
+    """The spread that --spread names. Raises ValueError for a file or run without one."""
     try:
         number = float(text)
     except ValueError:
@@ -178,41 +166,44 @@ def _schedule(options: SimulateOptions) -> tuple[Schedule, Costs, Synthesis | No
     return schedule_without(replicate(schedule, options.data), options.without), costs, found
 
 
-def table(answer: SimulationSummary, options: CostOptions) -> str:
-    """Figures, a row a rank, and what a second stands for where nobody gave any."""
-    batches = f" a batch, {count(answer.num_batches, 'batch')}" if answer.num_batches > 1 else ""
+def table(answer: Simulated, options: CostOptions) -> str:
+    """Figures, a row per rank, and the unit of time if no costs were given."""
+    schedule, costs, timeline = answer.schedule, answer.costs, answer.timeline
+    streams = schedule.is_asynchronous
+    batches = f" a batch, {count(schedule.num_batches, 'batch')}" if schedule.num_batches > 1 else ""
     # The first and the last batch are not like those between them.
-    steady = "of the steady state" if answer.num_batches > 2 else "of all: give more --batches for a steady state"
+    steady = "of the steady state" if schedule.num_batches > 2 else "of all: give more --batches for a steady state"
     figures = [
-        ("makespan", f"{duration(answer.makespan):>10}", ""),
-        ("lower bound", f"{duration(answer.lower_bound):>10}", "   no order of this work can beat it"),
-        ("ideal makespan", f"{duration(answer.ideal_makespan):>10}", "   a rank without idle time"),
-        ("makespan bubble", f"{answer.makespan_bubble:10.2%}", ""),
-        ("span bubble", f"{answer.span_bubble:10.2%}", ""),
+        ("makespan", f"{duration(timeline.makespan):>10}", ""),
+        ("lower bound", f"{duration(lower_bound(schedule, costs)):>10}", "   no order of this work can beat it"),
+        ("ideal makespan", f"{duration(ideal_makespan(schedule, costs)):>10}", "   a rank without idle time"),
+        ("makespan bubble", f"{timeline.makespan_bubble:10.2%}", ""),
+        ("span bubble", f"{timeline.span_bubble:10.2%}", ""),
     ]
-    if answer.sampled_seconds is not None and answer.sampled_range is not None:
-        low, high = map(duration, answer.sampled_range)
-        median = f"{duration(answer.sampled_seconds):>10}"
+    if answer.sampled is not None:
+        low, high = map(duration, answer.sampled.range())
+        median = f"{duration(answer.sampled.median):>10}"
         figures.insert(1, ("predicted", median, f"   median of steps that vary; 90%: {low} .. {high}"))
-    if answer.streams:
+    if streams:
         figures[-2:] = [
-            ("batch seconds", f"{duration(answer.batch_seconds):>10}", f"   from batch to batch {steady}"),
-            ("bubble", f"{answer.bubble:10.2%}", f"   {steady}"),
+            ("batch seconds", f"{duration(timeline.batch_seconds):>10}", f"   from batch to batch {steady}"),
+            ("bubble", f"{timeline.bubble:10.2%}", f"   {steady}"),
         ]
-    fullest, whole = max(answer.peak_activations, default=0), answer.num_stages * answer.num_slices
+    fullest, whole = max(timeline.peak_activations, default=0), schedule.num_stages * schedule.num_slices
     held = f"   activations of stages on the fullest rank, {fullest / whole:.3g} of the whole model"
     figures.append(("held", f"{fullest:>10}", held))
     lines = [
-        f"{answer.schedule}: {count(answer.num_ranks, 'rank')}, {count(answer.num_chunks, 'chunk')} a rank, "
-        f"{count(answer.num_microbatches, 'microbatch')}{batches} (simulated)",
+        f"{schedule.name}: {count(schedule.num_ranks, 'rank')}, {count(answer.num_chunks, 'chunk')} a rank, "
+        f"{count(schedule.num_microbatches, 'microbatch')}{batches} (simulated)",
         *(f"  {name:<16} {number}{meaning}" for name, number, meaning in figures),
         "",
-        f"  rank       busy       idle  held{'  versions  staleness' * answer.streams}  largest idle cause",
+        f"  rank       busy       idle  held{'  versions  staleness' * streams}  largest idle cause",
     ]
-    for rank, (busy, idle, peak) in enumerate(zip(answer.busy, answer.idle, answer.peak_activations, strict=True)):
+    for rank, causes in enumerate(attribute_idle(timeline)):
+        idle, busy, peak = causes._asdict(), timeline.ranks[rank].busy, timeline.peak_activations[rank]
         cause, most = max(idle.items(), key=lambda item: item[1])
         why = f"{cause.replace('_', ' ')} ({duration(most)})" if most > 0 else "none"
-        weights = f" {answer.peak_versions[rank]:>9} {answer.staleness[rank]:>10}" if answer.streams else ""
+        weights = f" {timeline.peak_versions[rank]:>9} {timeline.staleness[rank]:>10}" if streams else ""
         lines.append(f"  {rank:>4} {duration(busy):>10} {duration(sum(idle.values())):>10} {peak:>5}{weights}  {why}")
     lines += (
         [] if options.forward else ["", "  held: activations of stages; 1 s is one forward of a stage (or: --forward)"]

@@ -1,12 +1,11 @@
-"""`stagewright schedule auto`: the best schedule that can be found for given costs and memory, and how near it is."""
+"""`stagewright schedule auto`: the best schedule found for given costs and memory, and its gap to the lower bound."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...schedules import Costs, Schedule, check
 from ...schedules.wording import duration
@@ -26,30 +25,30 @@ _SECONDS = 10.0
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthesisOptions(CostOptions):
-    """A schedule that is built, or searched for."""
+    """A schedule that is built by name, or found by search."""
 
     memory: tuple[float, ...] | None = None
-    """auto, zb-1p, zb-2p, zb-v: most stage activations of a rank at once; of auto one number or one a rank (default:
+    """auto, zb-1p, zb-2p, zb-v: most stage activations on a rank at once; for auto one number or one per rank (default:
     no limit, P, 2P, 2P)."""
     kept_share: tuple[float, ...] | None = None
-    """auto: part of an activation that stays between I and W, one number or one a stage (default: 1, all of it)."""
+    """auto: share of an activation kept between I and W, one number or one per stage (default: 1, all of it)."""
     placement: str | None = None
-    """auto: plain (stage r on rank r, default), cyclic (--chunks stages a rank, in turn), v (two a rank, there and
-    back), or any: the best of the three, where costs and --memory are of the model in P stages (or, where there are
-    more numbers, of so many pieces)."""
+    """auto: plain (stage r on rank r, default), cyclic (--chunks stages per rank, in turn), v (two per rank, there and
+    back), or any: the best of the three, with costs and --memory of the model in P stages (or, given more numbers, in
+    as many pieces)."""
     objective: Literal["makespan", "span"] | None = None
-    """auto: makespan, where updates synchronise all ranks (default); span, from start to end of one rank."""
+    """auto: makespan, if updates synchronise all ranks (default); span, from start to end of one rank."""
     seconds: float | None = None
-    """auto: at most so long it searches (default: 10)."""
+    """auto: the longest time it searches [s] (default: 10)."""
     seed: int | None = None
-    """auto: of its random choices (default: 0)."""
+    """auto: seed of its random choices (default: 0)."""
 
     def given(self) -> dict[str, object]:
         limit = {} if self.memory is None else {"memory_limit": one_or_several(self.memory)}
         return CostOptions.given(self) | limit
 
     def check_named(self, name: str) -> None:
-        """Raise ValueError for options of a search beside a schedule that is not searched for."""
+        """Raise ValueError for search options given with a named schedule."""
         options = ("kept_share", "placement", "objective", "seconds", "seed")
         surplus = [f"--{each.replace('_', '-')}" for each in options if getattr(self, each) is not None]
         if surplus:
@@ -58,9 +57,9 @@ class SynthesisOptions(CostOptions):
             )
 
     def search(self, command: str) -> Synthesis:
-        """The schedule of these costs, memory and placement; ValueError for whatever does not fit.
+        """Search for a schedule of these costs, memory and placement, with progress on standard error.
 
-        It tells of itself on standard error: the answer stands alone on standard output.
+        Raises ValueError for missing sizes and for options that a search does not take.
         """
         from ...schedules.search.synthesize import synthesize
 
@@ -79,7 +78,7 @@ class SynthesisOptions(CostOptions):
         if self.chunks not in (None, 1) and self.placement is None:
             raise ValueError(f"--chunks {self.chunks} beside auto: expected --placement cyclic, v or any, too")
         seconds = _SECONDS if self.seconds is None else self.seconds
-        with _progress(seconds, sys.stderr) as told:
+        with Progress(stream=sys.stderr, seconds=seconds) as progress:
             return synthesize(
                 num_ranks=self.ranks,
                 num_microbatches=self.microbatches,
@@ -91,14 +90,14 @@ class SynthesisOptions(CostOptions):
                 kept_share=1.0 if self.kept_share is None else one_or_several(self.kept_share),
                 seconds=seconds,
                 seed=self.seed or 0,
-                on_progress=told,
+                on_progress=partial(show_progress, progress),
             )
 
 
 def made_or_found(name: str, options: CostOptions, *, command: str) -> tuple[Schedule, Costs, Synthesis | None]:
-    """The checked schedule of this name or file, or for "auto" the best that is found, with its costs.
+    """The checked schedule of this name or file, or for "auto" the best one found, with its costs.
 
-    `command`: what to add sizes to where they are missing, behind "stagewright".
+    `command`: without "stagewright", for the error that asks for sizes.
     """
     if name.lower() != AUTO:
         if isinstance(options, SynthesisOptions):
@@ -112,7 +111,7 @@ def made_or_found(name: str, options: CostOptions, *, command: str) -> tuple[Sch
 
 
 def synthesis_data(found: Synthesis) -> dict[str, Any]:
-    """Findings of a search beside its schedule, as JSON."""
+    """Results of a search other than its schedule, for JSON."""
     return {
         "objective": found.problem.objective,
         "value": found.value,
@@ -134,7 +133,7 @@ def synthesis_data(found: Synthesis) -> dict[str, Any]:
 
 
 def synthesis_table(found: Synthesis) -> str:
-    """Gap against time for people, below the figures of the schedule."""
+    """The gap over time as text, below the figures of the schedule."""
     what = found.problem.objective
     lines = [
         f"  {found.summary()}",
@@ -158,19 +157,9 @@ def _tried(each: Tried) -> str:
     return f"{each.placement} {least}" if each.value is None else f"{each.placement} {duration(each.value)} ({least})"
 
 
-@contextmanager
-def _progress(seconds: float, stream: TextIO) -> Iterator[Callable[[SearchProgress], None]]:
-    """A bar over the time budget on a terminal; elsewhere a line now and then."""
-    with Progress(stream=stream, seconds=seconds) as progress:
-
-        def tell(each: SearchProgress) -> None:
-            if progress.has_bar:
-                progress.show(_told(each))
-            else:
-                progress.note_at_times(f"{duration(each.seconds)}: {_told(each)}")
-
-        yield tell
-
-
-def _told(each: SearchProgress) -> str:
-    return f"{duration(each.value)}, at most {each.gap:.2%} above the best possible ({each.source})"
+def show_progress(progress: Progress, found: SearchProgress) -> None:
+    text = f"{duration(found.value)}, at most {found.gap:.2%} above the best possible ({found.source})"
+    if progress.has_bar:
+        progress.show(text)
+    else:
+        progress.note_at_times(f"{duration(found.seconds)}: {text}")

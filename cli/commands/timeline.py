@@ -1,8 +1,8 @@
-"""`stagewright timeline RUN_OR_PLAN_OR_SCHEDULE...`: everything that has a time in it, drawn in one way.
+"""`stagewright timeline RUN_OR_PLAN_OR_SCHEDULE...`: draws everything that has timelines.
 
-stagewright timeline runs/gpt                             beside the run: page, picture, Perfetto trace
+stagewright timeline runs/gpt                             into the run's folder: page, picture, Perfetto trace
 stagewright timeline runs/gpt plan.json -o both.html      several below each other, on one scale
-stagewright timeline rank*.pt.trace.json -o torch.html    traces of others, a file a rank
+stagewright timeline rank*.pt.trace.json -o torch.html    traces of other tools, a file per rank
 stagewright timeline 1f1b zb-h1 --ranks 4 --microbatches 8 -o a.svg --width 7 --font 7 --no-title
 """
 
@@ -40,15 +40,15 @@ class TimelineOptions(PictureOptions):
     """Runs (folder or name), plans, schedules (file or name), timelines (JSON), traces (torch.profiler, Perfetto)."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
     """File to write, by its end: .html to look into, .png, .svg, .pdf, .json for Perfetto (ui.perfetto.dev); may be
-    given several times (default: timeline.html, and beside a run .png and .perfetto.json)."""
+    given several times (default: timeline.html, and in a run's folder .png and .perfetto.json)."""
     critical_path: tyro.conf.FlagCreatePairsOff[bool] = False
     """Mark the chain of actions and messages that determines the end."""
     memory: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Below each timeline of a picture, what each rank holds over time, with peaks and limit."""
+    """Below each timeline of a picture, draw the memory of each rank over time, with peaks and limit."""
     idle: Literal["cause", "hatch"] = _STYLE.idle
-    """cause: idle time in the hue of its cause. hatch: all alike."""
+    """cause: colour idle time by its cause. hatch: hatch all of it."""
     terminal: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Draw in the terminal, and write only what -o asks for; NO_COLOR=1: without colours."""
+    """Draw in the terminal, and write only the files of -o; NO_COLOR=1: without colours."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -91,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def shape_notes(exhibits: Sequence[Exhibit]) -> list[str]:
-    """Sentences on timelines whose rows say different things."""
+    """A note on each exhibit whose timelines have different numbers of ranks, stages or microbatches."""
     notes = []
     for exhibit in exhibits:
         shapes = {
@@ -108,7 +108,6 @@ def shape_notes(exhibits: Sequence[Exhibit]) -> list[str]:
 
 
 def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
-    """Files beside a run that stands alone; else in the current folder."""
     from ..train.run_folder import RUNS
 
     ends = [".png", ".perfetto.json", ".html"]

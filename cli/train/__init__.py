@@ -1,1 +1,1 @@
-"""`stagewright train`: the example GPT, its corpus, the loop of one rank, and what a run leaves behind."""
+"""`stagewright train`: the example GPT, its corpus, the loop of one rank, and the files of a run."""

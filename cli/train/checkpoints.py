@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written while it trains, and gone on from when it is started again.
+"""Checkpoints of a run: written while it trains, and loaded when it resumes.
 
 runs/<name>/checkpoints/  (--checkpoint-dir)
   latest, step-.../       see pipe.save
-  layout.json             how the run ran when they were written: ranks, schedule, predicted step
+  layout.json             layout of the run when they were written: ranks, schedule, predicted step
   plan.json               its plan, under --plan
 """
 
@@ -33,12 +33,12 @@ _LAYOUT = "layout.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLayout:
-    """How a run runs, as far as results depend on it.
+    """Layout of a run, as far as results depend on it.
 
     Arguments:
         predicted_step_seconds: by its plan; None without one.
-        flush_first: batches, the first ones, with a flush; 0 in a run of before there were any.
-        correction: of late gradients; None in a run that did not leave it.
+        flush_first: number of first batches with a flush; 0 in layouts without the field.
+        correction: of late gradients; None in layouts without the field.
     """
 
     num_ranks: int
@@ -52,7 +52,6 @@ class RunLayout:
 
     @classmethod
     def of(cls, pipe: PipelineModule, options: TrainOptions) -> RunLayout:
-        """The layout of a pipeline that is built, and what is done about late gradients."""
         schedule = pipe.schedule
         factor = 1.0 if options.delay_factor is None else options.delay_factor
         corrects = options.delay_correction not in (None, "none")
@@ -68,7 +67,7 @@ class RunLayout:
         )
 
     def changes_to(self, now: RunLayout) -> tuple[str, ...]:
-        """Sentences about what is not as it was."""
+        """A sentence for each difference from the layout `now`."""
         told = []
         if (self.num_ranks, self.schedule, self.num_stages) != (now.num_ranks, now.schedule, now.num_stages):
             told.append(
@@ -104,7 +103,7 @@ class Checkpoints:
     """Checkpoints of one run, in one rank; its calls are collective.
 
     Arguments:
-        batches: whose place goes along.
+        batches: whose position is saved, too.
         run: its folder, on rank 0.
     """
 
@@ -117,10 +116,10 @@ class Checkpoints:
         self._saver: Checkpointer | None = None
         self.first_step = 0
         self.known: list[Metrics] = []  # of the steps before, on rank 0
-        self.notes: list[str] = []  # for people
+        self.notes: list[str] = []  # to print
 
     def go_on(self) -> None:
-        """Load the last checkpoint, if there is one; what was logged of later steps is forgotten."""
+        """Load the last checkpoint, if there is one, and discard the log of later steps."""
         if self._options.resume:
             if self._is_there():
                 self._pipe.load(self._path, loader=self._batches)
@@ -141,23 +140,23 @@ class Checkpoints:
             write_whole(self._path / _LAYOUT, json.dumps(asdict(RunLayout.of(self._pipe, self._options))))
 
     def behind(self, step: int, log: Callable[[], object]) -> None:
-        """Step number `step` was run: save where that is due, once `log` has written down what is known of it."""
+        """After step number `step`: save if due, after `log` has logged the step."""
         if self._saver is None or step + 1 == self._options.steps:
             return
         if self._saver.is_due:
             self._pipe.flush()
-            log()  # a run that goes on from a checkpoint has the lines of all steps before it
+            log()  # a resumed run has the lines of all steps before its checkpoint
         self._saver.step()
 
     def end(self) -> None:
-        """The run has its results: its last state is saved, too."""
+        """Save the last state of a finished run."""
         if self._saver is not None:
             self._saver.save()
             self._saver.close()
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Fields of `Summary` about saving so far; none where nothing is to be saved."""
+        """Fields of `Summary` about checkpoints; none if none are written."""
         if self._saver is None:
             return {}
         return {
@@ -168,7 +167,7 @@ class Checkpoints:
         }
 
     def _is_there(self) -> bool:
-        """Whether there is a checkpoint, on every rank alike."""
+        """Whether there is a checkpoint, the same answer on every rank."""
         found = gather(int(may_go_on(self._options)))
         if len(set(found)) > 1:
             blind = [rank for rank, one in enumerate(found) if not one]
@@ -204,12 +203,12 @@ class Checkpoints:
 
 
 def may_go_on(options: TrainOptions) -> bool:
-    """Whether this process sees a checkpoint to go on from."""
+    """Whether this process sees a checkpoint to resume from."""
     return options.resume and (options.checkpoints / _LATEST).exists()
 
 
 def _read_layout(path: Path) -> RunLayout | None:
-    """None where there is none that can be read: it only helps to tell."""
+    """The layout, or None if missing or unreadable: it is only used for messages."""
     try:
         return RunLayout(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):

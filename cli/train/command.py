@@ -3,9 +3,9 @@
     stagewright train --ranks 2       (no WORLD_SIZE)   -> launcher -> 2 x `python -m stagewright train ...`
     torchrun ... -m stagewright train (WORLD_SIZE set)  -> this process is one rank
     stagewright train --ranks 1                         -> all in this process
-    stagewright train --dry-run                         -> what would run, without running it
+    stagewright train --dry-run                         -> shows the run, without running it
 
-The options are checked here, before any process starts; `loop` holds what a rank does.
+The options are checked here, before any process starts; `loop` is the work of a rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .run_folder import RunFolder
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check the options; then show, launch, or be one rank."""
+    """Check the options; then show the run, launch it, or run one rank."""
     options = resolve(read(TrainOptions, argv, "train"))
     what = make_schedule(options) if options.plan is None else read_plan(options)
     if options.plan == AUTO and options.resume:
@@ -44,12 +44,12 @@ def run(argv: Sequence[str]) -> int:
         return train(options, what)
     _check_before_launch(options)
     named = argv if "--name" in argv else [*argv, "--name", str(options.name)]
-    # a rank that waits gives up by itself after the time-out: when all stand still for longer, none of them will
+    # a waiting rank gives up after the time-out: when all stall for longer, none of them will
     return launch_command(["train", *named], num_ranks=options.num_processes, stall=options.timeout + 60.0)
 
 
 def _check_before_launch(options: TrainOptions) -> None:
-    """Raise here, once, what would fail on every rank."""
+    """Raise errors here, once, that would occur on every rank."""
     assert options.name is not None
     if options.resume:
         RunFolder.check_going_on(options.name, asdict(options))

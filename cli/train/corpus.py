@@ -43,7 +43,7 @@ class Corpus:
     Arguments:
         train, validation: one-dimensional uint8 arrays.
         sha256: of both, in hex: equal for equal text and equal split.
-        source: where the text came from, for people.
+        source: origin of the text, as shown.
     """
 
     train: np.ndarray
@@ -52,7 +52,7 @@ class Corpus:
     source: str
 
     def check_length(self, length: int) -> None:
-        """ValueError where a part is too short for one window of `length` tokens and its last target."""
+        """Raise ValueError if a part is too short for one window of `length` tokens and its last target."""
         for name, part in (("training", self.train), ("validation", self.validation)):
             if len(part) <= length:
                 raise ValueError(
@@ -68,7 +68,7 @@ class Corpus:
         return _windows(self.train, starts, length)
 
     def validation_batches(self, *, num_batches: int, batch_size: int, length: int) -> list[TokenBatch]:
-        """Windows spread evenly over the validation text, always the same; they overlap where it is short."""
+        """Windows spread evenly over the validation text, always the same; in a short text they overlap."""
         self.check_length(length)
         last = len(self.validation) - length - 1
         starts = np.linspace(0, last, num=num_batches * batch_size).astype(np.int64)
@@ -78,9 +78,9 @@ class Corpus:
 def load_corpus(text: Sequence[str | Path] = ()) -> Corpus:
     """The standard library of the Python that runs this, or the files of `text`.
 
-    Of the user's own files the last 5% of each are held out: 5% of a few files would be none.
+    The last 5% of each of the user's own files are held out: 5% of a few files would be none.
 
-    Raises ValueError for a file that cannot be read, by name.
+    Raises ValueError that names a file that cannot be read.
     """
     if text:
         contents = [_read(Path(path)) for path in text]
@@ -128,7 +128,7 @@ def _corpus(train: list[bytes], validation: list[bytes], *, source: str) -> Corp
     parts = [b"\n".join(train), b"\n".join(validation)]
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(len(part).to_bytes(8, "big"))  # so that the split counts, too
+        digest.update(len(part).to_bytes(8, "big"))  # so that the digest depends on the split
         digest.update(part)
     return Corpus(
         train=np.frombuffer(parts[0], dtype=np.uint8),

@@ -1,12 +1,12 @@
-"""`stagewright train --diagnose data`: how long a step waits for its data, for what, and what would help.
+"""`stagewright train --diagnose data`: how long a step waits for its data, why, and what would help.
 
     synthetic   one batch, made once, on the device      step = compute
     cached      a few batches from memory                     + transfer
-    real        what the loader gives                         + preparation + fetch
+    real        batches of the loader                         + preparation + fetch
 
-Each runs for as many steps in turn (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021).
-From what fetching and preparing a batch took follow the steps with other numbers of workers, with a cache, and with a
-faster disk; the best workers and the cache are then tried.
+Each runs for the same number of steps in turn (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training",
+VLDB 2021). The measured times of fetching and preparing a batch predict the step with other numbers of workers, with a
+cache, and with a faster disk; the best number of workers and the cache are then tried.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from .options import TrainOptions
 from .pipeline import check_samples, gather, make_pipe
 from .task import make_task
 
-WORKERS = (1, 2, 4, 8)  # that a prediction is made for
+WORKERS = (1, 2, 4, 8)  # numbers with a prediction
 FASTER_DISKS = (2, 10)  # times
 CACHED_BATCHES = 4
 WARM_UP_STEPS = 3  # the first ones are slower
-CACHE_SHARE = 4  # of the memory of a host: a quarter
-NEAR = 1.03  # of the best prediction: fewer workers that reach it are preferred, and gains below it are none
-_Timed = tuple[Any, float, float]  # what some work gave, and its seconds, on a core and in all
+CACHE_SHARE = 4  # the cache is a quarter of the host's memory
+NEAR = 1.03  # of the best prediction: prefers fewer workers within it, and ignores smaller gains
+_Timed = tuple[Any, float, float]  # result of some work, its CPU seconds and its seconds
 _WHATS = {
     "fetch": "fetch (Dataset.__getitem__)",
     "preparation": "preparation (collate_fn, rest of the loader)",
@@ -57,8 +57,6 @@ _WHATS = {
 
 
 class _Made(NamedTuple):
-    """Seconds that one batch took to be made, those of them on a core, and the bytes of its samples."""
-
     fetch: float
     prepare: float
     cpu: float
@@ -66,9 +64,9 @@ class _Made(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Means over the steps of one input [s]: on the rank that waited most for its data.
+    """Means over the steps of one input [s], on the rank that waited longest for its data.
 
-    made: fetching (`fetching`) and preparing a batch, whoever waited for it. cpu: of all processes of this host.
+    made: fetching (`fetching`) and preparing a batch, in any process. cpu: of all processes of this host.
     """
 
     step: float
@@ -81,7 +79,7 @@ class Measured(NamedTuple):
 
 
 class _TimedFetch(Dataset[Any]):
-    """A dataset whose samples come with the seconds that they took; those of `kept` come from memory."""
+    """A dataset whose samples come with their seconds; those of `kept` come from memory."""
 
     def __init__(self, within: Any, kept: Mapping[Any, Any]) -> None:
         self._within, self._kept = within, kept
@@ -102,7 +100,6 @@ class _TimedFetch(Dataset[Any]):
 
 
 def _collated(within: Callable[[Any], Any], fetched: _Timed) -> tuple[Any, _Made]:
-    """A batch, and what making it took."""
     samples, fetch_cpu, fetch = fetched
     batch, cpu, seconds = _timed(lambda: within(samples))
     sizes = (x.nbytes if isinstance(x, Tensor | np.ndarray) else sys.getsizeof(x) for x in pytree.tree_leaves(samples))
@@ -116,7 +113,7 @@ def _timed(work: Callable[[], Any]) -> _Timed:
 
 
 class _Reader:
-    """The user's loader, read again with other workers or a cache; each time samples that come next."""
+    """The user's loader, read again with other workers or a cache, each time from the next samples on."""
 
     def __init__(self, loader: DataLoader[Any], to_batch: Callable[[Any], Batch], *, seed: int) -> None:
         self._loader, self._to_batch, self._seed = loader, to_batch, seed
@@ -126,7 +123,7 @@ class _Reader:
         self._draws = self._endless()
 
     def batches(self, number: int, *, workers: int, cached: float = 0.0) -> Iterator[tuple[Batch, _Made]]:
-        """So many batches; `cached` is the share of their samples that is in memory before."""
+        """The next `number` batches; `cached`: share of their samples that is already in memory."""
         loader, draws = self._loader, list(itertools.islice(self._draws, number))
         dataset = _TimedFetch(loader.dataset, {})
         if cached:
@@ -147,12 +144,12 @@ class _Reader:
         loader = self._loader
         sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         for epoch in itertools.count():
-            seed_generators(self._seed + epoch)  # alike in every process
+            seed_generators(self._seed + epoch)  # equally in every process
             yield from sampler
 
 
 def diagnose(options: TrainOptions, what: Schedule | Plan) -> int:
-    """Run this process's part, and print what was found; exit status."""
+    """Run this process's part and print the results. Returns the exit status."""
     with report_to_launcher():
         task = make_task(options)
         reader = _Reader(*task.batches().loader("--diagnose data"), seed=options.seed)
@@ -169,7 +166,7 @@ def diagnose(options: TrainOptions, what: Schedule | Plan) -> int:
 
 
 class _Diagnosis:
-    """One rank's steps; the collective calls stand in the same order on all ranks."""
+    """One rank's steps; the order of collective calls is the same on all ranks."""
 
     def __init__(self, options: TrainOptions, pipe: PipelineModule, reader: _Reader, known: Sequence[Batch]) -> None:
         self._steps = options.diagnose_steps
@@ -179,14 +176,13 @@ class _Diagnosis:
         self._cache = whole // gather(self._host).count(self._host)
 
     def run(self) -> dict[str, Any]:
-        """All that was found, for people and as JSON."""
         there = _moved(self._known[0], self._pipe.device)
         self._measure(itertools.repeat((there, None)), WARM_UP_STEPS)
         synthetic = self._measure(itertools.repeat((there, None)), self._steps)
         cached = self._measure(((batch, None) for batch in itertools.cycle(self._known)), self._steps)
         real = self._real(self._reader.num_workers)
         stall = real.step - synthetic.step
-        # What is tried is decided on figures that all ranks have alike.
+        # All ranks decide on the same figures.
         answers = self._tried(gather(self._predict(synthetic, real))[0], real)
         waits = (real.fetch, real.prepare, real.transfer)
         return {
@@ -205,7 +201,7 @@ class _Diagnosis:
         return self._measure(self._reader.batches(steps + 1, workers=workers, cached=cached), steps, workers)
 
     def _measure(self, source: Iterator[tuple[Batch, _Made | None]], steps: int, workers: int = 0) -> Measured:
-        """Steps on batches of a source, from the moment at which the first one is there."""
+        """Time steps on batches of a source, from the arrival of the first batch."""
         wait, move, made, samples = 0.0, 0.0, list[_Made](), 0
         batch, _ = next(source)
         gather(0)  # all ranks begin together
@@ -224,9 +220,9 @@ class _Diagnosis:
         if made:
             making += sum(each.prepare for each in made)
             self._bytes_a_sample = sum(each.num_bytes for each in made) / samples
-        if workers:  # they are waited for as far as they are late
+        if workers:  # the step waits while they are late
             fetch, cpu = wait * fetching / max(making, 1e-9), cpu + sum(each.cpu for each in made)
-        else:  # all that a batch takes is waited for
+        else:  # the step waits for the whole batch
             making = max(making, wait)
         sums = (step, fetch, wait - fetch, move, making, fetching, cpu)
         everybody = gather((self._host, Measured(*(each / steps for each in sums))))
@@ -235,7 +231,7 @@ class _Diagnosis:
         return slowest._replace(step=max(each.step for _, each in everybody), cpu=cpu)
 
     def _predict(self, synthetic: Measured, real: Measured) -> list[dict[str, Any]]:
-        """Steps under each change, for the processes and cores of this host."""
+        """Predicted steps for each change, with this host's processes and cores."""
         reader, now = self._reader, partial(step_with, synthetic, real, cores=num_cores())
         found = list[dict[str, Any]]()
         for n in (n for n in WORKERS if n != reader.num_workers):
@@ -250,7 +246,7 @@ class _Diagnosis:
         return [{**each, "measured": None} for each in found]
 
     def _tried(self, answers: list[dict[str, Any]], real: Measured) -> list[dict[str, Any]]:
-        """With the fewest workers that are as good as any, and with the cache, measured where they should help."""
+        """Measured steps with the fewest workers near the best prediction, and with the cache, if they should help."""
         best = min(each["predicted"] for each in answers if "workers" in each)
         first = next(each for each in answers if "workers" in each and each["predicted"] <= NEAR * best)
         for each in answers:
@@ -268,9 +264,9 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def step_with(synthetic: Measured, real: Measured, *, workers: int, cores: int, fetched: float = 1.0) -> float:
-    """Seconds of a step with so many workers a rank, where fetching takes this share of its time.
+    """Seconds of a step with `workers` per rank, if fetching takes the share `fetched` of its time.
 
-    Workers make batches while the step computes: the slowest of the two, or the cores, decide.
+    Workers make batches while the step computes: the slower of the two, or the number of cores, decides.
 
     >>> synthetic, real = Measured(0.03), Measured(0.09, fetching=0.04, made=0.06)
     >>> [step_with(synthetic, real, workers=n, cores=2) for n in (0, 1, 2)]
@@ -281,7 +277,7 @@ def step_with(synthetic: Measured, real: Measured, *, workers: int, cores: int, 
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """Tables for people, at most 80 columns wide."""
+    """Tables of at most 80 columns."""
 
     def row(*cells: str) -> str:
         return f"{cells[0]:<50}" + "".join(f"{cell:>12}" for cell in cells[1:])

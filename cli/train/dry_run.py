@@ -1,6 +1,6 @@
-"""`stagewright train --dry-run`: the cut, the grid, and what the simulator expects, without any training.
+"""`stagewright train --dry-run`: the cut, the grid and the simulated step, without any training.
 
-Costs are proportional to parameters (forward 1 a parameter, backward 2): the run's shape, not its seconds.
+Costs are proportional to parameters (forward 1 per parameter, backward 2): they show the run's shape, not its seconds.
 A real run times its own actions instead.
 """
 
@@ -25,7 +25,7 @@ from .task import Task, make_task
 BYTES_A_PARAMETER = 16  # float32 weight, gradient and AdamW's two averages
 BYTES_LESS_UNDER_MUON = 4  # it has one average
 BYTES_OF_FEEDBACK = 4  # the last update of each parameter
-BYTES_A_VERSION = 4  # of a weight that an asynchronous schedule keeps beside the newest
+BYTES_A_VERSION = 4  # of a weight for each older version of an asynchronous schedule
 GRID_COLUMNS = 80
 
 
@@ -45,9 +45,9 @@ class DryRun:
         stages: the cut.
         bubble, lower_bound_ratio: simulated with costs proportional to parameters; makespan / lower bound.
         peak_activations: per rank, in stage activations.
-        state_bytes: per rank; parameters (all versions) with their gradients and optimizer state, at most.
-        activation_bytes: per rank, of the microbatches in flight; None where they were not counted.
-        costs: origin of the costs, for people.
+        state_bytes: per rank; upper bound of parameters (all versions), gradients and optimizer state.
+        activation_bytes: per rank, of the microbatches in flight; None if not counted.
+        costs: origin of the costs, as shown.
     """
 
     schedule: str
@@ -109,7 +109,6 @@ def predict(options: TrainOptions, schedule: Schedule, task: Task) -> DryRun:
 
 
 def _bytes_under_muon(model: nn.Module, task: Task) -> dict[str, int]:
-    """Bytes that Muon needs less than AdamW, of each parameter that it holds, by name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made = make_optimizers(task.optimizer, list(model.named_parameters()), where="the model")
     muons = [group for optimizer in made if isinstance(optimizer, Muon) for group in optimizer.param_groups]
@@ -117,13 +116,13 @@ def _bytes_under_muon(model: nn.Module, task: Task) -> dict[str, int]:
 
 
 def stage_input_bytes(options: TrainOptions, schedule: Schedule) -> int:
-    """Bytes that a GPT keeps of one microbatch under recompute="full": each stage's input, float32 [B, T, D]."""
+    """Bytes that a GPT keeps per microbatch under recompute="full": each stage's input, float32 [B, T, D]."""
     samples = -(-options.batch_size // schedule.num_microbatches)
     return schedule.num_stages * samples * options.length * options.width * torch.float32.itemsize
 
 
 def kept_bytes(model: nn.Module, batch: Batch, task: Task) -> int:
-    """Bytes that autograd keeps of one microbatch over all stages, parameters apart; counted in one forward."""
+    """Bytes that autograd keeps per microbatch over all stages, without parameters, counted in one forward."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -145,13 +144,11 @@ def kept_bytes(model: nn.Module, batch: Batch, task: Task) -> int:
 
 
 def show(options: TrainOptions, what: Schedule | Plan | None) -> int:
-    """Print the prediction, for people or as one JSON object; a plan is a prediction already.
-
-    ValueError for a plan that is for another model.
-    """
+    """Print the prediction, as text or as one JSON object; a plan has its own. Raises ValueError for a plan of another
+    model."""
     assert what is not None
     if isinstance(what, Plan):
-        if what.tensor == 1:  # the members of a tensor group are processes, which nobody has started
+        if what.tensor == 1:  # the members of a tensor group would be other processes
             check_plan(options, what)
         print(what.to_json() if options.json else _plan_text(what))
         return 0
@@ -165,7 +162,7 @@ def show(options: TrainOptions, what: Schedule | Plan | None) -> int:
 
 
 def check_plan(options: TrainOptions, plan: Plan) -> None:
-    """Cut the model as the run would, in this process; ValueError where the plan is for another one."""
+    """Cut the model as the run would, in this process. Raises ValueError for a plan of another model."""
     task = make_task(options)
     make_pipe(options, plan, task, task.make_model(), next(task.batches()))
 

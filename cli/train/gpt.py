@@ -28,7 +28,7 @@ class GPTConfig:
         length: the longest sequence, T.
         layers: L >= 1 blocks.
         width: D, a multiple of the number of heads.
-        heads: H attention heads a block; None: one for each 64 of the width, as far as that divides it.
+        heads: H attention heads per block; None: one for each 64 of the width, if that divides it.
         dropout: probability, after the embedding and at the end of both branches of a block.
         tied: whether the head multiplies by the embedding's own weight.
 
@@ -135,7 +135,7 @@ class GPT(nn.Module):
     """A decoder-only transformer: tokens int64 [B, T] -> logits [B, T, vocabulary], with T <= config.length.
 
     Initial weights as in GPT-2 (Radford et al. 2019, section 2.3), from torch's global generator: normal with
-    deviation 0.02, smaller by sqrt(2L) where a branch ends in the residual stream.
+    deviation 0.02, smaller by sqrt(2L) for the last weight of each branch into the residual stream.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -158,8 +158,8 @@ class GPT(nn.Module):
 def gpt_stages(config: GPTConfig, num_stages: int) -> list[nn.Sequential]:
     """The same GPT, cut by hand into stages of nearly equal numbers of blocks.
 
-    Chained, the stages compute what `GPT(config)` made from the same random state computes: they hold its
-    modules. The embedding stands with the first block, the head with the last.
+    Chained, the stages compute the same as `GPT(config)` made from the same random state: they hold its
+    modules. The embedding is with the first block, the head with the last.
 
     Raises ValueError for more stages than blocks, and for tied weights (the two ends would share a tensor).
     """
@@ -181,7 +181,7 @@ def sample(
 ) -> bytes:
     """Continue `prompt` by `num_bytes` bytes drawn from the model, which sees the last `length` bytes.
 
-    Draws come from a generator of its own; the model stays in the mode (train or eval) in which it was found.
+    Draws come from its own generator; the model keeps its mode (train or eval).
 
     Raises ValueError for an empty prompt and for a temperature that is not above 0.
     """
@@ -208,7 +208,7 @@ _STD = 0.02
 
 
 def _residual_std(config: GPTConfig) -> float:
-    """2L branches add up in the residual stream; this keeps its variance that of one."""
+    """The sum of 2L branches with this deviation has the variance of one branch."""
     return _STD / math.sqrt(2 * config.layers)
 
 

@@ -36,16 +36,13 @@ from .run_folder import RUNS, Manifest, Metrics, RunFolder, Summary
 from .task import Task, make_task
 from .traces import TRACE_NAMES, draw
 
-GATHER_EVERY = 20  # steps; the records of all ranks are gathered then, for the bubble that metrics.jsonl tells
-WATCHED_STEP = 2  # when all memory has been in use once
+GATHER_EVERY = 20  # steps between gathers of all ranks' records, for the bubble in metrics.jsonl
+WATCHED_STEP = 2  # by then all memory has been in use once
 
 
 def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
-    """Run this process's part of the training; exit status.
-
-    Arguments:
-        what: the schedule or plan to run; None: planned after measuring the first batch.
-    """
+    """Run this process's part of the training under a schedule or plan (None: planned after measuring the first batch).
+    Returns the exit status."""
     with report_to_launcher():
         rank = int(os.environ.get("RANK", "0"))
         task = make_task(options)
@@ -57,7 +54,7 @@ def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
 
 
 class _Bubble(NamedTuple):
-    """Share of a step for which its ranks waited."""
+    """Share of a step in which its ranks waited."""
 
     step: int
     measured: float
@@ -71,14 +68,14 @@ class _Record:
     bubbles: dict[int, _Bubble] = field(default_factory=dict)  # by step
     predicted: Timeline | None = None
     measured: Timeline | None = None  # step
-    sampled: StepSamples | None = None  # steps drawn from how durations varied, in process 0
+    sampled: StepSamples | None = None  # steps drawn from the spread of durations, in process 0
     samples: int = 0
     seconds: float = 0.0
     tensor_bytes: int = 0  # of this process at the peak of the watched step
 
     @classmethod
     def of(cls, steps: Sequence[Metrics]) -> _Record:
-        """Measurements of the steps that were run before the run went on."""
+        """Measurements of the steps before the run resumed."""
         record = cls(
             losses=[one.loss for one in steps],
             step_seconds=[one.step_seconds for one in steps],
@@ -92,14 +89,14 @@ class _Record:
         return record
 
     def behind(self, step: int) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of the steps from this one on, and their bubbles, measured and predicted; where none is, of all."""
+        """Seconds, measured bubbles and predicted bubbles of the steps since `step`; of all if there are none."""
         bubbles = [each for each in self.bubbles.values() if each.step >= step] or self.bubbles.values()
         seconds = self.step_seconds[step:] or self.step_seconds
         return seconds, [each.measured for each in bubbles], [each.predicted for each in bubbles]
 
 
 class _Training:
-    """One rank's run; the collective calls stand in the same order on all ranks."""
+    """One rank's run; the order of collective calls is the same on all ranks."""
 
     def __init__(
         self, options: TrainOptions, what: Schedule | Plan | None, task: Task, folder: RunFolder | None
@@ -136,7 +133,7 @@ class _Training:
             if self.checkpoints.first_step >= self.options.steps:
                 self._is_done()
                 return
-            # in a folder on each host; torchrun's processes name a run by their own time of day
+            # in a folder on each host; torchrun's processes name a run by their own clocks
             path = RUNS / first(str(self.options.name))
             self.tracer = self.pipe.tracer(path, every=self.options.trace_every)
             val_loss, resident, tensors, weights = self._run()
@@ -145,7 +142,6 @@ class _Training:
             self.checkpoints.end()
 
     def _is_done(self) -> None:
-        """Say so; nothing was left to do."""
         if self.folder is None:
             return
         summary = self.folder.path / "summary.json"
@@ -155,12 +151,11 @@ class _Training:
             print(f"the run {self.options.name} is done, all {count(self.options.steps, 'step')} of it: {summary}")
 
     def _run(self) -> tuple[float | None, tuple[int, ...], tuple[int, ...], dict[str, torch.Tensor]]:
-        """Validation loss, peak bytes of processes and of tensors, and the weights."""
         with Progress(rank=self.pipe.rank, steps=self.options.steps, json=self.options.json) as progress:
             progress.note(self._title())
             for note in self.checkpoints.notes:
                 progress.note(note)
-            if self.pipe.plan is not None and not self.plans_here:  # one that was made here has told itself
+            if self.pipe.plan is not None and not self.plans_here:  # a plan made here was printed
                 progress.note(self.pipe.plan.explain())
             self._verify(progress)
             self._train(progress)
@@ -173,7 +168,7 @@ class _Training:
         return val_loss, resident, tensors, weights
 
     def _verify(self, progress: Progress) -> None:
-        """The first batch against the plain model, before the clock and the memory meter count."""
+        """Compare the first batch with the plain model, before time and memory are measured."""
         if not self.options.verify:
             return
         if not self.verifies:
@@ -195,7 +190,7 @@ class _Training:
                 batch = next(self.source)
             check_samples(batch, num_microbatches=self.pipe.schedule.num_microbatches, task=self.task)
             if step == 1:
-                self.pipe.measured_costs()  # the link's latency: measured while little is under way
+                self.pipe.measured_costs()  # the link's latency: measured while little is in flight
             if step == first + FIRST_TRACED:
                 self.pipe.forget_measurements()  # those of the slower first steps, and of the one that was watched
             before = time.perf_counter()
@@ -222,8 +217,8 @@ class _Training:
         self.told.clear()
 
     def _step(self, step: int, batch: Batch) -> StepResult:
-        """One batch; one of the first is watched for what it allocates, in a pipeline that was empty."""
-        # After going on, none may be. What slows the only step that is traced, or drains a stream, is for plans alone.
+        """One batch; memory is measured in one of the first, from an empty pipeline."""
+        # Not in a resumed run; and only for plans if it slowed the only traced step, or drained a stream.
         watched, last = WATCHED_STEP, self.options.steps - 1
         if self.pipe.plan is not None:
             watched = min(watched, last)
@@ -248,7 +243,6 @@ class _Training:
         self.record.bubbles[step] = _Bubble(step, measured.bubble, predicted.bubble)
 
     def _validate(self, progress: Progress) -> float | None:
-        """Mean loss over the held-out batches; None without any."""
         losses = list[float | None]()
         for batch in self.task.validation():
             losses.append(self.pipe.eval_step(*batch.args, **batch.kwargs).loss)
@@ -332,7 +326,7 @@ class _Training:
 
 
 def _by_process(by_rank: Mapping[int, float], num_processes: int) -> tuple[float, ...]:
-    """Figures of each process: of its rank, or of all ranks where one process has them all."""
+    """Figures of each process: of its rank, or of all ranks if one process runs them all."""
     if num_processes == 1:
         return (sum(by_rank.values()),)
     return tuple(by_rank.get(rank, 0.0) for rank in range(num_processes))

@@ -1,4 +1,4 @@
-"""Options of `stagewright train`, and the schedule, plan and model sizes that they mean. No torch."""
+"""Options of `stagewright train`, and the schedule, plan and model sizes that follow from them. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_MICROBATCHES = 8
 DEFAULT_BATCH = 16
 DEFAULT_SCHEDULE = "interleaved"
 DEFAULT_OWN_SCHEDULE = "1f1b"  # a model of the user's may have fewer units than an interleaved schedule has stages
-# Of the GPT, from docs/results.md: optimizer and correction, and the rate by optimizer.
+# For the GPT, from docs/results.md: optimizer and correction, and the rate by optimizer.
 Correction = Literal["none", "error-feedback"]
 FRESH_GRADIENTS: tuple[str, Correction] = ("adamw", "none")
 LATE_GRADIENTS: tuple[str, Correction] = ("muon", "error-feedback")
@@ -35,7 +35,7 @@ DEFAULT_LR = {"adamw": 2e-3, "muon": 4e-3}
 FLUSH_FIRST = 0.3  # of the steps
 DEFAULT_CLIP = 1.0
 AUTO = "auto"
-PLAN = "plan.json"  # beside the checkpoints, for a run that goes on
+PLAN = "plan.json"  # in the folder of checkpoints, for a resumed run
 _GPT = ("layers", "width", "heads", "length", "dropout", "text")  # options of the example GPT alone
 
 
@@ -59,21 +59,21 @@ class TrainOptions(GptOptions):
     plan: str | None = None
     """A plan's .json file (`stagewright plan --out`), or auto: profile, plan for the ranks at hand, and run that."""
     trials: int | None = None
-    """Plans that --plan auto carries out for a few steps before it takes one, at most; 0: none (default: 3)."""
+    """Most plans that --plan auto tries for a few steps before choosing one; 0: none (default: 3)."""
     ranks: int | None = None
     """P, pipeline ranks: processes on this machine (default: 2; under torchrun, its number of processes over T)."""
     tensor: int = 1
     """T, processes of each rank, which divide its matrices."""
     tensor_parallel: str = "auto"
-    """Which module is divided how over them: auto, or a JSON file of {pattern: column, row or sequence}."""
+    """How modules are divided over them: auto, or a JSON file of {pattern: column, row or sequence}."""
     chunks: int | None = None
-    """V, stages a rank (default: 2 for a schedule that interleaves, else 1)."""
+    """V, stages per rank (default: 2 for a schedule that interleaves, else 1)."""
     slices: int | None = None
     """n, slices of a microbatch along the sequence (default: 2 for a schedule that slices, else 1)."""
     microbatches: int | None = None
     """M, microbatches of a batch (default: 8)."""
     batch: int | None = None
-    """Samples of one batch (default: 16, or those of the batches that --data gives)."""
+    """Samples of one batch (default: 16, or those of the batches of --data)."""
     steps: int = 341
     """Batches to train on."""
     optimizer: str | None = None
@@ -83,16 +83,16 @@ class TrainOptions(GptOptions):
     """Peak learning rate: warmed up over the first tenth, then down along a cosine (default: 0.002, with muon 0.004;
     with --model the optimizer's own)."""
     delay_correction: Correction | None = None
-    """For gradients that are late: add to each update --delay-factor x delay times its difference to the one before
+    """For late gradients: add to each update --delay-factor x delay times its difference from the previous update
     (default: error-feedback for the GPT under a schedule without a flush)."""
     delay_factor: float | None = None
     """Factor of --delay-correction; 1 is the derived one (default: 2 under 2bw, else 1)."""
     flush_first: int | None = None
-    """Batches, the first ones, with a flush behind each update, under a schedule without one: there a late gradient
+    """Number of first batches with a flush after each update, under a schedule without one: there a late gradient
     costs most (default: three in ten of --steps for the GPT, else none)."""
     clip: float | None = None
-    """Clip the global gradient norm to this; 0: do not (default: 1, and 0 under pipedream and paci, whose stages update
-    before it is known)."""
+    """Clip the global gradient norm to this; 0: no clipping (default: 1, and 0 under pipedream and paci, whose stages
+    update before it is known)."""
     dropout: float = 0.0
     """Probability of dropping a value."""
     text: tuple[str, ...] = ()
@@ -100,40 +100,40 @@ class TrainOptions(GptOptions):
     seed: int = 0
     """Seed of initial weights, batches, dropout and the sample."""
     name: str | None = None
-    """Name of the run and its folder (default: the time of day)."""
+    """Name of the run and its folder (default: the time)."""
     recompute: Literal["none", "full", "layer", "selective", "keep_less"] = "none"
-    """Computed again in the backward instead of kept: each stage whole, each of its parts by itself, or in each part
+    """Recomputed in the backward instead of kept: each stage as a whole, each of its parts separately, or in each part
     all but the results of matrix products."""
     verify: bool = True
-    """Run the first batch through the plain model as well and compare every gradient, where memory allows."""
+    """Run the first batch through the plain model, too, and compare every gradient, if memory allows."""
     timeout: float = 300.0
-    """Seconds that a rank waits for another before it gives up and says for what."""
+    """Seconds that a rank waits for another before it fails with an error."""
     checkpoint_every: int | Literal["auto"] | None = None
-    """Save a checkpoint after so many steps, beside training; auto: as often as --checkpoint-overhead allows (default:
+    """Save a checkpoint every so many steps, during training; auto: as often as --checkpoint-overhead allows (default:
     none)."""
     checkpoint_overhead: float = 0.035
     """Share of the time that checkpoints may take under --checkpoint-every auto."""
     checkpoint_dir: str | None = None
     """Folder of the checkpoints (default: runs/<name>/checkpoints)."""
     resume: bool = False
-    """Go on with the run --name (default: the newest) from its last checkpoint; a run that is not there begins. For a
-    command that is started again whenever it ends, as by torchrun --max-restarts."""
+    """Resume the run --name (default: the newest) from its last checkpoint, or begin it if there is none. For a command
+    that is restarted whenever it ends, as by torchrun --max-restarts."""
     trace_every: int | Literal["auto"] = "auto"
-    """Steps from one that each process traces into runs/<name>/trace.rankN.jsonl to the next; auto: 20 at first, and
-    more and more; 0: the last step only."""
+    """Steps between two that each process traces into runs/<name>/trace.rankN.jsonl; auto: 20 at first, then more and
+    more; 0: only the last step."""
     workers: int = 0
     """Processes that read samples of a Dataset of --data ahead, for each rank."""
     diagnose: Literal["data"] | None = None
-    """data: do not train, but measure how long steps wait for data, for what, and what would help."""
+    """data: do not train, but measure how long steps wait for data, why, and what would help."""
     diagnose_steps: int = 20
     """Steps of each measurement of --diagnose."""
     diagnose_cache: int | None = None
     """Bytes of the cache of samples that --diagnose predicts and tries, for all ranks of a host (default: a quarter of
     its memory)."""
     dry_run: bool = False
-    """Show the cut, the grid, predicted bubble and memory, and stop."""
+    """Show the cut, the grid and the predicted bubble and memory, without training."""
     json: bool = False
-    """Print one JSON object (the summary); progress goes to the standard error."""
+    """Print one JSON object (the summary); progress goes to standard error."""
 
     def check(self) -> None:
         at_least_one = ("steps", "batch", "length")
@@ -195,13 +195,13 @@ class TrainOptions(GptOptions):
 
     @property
     def num_processes(self) -> int:
-        """Processes of the run, once `resolve` has filled in the ranks; a plan counts each as a rank."""
+        """Processes of the run, after `resolve`; a plan counts each as a rank."""
         assert self.ranks is not None
         return self.ranks * self.tensor
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints, once `resolve` has named the run."""
+        """Folder of the checkpoints, after `resolve`."""
         return RUNS / str(self.name) / "checkpoints" if self.checkpoint_dir is None else Path(self.checkpoint_dir)
 
     @property
@@ -214,12 +214,12 @@ class TrainOptions(GptOptions):
 
     @property
     def optimizer_name(self) -> str:
-        """Optimizer of the GPT, once `with_recipe` has filled it in; before, that of a schedule with a flush."""
+        """Optimizer of the GPT after `with_recipe`; before, that of a schedule with a flush."""
         return FRESH_GRADIENTS[0] if self.optimizer is None else self.optimizer
 
 
 def resolve(options: TrainOptions) -> TrainOptions:
-    """Fill in the number of ranks and the name; ValueError for what cannot be meant."""
+    """Fill in the number of ranks and the name. Raises ValueError for invalid options."""
     options.check()
     options.check_own(given(options, _GPT), optimizers=tuple(DEFAULT_LR))
     world = os.environ.get("WORLD_SIZE")
@@ -249,10 +249,10 @@ def resolve(options: TrainOptions) -> TrainOptions:
 
 
 def with_recipe(options: TrainOptions, what: Schedule | Plan | None) -> TrainOptions:
-    """Fill in what trains well under the schedule, of what is not given; None: one that is still planned.
+    """Fill in missing options that train well under the schedule (None: not yet planned): optimizer, correction of late
+    gradients, first batches with a flush, clipping.
 
-    Optimizer, correction of late gradients, first batches with a flush, clipping. ValueError for a correction, and for
-    a flush of the first batches, where nothing is late.
+    Raises ValueError for a correction or a flush of the first batches under a schedule without late gradients.
     """
     schedule = schedule_of(what)
     is_late = schedule is not None and schedule.is_asynchronous
@@ -281,17 +281,14 @@ def with_recipe(options: TrainOptions, what: Schedule | Plan | None) -> TrainOpt
 
 
 def schedule_of(what: Schedule | Plan | None) -> Schedule | None:
-    """The schedule that is run; None: one that is still planned."""
     return what.build_schedule(num_microbatches=_missing(what)) if isinstance(what, Plan) else what
 
 
 def _missing(plan: Plan) -> int | None:
-    """Microbatches for a plan that does not say them."""
     return DEFAULT_MICROBATCHES if plan.num_microbatches is None else None
 
 
 def _newest_run() -> str:
-    """Name of the run to go on with where none is given."""
     if "WORLD_SIZE" in os.environ:  # by then another run may be the newest
         raise ValueError("--resume under torchrun: expected --name NAME beside it, which each start of it goes on with")
     newest = RUNS / LATEST
@@ -303,7 +300,7 @@ def _newest_run() -> str:
 
 
 def read_plan(options: TrainOptions) -> Plan | None:
-    """The plan's file, checked against the options; None: it is still to be made (auto)."""
+    """The plan of the file, checked against the options; None: not yet made (auto)."""
     if options.plan == AUTO:
         return None
     plan = _load(str(options.plan))
@@ -314,7 +311,7 @@ def read_plan(options: TrainOptions) -> Plan | None:
         )
     try:
         schedule = plan.build_schedule(num_microbatches=_missing(plan))
-    except ValueError as error:  # such as a schedule that nobody knows
+    except ValueError as error:  # such as an unknown schedule
         raise ValueError(f"{options.plan}: {error}") from None
     _check_batch(options, schedule)
     size = options.batch_size if options.model is None else options.batch
@@ -327,7 +324,7 @@ def read_plan(options: TrainOptions) -> Plan | None:
 
 
 def plan_before(options: TrainOptions) -> Plan | None:
-    """The plan of the run that goes on; None where it is for other ranks, so that a new one is made."""
+    """The plan of the resumed run; None if it is for other ranks, so that a new one is made."""
     path = options.checkpoints / PLAN
     plan = _load(str(path)) if path.is_file() else None
     return plan if plan is not None and plan.num_devices == options.ranks else None
@@ -347,7 +344,7 @@ def _load(name: str) -> Plan:
 
 
 def make_schedule(options: TrainOptions) -> Schedule:
-    """The schedule that the options mean, checked."""
+    """The checked schedule of the options."""
     assert options.ranks is not None
     name = options.schedule or (DEFAULT_SCHEDULE if options.model is None else DEFAULT_OWN_SCHEDULE)
     if is_own(name):
@@ -380,8 +377,8 @@ def _check_batch(options: TrainOptions, schedule: Schedule) -> None:
 
 
 def model_config(options: TrainOptions) -> GPTConfig:
-    """The GPT that the options mean; ValueError for sizes that do not fit."""
-    from .gpt import GPTConfig  # torch, which a mistake in the options above need not wait for
+    """The GPT of the options. Raises ValueError for sizes that do not fit."""
+    from .gpt import GPTConfig  # imports torch, late: errors in the options come first
 
     return GPTConfig(
         length=options.length, layers=options.layers, width=options.width, heads=options.heads, dropout=options.dropout

@@ -1,4 +1,4 @@
-"""The pipeline of a training run, as its options describe it, and what its ranks say to each other outside it."""
+"""The pipeline of a training run by its options, and collectives of its processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_pipe(
     if isinstance(what, Plan):
         choice = {"num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
     elif what is None:
-        choice = {"num_microbatches": options.microbatches}  # all processes, however the plan divides them
+        choice = {"num_microbatches": options.microbatches}  # for any division of the processes by the plan
     else:
         ranks, tensor, choice = what.num_ranks, options.tensor, {"recompute": options.recompute}
     return PipelineModule(
@@ -75,7 +75,7 @@ def make_pipe(
 
 
 def check_samples(batch: Batch, *, num_microbatches: int, task: Task) -> None:
-    """ValueError for a batch that is too small for so many microbatches."""
+    """Raise ValueError for a batch with fewer samples than microbatches."""
     if batch.num_samples < num_microbatches:
         raise ValueError(
             f"{task.source} gives a batch of {batch.num_samples} for {count(num_microbatches, 'microbatch')}: one "
@@ -85,7 +85,6 @@ def check_samples(batch: Batch, *, num_microbatches: int, task: Task) -> None:
 
 
 def _arranged(options: TrainOptions, what: Schedule | Plan | Auto) -> Any:
-    """The schedule with the options that only some schedules have."""
     if options.flush_first or options.delay_correction not in (None, "none"):
         factor = 1.0 if options.delay_factor is None else options.delay_factor
         correction = None if options.delay_correction in (None, "none") else ErrorFeedback(factor=factor)

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines elsewhere, nothing where a rank is silent."""
+"""Progress of a run: a bar on a terminal, plain lines elsewhere, nothing on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN_LINES = 20  # in a whole run
 
 
 class Progress(progress.Progress):
-    """Progress of a run, on rank 0; with `json` the standard output is kept free for the object."""
+    """Progress of a run, on rank 0; with `json` on standard error, since the object is on standard output."""
 
     def __init__(self, *, rank: int, steps: int, json: bool) -> None:
         stream = (sys.stderr if json else sys.stdout) if rank == 0 else None
@@ -28,21 +28,19 @@ class Progress(progress.Progress):
         self.show(describe(metrics), done=done)
         if not self.has_bar and (done % self.every == 0 or done == self.steps):
             minutes, seconds = divmod(int(time.perf_counter() - self.started), 60)
-            if metrics.bubble_step is not None and metrics.bubble_step == self._shown_bubble:  # was told
+            if metrics.bubble_step is not None and metrics.bubble_step == self._shown_bubble:  # was shown
                 metrics = replace(metrics, bubble=None)
             self._shown_bubble = metrics.bubble_step
             self.note(f"step {done:>{len(str(self.steps))}}/{self.steps}  {minutes}:{seconds:02}  {describe(metrics)}")
 
 
 def speed(*, samples_per_s: float, tokens_per_s: float | None) -> str:
-    """In tokens where they are counted, else in samples."""
     if tokens_per_s is not None:
         return f"{tokens_per_s:,.0f} tokens/s"
     return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
 
 
 def describe(metrics: Metrics) -> str:
-    """Figures of a step in one line."""
     text = f"loss {metrics.loss:.3f}  {speed(samples_per_s=metrics.samples_per_s, tokens_per_s=metrics.tokens_per_s)}"
     if metrics.bubble is not None and metrics.predicted_bubble is not None:
         of_step = "" if metrics.bubble_step in (None, metrics.step) else f" in step {metrics.bubble_step + 1}"

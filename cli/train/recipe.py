@@ -1,4 +1,4 @@
-"""Recipe of the GPT: AdamW, or Muon beside it; and of every run: the learning rate's curve."""
+"""Optimizers of the GPT, AdamW alone or with Muon, and the learning rate's curve of every run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WEIGHT_DECAY = 0.1
 BETA2 = 0.95
 MOMENTUM = 0.95  # of Muon
 NESTEROV = 0.99  # of NAdam
-_SETTLED = 1e3  # decay of torch's warm-up of NAdam's momentum: over behind one step
-ENDS = 1.0  # AdamW's rate over Muon's, beside it
+_SETTLED = 1e3  # decay of torch's warm-up of NAdam's momentum, which so ends after one step
+ENDS = 1.0  # AdamW's rate over Muon's, if both are used
 
 
 def make_optimizer(
@@ -33,12 +33,11 @@ def make_optimizer(
     """Optimizers of a stage of the GPT, for `PipelineModule(optimizer=)`.
 
     adamw: for all parameters. nadam: the same with Nesterov's momentum (arXiv 2505.01099). muon: Muon for the matrices
-    of the blocks, AdamW for what is left: embedding, positions, head, norms and biases. Both go by one rate: torch's
-    "match_rms_adamw" makes Muon's step as long as AdamW's, 0.2 of the rate in the root mean square, whatever the
-    matrix's shape; that holds for the fused matrix of queries, keys and values, too, which is taken whole, since
-    torch.optim.Muon knows parameters and not parts of them.
+    of the blocks, AdamW for the others: embedding, positions, head, norms and biases. Both use one rate: torch's
+    "match_rms_adamw" gives Muon's step the length of AdamW's, 0.2 of the rate in the root mean square, for any shape of
+    the matrix. The fused matrix of queries, keys and values is one parameter, which torch.optim.Muon cannot split.
 
-    Decay pulls at matrices only (biases and norms have no scale to lose). ValueError for another name.
+    Only matrices have weight decay. Raises ValueError for another name.
     """
     if name not in ("adamw", "nadam", "muon"):
         raise ValueError(f"optimizer {name!r}: expected adamw, nadam or muon")
@@ -65,7 +64,7 @@ def make_optimizer(
 
 
 def split(parameters: NamedParameters) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(matrices of the blocks, others): what Muon orthogonalises, and what it does not."""
+    """(matrices of the blocks, which Muon orthogonalises; other parameters)."""
     inner = [name.startswith("blocks.") and parameter.ndim == 2 for name, parameter in parameters]
     matrices = [p for (_, p), is_inner in zip(parameters, inner, strict=True) if is_inner]
     return matrices, [p for (_, p), is_inner in zip(parameters, inner, strict=True) if not is_inner]

@@ -1,7 +1,6 @@
 """Files of a run: runs/<name>/ with manifest.json, metrics.jsonl, summary.json, timeline files.
 
-A run that goes on writes into the folder it began: metrics.jsonl has each step once, and resumes.jsonl a line for each
-time that the run went on.
+A resumed run writes into its first folder: metrics.jsonl has each step once, and resumes.jsonl a line per resume.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from ...pipe.checkpoint.lock import FolderLock
 
 RUNS = Path("runs")
-LATEST = "latest"  # a link beside the runs, to the newest of them
+LATEST = "latest"  # a link in the folder of runs, to the newest one
 _METRICS = "metrics.jsonl"
 _RESUMES = "resumes.jsonl"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
@@ -38,10 +37,10 @@ class Manifest:
     Arguments:
         name: the run's.
         config: every option of the command, defaults included.
-        corpus_source, corpus_sha256: the text or the function that gave the data; no hash where none is known.
-        versions: of Python and of the packages that matter, by name.
+        corpus_source, corpus_sha256: the text or the function that provided the data; no hash if unknown.
+        versions: of Python and of the relevant packages, by name.
         host: name, processor, cores and system.
-        command: the words that started it.
+        command: the command line.
         started: local time, ISO 8601.
     """
 
@@ -75,11 +74,8 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """One logged step: samples (and bytes of text, tokens) so far, loss, times in seconds; None where there is none.
-
-    Arguments:
-        bubble, predicted_bubble: of the newest step whose records were gathered, `bubble_step`.
-    """
+    """One logged step: samples (and bytes of text, tokens) so far, loss, times in seconds; None if unknown. The bubbles
+    are of `bubble_step`, the newest step with gathered records."""
 
     step: int
     samples: int
@@ -102,26 +98,25 @@ class Summary:
     """Results of a run.
 
     Arguments:
-        schedule, num_ranks, num_stages, num_microbatches, parameters: what was run.
-        flush_first: steps, the first ones, with a flush behind each update of a schedule without one. step_seconds,
-            bubble and predicted_bubble are of those behind them, if there are any.
-        steps, samples, tokens: trained in all; tokens (bytes of text) and what is counted in them are None for data
-            that is no text.
+        schedule, num_ranks, num_stages, num_microbatches, parameters: of the run.
+        flush_first: number of first steps with a flush after each update under a schedule without one. step_seconds,
+            bubble and predicted_bubble are of the steps after them, if there are any.
+        steps, samples, tokens: trained in total; figures in tokens (bytes of text) are None for other data.
         train_loss, train_bits_per_byte: mean over the last steps; val_loss, val_bits_per_byte: on held-out data at the
             end, None without any.
         samples_per_s, tokens_per_s, seconds: of the training loop, without set-up and validation.
         step_seconds: median of a whole step.
-        predicted_step_seconds, predicted_step_range: median of steps simulated with durations as they varied, and where
-            90% of these lie; of fewer than ten measured steps a simulation with their medians, and None.
+        predicted_step_seconds, predicted_step_range: median and 90% range of steps simulated with the measured spread
+            of durations; after fewer than ten measured steps a simulation with their medians, and None.
         bubble, predicted_bubble: makespan bubbles: median over the traced steps, and over the simulated ones.
-        peak_memory_bytes: per rank; on the CPU the largest resident memory less what stood at the start.
-        peak_tensor_bytes: per process, bytes of tensors at the peak of one watched step; None where none was, as of a
+        peak_memory_bytes: per rank; on the CPU the largest resident memory above that at the start.
+        peak_tensor_bytes: per process, bytes of tensors at the peak of one measured step; None without one, as of a
             stream without a plan.
-        planned_step_seconds: the middle of the steps that the plan expects, where it knows how actions vary [s].
-        planned_memory_bytes: the same as the plan predicts it; None without a plan, as is planned_step_seconds.
-        resumed_at: first step of each time that the run went on.
-        checkpoints, failed_checkpoints: saved before the end, since the run last went on; checkpoint_every: steps from
-            one to the next at the end; checkpoint_overhead: share of undisturbed training that they took, on rank 0.
+        planned_step_seconds: step of the plan, the median if the plan has spreads [s]; None without a plan.
+        planned_memory_bytes: peak_tensor_bytes as planned; None without a plan.
+        resumed_at: first step after each resume.
+        checkpoints, failed_checkpoints: number of those before the end, since the last resume; checkpoint_every: steps
+            between two at the end; checkpoint_overhead: their share of the training time, on rank 0.
     """
 
     schedule: str
@@ -158,17 +153,14 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """The folder of one run, which only one process writes at a time.
-
-    Made by `create`, which refuses one that is there already, or by `go_on`.
-    """
+    """The folder of one run, locked by one process at a time; made by `create` for a new run, or by `go_on`."""
 
     path: Path
     lock: FolderLock
 
     @classmethod
     def check_free(cls, name: str, *, root: Path = RUNS) -> Path:
-        """Folder of a new run; ValueError for an impossible name and for a run that exists."""
+        """Folder of a new run. Raises ValueError for an invalid name and for a run that exists."""
         if not _NAME.fullmatch(name):
             raise ValueError(f"run name {name!r}: expected letters, digits and . _ + - only, such as --name gpt-2")
         if name == LATEST:
@@ -183,7 +175,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, manifest: Manifest, *, root: Path = RUNS) -> RunFolder:
-        """Make the folder and write its manifest; ValueError where `check_free` raises it."""
+        """Make the folder and write its manifest. Raises ValueError as `check_free`."""
         path = cls.check_free(manifest.name, root=root)
         try:
             path.mkdir(parents=True)
@@ -196,7 +188,7 @@ class RunFolder:
 
     @classmethod
     def check_going_on(cls, name: str, config: Mapping[str, object], *, root: Path = RUNS) -> None:
-        """ValueError where `go_on` raises it for these options."""
+        """Raise ValueError as `go_on` does for these options."""
         before = read_manifest(root / name)
         if before is None:
             if not (root / name).exists():
@@ -206,26 +198,26 @@ class RunFolder:
 
     @classmethod
     def go_on(cls, manifest: Manifest, *, root: Path = RUNS) -> RunFolder:
-        """The folder of a run that goes on, or a new one where there is none.
+        """The folder of a resumed run, or a new one if there is none.
 
-        Raises ValueError where another process writes it, or where the run was started with other options.
+        Raises ValueError if another process holds it, or if the run was started with other options.
         """
         path = root / manifest.name
         cls.check_going_on(manifest.name, manifest.config, root=root)
         if not path.exists():
             return cls.create(manifest, root=root)
         lock = _locked(path)
-        if not (path / "manifest.json").exists():  # ended between the folder and the file
+        if not (path / "manifest.json").exists():  # killed after making the folder, before the file
             write_whole(path / "manifest.json", _dumps(asdict(manifest)))
         _link_latest(root, manifest.name)
         return cls(path=path, lock=lock)
 
     def keep_before(self, step: int) -> tuple[list[Metrics], int]:
-        """Metrics of the steps before this one, in order, and how many others were taken out of the file."""
+        """Keep only the metrics of steps before `step`. Returns them in order, and the number of removed lines."""
         path, kept = self.path / _METRICS, dict[int, Metrics]()
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         for line in lines:
-            with suppress(ValueError, TypeError):  # one that was cut off, or is of another version
+            with suppress(ValueError, TypeError):  # a truncated line, or one of another version
                 metrics = Metrics(**json.loads(line))
                 if metrics.step < step:
                     kept[metrics.step] = metrics
@@ -236,7 +228,7 @@ class RunFolder:
 
     def log_resume(self, resume: Resume) -> None:
         path = self.path / _RESUMES
-        with _told(path), path.open("a", encoding="utf-8") as file:
+        with _naming(path), path.open("a", encoding="utf-8") as file:
             file.write(_line(resume))
 
     def resumes(self) -> list[dict[str, Any]]:
@@ -244,21 +236,20 @@ class RunFolder:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def close(self) -> None:
-        """Another process may write it."""
         self.lock.release()
 
     def log(self, metrics: Metrics) -> None:
-        """Append one line to metrics.jsonl; it is in the file when this returns, whatever happens later.
+        """Append one line to metrics.jsonl; unbuffered, so that it survives a kill.
 
-        Raises ValueError where the disk is full; what stands in the file then ends with a whole line.
+        Raises ValueError if the disk is full; the file then still ends with a whole line.
         """
         path = self.path / _METRICS
-        with _told(path), path.open("ab", buffering=0) as file:
+        with _naming(path), path.open("ab", buffering=0) as file:
             line, size = _line(metrics).encode(), file.tell()
             try:
                 written = file.write(line)
                 if written != len(line):
-                    file.write(line[written:])  # raises what there is to raise
+                    file.write(line[written:])  # raises the error
             except OSError:
                 file.truncate(size)
                 raise
@@ -271,7 +262,7 @@ class RunFolder:
 
 
 def find_run(path: Path, *, root: Path = RUNS) -> Path:
-    """The folder that a user means by `runs/<name>` or by the bare name; ValueError if there is none."""
+    """The folder of the run `runs/<name>` or `<name>`. Raises ValueError if there is none."""
     for candidate in (path, root / path):
         if candidate.is_dir():
             return candidate
@@ -285,13 +276,12 @@ def find_run(path: Path, *, root: Path = RUNS) -> Path:
 
 
 def _locked(path: Path) -> FolderLock:
-    from ...pipe.checkpoint.lock import FolderLock  # torch, which a mistake in the options need not wait for
+    from ...pipe.checkpoint.lock import FolderLock  # imports torch, late: errors in the options come first
 
     return FolderLock(path)
 
 
 def _link_latest(root: Path, name: str) -> None:
-    """Let runs/latest lead to this run; where links cannot be made, there is none."""
     made = root / f".{LATEST}-{name}"
     with suppress(OSError):
         made.unlink(missing_ok=True)
@@ -300,9 +290,9 @@ def _link_latest(root: Path, name: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole, or as it was before, whenever this process is killed."""
+    """Write a file atomically: a kill leaves either the whole text or the previous file."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with _told(path):
+    with _naming(path):
         try:
             partial.write_text(text, encoding="utf-8")
             partial.replace(path)
@@ -312,8 +302,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Errors of the disk with the name of the file."""
+def _naming(path: Path) -> Iterator[None]:
+    """Raises ValueError that names the file, for errors of the disk inside."""
     try:
         yield
     except OSError as error:

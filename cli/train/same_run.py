@@ -1,4 +1,4 @@
-"""Whether a run that goes on is the run that was begun, and the record of each time that it did."""
+"""Checks that a resumed run has the options of the first, and the record of each resume."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Options that a run may go on with as they are now: where and how fast it runs, not what it computes.
+# Options that may change at a resume: where and how fast the run runs, not its results.
 MAY_DIFFER = frozenset(
     {
         *("checkpoint_every", "checkpoint_overhead", "checkpoint_dir"),
         *("name", "resume", "dry_run", "json", "timeout", "verify", "trace_every"),
         *("ranks", "schedule", "plan", "chunks", "slices", "microbatches", "recompute"),
         *("tensor", "tensor_parallel"),
-        *("delay_correction", "delay_factor", "flush_first"),  # of the schedule that it goes on with
+        *("delay_correction", "delay_factor", "flush_first"),  # of its present schedule
     }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """One time that a run went on.
+    """One resume of a run.
 
     Arguments:
-        step: number of the first step after it; lost_steps: that were run before and are run again.
+        step: number of the first step after it; lost_steps: number of steps that run again.
         started: local time, ISO 8601; command and host: as in the manifest.
         num_ranks, schedule: of the run from here on.
-        predicted_step_seconds, predicted_before: by the plans of now and before, where there are plans.
-        changes: what is not as it was, for people.
+        predicted_step_seconds, predicted_before: by the plans of now and before, if there are plans.
+        changes: sentences on differences from before.
     """
 
     step: int
@@ -45,7 +45,7 @@ class Resume:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """manifest.json of the run folder `path`, None without one. Raises ValueError where it is unreadable."""
+    """manifest.json of the run folder `path`, None without one. Raises ValueError if unreadable."""
     file = path / "manifest.json"
     if not file.exists():
         return None
@@ -59,11 +59,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def refuse_other_options(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ValueError where a run that goes on would not be the run that was begun.
-
-    Arguments:
-        before, now: every option by name.
-    """
+    """Raise ValueError if an option changed that may not change at a resume; `before`, `now`: all options by name."""
     for option, value in json.loads(json.dumps(dict(now))).items():
         if option in MAY_DIFFER or option not in before or before[option] == value:
             continue
@@ -76,7 +72,6 @@ def refuse_other_options(name: str, before: Mapping[str, Any], now: Mapping[str,
 
 
 def _typed(option: str, value: object, *, is_advice: bool = False) -> str:
-    """An option as a user types it."""
     if value is None or value == []:
         return f"the command without {option}" if is_advice else f"no {option}"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Tasks of a run: a model, its batches, loss and optimizer. The example GPT is one, the user's own another."""
+"""Tasks of a run: a model with its batches, loss and optimizer, either the example GPT or the user's own."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ SAMPLE_BYTES = 240
 
 
 class Batches(HasState, Iterator[own.Batch], Protocol):
-    """Batches without an end; the state is the place behind the last one that was given."""
+    """Batches without an end; the state is the position after the last one."""
 
     def loader(self, why: str) -> tuple[DataLoader[Any], Callable[[Any], own.Batch]]:
-        """The DataLoader behind them, and what makes a batch of what it gives; ValueError where there is none."""
+        """The DataLoader that provides them, and the function that turns its items into batches. Raises ValueError
+        without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A model to train, and all that it is trained with.
+    """A model to train, and everything needed to train it.
 
     Arguments:
-        source, sha256: of the batches, for people; sha256 None where it is not known.
-        make_model: the model with the same weights in each process.
-        loss_for: the loss for batches like one; loss_name: for people.
+        source, sha256: of the batches; sha256 None if unknown.
+        make_model: makes the model with the same weights in each process.
+        loss_for: the loss for batches like one; loss_name: as shown.
         batches: (inputs..., target) each, without an end, the same in each process.
-        validation: held-out batches; empty where there are none.
-        sample_bytes: bytes of text in one sample, of each of which the loss is a mean; None for other data.
-        describe: text from a model with these weights, to look at; None: there is nothing to see.
+        validation: held-out batches; may be empty.
+        sample_bytes: bytes of text in one sample, over which the loss is a mean; None for other data.
+        describe: makes text from a model with these weights; None: nothing to show.
     """
 
     source: str
@@ -60,7 +61,7 @@ class Task:
 
 
 def make_task(options: TrainOptions) -> Task:
-    """The task that the options name. Raises ValueError for what cannot be trained."""
+    """The task of the options. Raises ValueError for a model or data that cannot be trained."""
     return _gpt(options) if options.model is None else _own(options)
 
 
@@ -69,7 +70,7 @@ def _gpt(options: TrainOptions) -> Task:
     corpus.check_length(options.length)
 
     def described(weights: Mapping[str, torch.Tensor]) -> str:
-        """From a fresh model with the gathered weights: proof that they are whole."""
+        """Text from a new model with the gathered weights, which shows that they are complete."""
         fresh = GPT(model_config(options))
         fresh.load_state_dict(weights)
         written = sample(fresh, SAMPLE_PROMPT, num_bytes=SAMPLE_BYTES, length=options.length, seed=options.seed)
@@ -111,7 +112,7 @@ def _own(options: TrainOptions) -> Task:
 
 
 def make_gpt(options: TrainOptions) -> GPT:
-    """The same weights on each rank, from the seed."""
+    """The GPT with the same weights on each rank, from the seed."""
     torch.manual_seed(options.seed)
     return GPT(model_config(options))
 
@@ -132,7 +133,7 @@ class Windows(Iterator[own.Batch]):
         return self._corpus.batch(seed=options.seed, step=step, batch_size=options.batch_size, length=options.length)
 
     def loader(self, why: str) -> tuple[DataLoader[Any], Callable[[Any], own.Batch]]:
-        """The same batches as of a DataLoader, which fetches each as a whole."""
+        """The same batches by a DataLoader, which fetches each as a whole."""
         del why
         sampler = cast("Sampler[int]", itertools.count())
         return DataLoader(cast("Dataset[Any]", self), sampler=sampler, batch_size=None), lambda args: own.Batch(
@@ -140,11 +141,10 @@ class Windows(Iterator[own.Batch]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps that were given, and the text that they are from."""
         return {"step": self._step, "corpus": self._corpus.sha256}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind these steps. Raises ValueError for those of another text."""
+        """Resume after these steps. Raises ValueError for another text."""
         if state.get("corpus") != self._corpus.sha256:
             raise ValueError(
                 f"the run that goes on was trained on another text than {self._corpus.source} is now: expected the "

@@ -1,4 +1,4 @@
-"""A run's folder read as what views show: its prediction, and the steps that its processes traced."""
+"""A run's folder read as an Exhibit: its prediction, and the steps that its processes traced."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TRACE_NAMES = "trace.rankN.jsonl"
 
 
 def read_run(*folders: Path) -> Exhibit:
-    """A run as its folder has it; of a run over several hosts, each with a folder of its own, as all of them have it.
+    """The run of a folder, or of the folders of several hosts.
 
-    What is missing or broken (a rank's file, lines that were cut off, the prediction) is in the notes, and the rest is
-    there. Raises ValueError, which names files and lines, where nothing is left, and for folders of different runs.
+    The notes list missing or broken parts (a rank's file, truncated lines, the prediction). Raises ValueError naming
+    files and lines if nothing is readable, and for folders of different runs.
     """
     groups = hosts_of_runs(folders)
     if len(groups) > 1:
@@ -45,7 +45,7 @@ def read_run(*folders: Path) -> Exhibit:
         notes.append(f"no step was traced: {first} has no {TRACE_NAMES}" if not paths else "no traced step is left")
     return Exhibit(
         name=first.resolve().name,
-        predicted=None if file is None else _beside(file, measured),
+        predicted=None if file is None else _prediction(file, measured),
         measured=measured,
         costs=None if file is None else file.costs,
         sampled=None if file is None else file.sampled,
@@ -59,7 +59,7 @@ def read_run(*folders: Path) -> Exhibit:
 
 def draw(exhibit: Exhibit, folder: Path) -> tuple[Path, Path]:
     """Write timeline.png (predicted above measured) and timeline.perfetto.json; returns both paths."""
-    from ...viz import comparison_figure, write_figure, write_perfetto  # matplotlib: only where something is drawn
+    from ...viz import comparison_figure, write_figure, write_perfetto  # imports matplotlib
 
     picture, trace = folder / "timeline.png", folder / "timeline.perfetto.json"
     write_figure(comparison_figure([exhibit]), picture)
@@ -68,7 +68,7 @@ def draw(exhibit: Exhibit, folder: Path) -> tuple[Path, Path]:
 
 
 def _read_file(folders: Sequence[Path]) -> tuple[RunFile | None, list[str]]:
-    """The first timeline.json that can be read, and why others cannot; of several hosts only one has it."""
+    """The first readable timeline.json, and notes on unreadable ones; only one of several hosts has it."""
     notes: list[str] = []
     for folder in folders:
         try:
@@ -80,7 +80,7 @@ def _read_file(folders: Sequence[Path]) -> tuple[RunFile | None, list[str]]:
 
 
 def hosts_of_runs(folders: Sequence[Path]) -> list[tuple[Path, ...]]:
-    """The folders, those together that hosts have left of one run: of the same start, other processes' files."""
+    """The folders grouped by run: those of several hosts have the same start and files of different processes."""
     groups: list[_Group] = []
     for folder in folders:
         paths = find_traces([folder])
@@ -93,22 +93,20 @@ def hosts_of_runs(folders: Sequence[Path]) -> list[tuple[Path, ...]]:
 
 
 class _Group(NamedTuple):
-    """Folders of one run, the starts that they know, and the names of their files."""
-
     folders: tuple[Path, ...]
     starts: frozenset[str]
     files: frozenset[str]
 
 
-def _beside(file: RunFile, measured: Sequence[MeasuredStep]) -> Timeline:
-    """The prediction; of a stream, for as many batches as were measured."""
+def _prediction(file: RunFile, measured: Sequence[MeasuredStep]) -> Timeline:
+    """The prediction; for a stream, with as many batches as measured."""
     if not measured or file.costs is None or not file.predicted.schedule.is_asynchronous:
         return file.predicted
     return simulate(measured[-1].timeline.schedule, file.costs)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """summary.json as far as it can be read: a run that was ended has none."""
+    """Content of summary.json, or {} without a readable one: a killed run has none."""
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -117,7 +115,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _measured_peak(summary: dict[str, Any], measured: Sequence[MeasuredStep]) -> tuple[float, ...] | None:
-    """Bytes of tensors by rank, where each rank was a process."""
     found = summary.get("peak_tensor_bytes")
     if not isinstance(found, list) or not measured or len(found) != len(measured[-1].timeline.ranks):
         return None

@@ -1,10 +1,10 @@
-"""Ray Train starts the ranks: each worker of a TorchTrainer is one, and the group that Ray made is the pipeline's.
+"""Ray Train starts the ranks: each worker of a TorchTrainer is one, and the pipeline uses Ray's process group.
 
     pip install 'stagewright[ray]'
     python examples/launch/ray_train.py --workers 2 --steps 20
 
-On a cluster: ray job submit --working-dir . -- python examples/launch/ray_train.py --folder /a/disk/of/all/nodes. Where
-a worker fails, Ray starts all of them anew, and they go on from the newest checkpoint in --folder.
+On a cluster: ray job submit --working-dir . -- python examples/launch/ray_train.py --folder /a/disk/of/all/nodes. If
+a worker fails, Ray restarts all of them, and they resume from the newest checkpoint in --folder.
 """
 
 from __future__ import annotations

@@ -18,15 +18,15 @@ from ... import __version__
 from ...cli.host import free_ports, package_versions
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-_ROOMS = ("schedules", "partition", "comm", "pipe", "cli", "experiments")  # all that figures come from
+_ROOMS = ("schedules", "partition", "comm", "pipe", "cli", "experiments")  # all that figures depend on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """One node, by its own account.
+    """Facts that a node reports of itself.
 
     Arguments:
-        host: its own name for itself.
+        host: its own host name.
         python, torch, stagewright: versions.
         code: digest of stagewright's source files: checkouts of one version may differ.
         interfaces: addresses by network interface.
@@ -58,18 +58,18 @@ class NodeFacts:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> NodeFacts:
-        """Back from `to_json`; what another version says beside it is left out, what it does not say is "unknown"."""
+        """Reads `to_json`; ignores unknown fields of other versions, and takes "unknown" for missing ones."""
         read = {field.name: values.get(field.name, "unknown") for field in fields(cls)}
         named = values.get("interfaces", {})
         return cls(**{**read, "interfaces": {name: tuple(addresses) for name, addresses in named.items()}})
 
     def interface_of(self, address: str) -> str:
-        """The interface that has an address; empty if none has."""
+        """The interface with an address, or "" without one."""
         return next((name for name, addresses in self.interfaces.items() if address in addresses), "")
 
 
 def differences(one: NodeFacts, other: NodeFacts) -> list[str]:
-    """Versions in which `one` is not like `other`: "torch 2.9.0 instead of 2.13.0"; the code only where these agree."""
+    """Different versions, as "torch 2.9.0 instead of 2.13.0"; the code only if the versions agree."""
     found = [
         f"{name} {getattr(one, name)} instead of {getattr(other, name)}"
         for name in ("python", "torch", "stagewright")
@@ -81,7 +81,7 @@ def differences(one: NodeFacts, other: NodeFacts) -> list[str]:
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
-    """Addresses by network interface of this host: the first IPv4 address, and all of IPv6."""
+    """Addresses by network interface of this host: the first IPv4 address, and all IPv6 addresses."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for name, addresses in found.items():

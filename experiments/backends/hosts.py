@@ -1,6 +1,6 @@
-"""The hosts file of `--backend ssh`: one host a line.
+"""The hosts file of `--backend ssh`: one host per line.
 
-# address and what ssh needs to get there        what runs there
+# address for ssh                                 options
 ada@node1.example.org:2222                        slots=4 python=/opt/stagewright/bin/python
 node2                                             slots=4 address=10.0.0.2
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Nothing that ssh or a shell could take for an option or a word of its own.
+# Excludes all that ssh or a shell could read as an option or as several words.
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\]")
 _USER = re.compile(r"[A-Za-z0-9_]([\w.-]*)\$?", flags=re.ASCII)
 _PLACE = re.compile(r"((?P<user>[^@]*)@)?(?P<host>\[[^\]]*\]|[^:]*)(:(?P<port>.*))?")
@@ -27,9 +27,9 @@ class RemoteHost:
     Arguments:
         host: a name, an alias of the user's ssh configuration, or an address.
         user, port: empty and None: as ssh is configured.
-        slots: ranks that it may run; None: not limited.
-        python: that has stagewright installed.
-        address: by which the other hosts reach it; empty: the host's name as ssh knows it.
+        slots: most ranks on it; None: no limit.
+        python: a Python with stagewright installed.
+        address: by which the other hosts reach it; empty: the host's name as ssh resolves it.
     """
 
     host: str

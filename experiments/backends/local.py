@@ -1,4 +1,4 @@
-"""Back end `local`: every node is an agent on this host, and all of them meet over loopback."""
+"""Back end `local`: every node is an agent on this host, connected over loopback."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ _ADDRESS = "127.0.0.1"
 
 
 class LocalBackend:
-    """Nodes that are processes of this host: for tests, and for experiments that need no network of their own.
-
-    Arguments:
-        say: takes the lines for people.
-    """
+    """Nodes that are processes of this host, for tests and experiments without shaped links. `say` prints lines."""
 
     name = "local"
 
@@ -33,7 +29,7 @@ class LocalBackend:
 
 
 def refuse_shape(name: str, nodes: Nodes) -> None:
-    """Raise ValueError where links are to be shaped by a back end that cannot, or there is not one node."""
+    """Raise ValueError for shaped links, which the back end `name` cannot make, and for less than one node."""
     if nodes.num_nodes < 1 or nodes.ranks_per_node < 1:
         raise ValueError(f"{nodes.num_nodes} nodes of {nodes.ranks_per_node} ranks: expected at least 1 of each")
     if not nodes.shape.is_plain:

@@ -1,4 +1,4 @@
-"""Back end `netns`: every node a set of Linux namespaces on this host, with an address and shaped links of its own."""
+"""Back end `netns`: every node is a set of Linux namespaces on this host, with its own address and shaped links."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .records import Nodes, Outcome, Shape, Work
 from .supervise import NodeStart, Say, run_nodes, to_stderr
 
 _PORT = 29500  # free on every node: nothing else runs there
-_CARRIED_ANYWHERE = 50e6  # [bytes/s] up to which nothing needs to be measured
+_CARRIED_ANYWHERE = 50e6  # [bytes/s] slower links need no measurement
 _MOST_NODES = 250  # addresses of a site
-_LATE = 0.01  # of all packets: more is told
+_LATE = 0.01  # share of late packets above which the report warns
 _SECONDS = 0.25
 _PORT = 29400
 _TAKE = f"""
@@ -51,11 +51,11 @@ with socket.create_connection((sys.argv[1], {_PORT}), timeout=20) as peer:
 
 
 class NetnsBackend:
-    """Nodes in namespaces of this host. Needs root; what an interrupted run left is taken away first.
+    """Nodes in namespaces of this host. Needs root; first removes the remains of an interrupted run.
 
     Arguments:
-        say: takes the lines for people.
-        measured_capacity: of the wire, or of the kernel, [bytes/s].
+        say: prints lines.
+        measured_capacity: of the wire, or of the kernel [bytes/s].
     """
 
     name = "netns"
@@ -83,9 +83,9 @@ class NetnsBackend:
         self._check_rate(shape, on_wire)
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
-        """Run the work on all nodes; whatever happens, neither they nor their links are left.
+        """Run the work on all nodes, and remove them and their links after any ending.
 
-        Leaves wire.json in the work's folder where a process carried the packets: how many, and how late.
+        Writes wire.json to the work's folder if a process carried the packets: their number and delays.
         """
         self.check(nodes)
         for name in remove_leftovers():
@@ -164,7 +164,7 @@ def _check_numbers(nodes: Nodes) -> None:
 
 @contextmanager
 def _crashed_with_the_wire(net: Network) -> Iterator[list[str]]:
-    """End the nodes when what carries their packets has ended: they would wait for each other. Yields why."""
+    """End the nodes when the process that carries their packets ends: they would wait for ever. Yields the reason."""
     broken: list[str] = []
     done = threading.Event()
 
@@ -188,13 +188,8 @@ def _crashed_with_the_wire(net: Network) -> Iterator[list[str]]:
 
 
 def capacity(*, of_wire: bool) -> float:
-    """Bytes per second that one connection between two nodes without a limit carries.
-
-    Arguments:
-        of_wire: carried by the process that holds packets back; else by the kernel.
-
-    Raises OSError if it cannot be measured.
-    """
+    """Bytes per second of one connection between two nodes without a limit; `of_wire`: through the process that delays
+    packets, else through the kernel. Raises OSError if it cannot be measured."""
     shape = Shape(latency=1e-5 if of_wire else 0.0)
     with network(Nodes(num_nodes=2, shape=shape), has_netem=False) as net:
         taker = net.hosts[1].start(_python(_TAKE), output=subprocess.PIPE)

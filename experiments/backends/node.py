@@ -1,13 +1,13 @@
-"""The starter of a node, `python -P -m stagewright.experiments.backends.node`: meets the others, then runs torchrun.
+"""The starter of a node, `python -P -m stagewright.experiments.backends.node`: runs the preflight, then torchrun.
 
-    stdin    one line with the order; then empty lines as signs of life: when it ends, or over a network falls silent,
-             whoever gave the order is gone
-    stdout   events, a JSON object a line: up (with this node's facts), met, line, failed
-    stderr   what agents and ranks say, one stream
+    stdin    one line with the order; then empty lines as signs of life: when it closes, or over a network is silent,
+             the sender of the order is gone
+    stdout   events, a JSON object per line: up (with this node's facts), met, line, failed
+    stderr   output of agents and ranks, one stream
 
-torchrun's agent puts each rank into a session of its own, so that killing the agent, or its group, leaves ranks
-behind. Therefore the starter adopts whatever its descendants leave (PR_SET_CHILD_SUBREAPER) and, in every ending, kills
-all that are left. Its exit status is the agent's.
+torchrun's agent starts each rank in its own session, so that killing the agent or its group leaves ranks running.
+Therefore the starter adopts orphans among its descendants (PR_SET_CHILD_SUBREAPER) and, after any ending, kills all
+that remain. Its exit status is the agent's.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .records import Nodes, Work
 from .torchrun import torchrun_words
 
 STARTER = (sys.executable, "-P", "-m", "stagewright.experiments.backends.node")
-TOKEN = ".token"  # a file in the work's folder, by which a node sees that it is the same one
-TIMED_OUT = 124  # exit status of a whole run, as of timeout(1)
-UNAVAILABLE = 69  # exit status where the nodes cannot work together (EX_UNAVAILABLE of sysexits.h)
+TOKEN = ".token"  # a file in the work's folder, by which a node checks that all share the folder
+TIMED_OUT = 124  # exit status of a run, as of timeout(1)
+UNAVAILABLE = 69  # exit status if the nodes cannot work together (EX_UNAVAILABLE of sysexits.h)
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _LIBC = ctypes.CDLL(None)
 _ASKED = 3.0  # [s] between asking processes to end and killing them
-_KILLED = 5.0  # [s] for killed ones to be gone
+_KILLED = 5.0  # [s] for killed processes to end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,9 @@ class Order:
     """Task of a node.
 
     Arguments:
-        folder: the one that the work runs in.
+        folder: working folder.
         interface: for gloo; empty: the one through which this node reaches node 0.
-        silence: without a sign of life after which whoever gave the order is gone [s]; 0: none is expected.
+        silence: longest time between signs of life [s]; 0: none are expected.
     """
 
     work: Work
@@ -92,7 +92,7 @@ def main() -> int:
     except PreflightError as error:
         _say("failed", report=str(error))
         return UNAVAILABLE
-    wake = _wake_on_signals()  # so far each of them has ended this process
+    wake = _wake_on_signals()  # until here each of them ends this process
     _say("line", words=words)
     try:
         return _run(words, order, wake)
@@ -107,7 +107,7 @@ def _hang_up_with_stdin(silence: float) -> None:
 
 
 def _prepared(order: Order, facts: NodeFacts) -> tuple[str, ...]:
-    """Meet the others; the torchrun line that follows from it."""
+    """Run the preflight with the other nodes. Returns the torchrun line."""
     met = meet(order.meeting, facts, _own_problem(order, facts))
     if met.nodes:
         _say("met", nodes=[asdict(node) for node in met.nodes])
@@ -122,7 +122,6 @@ def _prepared(order: Order, facts: NodeFacts) -> tuple[str, ...]:
 
 
 def _own_problem(order: Order, facts: NodeFacts) -> str:
-    """Faults of this node by itself; empty: none."""
     found = []
     if order.interface and order.interface not in facts.interfaces:
         found.append(f"no network interface {order.interface!r}: expected one of {', '.join(sorted(facts.interfaces))}")
@@ -138,7 +137,6 @@ def _own_problem(order: Order, facts: NodeFacts) -> str:
 
 
 def _run(words: tuple[str, ...], order: Order, wake: int) -> int:
-    """Run the line until it ends, or this process is told to end."""
     agent = subprocess.Popen(
         words,
         env={**os.environ, **order.work.environment},
@@ -157,7 +155,7 @@ def _run(words: tuple[str, ...], order: Order, wake: int) -> int:
 
 
 def _wake_on_signals() -> int:
-    """A descriptor that gives the number of each signal: of those that mean the end, and of a child's end."""
+    """A descriptor to read the numbers of signals from: those that end this process, and SIGCHLD."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -183,7 +181,7 @@ def _end_descendants() -> None:
 
 
 def descendants(process: int) -> set[int]:
-    """All processes below one, by /proc; those that have ended and are not yet waited for count, too."""
+    """All descendants of a process, by /proc, including zombies."""
     parents: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
@@ -195,7 +193,7 @@ def descendants(process: int) -> set[int]:
 
 
 def _say(event: str, **values: Any) -> None:
-    with suppress(OSError):  # nobody listens any more: stdin tells
+    with suppress(OSError):  # no reader is left, which stdin shows, too
         print(json.dumps({"event": event, **values}), flush=True)
 
 

@@ -1,13 +1,13 @@
-"""All nodes meet before any work starts: who is missing, what differs, and who cannot be reached, by name.
+"""Preflight of all nodes before any work starts: names those that are missing, differ, or cannot be reached.
 
-    node 0 listens at the master's port      node i connects, again and again, until it may not wait any longer
-        |  <------------- who I am, facts, my own problems ---------------  |
+    node 0 listens at the master's port      node i connects, with retries until the time limit
+        |  <------------- name, facts, own problems ----------------------  |
         |  -------------- my time --------------------------------------->  |
-        |  <------------- by how much your clock is ahead of mine --------  |
-        |  when all have come, or the time is up:                           |
-        |  -------------- go, or what is wrong -------------------------->  |
+        |  <------------- difference of the clocks -----------------------  |
+        |  when all have connected, or at the time limit:                   |
+        |  -------------- go, or the problems --------------------------->  |
 
-No torch is loaded for it. The port is free again before node 0's agent listens there.
+Loads no torch. The port is free again before node 0's agent listens there.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from typing import Any
 from .facts import NodeFacts, differences
 
 _PAUSE = 0.05  # [s] between two attempts to connect
-_TURN = 5.0  # [s] for one node's half of a line
-_SLACK = 10.0  # [s] that a node waits for the verdict beyond the time in which all may come
+_TURN = 5.0  # [s] for one node's message
+_SLACK = 10.0  # [s] that a node waits for the verdict after the time limit
 
 
 class PreflightError(Exception):
-    """Nodes that cannot work together; the message says which and why."""
+    """Nodes that cannot work together; the message names them and the reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where and for how long nodes meet.
+    """Place and time limit of a preflight.
 
     Arguments:
         node_rank: of this node.
         names: of all nodes, by rank: "node 1 (host b)".
         address, port: of node 0.
-        limit: until all must have come [s].
-        token: known to nodes of this run alone.
+        limit: for all nodes to connect [s].
+        token: known only to nodes of this run.
     """
 
     node_rank: int
@@ -60,13 +60,13 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Present:
-    """One node that has come.
+    """One connected node.
 
     Arguments:
-        facts: by its own account.
-        problem: what it found wrong with itself; empty: nothing.
-        clock_ahead: of its clock before node 0's [s].
-        round_trip: of the exchange that `clock_ahead` comes from; its error is at most half of it [s].
+        facts: as the node reports them.
+        problem: as the node reports it; empty: none.
+        clock_ahead: its clock minus node 0's [s].
+        round_trip: of the exchange that measured `clock_ahead`, whose error is at most half of it [s].
     """
 
     facts: NodeFacts
@@ -77,11 +77,11 @@ class Present:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """Knowledge of a node after the meeting.
+    """Result of a preflight on one node.
 
     Arguments:
-        nodes: all of them by rank, on node 0; elsewhere empty.
-        local_address: through which this node reaches node 0; empty where that is not known.
+        nodes: all nodes by rank, on node 0; elsewhere empty.
+        local_address: through which this node reaches node 0; empty if unknown.
     """
 
     nodes: tuple[Present, ...] = ()
@@ -89,7 +89,7 @@ class Met:
 
 
 def meet(meeting: Meeting, facts: NodeFacts, problem: str = "") -> Met:
-    """Wait until all nodes have met. Raises PreflightError on every node alike when they cannot work together."""
+    """Wait until all nodes have connected. Raises PreflightError on all nodes if they cannot work together."""
     if meeting.node_rank == 0:
         return _receive(meeting, Present(facts=facts, problem=problem))
     return _come(meeting, Present(facts=facts, problem=problem))
@@ -100,8 +100,6 @@ def meet(meeting: Meeting, facts: NodeFacts, problem: str = "") -> Met:
 
 @dataclass(slots=True)
 class _Line:
-    """One JSON object a line over a socket."""
-
     connection: socket.socket
     _rest: bytes = field(default=b"", init=False)
 
@@ -109,7 +107,7 @@ class _Line:
         self.connection.sendall(json.dumps(values).encode() + b"\n")
 
     def receive(self, limit: float) -> dict[str, Any]:
-        """The next object. Raises OSError where none comes in time."""
+        """The next object. Raises OSError at the time limit."""
         until = time.monotonic() + limit
         while b"\n" not in self._rest:
             self.connection.settimeout(max(0.001, until - time.monotonic()))
@@ -140,7 +138,7 @@ def _receive(meeting: Meeting, myself: Present) -> Met:
             line = _Line(stack.enter_context(connection))
             try:
                 rank, node = _welcome(meeting, line)
-            except (OSError, ValueError, KeyError, TypeError):  # a stranger, or a node that has gone
+            except (OSError, ValueError, KeyError, TypeError):  # a stranger, or a node that has ended
                 connection.close()
                 continue
             if rank in here:
@@ -153,7 +151,7 @@ def _receive(meeting: Meeting, myself: Present) -> Met:
         for line in lines:
             with suppress(OSError):
                 line.send(verdict=verdict)
-        for line in lines:  # whoever closes first keeps the port busy for a minute
+        for line in lines:  # the side that closes first keeps its port busy for a minute
             with suppress(OSError, ValueError):
                 line.receive(1.0)
     if verdict:
@@ -162,10 +160,8 @@ def _receive(meeting: Meeting, myself: Present) -> Met:
 
 
 def _listen(meeting: Meeting) -> socket.socket:
-    """A socket at the port: at the address if it is one of this host's.
-
-    At all of its addresses else: behind a translated one, and for a name, which this host may take for its loopback.
-    """
+    """A socket at the port of the address if it is one of this host's; otherwise (address translation, a name that this
+    host may resolve to its loopback) of all addresses."""
     try:
         try:
             family = socket.AF_INET6 if ipaddress.ip_address(meeting.address).version == 6 else socket.AF_INET
@@ -184,7 +180,6 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 
 def _resolved(name: str) -> str:
-    """The numeric address behind a host's name; empty where it has none here."""
     with suppress(OSError):
         return str(socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)[0][4][0])
     return ""
@@ -209,7 +204,6 @@ def _welcome(meeting: Meeting, line: _Line) -> tuple[int, Present]:
 
 
 def _judge(meeting: Meeting, here: Mapping[int, Present]) -> list[str]:
-    """A line for each thing that is wrong."""
     names = meeting.names
     missing = [name for rank, name in enumerate(names) if rank not in here]
     wrong = [f"{names[rank]}: {node.problem}" for rank, node in sorted(here.items()) if node.problem]
@@ -259,7 +253,6 @@ def _come(meeting: Meeting, myself: Present) -> Met:
 
 
 def _reach(meeting: Meeting, name: str) -> socket.socket:
-    """A connection to node 0. Raises PreflightError that says why there is none."""
     until = time.monotonic() + meeting.limit
     why: OSError | None = None
     while (left := until - time.monotonic()) > 0:
@@ -272,7 +265,7 @@ def _reach(meeting: Meeting, name: str) -> socket.socket:
         except OSError as error:
             why = error
         else:
-            if connection.getsockname() != connection.getpeername():  # a free port of loopback may answer to itself
+            if connection.getsockname() != connection.getpeername():  # a free loopback port may connect to itself
                 return connection
             connection.close()
         time.sleep(_PAUSE)

@@ -1,4 +1,4 @@
-"""Records that every back end takes and gives: nodes, the work that each of them starts, and how it ended.
+"""Records of all back ends: nodes, the work on them, and its outcome.
 
 Work ---+
         +--> Backend.run ---> on each node: torchrun --nnodes N --node-rank i ... module arguments ---> Outcome
@@ -16,15 +16,15 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Shape of the links between nodes, where a back end makes them.
+    """Shape of the links between nodes, for back ends that make them.
 
     Arguments:
-        bandwidth: of each node's network card, in each direction [bytes/s]; None: not limited.
+        bandwidth: of each node's network card, in each direction [bytes/s]; None: no limit.
         latency: of a packet from node to node, one way [s].
-        sites: the site of each node; empty: all stand at one.
-        site_latency: of a packet from site to site, in place of `latency` [s].
-        site_bandwidth: of a node's card, for what goes to other sites [bytes/s]; None: as `bandwidth`.
-        cpu_share: of the host's cores, per node; None: not limited.
+        sites: the site of each node; empty: all at one site.
+        site_latency: of a packet from site to site, instead of `latency` [s].
+        site_bandwidth: of a node's card to other sites [bytes/s]; None: as `bandwidth`.
+        cpu_share: share of the host's cores per node; None: no limit.
     """
 
     bandwidth: float | None = None
@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """Nodes of a run: how many, ranks on each, and links between them."""
+    """Nodes of a run: their number, ranks on each, and links between them."""
 
     num_nodes: int = 1
     ranks_per_node: int = 1
@@ -58,12 +58,12 @@ class Work:
 
     Arguments:
         module: dotted name, such as "stagewright.experiments.jobs.worker".
-        arguments: of the script, each one word; nothing is left to a shell.
-        folder: where logs of the nodes go, and what the ranks write.
-        environment: variables on top of each node's own.
-        restarts: how often torchrun may start the ranks again after a failure.
-        timeout: for the whole [s].
-        join_timeout: for a node to come [s].
+        arguments: of the script, without a shell.
+        folder: for logs of the nodes and files of the ranks.
+        environment: variables in addition to each node's own.
+        restarts: most restarts of the ranks by torchrun after a failure.
+        timeout: for the run [s].
+        join_timeout: for a node to connect [s].
     """
 
     module: str
@@ -75,19 +75,19 @@ class Work:
     join_timeout: float = 60.0
 
     def begun(self) -> Work:
-        """With an absolute folder, and a secret of its ranks (see stagewright.comm.sealed)."""
+        """The work with an absolute folder, and a secret for its ranks (see stagewright.comm.sealed)."""
         variables = {"STAGEWRIGHT_SECRET": secrets.token_hex(32), **self.environment}
         return replace(self, folder=self.folder.absolute(), environment=variables)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     Arguments:
-        status: exit status for the whole, 0 when all is well.
-        timed_out: whether it was stopped since its time was over.
-        report: for the user: why it failed, or what was not as asked for; empty when all is well.
+        status: exit status of the run, 0 for success.
+        timed_out: whether the time limit ended it.
+        report: for the user: why it failed, or how it differs from the request; else empty.
         commands: the torchrun line of each node, as it could be typed there.
     """
 
@@ -103,7 +103,7 @@ class Backend(Protocol):
     name: str
 
     def check(self, nodes: Nodes) -> None:
-        """ValueError where it cannot run here or cannot give such nodes: what is missing, and what to type instead."""
+        """Raise ValueError, with the alternative, if it cannot run here or cannot provide such nodes."""
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
-        """Run the work on all nodes and wait for its end; leaves nothing behind, however it ends."""
+        """Run the work on all nodes and wait for its end; no process or link remains after any ending."""

@@ -1,4 +1,4 @@
-"""All back ends, by name; each is loaded when it is asked for."""
+"""All back ends by name, loaded on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .records import Backend
 
 Say = Callable[[str], None]
 
-# name -> module beside this one, and what in it makes the back end: called with `say=` and what its options make
+# name -> module of this package, and its class: called with `say=` and the arguments of its options
 BACKENDS = {
     "local": ("local", "LocalBackend"),
     "netns": ("netns", "NetnsBackend"),
@@ -24,12 +24,12 @@ BACKENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How nodes elsewhere are got.
+    """Access to other hosts.
 
     Arguments:
         hosts: file of hosts, for ssh.
         slurm: options of sbatch, each "name=value", for slurm.
-        interface: of the network for gloo, on nodes elsewhere; empty: the one through which a node reaches node 0.
+        interface: network interface for gloo on these hosts; empty: the one through which a node reaches node 0.
     """
 
     hosts: Path | None = None
@@ -37,7 +37,7 @@ class Access:
     interface: str = ""
 
     def arguments(self, name: str) -> dict[str, Any]:
-        """Options for the maker of a back end. Raises ValueError where something is missing or cannot be read."""
+        """Arguments of a back end's class. Raises ValueError for missing or unreadable options."""
         if name == "ssh":
             from .hosts import read_hosts
 
@@ -53,12 +53,7 @@ class Access:
 
 
 def backend(name: str, *, say: Say, access: Access | None = None) -> Backend:
-    """The back end of this name; ValueError, with near matches, where there is none.
-
-    Arguments:
-        say: takes its lines for people.
-        access: to nodes elsewhere.
-    """
+    """The back end of this name. `say` prints its lines. Raises ValueError, with near matches, for an unknown name."""
     check_known("unknown back end", name, BACKENDS, listed="back ends")
     module, maker = BACKENDS[name]
     arguments = (access or Access()).arguments(name)

@@ -28,14 +28,14 @@ from .records import Nodes, Outcome, Work
 from .slurm_task import run_task
 from .supervise import Say, failure, hear, outcome, stories_of, to_stderr
 
-_LOOK = 1.0  # [s] between questions to Slurm
-_POLL = 0.05  # [s] between looks at the files
-_TELL = 30.0  # [s] between words about a job that waits
-_ENDED = 10.0  # [s] for files to be seen here after the job has ended, and for a cancelled job to go
-_GRACE = 10.0  # [s] from the first failure to the end of the job: the other nodes say what they saw
-_RESERVE = 3  # minutes of Slurm's limit beyond the work's, so that ours comes first
+_LOOK = 1.0  # [s] between requests to Slurm
+_POLL = 0.05  # [s] between reads of the files
+_TELL = 30.0  # [s] between lines about a waiting job
+_ENDED = 10.0  # [s] for files to become visible after the job's end, and for a cancelled job to end
+_GRACE = 10.0  # [s] from the first failure to the end of the job, for errors of the other nodes
+_RESERVE = 3  # [min] of Slurm's limit beyond the work's, so that the work's applies first
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel")
-# Slurm's states in which a job is over, and none of its processes runs.
+# Slurm's states of a job that is over, with no process running.
 _OVER = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED"}
     | {"TIMEOUT"}
@@ -43,13 +43,13 @@ _OVER = frozenset(
 
 
 class SlurmBackend:
-    """Nodes that Slurm gives.
+    """Nodes of a Slurm job.
 
     Arguments:
         options: of sbatch by submitit's names, such as {"partition": "long", "account": "mine"}.
         interface: for gloo, on each node; empty: the one through which it reaches node 0.
         cluster: "slurm", or submitit's "local" or "debug" executor.
-        say: takes the lines for people.
+        say: prints lines.
     """
 
     name = "slurm"
@@ -82,7 +82,7 @@ class SlurmBackend:
         self.check(nodes)
         work = work.begun()
         for text in (str(work.folder), *map(str, self._options.values())):
-            if not text.isprintable():  # a line of sbatch's script ends there, and the next one would be run
+            if not text.isprintable():  # a line break would add a line to sbatch's script
                 raise ValueError(f"--backend slurm: {text!r}: expected printable text in one line")
         work.folder.mkdir(parents=True, exist_ok=True)
         for path in work.folder.glob("node*.events"):  # of an earlier run
@@ -126,7 +126,6 @@ class SlurmBackend:
         return executor
 
     def _follow(self, job: Any, work: Work, nodes: Nodes) -> Outcome:
-        """Look at the files and at Slurm until the job is over or its time is."""
         told = [_Told(rank=rank, folder=work.folder, say=self._say) for rank in range(nodes.num_nodes)]
         watch = _Watch(job, self._cluster, self._say)
         grace_until = math.inf
@@ -148,7 +147,7 @@ class SlurmBackend:
         return _judge(told, watch, work.folder)
 
     def _end(self, job: Any) -> None:
-        """Cancel the job unless it is over; its pickle, which holds the work's variables, goes."""
+        """Cancel the job unless it is over, and delete its pickle, which holds the work's variables."""
         if self._cluster == "debug":
             return
         job.paths.submitted_pickle.unlink(missing_ok=True)
@@ -163,7 +162,7 @@ class SlurmBackend:
 
 
 class _Watch:
-    """One job's state by Slurm's names, asked for now and then, and told while it waits."""
+    """One job's state by Slurm's names, refreshed at intervals and printed while it waits."""
 
     def __init__(self, job: Any, cluster: str, say: Say) -> None:
         self._job = job
@@ -194,7 +193,7 @@ class _Watch:
             asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         except subprocess.TimeoutExpired:
             return self.state, "squeue does not answer"
-        if asked.returncode and "Invalid job id" in asked.stderr:  # ended long enough ago to be forgotten
+        if asked.returncode and "Invalid job id" in asked.stderr:  # it ended so long ago that Slurm forgot it
             return "COMPLETED", ""
         state, _, reason = asked.stdout.strip().partition("|")
         return state or self.state, reason or asked.stderr.strip()
@@ -202,8 +201,6 @@ class _Watch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Told:
-    """Words of a node in its files so far."""
-
     rank: int
     folder: Path
     say: Say
@@ -236,7 +233,6 @@ class _Told:
         return failure(self.name, self.status or 0, self.log, self.log.read_text(errors="replace").splitlines())
 
     def _new(self, ending: str) -> list[str]:
-        """Whole lines since the last look."""
         with suppress(FileNotFoundError), (self.folder / f"node{self.rank}.{ending}").open("rb") as file:
             file.seek(self._at.get(ending, 0))
             lines = file.read().rpartition(b"\n")

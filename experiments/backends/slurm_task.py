@@ -1,7 +1,7 @@
 """Program of a Slurm task, one per node: the node's starter, with rank, master and port from Slurm's environment.
 
 task i (submitit) --- stdin: the order, then held open -----> starter of node i --> torchrun line
-                 <-- events, appended with how it ended ---- folder/nodeI.events, which the command follows
+                 <-- events, at last the exit status ------- folder/nodeI.events, which the command follows
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .node import STARTER, Order
 from .preflight import Meeting
 from .records import Nodes, Work
 
-_PORTS = range(20000, 30000)  # below the ports that Linux gives to outgoing connections
+_PORTS = range(20000, 30000)  # below Linux's ports of outgoing connections
 _LET_GO = 10.0  # [s] for a starter to end its ranks
 
 
 def run_task(work: Work, nodes: Nodes, folder: str, interface: str, token: str) -> int:
-    """Run this task's node to its end. Raises RuntimeError where it failed, so that Slurm ends the others."""
+    """Run this task's node to its end. Raises RuntimeError after a failure, so that Slurm ends the others."""
     import submitit
 
     place = submitit.JobEnvironment()
@@ -69,12 +69,12 @@ def _run_starter(order: Order, said: int, told: int) -> int:
 
 
 def port_of(job_id: str) -> int:
-    """Port where the nodes of a job meet: another one for the next job."""
+    """Port of a job's node 0, different for the next job."""
     return _PORTS[int("".join(re.findall(r"\d+", job_id)) or 0) % len(_PORTS)]
 
 
 def address_of(name: str) -> str:
-    """Address of a Slurm node: by its name, or where no host is called so, as Slurm knows it."""
+    """Address of a Slurm node: its name if that resolves, else its address according to Slurm."""
     try:
         socket.getaddrinfo(name, None)
         return name

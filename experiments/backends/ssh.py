@@ -1,8 +1,8 @@
-"""Back end `ssh`: every node is a host that ssh reaches without asking, with stagewright and one folder for all.
+"""Back end `ssh`: every node is a host that ssh reaches without a prompt, with stagewright and a shared folder.
 
-Only a fixed command travels as text that the host's shell reads. Words and variables of the work go over ssh's stdin,
-so that nothing in them needs quoting and no list of processes shows them. That stream also keeps the ranks alive: when
-this side ends, however it does, or the network between is gone, the starter there ends them.
+The host's shell only reads a fixed command. Arguments and variables of the work are sent over ssh's stdin, so that they
+need no quoting and are in no list of processes. That stream also keeps the ranks alive: when this side ends or the
+network fails, the starter there ends them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .local import refuse_shape
 from .records import Nodes, Outcome, Work
 from .supervise import NodeStart, Say, run_nodes, to_stderr
 
-_SILENCE = 30.0  # [s] without a sign of life from here after which a node ends its ranks
-_ALIVE = 5  # [s] between questions of ssh whether the host still lives
+_SILENCE = 30.0  # [s] without a sign of life from this side after which a node ends its ranks
+_ALIVE = 5  # [s] between ssh's keep-alive messages
 _CONNECT = 10  # [s] for a connection
-_LOOKUP = 10.0  # [s] for `ssh -G`, which connects to nobody
+_LOOKUP = 10.0  # [s] for `ssh -G`, which does not connect
 
 
 class SshBackend:
-    """Nodes that are hosts of a hosts file, the first ones of it.
+    """Nodes that are the first hosts of a hosts file.
 
     Arguments:
         hosts: in the order of their node ranks.
         interface: for gloo, on each host; empty: the one through which it reaches node 0.
-        port: of node 0, where the nodes meet; 0: one that is free there.
+        port: of node 0, for the preflight; 0: one that is free there.
         options: of ssh, such as ("-i", "key").
-        say: takes the lines for people.
+        say: prints lines.
     """
 
     name = "ssh"
@@ -92,7 +92,6 @@ class SshBackend:
         return (*self._ssh(host), starter)
 
     def _ssh(self, host: RemoteHost, *more: str) -> tuple[str, ...]:
-        """ssh to a host that asks nobody anything: no password, no key that is not known."""
         return (
             *("ssh", "-T", "-a", "-x", *more),
             *("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT}"),
@@ -104,7 +103,6 @@ class SshBackend:
         )
 
     def _address(self, host: RemoteHost) -> str:
-        """The name behind an alias of the user's ssh configuration."""
         asked = subprocess.run(
             self._ssh(host, "-G"),
             capture_output=True,

@@ -1,8 +1,8 @@
-"""Starts the starters of all nodes and sees them through, in every ending: what each back end does once it has nodes.
+"""Starts the starters of all nodes and supervises them to any ending: the common part of back ends that have nodes.
 
-run_nodes <-- stdout: events: up, met, line, failed   starter of node i (here, in a namespace, behind ssh)
+run_nodes <-- stdout: events: up, met, line, failed   starter of node i (here, in a namespace, over ssh)
           --- stdin: the order once all are up, then held open -->
-          <-- stderr: what agents and ranks say ----> folder/nodeI.log, and `say` line by line
+          <-- stderr: output of agents and ranks ---> folder/nodeI.log, and `say` line by line
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .records import Nodes, Outcome, Work
 
 Say = Callable[[str], None]
 
-_GRACE = 10.0  # [s] from the first failure to the end of the other nodes: they say what they saw
-_SAME = 0.5  # [s] likewise where no ranks run yet: what one node was told all are
-_SLACK = 15.0  # [s] for a node to say how its preflight went
-_SIGNS = 5  # of life from here in the time after which a node believes us gone
-_LET_GO = 10.0  # [s] for a starter to end its ranks once its stdin has ended
+_GRACE = 10.0  # [s] from the first failure to the end of the other nodes, for their errors
+_SAME = 0.5  # [s] the same before ranks run: all nodes report the same verdict
+_SLACK = 15.0  # [s] for a node to report its preflight
+_SIGNS = 5  # signs of life per NodeStart.silence
+_LET_GO = 10.0  # [s] for a starter to end its ranks after its stdin closes
 _SHOWN = 15  # of them in the report of a failed node
 _FEW = 3  # of a node that never came up
 _AGENT = re.compile(
@@ -45,7 +45,7 @@ _AGENT = re.compile(
 
 
 def failure(name: str, status: int, log: Path, lines: Sequence[str]) -> str:
-    """Story of a node that failed, with its last lines: those of its ranks, and what the agent says of them."""
+    """Report of a failed node with its last lines: those of its ranks, and the agent's summary."""
     kept: list[str] = []
     for line in lines:
         found = _AGENT.search(line)
@@ -57,22 +57,22 @@ def failure(name: str, status: int, log: Path, lines: Sequence[str]) -> str:
 
 
 def to_stderr(line: str) -> None:
-    """Where lines go unless a caller says otherwise: stdout may be somebody's JSON."""
+    """Print a line on stderr, the default of `say`: stdout may hold JSON."""
     print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStart:
-    """How the starter of a node is reached.
+    """Command that starts a node's starter.
 
     Arguments:
-        name: for people: "node 1 (host b)".
-        command: what runs the starter there, such as `STARTER` with a prefix.
+        name: as shown: "node 1 (host b)".
+        command: runs the starter there, such as `STARTER` with a prefix.
         interface: for gloo; empty: the one through which the node reaches node 0.
         environment: variables of the command here; None: this process's own.
-        silence: without a sign of life from here after which the node ends its ranks [s]; 0: it needs none, since the
-            end of its stdin tells it. A network that is gone does not.
-        hint: what to type where it could not be started.
+        silence: without signs of life for so long the node ends its ranks [s]; 0: it relies on the end of its stdin,
+            which a failed network does not show.
+        hint: what to type if it does not start.
     """
 
     name: str
@@ -90,8 +90,8 @@ def run_nodes(
 
     Arguments:
         starts: by node rank.
-        address, port: of node 0, where all nodes meet; port 0: one that is free there.
-        say: takes lines for people: the torchrun line of each node, and what the nodes say.
+        address, port: of node 0, for the preflight; port 0: one that is free there.
+        say: prints lines: the torchrun line of each node, and the nodes' output.
 
     Ctrl-C and SIGTERM end all nodes and raise KeyboardInterrupt.
     """
@@ -129,8 +129,6 @@ def run_nodes(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Running(Process):
-    """One started node, and what it told."""
-
     start: NodeStart
     say: Say
     log: Path
@@ -148,9 +146,9 @@ class _Running(Process):
         return node
 
     def tell(self, line: str = "") -> None:
-        """A line to the starter: the order, or that this side lives."""
+        """Send a line to the starter: the order, or a sign of life."""
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: its exit status tells
+        with suppress(BrokenPipeError):  # it has ended, as its exit status shows
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
         self.told_at = time.monotonic()
@@ -170,7 +168,7 @@ class _Running(Process):
         return bool(self.words)
 
     def poll(self) -> bool:
-        """Whether it has ended, all that it said read."""
+        """Whether it has ended and all its output is read."""
         was_known = self.ended_at
         if (has_ended := super(_Running, self).poll()) and not was_known:
             self.last_lines()
@@ -185,7 +183,7 @@ class _Running(Process):
 
     @property
     def last_words(self) -> str:
-        """Last words of a node that never came up."""
+        """Last lines of a node that never came up."""
         return "; ".join(self.last_lines()[-_FEW:]) or "without a word"
 
     def _events(self, stream: IO[bytes]) -> None:
@@ -193,7 +191,7 @@ class _Running(Process):
             try:
                 event: dict[str, Any] = json.loads(line)
                 kind = event["event"]
-            except (ValueError, KeyError, TypeError):  # of a login shell, which greets
+            except (ValueError, KeyError, TypeError):  # the greeting of a login shell
                 self.keep(line)
                 continue
             if kind == "up":
@@ -210,7 +208,7 @@ class _Running(Process):
 
 
 def _gather(running: list[_Running], work: Work) -> Outcome | None:
-    """Wait until all starters are up; an outcome where one is not, or is of another version than this side."""
+    """Wait until all starters are up. Returns an outcome if one is not, or is of another version than this side."""
     until = time.monotonic() + work.join_timeout
     while any(node.facts is None for node in running):
         if any(node.poll() for node in running):
@@ -229,9 +227,8 @@ def _gather(running: list[_Running], work: Work) -> Outcome | None:
 
 
 def _see_through(running: list[_Running], work: Work) -> Outcome:
-    """Poll until all have ended, or until time is up, or the grace after the first failure is over."""
     started = time.monotonic()
-    met_until = started + 2 * work.join_timeout + _SLACK  # for all to come, and for node 0 to say that they have not
+    met_until = started + 2 * work.join_timeout + _SLACK  # for all to connect, and for node 0 to report missing ones
     grace_until: float | None = None
     while not all_ended(running):
         now = time.monotonic()
@@ -269,7 +266,7 @@ def _judge(running: list[_Running]) -> Outcome:
 
 
 def hear(node: Any, event: Mapping[str, Any]) -> None:
-    """Note what a node says of itself: whom it met, its torchrun line, why it does not work."""
+    """Store a node's event: the result of its preflight, its torchrun line, or its failure."""
     match event["event"]:
         case "met":
             (node.log.parent / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
@@ -281,24 +278,23 @@ def hear(node: Any, event: Mapping[str, Any]) -> None:
 
 
 def stories_of(failed: Sequence[Any]) -> list[str]:
-    """Stories of nodes that failed, in the order in which they did: the first one's in full."""
+    """Reports of failed nodes in the order of failure, the first one in full."""
     others = [f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]]
     return [*(node.story() for node in failed[:1]), *others]
 
 
 def outcome(nodes: Sequence[Any], *, status: int, timed_out: bool = False, report: str = "") -> Outcome:
-    """How a run ended; `nodes` have the `words` of their torchrun lines, empty where there was none."""
+    """Outcome of a run; `nodes` have the `words` of their torchrun lines, empty without one."""
     commands = tuple(shlex.join(node.words) for node in nodes if node.words)
     return Outcome(status=status, timed_out=timed_out, report=report, commands=commands)
 
 
 def _end(running: list[_Running]) -> None:
-    """Let go of all starters, which then end their ranks; those that do not go are killed."""
     for node in running:
         with suppress(OSError):
             assert node.process.stdin is not None
             node.process.stdin.close()
-        if node.facts is None:  # nothing of ours reads there
+        if node.facts is None:  # the starter does not read its stdin there
             node.kill(signal.SIGTERM)
     await_end(running, _LET_GO)
     for node in running:

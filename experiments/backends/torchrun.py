@@ -1,16 +1,16 @@
-"""The torchrun line of a node: every back end ends in it, and it is printed, so that any other launcher can wrap it.
+"""The torchrun line of a node, used by every back end and printed, so that any other launcher can wrap it.
 
-Two ways in which agents meet, by whether ranks may be started again:
+Two kinds of rendezvous of the agents, by whether ranks may be restarted:
 
-    no restarts   static rendezvous: agents meet once, a second sooner than the other way.
-    restarts      c10d rendezvous on a store at node 0, a new round for each start. The list of those who wait there
-                  makes all agents start their ranks again together, and each round has a store of its own. Under static
-                  rendezvous an agent does not learn that another one starts again, and all starts share one store, so
-                  that a rank may find addresses of dead ones: with torch 2.13 ranks failed more often than they had to.
+    no restarts   static: one rendezvous, a second faster than the other kind.
+    restarts      c10d on a store at node 0, with a new round for each start. The list of waiting agents makes all of
+                  them restart their ranks together, and each round has its own store. Under a static rendezvous an
+                  agent does not learn that another one restarts, and all starts share one store, so that a rank may
+                  find addresses of dead ones: with torch 2.13 ranks failed more often than necessary.
 
-Agents of a c10d rendezvous are told who hosts the store (`is_host`): guessing it from the names of hosts fails in
-network namespaces, which share one. They are ranked by name, therefore node 0 gives its address and all others a number
-behind "~", which stands behind every character of an address.
+`is_host` names the host of the store to agents of a c10d rendezvous: guessing it from host names fails in network
+namespaces, which share one. Agents are ranked by name, therefore node 0 uses its address and all others a number after
+"~", which sorts after every character of an address.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def torchrun_words(
 ) -> tuple[str, ...]:
     """Words of the command that runs a node's ranks; `shlex.join` makes a line of them.
 
-    Only what the agents and gloo need stands in it as variables; the others of `work.environment`, which may hold
-    secrets, are the caller's to pass on.
+    It sets only variables for the agents and gloo; the caller passes the others of `work.environment`, which may hold
+    secrets.
 
     Arguments:
-        node_rank: of this node, 0 is the one whose address is `master_address`.
+        node_rank: of this node; 0 is the node at `master_address`.
         master_address: a name or address of node 0 that all nodes reach.
         master_port: a port that is free there.
         interface: the network interface that gloo takes on this node; empty: the one of the host's own name.
         python: of this node.
 
-    Raises ValueError for a node rank, a port or a number of restarts that cannot be.
+    Raises ValueError for an invalid node rank, port or number of restarts.
     """
     if not 0 <= node_rank < nodes.num_nodes:
         raise ValueError(f"node_rank={node_rank}: expected 0 to {nodes.num_nodes - 1} (num_nodes={nodes.num_nodes})")
@@ -63,7 +63,7 @@ def torchrun_words(
         *_rendezvous(work, node_rank, _bracketed(master_address), master_port),
         *("--max-restarts", str(work.restarts)),
         *("--module", work.module),
-        *(word.replace("$", "$$") for word in work.arguments),  # torchrun takes them for templates
+        *(word.replace("$", "$$") for word in work.arguments),  # torchrun expands templates
     )
 
 
@@ -73,7 +73,7 @@ def _variables(work: Work, interface: str) -> dict[str, str]:
     if interface:
         variables["GLOO_SOCKET_IFNAME"] = interface
     if work.restarts:
-        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a store of its own for each start of the ranks
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a new store for each start of the ranks
     return {name: work.environment.get(name, value) for name, value in variables.items()}
 
 

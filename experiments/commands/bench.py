@@ -1,7 +1,7 @@
-"""`stagewright bench`: runs the jobs of `bench.toml` that the cases need, and prints every figure beside its target.
+"""`stagewright bench`: runs the jobs of `bench.toml` for the chosen cases, and prints every figure with its target.
 
-Jobs run one after the other: first those in a process of their own, then those on ranks, all sides of a case in turn in
-the same processes. Where peaks of memory count, each repetition is a job.
+Jobs run one after the other: first those in one process, then those on ranks, with all sides of a case in turn in the
+same processes. For peaks of memory each repetition is a job.
 """
 
 from __future__ import annotations
@@ -28,23 +28,17 @@ from ..jobs.status import State
 from ..works.bench_report import CASES, report
 from ..works.suite import PARTS, told
 
-_MEASURED_FOR = {"prediction": ("sleep-1f1b", "sleep-interleaved", "gpt")}  # its figures come with those of others
-_A_JOB_EACH = (
-    "simulator",
-    "start",
-    "partitioner",
-    "planner",
-    "memory-in-use",
-    "memory-resident",
-)  # repetition of these parts
+_MEASURED_FOR = {"prediction": ("sleep-1f1b", "sleep-interleaved", "gpt")}  # cases that measure another case's figures
+# parts with a job per repetition
+_A_JOB_EACH = ("simulator", "start", "partitioner", "planner", "memory-in-use", "memory-resident")
 _ONCE = ("planning-scale",)
-_WITH_PLANS = ("planned-run", "memory-in-use", "memory-resident")  # left in a folder by the first of them
+_WITH_PLANS = ("planned-run", "memory-in-use", "memory-resident")  # the first writes plans for the others
 DECLARATION = Path(__file__).parents[1] / "bench.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """Measure this runtime beside torch.distributed.pipelining, in one run with alternating repetitions."""
+    """Measure this runtime against torch.distributed.pipelining, in one run with alternating repetitions."""
 
     only: tuple[str, ...] = ()
     """Cases to run (default: all)."""
@@ -53,11 +47,11 @@ class BenchOptions:
     profile: bool = False
     """Also show where the in-process step spends its time (cProfile; with the overhead cases)."""
     json: bool = False
-    """Print one JSON object; progress goes to the standard error in any case."""
+    """Print one JSON object; progress always goes to standard error."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the cases and print; 1 if a process failed. A missed target is a result, not a failure."""
+    """Run the cases and print. Returns 1 after a failed process; a missed target is not a failure."""
     if argv[:1] == ["suite"]:
         return run_suite(argv[1:])
     listed = "\n".join(f"  {name:<21} {summary}" for name, summary in CASES.items())
@@ -84,7 +78,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measured(names: Sequence[str], options: BenchOptions, folder: Path) -> tuple[list[Figure], str]:
-    """Figures of all jobs, and why one of them failed, behind which none was begun."""
     declaration = Declaration.load(DECLARATION)
     parts = tuple(parts_for(declaration.parts, names, options, folder))
     return _ran(sorted(jobs_of(replace(declaration, parts=parts)), key=lambda job: job.nodes is not None), folder)
@@ -109,15 +102,15 @@ class SuiteOptions:
     models: str = ""
     """Some of gpt,lstm,cnn,unet,moe (default: all)."""
     ranks: int = 2
-    """Processes, a stage each."""
+    """Processes, one per stage."""
     folder: Path = Path("runs/experiments")
     """Figures and a picture go to FOLDER/suite/report."""
     json: bool = False
-    """Print one JSON object; progress goes to the standard error."""
+    """Print one JSON object; progress goes to standard error."""
 
 
 def run_suite(argv: Sequence[str]) -> int:
-    """Run the experiment `suite` anew, for all models or some, and print one table; 1 if a process failed."""
+    """Run the experiment `suite` again, for all models or some, and print a table. Returns 1 after a failed process."""
     options, declared = read(SuiteOptions, argv, "bench suite"), find_declaration("suite")
     (part,) = declared.parts
     models = [case.text("model") for case in part.cases]
@@ -141,7 +134,7 @@ def run_suite(argv: Sequence[str]) -> int:
 
 
 def show_suite(models: Sequence[Mapping[str, Any]], picture: Path) -> None:
-    """Print a row a stage, in 80 columns, and where the picture is."""
+    """Print a row per stage, in 80 columns, and the path of the picture."""
     from rich.console import Console
 
     numbers = ("/s", "plan", "comp", "link", "wght", "grad", "opt", "act", "work", "comm", "peak", "act%")
@@ -179,15 +172,15 @@ def parts_for(declared: Sequence[Part], names: Sequence[str], options: BenchOpti
 
 
 class LaunchedRanks:
-    """Back end of this bench: the launcher's plain processes, without torchrun's agents, which poll beside ranks."""
+    """Back end of this bench: the launcher's plain processes, without torchrun's agents, which poll, too."""
 
     name = "launcher"
 
     def check(self, nodes: Nodes) -> None:
-        """See `Backend.check`: loopback is as it is, and all ranks stand on it."""
+        """See `Backend.check`: all ranks share the unshaped loopback."""
 
     def run(self, work: Work, nodes: Nodes) -> Outcome:
-        # -P: the folder that the user stands in may hold modules with any name.
+        # -P: the current folder may hold modules of any name.
         command = [sys.executable, "-P", "-m", work.module, *work.arguments]
         result = launch(command, num_ranks=nodes.num_ranks, timeout=work.timeout, environment=work.environment)
         return Outcome(status=result.status, report=result.report)

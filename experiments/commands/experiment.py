@@ -35,7 +35,7 @@ class ListOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowOptions:
-    """Show the jobs of an experiment and how each one stands."""
+    """Show the jobs of an experiment and their states."""
 
     name: tyro.conf.Positional[str]
     """Name of an experiment, or a TOML file of your own."""
@@ -63,28 +63,28 @@ class RunOptions:
     repetitions: int | None = None
     """Repetitions of every part (default: as declared)."""
     set: tuple[str, ...] = ()
-    """KEY=VALUE in all cases, in place of what is declared (default: as declared)."""
+    """KEY=VALUE for all cases, instead of declared values (default: as declared)."""
     only: tuple[str, ...] = ()
-    """Only these parts, and jobs with such cases, as a whole: names of parts, or KEY=VALUE (default: all)."""
+    """Only these parts, and whole jobs with such cases: names of parts, or KEY=VALUE (default: all)."""
     fresh: bool = False
-    """Run again what is done."""
+    """Also run finished jobs again."""
     any_code: bool = False
-    """Jobs that another version of the code has done count as done."""
+    """Don't repeat jobs that were run by another version of the code."""
     hosts: Path | None = None
-    """Hosts of --backend ssh: a file with one a line, such as user@host:22 slots=4 python=/path/of/python."""
+    """File of hosts for --backend ssh, one per line, such as user@host:22 slots=4 python=/path/of/python."""
     slurm: tuple[str, ...] = ()
     """Options of sbatch for --backend slurm, by submitit's names, such as partition=long account=mine."""
     interface: str | None = None
     """Network interface for gloo on the nodes of ssh and slurm (default: the one through which they reach node 0)."""
     workers: int | None = None
-    """Jobs in one process that run at once (default: one a core)."""
+    """Number of single-process jobs at once (default: one per core)."""
     folder: Path = Path("runs/experiments")
     """Jobs go to FOLDER/NAME/jobs, the report to FOLDER/NAME/report."""
     json: bool = False
-    """Print one JSON object; progress goes to the standard error."""
+    """Print one JSON object; progress goes to standard error."""
 
     def changes(self) -> Changes:
-        """Values other than declared; ValueError for an option that cannot be meant."""
+        """Changes of declared values. Raises ValueError for an invalid option."""
         if self.backend is not None:
             check_known("--backend: unknown back end", self.backend, BACKENDS, listed="back ends")
         for option in ("nodes", "repetitions", "workers"):
@@ -109,7 +109,6 @@ class RunOptions:
 
 
 def _read_value(word: str) -> tuple[str, Value]:
-    """Key and value of a word such as total_updates=20; ValueError for another form."""
     key, equals, text = word.partition("=")
     if not (key and equals and text):
         raise ValueError(f"--set {word}: expected KEY=VALUE, such as ranks=2")
@@ -135,13 +134,13 @@ class ReportOptions:
     into: Path | None = None
     """Write to INTO/NAME, such as experiments/results (default: FOLDER/NAME/report)."""
     results: Path | None = None
-    """Take RESULTS/NAME/results.jsonl in place of jobs; the report goes there, too, unless --into says otherwise."""
+    """Read RESULTS/NAME/results.jsonl instead of jobs, and write the report there (or to --into)."""
     json: bool = False
     """Print one JSON object."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one word of the command and return its exit status."""
+    """Run `list`, `show`, `run` or `report`, and return its exit status."""
     words: dict[str, Callable[[Sequence[str]], int]] = {"list": _list, "show": _show, "run": _run, "report": _report}
     if not argv or argv[0] in ("-h", "--help"):
         print(wrapped(_help()))
@@ -183,7 +182,7 @@ def _show(argv: Sequence[str]) -> int:
     folder = options.folder / declaration.name / "jobs"
     intents = [intend(job, folder / job.name) for job in jobs_of(declaration)]
     statuses = [Status.read(intent.folder) for intent in intents]
-    if is_held(options.folder / declaration.name):  # what looks interrupted is under way
+    if is_held(options.folder / declaration.name):  # interrupted by its state, but running
         running = [status.state is State.RUNNING for status in statuses]
         intents = [replace(i, why="") if at else i for i, at in zip(intents, running, strict=True)]
     if options.json:
@@ -211,7 +210,7 @@ def _run(argv: Sequence[str]) -> int:
     jobs = select(jobs_of(declaration, changes), options.only)
     folder = options.folder / declaration.name
     with alone(folder):
-        readme(declaration, "", folder / "report")  # what it refuses, it refuses before the jobs
+        readme(declaration, "", folder / "report")  # raises its errors before the jobs run
         intents = [
             intend(job, folder / "jobs" / job.name, fresh=options.fresh, any_code=options.any_code) for job in jobs
         ]
@@ -242,7 +241,6 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _tell(intents: Sequence[Intent], note: Callable[[str], None]) -> None:
-    """Jobs that are not run, and those that are run again and why: one line a reason."""
     done = sum(not intent.runs for intent in intents)
     if done:
         note(f"{count(done, 'job')} done already")

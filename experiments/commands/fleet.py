@@ -1,6 +1,6 @@
-"""`stagewright fleet`: which job runs on which kind of device, when, by which policy. Simulated.
+"""`stagewright fleet`: assigns jobs to kinds of devices over time, by policies. Simulated.
 
-stagewright fleet fleet.json                            every policy beside one that knows no kinds
+stagewright fleet fleet.json                            every policy, compared with one that ignores kinds
 stagewright fleet fleet.json --policies max-min cost
 
 fleet.json has "kinds" (name, devices, price an hour, speed, memory, link) and "jobs" (name, samples, devices, weight,
@@ -30,7 +30,7 @@ from ..fleet.rounds import FleetRun, run_fleet
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """Simulate a fleet of jobs on kinds of devices, by policies that know what each job makes on each kind."""
+    """Simulate a fleet of jobs on kinds of devices, by policies that know each job's throughput on each kind."""
 
     fleet: Annotated[Path, tyro.conf.Positional]
     """A JSON file of kinds and jobs."""
@@ -39,7 +39,7 @@ class FleetOptions:
     round: float = 360.0
     """Seconds of a round."""
     restart: float = 0.0
-    """Seconds that a job loses where its devices change."""
+    """Seconds that a job loses when its devices change."""
     json: bool = False
     """Print one JSON object and no table."""
 
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_fleet(path: Path) -> tuple[list[dict[str, Any]], list[FleetJob]]:
-    """Kinds and jobs of a file; ValueError names file, job and field."""
+    """Kinds and jobs of a file. Raises ValueError that names file, job and field."""
     content = parse_object(read_text(path), source=str(path))
     kinds = []
     for each in content.objects("kinds"):
@@ -123,7 +123,6 @@ def _job(record: Fields, kinds: Sequence[dict[str, Any]], folder: Path) -> Fleet
 
 
 def _planned(profiles: Sequence[Profile], kind: dict[str, Any], devices: int, batch: int) -> float:
-    """Samples/s of the planner's plan on so many devices of a kind; 0 where nothing fits."""
     cluster = Cluster(
         levels=(Level(name="link", size=devices, bandwidth=kind["link"]),),
         kinds=(DeviceKind(name=kind["name"], speed=kind["speed"], memory_bytes=kind["memory"]),),

@@ -1,10 +1,10 @@
-"""`stagewright price`: what a job costs on devices whose prices change, by which plan. Simulated.
+"""`stagewright price`: the cost of a job on devices whose prices change, by plan. Simulated.
 
 stagewright price prices.csv --plans plans.json --samples 1e6 --deadline 86400 --restart 60 --checkpoint-every 600
 
-prices.csv: seconds,kind,price (of a device and hour; empty: not to be had), in order; a row "SECONDS,end," ends it.
+prices.csv: seconds,kind,price (per device and hour; empty: not available), in order; a row "SECONDS,end," ends it.
 plans.json: {"plans": [{"name", "kind", "devices", "rate"}, ...]}, or "plan", a file of `stagewright plan --out`, and
-"batch" in place of devices and rate (samples/s).
+"batch" instead of devices and rate (samples/s).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class PriceOptions:
     plans: Path
     """A JSON file of plans."""
     samples: float
-    """To train on."""
+    """Samples to train on."""
     deadline: float | None = None
-    """Seconds from the first moment of the table (default: its end)."""
+    """Seconds from the first time of the table (default: its end)."""
     restart: float = 0.0
-    """Seconds from having devices to the first step."""
+    """Seconds from getting devices to the first step."""
     checkpoint_every: float = 0.0
-    """Seconds between two checkpoints (default: none, so that all is lost with the devices)."""
+    """Seconds between two checkpoints (default: none, so that losing the devices loses everything)."""
     checkpoint: float = 0.0
-    """Seconds that one takes."""
+    """Seconds of a checkpoint."""
     json: bool = False
     """Print one JSON object and no table."""
 

@@ -4,15 +4,15 @@ X[m, k]     part of the time for which job m runs on kind k     sum over k: at m
 demand      devices of a job times its parts                    sum over m: at most the devices of that kind
 rate        samples/s of job m: sum over k of throughputs[m, k] X[m, k]
 
-policy        what is best
-max-min       the least rate beside that of an equal split, by weight
-finish-time   the largest (time so far + time left) beside that of an equal split from the start (Themis' rho)
-makespan      all are done as early as can be
-cost          least money for at least the rates of an equal split
-deadline      all deadlines are met for the least money; where they cannot, each as nearly as the next
+policy        objective
+max-min       maximises the least rate relative to an equal split, by weight
+finish-time   minimises the largest (time so far + time left) relative to an equal split from the start (Themis' rho)
+makespan      finishes all jobs as early as possible
+cost          minimises the cost of at least the rates of an equal split
+deadline      minimises the cost of meeting all deadlines; if impossible, misses each by the same factor
 
-The first three hand out what they leave over by a second program, at no loss of the first. An equal split gives each
-job the same part, by weight, of each kind.
+The first three distribute the remaining devices by a second program that keeps the first's result. An equal split gives
+each job the same share, by weight, of each kind.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ...partition.strict import check_figures, count, number, printable
 from ...partition.topology import Floats
 
 POLICIES = ("max-min", "finish-time", "makespan", "cost", "deadline", "equal")
-_HALVINGS = 30  # of the interval in which rho is looked for
-_SLACK = 1e-7  # relative: what a second program may take from the first's result
+_HALVINGS = 30  # of the interval of rho
+_SLACK = 1e-7  # relative loss of the first program's result that the second one may cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,15 @@ class FleetJob:
     """A training job.
 
     Arguments:
-        name: for people.
+        name: as shown.
         throughputs: by kind of device, of all its devices together [samples/s]; 0: does not run there.
-        samples: to train on in all.
-        devices: that it takes at once, all of one kind.
-        weight: its part beside the others'.
-        arrival: when it is there [s].
-        deadline: when it is to be done [s]; None: whenever.
+        samples: to train on in total.
+        devices: used at once, all of one kind.
+        weight: relative to the other jobs.
+        arrival: time of its arrival [s].
+        deadline: latest time of its end [s]; None: no limit.
 
-    Raises ValueError for figures that are none, and for a job that runs nowhere.
+    Raises ValueError for invalid figures, and for a job that runs nowhere.
     """
 
     name: str
@@ -69,13 +69,13 @@ class FleetJob:
 
 
 class Shares:
-    """The programs for jobs on a fleet as it is at one moment.
+    """The programs for jobs on a fleet at one time.
 
     Arguments:
         counts: [K] devices of each kind.
         prices: [K] of a device [money/s].
-        left: [m] samples that are left; None: all.
-        now: the moment [s].
+        left: [m] remaining samples; None: all.
+        now: the time [s].
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Shares:
         return np.asarray((self.rates * shares).sum(axis=1))
 
     def of(self, policy: str) -> Floats:
-        """[m, K] the policy's shares. Raises ValueError for another word."""
+        """[m, K] the policy's shares. Raises ValueError for an unknown policy."""
         found = self._found(policy)
         assert found is not None
         return found
@@ -142,7 +142,7 @@ class Shares:
         raise ValueError(f"policy {policy!r}: expected one of {', '.join(POLICIES)}")
 
     def _most_of_least(self, wanted: Floats) -> Floats:
-        """The largest z with rate >= z wanted for all; then the most work beside the best kinds'."""
+        """The largest z with rate >= z wanted for all, then the most work relative to the best kinds."""
         size = self.rates.size
         objective = np.zeros(size + 1)
         objective[-1] = -1.0
@@ -151,14 +151,13 @@ class Shares:
         return self._rest(wanted * found[-1])
 
     def _rest(self, least: Floats) -> Floats:
-        """Shares with at least these rates, and otherwise the most work, each job beside its best kind."""
         gain = -(self.rates / self.rates.max(axis=1, keepdims=True)).ravel()
         found = self._solve(gain, least=(np.zeros_like(least), least * (1 - _SLACK)))
         assert found is not None
         return found.reshape(self.rates.shape)
 
     def _finish_time(self) -> Floats:
-        """Rho by halving: what each rate must be for a rho is fixed."""
+        """Rho by bisection: it determines the required rates."""
         spent = np.array([self.now - job.arrival for job in self.jobs])
         alone = spent + self.left / self.rate(self.equal)
         low, high = 0.0, 1.0  # the equal split has 1
@@ -179,19 +178,19 @@ class Shares:
 
     def _deadlines(self) -> Floats:
         time = np.array([math.inf if job.deadline is None else job.deadline - self.now for job in self.jobs])
-        wanted = np.where(time > 0, self.left / np.maximum(time, 1e-300), 0.0)  # one that is missed waits for the rest
+        wanted = np.where(time > 0, self.left / np.maximum(time, 1e-300), 0.0)  # a missed deadline needs no rate
         shares = self._for_least_money(wanted) if wanted.any() else self._rest(wanted)
         return self._most_of_least(wanted) if shares is None else shares
 
     def _for_least_money(self, least: Floats) -> Floats | None:
-        """None: no shares have these rates."""
+        """Shares of least cost with these rates; None: there are none."""
         money = (self.prices * self.devices[:, None]).ravel()
         found = self._solve(money, least=(np.zeros_like(least), least * (1 - _SLACK)))
         return None if found is None else found.reshape(self.rates.shape)
 
     def _solve(self, objective: Floats, *, least: tuple[Floats, Floats | float], extra: int = 0) -> Floats | None:
-        """The program's variables; None: no shares have rate >= least[0] z + least[1]. `extra`: 1: z is a variable
-        behind the shares."""
+        """The program's variables; None: no shares have rate >= least[0] z + least[1]. `extra`: 1 adds the variable z
+        after the shares."""
         jobs, kinds = self.rates.shape
         size = jobs * kinds
         rows = np.zeros((jobs + kinds + jobs, size + extra))

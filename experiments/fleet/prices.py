@@ -1,12 +1,12 @@
-"""A job on devices whose price changes and which are taken away: what it costs by which plan, and by which at best.
+"""A job on devices whose price changes and which may be withdrawn: its cost by a plan, and by the best plans.
 
-A trace is a table of moments: from each to the next a kind of device has a price, or is not to be had. A plan makes so
-many samples/s for so many devices of a kind. Whoever begins, or changes the plan, restarts: `restart_seconds` are paid
-and make nothing. A checkpoint stands every `checkpoint_every` seconds and takes `checkpoint_seconds`; what was made
-behind the last one is lost where the device is taken away.
+A trace is a table of times: from each to the next a kind of device has a price, or is not available. A plan has a rate
+[samples/s] on a number of devices of a kind. Beginning or changing a plan is a restart: `restart_seconds` are paid
+without samples. A checkpoint is written every `checkpoint_every` seconds and takes `checkpoint_seconds`; samples after
+the last one are lost when the device is withdrawn.
 
-replay      one plan wherever its kind is to be had
-cheapest    which plan runs in which part of the trace, for the least money by the deadline: part by part, what may
+replay      one plan whenever its kind is available
+cheapest    a plan per part of the trace, at the least cost by the deadline: keeps, part by part, all states that may
             still become the cheapest
 """
 
@@ -25,19 +25,12 @@ import numpy as np
 from ...partition.strict import check_figures, count, number, printable
 
 _HEADER = ("seconds", "kind", "price")
-_MOST = 1000  # ways that are followed at once
+_MOST = 1000  # states kept at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan to run a job by.
-
-    Arguments:
-        name: for people.
-        kind: of device.
-        devices: of that kind.
-        rate: that it makes [samples/s].
-    """
+    """A plan of a job: `devices` of a `kind`, and its `rate` [samples/s]."""
 
     name: str
     kind: str
@@ -56,7 +49,7 @@ class PriceTrace:
 
     Arguments:
         times: ascending [s]; the last one ends the trace.
-        prices: by kind, one from each time to the next [money a device and second]; None: not to be had.
+        prices: by kind, one from each time to the next [money per device and second]; None: not available.
     """
 
     times: tuple[float, ...]
@@ -64,10 +57,9 @@ class PriceTrace:
 
     @classmethod
     def parse(cls, text: str, *, source: str = "trace") -> PriceTrace:
-        """Read CSV: seconds, kind, price a device and hour; an empty price: not to be had from then on. A row of a kind
-        "end" ends it. Raises ValueError, with source and line, for times out of order, negative prices and whatever is
-        no number."""
-        rows = list(csv.reader(io.StringIO(text, newline=None)))  # a carriage return alone ends a line, too
+        """Read CSV: seconds, kind, price per device and hour (empty: not available from then on). A row of kind "end"
+        ends it. Raises ValueError, with source and line, for times out of order, negative prices and non-numbers."""
+        rows = list(csv.reader(io.StringIO(text, newline=None)))  # also ends lines at a lone carriage return
         if not rows or tuple(map(str.strip, rows[0])) != _HEADER:
             raise ValueError(f"{source}, line 1: {rows[:1]!r:.60}: expected {','.join(_HEADER)}")
         now: dict[str, float | None] = {}
@@ -112,10 +104,10 @@ class PricedRun(NamedTuple):
     Arguments:
         used: by part of the trace, the plan's name; None: it waits.
         cost: [money].
-        seconds: until it is done; None: it is not, by the trace's end or the deadline.
-        samples: that were made and kept.
-        lost: samples that were made and taken away.
-        restarts: of them.
+        seconds: until its end; None: not done by the trace's end or the deadline.
+        samples: made and kept.
+        lost: samples made and lost.
+        restarts: their number.
     """
 
     used: tuple[str | None, ...]
@@ -128,11 +120,11 @@ class PricedRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charges:
-    """Seconds that interruptions take, as measured (`stagewright train` writes those of its checkpoints).
+    """Seconds of interruptions, as measured (`stagewright train` writes those of its checkpoints).
 
     Arguments:
-        restart_seconds: from having a device to the first step.
-        checkpoint_every, checkpoint_seconds: one so often, for so long; every 0: none but at the end.
+        restart_seconds: from getting a device to the first step.
+        checkpoint_every, checkpoint_seconds: interval and duration; every 0: only at the end.
     """
 
     restart_seconds: float = 0.0
@@ -144,12 +136,12 @@ class Charges:
 
     @property
     def share(self) -> float:
-        """Part of the time that makes samples."""
+        """Share of the time that makes samples."""
         every = self.checkpoint_every
         return every / (every + self.checkpoint_seconds) if every else 1.0
 
     def kept(self, seconds: float) -> float:
-        """Seconds, of so many behind a restart, whose samples a checkpoint has when the device goes."""
+        """Seconds, of `seconds` after a restart, whose samples are in a checkpoint when the device is withdrawn."""
         if not self.checkpoint_every:
             return 0.0
         whole = math.floor(seconds / (self.checkpoint_every + self.checkpoint_seconds) + 1e-9)
@@ -157,11 +149,11 @@ class Charges:
 
 
 class _Way(NamedTuple):
-    """A job between two parts of a trace: a plan runs since `begun`, where so many samples were `sure`.
+    """State of a job between two parts of a trace: a plan runs since `begun`, with `sure` samples at that time.
 
     Arguments:
-        before: the way to the part in front.
-        done: moment at which all samples are made; None: they are not.
+        before: the state before the previous part.
+        done: time at which all samples are made; None: not yet.
     """
 
     before: _Way | None = None
@@ -177,8 +169,6 @@ class _Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """Samples to make along a trace, until `end`."""
-
     trace: PriceTrace
     samples: float
     charges: Charges
@@ -188,14 +178,14 @@ class _Job:
         number("samples", self.samples, positive=True)
 
     def price(self, plan: PricedPlan | None, part: int) -> float | None:
-        """The price of a plan's devices; None where they are not to be had."""
+        """The price of a plan's devices; None if not available."""
         begin = self.trace.times[part]
         prices = self.trace.prices.get(plan.kind) if plan is not None and begin < self.end else None
         price = None if prices is None else prices[part]
         return None if plan is None or price is None else price * plan.devices
 
     def after(self, way: _Way, part: int, plan: PricedPlan | None) -> _Way:
-        """Behind one more part, with this plan where it can run."""
+        """The state after one more part, with this plan if it can run."""
         begin, until = self.trace.times[part], min(self.trace.times[part + 1], self.end)
         price, charges = self.price(plan, part), self.charges
         plan = None if price is None else plan
@@ -215,8 +205,8 @@ class _Job:
         return _Way(way, plan, begun, sure, self.samples, cost + (done - begin) * price, lost, restarts, done)
 
     def least(self, part: int, plans: Sequence[PricedPlan], samples: Sequence[float]) -> list[float]:
-        """Money that so many samples cost at least from this part on; infinite where they cannot be made."""
-        steps = []  # money a sample, and the samples, of a part whose best plan costs what its cheapest one costs
+        """Lower bound of the cost of so many samples from this part on; infinite if they cannot be made."""
+        steps = []  # by part: cost per sample of its cheapest plan, samples of its fastest plan
         for i in range(part, len(self.trace.lengths)):
             seconds = max(0.0, min(self.trace.times[i + 1], self.end) - self.trace.times[i])
             known = [(price, plan.rate) for plan in plans if (price := self.price(plan, i)) is not None]
@@ -246,8 +236,8 @@ def replay(
     charges: Charges,
     deadline: float | None = None,
 ) -> PricedRun:
-    """Run the plan of each part, one after the other, until the samples are made; waits where its kind is not to be
-    had. A device that goes on with the same plan does not restart."""
+    """Run the plan of each part until the samples are made; wait while its kind is not available. Continuing with the
+    same plan needs no restart."""
     end = math.inf if deadline is None else deadline
     job, way = _Job(trace=trace, samples=samples, charges=charges, end=end), _Way()
     for part, plan in enumerate(used):
@@ -258,11 +248,11 @@ def replay(
 def cheapest(
     plans: Sequence[PricedPlan], trace: PriceTrace, samples: float, charges: Charges, deadline: float | None = None
 ) -> PricedRun:
-    """The least money by which the samples are made by the deadline, knowing the trace; never dearer than one plan.
+    """The run of least cost that makes the samples by the deadline, knowing the trace; never dearer than one plan.
 
-    A way is followed unless one with the same plan since the same moment has made more for less money, or what is left
-    costs too much even without restarts. Where that leaves over 1,000, as in long traces, those that promise most are,
-    and the answer may be some 0.1% too dear. Raises ValueError where no plans make them in time.
+    A state is dropped if another with the same plan since the same time has made more at a lower cost, or if the rest
+    would be too expensive even without restarts. Of over 1,000 remaining states, as in long traces, the most promising
+    are kept, and the answer may be some 0.1% too expensive. Raises ValueError if no plans finish in time.
     """
     single = [replay([plan] * len(trace.lengths), trace, samples, charges, deadline) for plan in plans]
     best = min((each for each in single if each.seconds is not None), key=lambda each: each.cost, default=None)
@@ -280,7 +270,7 @@ def cheapest(
         left = job.least(part + 1, plans, [samples - way.made for way in ways])
         limit = math.inf if best is None else best.cost
         hopeful = [(way.cost + more, way) for way, more in zip(ways, left, strict=True) if way.cost + more < limit]
-        if len(hopeful) > _MOST:  # of those that have made about as much, the one that promises most
+        if len(hopeful) > _MOST:  # of states with a similar number of samples, the most promising one
             hopeful.sort(key=lambda each: -each[0])
             hopeful = [*{int(each[1].made / samples * _MOST): each for each in hopeful}.values()]
         ways = [way for _, way in hopeful]
@@ -294,7 +284,6 @@ def cheapest(
 
 
 def _front(ways: list[_Way]) -> list[_Way]:
-    """Those to which none has made as much for less money."""
     kept: list[_Way] = []
     for way in sorted(ways, key=lambda each: (-each.made, each.cost)):
         if not kept or way.cost < kept[-1].cost:

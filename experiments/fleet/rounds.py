@@ -1,7 +1,7 @@
-"""A fleet over time, simulated: in rounds, by shares that a policy gives for the jobs that are there.
+"""A fleet over time, simulated in rounds, by a policy's shares for the present jobs.
 
-    a job comes or ends     shares anew
-    a round                 jobs in order of share over rounds had on that kind; each takes its devices, where left
+    a job arrives or ends   new shares
+    a round                 jobs in order of share / past rounds on that kind; each takes its devices, if available
     a job's device changes  it loses `restart_seconds` of that round
 
 Gavel's mechanism (OSDI 2020, section 5).
@@ -22,12 +22,12 @@ from .policies import FleetJob, Shares
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRun:
-    """How a fleet ran.
+    """Result of a fleet.
 
     Arguments:
-        completions: by job, when it was done [s].
-        rounds: of them.
-        cost: of the devices while they ran [money].
+        completions: by job, the time of its end [s].
+        rounds: their number.
+        cost: of the devices in use [money].
     """
 
     jobs: tuple[FleetJob, ...]
@@ -46,7 +46,7 @@ class FleetRun:
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """Jobs that are done behind their deadline."""
+        """Jobs that ended after their deadline."""
         pairs = zip(self.jobs, self.completions, strict=True)
         return tuple(job.name for job, end in pairs if job.deadline is not None and end > job.deadline)
 
@@ -61,8 +61,8 @@ def run_fleet(
     restart_seconds: float = 0.0,
     is_agnostic: bool = False,
 ) -> FleetRun:
-    """Run all jobs to their end. `is_agnostic`: the policy takes all kinds of devices for alike, as schedulers do that
-    know one speed a job. Raises ValueError for an empty fleet, and for a restart as long as a round."""
+    """Run all jobs to their end. `is_agnostic`: the policy ignores the kinds of devices, like schedulers with one speed
+    per job. Raises ValueError for an empty fleet, and for a restart as long as a round."""
     if not jobs:
         raise ValueError("a fleet without jobs: expected at least one")
     if policy == "deadline" and all(job.deadline is None for job in jobs):
@@ -108,7 +108,7 @@ def _alike(rates: Sequence[float]) -> tuple[float, ...]:
 def _place(
     here: Sequence[int], shares: Floats, had: Floats, jobs: Sequence[FleetJob], counts: Sequence[int]
 ) -> dict[int, int]:
-    """By job its kind in this round: most share for the rounds had first, then whoever runs there at all."""
+    """By job its kind in this round: by descending share per past round, then any job that runs there."""
     free = list(counts)
     wanted = []
     for m in here:

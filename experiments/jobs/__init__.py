@@ -1,1 +1,1 @@
-"""Experiments: what is asked, the jobs that answer it, how each one stands, and the report."""
+"""Experiments: declarations, their jobs with their states, and reports."""

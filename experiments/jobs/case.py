@@ -28,7 +28,7 @@ class Case:
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Case:
-        """Case with these values, as TOML and JSON have them; ValueError for a key or value that cannot be one."""
+        """Case of values from TOML or JSON. Raises ValueError for an invalid key or value."""
         return cls(tuple((_key(key), _value(key, value)) for key, value in values.items()))
 
     @property
@@ -45,11 +45,11 @@ class Case:
         return (key for key, _ in self.items)
 
     def also(self, **values: Value) -> Case:
-        """The same with further or other values: for figures of a part of what the case asks for."""
+        """The case with additional or other values, for a figure of a part of the case."""
         return Case.of({**self.values, **values})
 
     def only(self, keys: Iterable[str]) -> Case:
-        """Its values of these keys, as far as it has them, in the order of `keys`."""
+        """The case with only those of `keys` that it has, in their order."""
         own = self.values
         return Case(tuple((key, own[key]) for key in keys if key in own))
 
@@ -61,13 +61,13 @@ class Case:
         return value if isinstance(value, str) else fail(self._at(key), value, "text")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A value that must be a whole number of at least 1; `default` where the key is missing, unless None."""
+        """A whole number of at least 1; `default` if the key is missing, unless None."""
         if default is not None and key not in self:
             return default
         return count(self._at(key), self._need(key))
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A value that must be a finite number of at least 0; likewise."""
+        """A finite number of at least 0; `default` likewise."""
         if default is not None and key not in self:
             return default
         return number(self._at(key), self._need(key))
@@ -90,7 +90,7 @@ class Case:
 
 
 def grid(values: Mapping[str, object]) -> list[Case]:
-    """All cases of a grid: a list stands for each of its members, the last key runs fastest.
+    """All cases of a grid: a list means each of its members in turn, the last key varies fastest.
 
     >>> [str(case) for case in grid({"schedule": ["gpipe", "1f1b"], "ranks": 4})]
     ['schedule=gpipe ranks=4', 'schedule=1f1b ranks=4']
@@ -103,7 +103,6 @@ def grid(values: Mapping[str, object]) -> list[Case]:
 
 
 def shown(value: Value) -> str:
-    """A value as people read it."""
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -122,12 +121,12 @@ def _value(key: str, value: object) -> Value:
 
 
 def wanted(case: Case) -> Nodes:
-    """Nodes of a case: `ranks` in all (1) on `nodes` (1), and the shape of links between them.
+    """Nodes of a case: `ranks` in total (1) on `nodes` (1), and the shape of links between them.
 
-    Of the shape: `bandwidth` and `site_bandwidth` ("1gbit"), `latency` and `site_latency` ("1ms"), `sites` (the site of
-    each node, [[0, 0, 1, 1]]), `cpu_share`.
+    Keys of the shape: `bandwidth` and `site_bandwidth` ("1gbit"), `latency` and `site_latency` ("1ms"), `sites` (per
+    node, [[0, 0, 1, 1]]), `cpu_share`.
 
-    Raises ValueError for a value that is none of these, or ranks that cannot be spread evenly over the nodes.
+    Raises ValueError for another value, or ranks that cannot be spread evenly over the nodes.
 
     >>> wanted(Case.of({"ranks": 4, "nodes": 2, "bandwidth": "1gbit"})).ranks_per_node
     2

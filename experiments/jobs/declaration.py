@@ -1,22 +1,22 @@
-"""An experiment as a small TOML file declares it.
+"""Declaration of an experiment, a small TOML file.
 
 question = "..."              one line
 
 [[parts]]                     one or several, each with work of its own
 name = "emulated"
 work = ".bubbles:emulated"    work(case, repetitions) -> figures; a leading dot: in stagewright.experiments.works
-on = "ranks"                  "cores": one process a job, as many jobs at once as there are cores;
+on = "ranks"                  "cores": one process per job, as many jobs at once as there are cores;
                               "ranks": on all ranks of a back end, rank 0's figures count
-figures = ["bubble"]          names of all figures that it gives; tables and plots show those
+figures = ["bubble"]          names of all its figures, for tables and plots
 repetitions = 3
 timeout = 600                 [s] of a job
-together = ["ranks"]          cases that are equal in these keys make one job
-backend = "netns"             of "ranks", unless --backend says another
+together = ["ranks"]          cases with equal values of these keys are one job
+backend = "netns"             of "ranks", unless --backend names another
 environment = { NAME = "1" }  variables of its processes
 
-[[parts.cases]]               one or several grids: a list stands for each of its members
+[[parts.cases]]               one or several grids: a list means each of its members in turn
 schedule = ["gpipe", "1f1b"]
-ranks = [2, 4]                of "ranks", these keys say what the back end must give: see `wanted.py`
+ranks = [2, 4]                for "ranks", the back end must provide these: see `case.wanted`
 
 [report]                      see `tables.py`
 """
@@ -47,14 +47,14 @@ class Part:
         name: unique in the experiment.
         work: "package.module:function" or "file.py:function".
         on_ranks: whether the function runs on all ranks of a back end, or in one process.
-        cases: at least one, no two alike.
-        figures: names of all figures that the work gives; none: it does not say.
-        repetitions: passed on to the work.
+        cases: at least one, no two equal.
+        figures: names of all figures of the work; empty: not declared.
+        repetitions: passed to the work.
         timeout: of a job [s].
-        together: keys; cases that are equal in these are one job. None: each case is a job of its own in one process,
-            and on ranks all cases that need the same nodes are one.
+        together: keys; cases with equal values of these are one job. None: in one process each case is a job; on ranks
+            all cases that need the same nodes are one.
         backend: its name.
-        environment: variables of its processes, on top of what they have.
+        environment: additional variables of its processes.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Declaration:
 
     Arguments:
         name: the file's, without ".toml".
-        typed: by which `stagewright experiment` finds it: the name, or of a file of one's own "NAME.toml".
+        typed: as for `stagewright experiment`: the name, or "NAME.toml" for the user's own file.
         question: in one line.
         parts: at least one.
         layout: of the report.
@@ -89,7 +89,7 @@ class Declaration:
 
     @classmethod
     def load(cls, path: Path) -> Declaration:
-        """Read a TOML file of the user's own; ValueError names the file, the key, its value and what was expected."""
+        """Read the user's own TOML file. Raises ValueError that names file, key, value and expectation."""
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -100,12 +100,12 @@ class Declaration:
 
 
 def catalog_names() -> list[str]:
-    """Names of the experiments that come with the package: one TOML file each in `experiments/catalog/`."""
+    """Names of the package's own experiments: one TOML file each in `experiments/catalog/`."""
     return sorted(path.stem for path in _CATALOG.glob("*.toml"))
 
 
 def find_declaration(name: str) -> Declaration:
-    """The experiment of this name, or of this file (`my.toml`); ValueError, with near matches, where there is none."""
+    """The experiment of this name or file (`my.toml`). Raises ValueError, with near matches, if there is none."""
     if name.endswith(".toml"):
         return Declaration.load(Path(name))
     check_known("unknown experiment", name, catalog_names(), listed="experiments")
@@ -113,7 +113,7 @@ def find_declaration(name: str) -> Declaration:
 
 
 def read_declaration(values: Mapping[str, object], *, name: str, source: str) -> Declaration:
-    """The declaration in these values; ValueError names `source`, key, value and expectation."""
+    """The declaration in these values. Raises ValueError that names `source`, key, value and expectation."""
     record = Fields(values, where=source)
     question = printable(record.at("question"), record.text("question"))
     parts = tuple(_part(each, folder=Path(source).parent) for each in record.objects("parts"))
@@ -194,11 +194,11 @@ def _environment(record: Fields) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
-# --- mistakes that would show only when the jobs have run: functions, keys, values and figures of the report ---
+# --- errors that would otherwise show only after the jobs: functions, keys, values and figures of the report ---
 
 
 def check_code(declaration: Declaration) -> None:
-    """Raise ValueError for a function that is not there or takes other arguments; UserCodeError as `load` does."""
+    """Raise ValueError for a missing function or one with other arguments; UserCodeError as `load` does."""
     layout = declaration.layout
     named = [(f"parts[{at}]: work", part.work, 2) for at, part in enumerate(declaration.parts)]
     named += [("report: findings", layout.findings or "", 1), ("report: pictures", layout.pictures or "", 2)]
@@ -209,7 +209,7 @@ def check_code(declaration: Declaration) -> None:
 
 
 def check_layout(declaration: Declaration) -> None:
-    """Raise ValueError for a table or plot that no part can fill; nothing is known of the values of [report]'s keys."""
+    """Raise ValueError for a table or plot that no part can fill, apart from values of [report]'s keys."""
     layout, where = declaration.layout, f"{declaration.typed}: report"
     all_shown: dict[str, Table | Plot] = {f"{where}: tables[{at}]": table for at, table in enumerate(layout.tables)}
     all_shown |= {f"{where}: plots[{at}]": plot for at, plot in enumerate(layout.plots)}

@@ -1,4 +1,4 @@
-"""A figure: one number that an experiment found, how it was got, and the limit that it should keep."""
+"""A figure: one number of an experiment, its origin, and its target."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Spread:
 
     @classmethod
     def of_errors(cls, samples: Sequence[float]) -> Spread:
-        """How far they are from 0: of the median sample, and of the nearest and the farthest one.
+        """Absolute values: of the median sample, and of the nearest to and the farthest from 0.
 
         >>> Spread.of_errors([-0.1, 0.01, 0.3])
         Spread(median=0.01, low=0.01, high=0.3)
@@ -47,11 +47,11 @@ class Spread:
 
 
 class Judged(StrEnum):
-    """The sample that a target looks at."""
+    """The sample that a target is compared with."""
 
     MEDIAN = "median"
-    BEST = "best"  # a limit within the samples' range is met, since no difference is then seen
-    WORST = "worst"  # a difference counts only where every sample shows it
+    BEST = "best"  # a limit within the samples' range is met, since they show no difference
+    WORST = "worst"  # a difference counts only if every sample shows it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class Target:
     """Limit that a figure should keep.
 
     Arguments:
-        limit: for the sample that is judged.
-        at_least: it must not be below the limit (else: not above).
+        limit: for the judged sample.
+        at_least: the sample must not be below the limit (else: not above).
     """
 
     limit: float
@@ -86,17 +86,17 @@ class Figure:
     """One number.
 
     Arguments:
-        case: what it holds for; the job's case, or `case.also(...)`.
-        name: such as "bubble"; the same in each way of getting it, so that they can stand side by side.
-        value: finite. On a machine where other things run, too, a ratio of what ran in turn within one repetition.
-        unit: such as "s", "ratio", "fraction", "bytes", "error" (of a prediction: its part of the measured value that
-            is too much); tells how it is shown.
-        how: it was got.
-        repetition: 0, 1, ...; 0 for what can only come out one way.
-        note: for people, such as the plan that was chosen.
-        target: None for what is only reported.
+        case: the job's case, or `case.also(...)`.
+        name: such as "bubble"; the same for each origin, so that a table shows them together.
+        value: finite. On a machine with other work, a ratio of sides that ran in turn within one repetition.
+        unit: such as "s", "ratio", "fraction", "bytes", "error" (of a prediction, as a share of the measured value);
+            determines its format.
+        how: its origin.
+        repetition: 0, 1, ...; 0 for deterministic figures.
+        note: such as the chosen plan.
+        target: None for a figure that is only reported.
 
-    Raises ValueError for a value that is no finite number.
+    Raises ValueError for a value that is not a finite number.
     """
 
     case: Case
@@ -118,7 +118,7 @@ class Figure:
         record: dict[str, object] = {
             "case": values,
             "name": self.name,
-            "value": float(f"{self.value:.9g}"),  # what is beyond is rounding, and another on each machine
+            "value": float(f"{self.value:.9g}"),  # further digits are rounding, different on each machine
             "unit": self.unit,
             "how": self.how.value,
             "repetition": self.repetition,
@@ -128,7 +128,7 @@ class Figure:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> Figure:
-        """Read `to_json`'s form; ValueError names `source`, the field and what was expected."""
+        """Read `to_json`'s form. Raises ValueError that names `source`, the field and the expectation."""
         record = parse_object(text, source=source)
         case = record.take("case", "an object")
         if not isinstance(case, dict):
@@ -155,7 +155,7 @@ class Figure:
 
 
 def repeated(values: Iterable[float], **figure: Any) -> Iterator[Figure]:
-    """A figure for each value, one a repetition; `figure`: all else of them."""
+    """A figure per value, as repetitions; `figure`: their other fields."""
     for repetition, value in enumerate(values):
         yield Figure(value=value, repetition=repetition, **figure)
 
@@ -165,7 +165,7 @@ def write_figures(path: Path, figures: Iterable[Figure]) -> None:
 
 
 def read_figures(path: Path) -> list[Figure]:
-    """Figures of a file; ValueError names file and line of what cannot be read."""
+    """Figures of a file. Raises ValueError that names the file and an unreadable line."""
     lines = _read(path).splitlines()
     return [Figure.from_json(line, source=f"{path}, line {at}") for at, line in enumerate(lines, 1) if line.strip()]
 
@@ -178,6 +178,6 @@ def _read(path: Path) -> str:
 
 
 def ways(figures: Iterable[Figure]) -> str:
-    """How they were got, for people: "simulated, emulated"."""
+    """Origins of the figures as text: "simulated, emulated"."""
     found = {figure.how for figure in figures}
     return ", ".join(how.value for how in How if how in found)

@@ -1,10 +1,10 @@
-"""Jobs: what is run, and run again, as a whole. A job is a folder with its configuration, status, log and figures.
+"""Jobs, the units that are run and repeated. A job is a folder with its configuration, status, log and figures.
 
 runs/experiments/NAME/jobs/emulated-ranks=4/
     job.json        configuration
-    status.json     how it stands
-    log.txt         what it printed
-    figures.jsonl   what it found; counts once the status is "done"
+    status.json     its state
+    log.txt         its output
+    figures.jsonl   its figures, valid once the status is "done"
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Job:
     """Cases of one part that run as one.
 
     Arguments:
-        name: of its folder; says part and cases, not how they are run.
-        part: whose work it is.
+        name: of its folder; from part and cases.
+        part: with its work.
         cases: in the order of the declaration.
-        nodes: what a back end must give; None: runs in one process.
-        changed: what the command line said otherwise than the declaration, "backend=netns nodes=4".
+        nodes: that a back end must provide; None: runs in one process.
+        changed: changes of the declaration by the command line, "backend=netns nodes=4".
     """
 
     name: str
@@ -44,7 +44,7 @@ class Job:
 
     @property
     def config(self) -> dict[str, object]:
-        """All that figures depend on besides the code, as JSON has it."""
+        """All that figures depend on besides the code, as JSON data."""
         made = {
             "work": self.part.work,
             "cases": [case.values for case in self.cases],
@@ -61,13 +61,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Values that the command line puts in place of declared ones; None: as declared.
+    """Values of the command line that replace declared ones; None: as declared.
 
     Arguments:
         backend: of all parts on ranks.
         nodes, bandwidth, latency: of all their cases.
         repetitions: of all parts.
-        values: of keys of all cases, in place of declared values or beside them.
+        values: of keys of all cases, declared or additional.
     """
 
     backend: str | None = None
@@ -90,7 +90,7 @@ class Changes:
         return replace(part, backend=self.backend or part.backend, cases=cases)
 
     def of(self, part: Part) -> str:
-        """The changes that matter to a part, for people."""
+        """The changes that affect a part, as text."""
         skipped = [] if part.on_ranks else ["backend", "nodes", "bandwidth", "latency"]
         skipped += [key for key in ("backend", "repetitions") if getattr(self, key) == getattr(part, key)]
         given = {key: value for key, value in asdict(self).items() if key != "values" and key not in skipped}
@@ -99,7 +99,7 @@ class Changes:
 
 
 def jobs_of(declaration: Declaration, changes: Changes | None = None) -> list[Job]:
-    """All jobs, in the order of the declaration; ValueError where changes ask for what cannot be."""
+    """All jobs, in the order of the declaration. Raises ValueError for impossible changes."""
     changes = changes or Changes()
     jobs = []
     for part in declaration.parts:
@@ -112,7 +112,6 @@ def jobs_of(declaration: Declaration, changes: Changes | None = None) -> list[Jo
 
 
 def _groups(part: Part) -> dict[Case, tuple[Case, ...]]:
-    """Cases of each job, by what they have in common."""
     groups: dict[Case, list[Case]] = {}
     for case in part.cases:
         keys = list(case) if part.together is None and not part.on_ranks else list(part.together or ())
@@ -130,7 +129,7 @@ def _folder_name(part: str, shared: Case) -> str:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """The configuration that a job's folder holds; empty where there is none, or none that can be read."""
+    """The configuration in a job's folder; empty if missing or unreadable."""
     try:
         found = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -139,17 +138,14 @@ def read_config(folder: Path) -> dict[str, object]:
 
 
 def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """The keys in which two configurations differ, for people; empty: none."""
+    """The keys in which two configurations differ, as text; empty: none."""
     return ", ".join(key for key in now if before.get(key) != now[key])
 
 
 def select(jobs: Sequence[Job], words: Sequence[str]) -> list[Job]:
-    """Jobs of the named parts that have a case with the given values.
+    """Jobs by `words`, names of parts and KEY=VALUE of their cases; several of one kind or key: any of them; none: all.
 
-    Arguments:
-        words: names of parts and KEY=VALUE; several of one kind or key: any of them; none: all.
-
-    Raises ValueError, with near matches, for a part, key or value that no job has, and where nothing is left.
+    Raises ValueError, with near matches, for a part, key or value that no job has, and for an empty selection.
     """
     parts = list(dict.fromkeys(job.part.name for job in jobs))
     known: dict[str, list[str]] = {}

@@ -1,6 +1,6 @@
 """The report of an experiment: pictures, tables and findings in one section of a README, between markers.
 
-What stands outside the markers is the author's. The same results give the same files, to the last byte.
+Text outside the markers is the author's. Equal results give equal files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _BEGIN = "<!-- begin of what `stagewright experiment report {name}` writes -->"
 _END = "<!-- end of what `stagewright experiment report {name}` writes -->"
-# Lines for what is simulated; marks for the rest, with the spread where a clock or a meter said it.
+# Lines for simulated figures; marks for the others, with the spread of measured ones.
 _STYLES: dict[How, dict[str, Any]] = {
     How.SIMULATED: {"linestyle": "-", "marker": ""},
     How.CLOSED_FORM: {"linestyle": "", "marker": "+", "markersize": 6},
@@ -33,15 +33,15 @@ _STYLES: dict[How, dict[str, Any]] = {
     How.MEASURED: {"linestyle": "", "marker": "s", "markersize": 5, "capsize": 2},
     How.PUBLISHED: {"linestyle": "", "marker": "x", "markersize": 6},
 }
-# Where x is grouped, what a clock said is a bar, all else a dash.
+# For a grouped x, measured figures are bars, all others dashes.
 _DASH: dict[str, Any] = {"linestyle": "", "marker": "_", "markersize": 9, "markeredgewidth": 2}
 _PER_ROW = 4  # axes side by side
 
 
 def write_report(declaration: Declaration, results: Results, folder: Path) -> Path:
-    """Results, pictures and README.md in `folder`; the README's path.
+    """Write results, pictures and README.md to `folder`. Returns the README's path.
 
-    Raises ValueError where a table or plot would throw cases together, or the README has one marker without the other.
+    Raises ValueError if a table or plot would merge cases, or if the README has one marker without the other.
     """
     results.write(folder)
     pictures = _own_pictures(declaration, results.figures, folder)
@@ -55,7 +55,7 @@ def write_report(declaration: Declaration, results: Results, folder: Path) -> Pa
 
 
 def readme(declaration: Declaration, section: str, folder: Path) -> str:
-    """Text of the folder's README; ValueError where it has one marker without the other."""
+    """Text of the folder's README. Raises ValueError if it has one marker without the other."""
     path = folder / "README.md"
     before = path.read_text(encoding="utf-8") if path.exists() else f"# {declaration.name}\n\n{declaration.question}\n"
     return with_section(before, section, name=declaration.typed, source=str(path))
@@ -71,7 +71,7 @@ def section_of(declaration: Declaration, results: Results, pictures: Sequence[tu
 
 
 def with_section(text: str, section: str, *, name: str, source: str) -> str:
-    """The text with this section between the markers, at its end where there are none yet."""
+    """The text with this section between the markers, or with markers added at its end."""
     begin, end = _BEGIN.format(name=name), _END.format(name=name)
     if (begin in text) != (end in text) or text.count(begin) > 1 or text.count(end) > 1:
         raise ValueError(f"{source}: expected both markers once, in lines of their own, or none:\n{begin}\n{end}")
@@ -113,11 +113,10 @@ def _findings(declaration: Declaration, figures: Sequence[Figure]) -> list[str]:
     return ["\n".join(f"- {sentence}" for sentence in find(figures))]
 
 
-# --- plots: how a figure was got gives the mark, the case its colour ---
+# --- plots: the mark shows a figure's origin, the colour its case ---
 
 
 def _draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
-    """Write the picture and return its path; None where there is no figure for it. ValueError as `cells`."""
     from matplotlib.figure import Figure as Picture
 
     figures = [figure for figure in figures if plot.x in figure.case]
@@ -152,7 +151,6 @@ def _draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
 
 
 def _fill(axes: Axes, plot: Plot, found: Sequence[Cell], lines: Sequence[Case]) -> None:
-    """A line for each of `lines`, or a bar in the group of each x."""
     groups = sorted({_number(cell, plot) for cell in found})
     width = 0.8 / len(lines)
     for at, line in enumerate(lines):
@@ -192,7 +190,7 @@ def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
             axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(lambda value, _: f"{value:g}")
     if plot.x_scale == "linear" and whole:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there are no two and a half nodes
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # no fractions of nodes
     axes.set_xlabel(plot.x)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -217,7 +215,6 @@ def _legend(picture: Any, plot: Plot, lines: Sequence[Case], ways: Collection[Ho
 
 
 def _name(line: Case) -> str:
-    """Text alone says enough, a number does not."""
     return " ".join(value if isinstance(value, str) else f"{key} = {shown_value(value)}" for key, value in line.items)
 
 

@@ -1,4 +1,4 @@
-"""Results of an experiment: the figures of all jobs that are done, and what they were got with."""
+"""Results of an experiment: the figures of all finished jobs, and their origin."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FIGURES_FILE, ORIGIN_FILE = "results.jsonl", "origin.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Conditions under which figures were got, each value once.
+    """Conditions of the figures, each value once.
 
     Arguments:
         codes: versions of the code.
-        machines: names are left out: processor and cores.
+        machines: processor and cores, without host names.
         days: on which jobs began, YYYY-MM-DD.
-        changes: what command lines said otherwise than the declaration.
-        missing: jobs whose figures are not among them, and why.
-        num_jobs: whose figures are.
+        changes: changes of the declaration by command lines.
+        missing: jobs without figures, and why.
+        num_jobs: number of jobs with figures.
     """
 
     codes: tuple[str, ...]
@@ -56,7 +56,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """Results in a folder that `write` wrote; ValueError for anything else."""
+        """Results in a folder that `write` wrote. Raises ValueError for another folder."""
         figures = read_figures(folder / FIGURES_FILE)
         record = parse_object(read_text(folder / ORIGIN_FILE), source=str(folder / ORIGIN_FILE))
         words = {key: tuple(map(str, record.items(key))) for key in Origin.__slots__ if key != "num_jobs"}
@@ -66,9 +66,9 @@ class Results:
 
 
 def gather(declaration: Declaration, folder: Path) -> Results:
-    """Results of the jobs in `folder` that are done as the declaration says, or as a command line changed it.
+    """Results of the finished jobs in `folder` with the declaration's configuration, or that of a command line.
 
-    Raises ValueError where there are none.
+    Raises ValueError if there are none.
     """
     declared = {job.name: job for job in jobs_of(declaration)}
     works = {part.name: part.work for part in declaration.parts}

@@ -1,7 +1,7 @@
-"""Runs the jobs of an experiment, each to one of its ends; what was done before is not done again.
+"""Runs the unfinished jobs of an experiment.
 
 jobs in one process   as many at once as there are cores
-jobs on ranks         one after the other behind them: each has the machine to itself
+jobs on ranks         after them, one at a time: each has the machine to itself
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from .status import State, Status, code_version
 
 _WORKER = "stagewright.experiments.jobs.worker"
 _TAIL_LINES = 12  # of a log, in the reason of a failure
-_END_GRACE = 5.0  # [s] for a process to leave when it was asked to
+_END_GRACE = 5.0  # [s] for a process to end after SIGTERM
 
 
 class JobProgress(Progress):
-    """Progress of a sweep: a line for each job that ends, or a bar, above which only what went wrong stays."""
+    """Progress of a sweep: a line for each finished job, or a bar with lines only for failures."""
 
     def __init__(self, *, total: int, stream: TextIO) -> None:
         super().__init__(stream=stream, total=total)
         self.total = total
         self.num_ended = 0
         self._running: list[str] = []
-        self._lock = threading.Lock()  # jobs begin and end in threads of their own
+        self._lock = threading.Lock()  # jobs begin and end in several threads
 
     def began(self, name: str) -> None:
         with self._lock:
@@ -53,7 +53,7 @@ class JobProgress(Progress):
             self.show(", ".join(self._running), done=self.num_ended)
 
     def ended(self, name: str, status: Status) -> None:
-        """A job has ended, or was not begun."""
+        """Show that a job has ended, or was not begun."""
         with self._lock:
             if name in self._running:
                 self._running.remove(name)
@@ -67,12 +67,7 @@ class JobProgress(Progress):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
-    """A job and whether it is to run.
-
-    Arguments:
-        folder: of the job.
-        why: it runs although it ran before; empty: it is new, or it is not to run.
-    """
+    """A job with its folder, and whether it is to run; `why`: reason for running it again, else empty."""
 
     job: Job
     folder: Path
@@ -81,12 +76,7 @@ class Intent:
 
 
 def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = False) -> Intent:
-    """Whether a job is to run, by what its folder says.
-
-    Arguments:
-        fresh: run it again in any case.
-        any_code: figures of other versions of the code will do.
-    """
+    """Whether a job is to run, by its folder; `fresh`: in any case; `any_code`: keep figures of other code versions."""
     status, before = Status.read(folder), read_config(folder)
     changed = difference(before, job.config)
     if status.state is State.PENDING:
@@ -99,14 +89,15 @@ def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = Fals
     if changed:
         return Intent(job=job, folder=folder, runs=True, why=f"its configuration changed: {changed}")
     code = code_version(job.part.work)
-    if not any_code and status.code.rpartition(" ")[2] != code.rpartition(" ")[2]:  # another source, not commit alone
+    # The digest of the source is last; another commit alone does not count.
+    if not any_code and status.code.rpartition(" ")[2] != code.rpartition(" ")[2]:
         return Intent(job=job, folder=folder, runs=True, why=f"the code changed: {status.code} -> {code}")
     return Intent(job=job, folder=folder, runs=False)
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the experiment's folder; ValueError where another process does, or nothing can be written there."""
+    """Lock the experiment's folder. Raises ValueError if another process holds it, or if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open("a+")
@@ -134,7 +125,7 @@ def is_held(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # nobody ever ran it
+    except OSError:  # it never ran
         return False
     return False
 
@@ -146,13 +137,11 @@ def run_jobs(
     make_backend: Callable[[str], Backend],
     workers: int | None = None,
 ) -> list[Status]:
-    """Run what is to run; the statuses of those jobs, in the order in which they ended.
+    """Run all jobs that are to run, `workers` single-process jobs at once (None: one per core). Returns their statuses in
+    the order of their ends.
 
-    Arguments:
-        workers: jobs in one process at once; None: a core each.
-
-    Ctrl-C ends the running jobs, which count as interrupted, and is passed on.
-    Raises ValueError, before anything runs, where a back end cannot give the nodes that a job needs.
+    Ctrl-C ends the running jobs, which count as interrupted, and raises KeyboardInterrupt.
+    Raises ValueError, before anything runs, if a back end cannot provide the nodes of a job.
     """
     to_run = [intent for intent in intents if intent.runs]
     backends = {name: make_backend(name) for name in {i.job.part.backend for i in to_run if i.job.nodes}}
@@ -171,7 +160,7 @@ def run_jobs(
             for future in as_completed(futures):
                 ended.append(_ended(futures[future], future.result(), progress))
         except BaseException:
-            stop.set()  # those that run are ended; those that have not begun never do
+            stop.set()  # ends running jobs, and keeps the others from beginning
             raise
     for intent in on_ranks:
         status = _on_ranks(intent, progress, backends[intent.job.part.backend])
@@ -180,7 +169,7 @@ def run_jobs(
 
 
 def prepare(intent: Intent) -> None:
-    """A job's folder with its configuration, and nothing of an earlier run."""
+    """Make a job's folder with its configuration only, without files of an earlier run."""
     if intent.folder.exists():
         shutil.rmtree(intent.folder)
     Status().write(intent.folder)
@@ -190,7 +179,6 @@ def prepare(intent: Intent) -> None:
 
 
 def _ended(intent: Intent, status: Status, progress: JobProgress) -> Status:
-    """The status with what its figures say, on the disk and told."""
     if status.state is State.DONE:
         status = _judged(intent.folder, status)
     status.write(intent.folder)
@@ -232,7 +220,7 @@ def _on_ranks(intent: Intent, progress: JobProgress, backend: Backend) -> Status
     )
     try:
         outcome = backend.run(work, intent.job.nodes)
-    except ValueError as error:  # what only shows when nodes are made
+    except ValueError as error:  # an error that only shows when nodes are made
         return _finished(begun, State.FAILED, str(error))
     if outcome.timed_out:
         return _finished(begun, State.TIMED_OUT, outcome.report or _limit(intent), outcome.commands)

@@ -1,4 +1,4 @@
-"""How a job stands, on the disk: written whole or not at all, so that it can be read at any moment."""
+"""State of a job on the disk, written atomically, so that it can be read at any time."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How a job stands.
+    """State of a job.
 
     Arguments:
-        state: running, of a job that nobody runs: it was interrupted.
+        state: "running" without a running process: it was interrupted.
         code: version of the code that it ran with.
-        machine: that it ran on, for people.
+        machine: that it ran on, as shown.
         started: [s] since the epoch.
-        seconds: that it took; so far None.
-        reason: why it is not done, or what was not as asked for; in one or several lines.
-        commands: what each node ran, as it could be typed there.
+        seconds: its duration; None before its end.
+        reason: why it is not done, or how it differs from the request; one or several lines.
+        commands: of each node, as they could be typed there.
     """
 
     state: State = State.PENDING
@@ -48,13 +48,12 @@ class Status:
     commands: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
-        """Replace what the folder says."""
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "status.json", json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Status:
-        """Status in the folder; pending where it says nothing that can be read."""
+        """Status in the folder; pending if missing or unreadable."""
         try:
             found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
             values = {**found, "state": State(found["state"]), "commands": tuple(found["commands"])}
@@ -65,20 +64,15 @@ class Status:
 
 @cache
 def code_version(work: str = "") -> str:
-    """Such as "0.1.0, commit 6ab0328, source 1f2e3d4c"; equal exactly where the source is.
-
-    Arguments:
-        work: "file.py:function" counts that file in, other works are the package's or installed.
-    """
+    """Such as "0.1.0, commit 6ab0328, source 1f2e3d4c"; the source includes the file of a work "file.py:function"."""
     source, own = code_digest(), Path(work.rpartition(":")[0])
-    if own.suffix == ".py" and own.is_file():  # one that is missing fails in the job, which says so
+    if own.suffix == ".py" and own.is_file():  # a missing one fails in the job
         source = hashlib.sha256(source.encode() + own.read_bytes()).hexdigest()
     commit = _commit()
     return f"{__version__}{f', commit {commit}' if commit else ''}, source {source[:8]}"
 
 
 def _commit() -> str:
-    """Commit of the folder that the package stands in; empty where it is no git work tree."""
     if not (_ROOT / ".git").exists():
         return ""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]

@@ -1,14 +1,14 @@
-"""Tables and plots of a report: as the declaration says them, and the cells that figures make of them.
+"""Tables and plots of a report: their declaration, and the cells that figures fill.
 
 [report]
-keys = ["microbatches"]             that works set in figures (`Case.also`) or leave out
+keys = ["microbatches"]             keys that works add to figures (`Case.also`) or omit
 findings = ".bubbles:findings"      findings(figures) -> sentences, each a list item of the report
-pictures = ".schedule_map:draw"     draw(figures, folder) -> (title, name of the file) of each picture that it wrote
+pictures = ".suite:draw"            draw(figures, folder) -> (title, file name) of each picture written
 
 [[report.tables]]
 title = "..."
 rows = ["schedule", "ranks"]        case keys: a row for each of their values
-columns = "microbatches"            a case key, whose values go across; left away: figures by how they were got
+columns = "microbatches"            a case key with a column per value; omitted: a column per figure and origin
 figures = ["bubble"]                names of figures
 where = { ranks = [2, 4, 8] }       only these cases
 
@@ -37,7 +37,7 @@ from .figure import Figure, How, Spread
 
 SCALES = ("linear", "log2", "log10", "bars")
 _WORKS = "stagewright.experiments.works"
-Where = Mapping[str, Collection[Value]]  # cases that are shown have one of these values of each key
+Where = Mapping[str, Collection[Value]]  # shows cases with one of these values of each key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Table:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names that tell its cells apart."""
+        """Keys that distinguish its cells."""
         return (*self.rows, *([self.columns] if self.columns else []))
 
 
@@ -77,11 +77,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All that a report shows, in order: findings, pictures of its own, plots, tables.
-
-    Arguments:
-        keys: that works set in figures, or leave out.
-    """
+    """Contents of a report in order: findings, its own pictures, plots, tables; `keys`: that works add or omit."""
 
     tables: tuple[Table, ...] = ()
     plots: tuple[Plot, ...] = ()
@@ -91,11 +87,7 @@ class Layout:
 
 
 def read_layout(record: Fields | None, *, folder: Path) -> Layout:
-    """The layout of [report], None: an empty one.
-
-    Arguments:
-        folder: of the declaration.
-    """
+    """The layout of [report] (None: an empty one) of a declaration in `folder`."""
     if record is None:
         return Layout()
     findings, pictures = record.optional_text("findings"), record.optional_text("pictures")
@@ -138,7 +130,7 @@ def _objects(record: Fields, key: str) -> list[Fields]:
 
 
 def names(record: Fields, key: str, *, needed: bool = True) -> tuple[str, ...]:
-    """A field that is a list of names; empty where it is missing and not needed."""
+    """A field that is a list of names; empty if missing and not needed."""
     words = record.items(key) if needed else record.items(key, default=[])
     if not all(isinstance(word, str) for word in words) or (needed and not words):
         fail(record.at(key), words, "a list of names")
@@ -146,10 +138,10 @@ def names(record: Fields, key: str, *, needed: bool = True) -> tuple[str, ...]:
 
 
 def function_name(where: str, text: str, folder: Path) -> str:
-    """The function that a field's text names, as `user_code.load` takes it.
+    """The function named by a field's text, as `user_code.load` takes it.
 
-    A leading dot: in stagewright.experiments.works; a file: seen from `folder`, that of the declaration. ValueError
-    begins with `where`, the field, for text of no such form.
+    A leading dot: in stagewright.experiments.works; a file: relative to `folder`, that of the declaration. Raises
+    ValueError, beginning with the field `where`, for text of another form.
     """
     module, colon, function = text.rpartition(":")
     if not (module and colon and function.isidentifier()):
@@ -161,11 +153,7 @@ def function_name(where: str, text: str, folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Repetitions of one figure.
-
-    Arguments:
-        place: the values of the keys that tell cells apart.
-    """
+    """Repetitions of one figure; `place`: values of the keys that distinguish cells."""
 
     place: Case
     name: str
@@ -175,7 +163,7 @@ class Cell:
     is_repeated: bool
 
     def __str__(self) -> str:
-        """The median, and the spread where there are repetitions."""
+        """The median, and the spread of repetitions."""
         median, low, high = (shown(each, self.unit) for each in (self.spread.median, self.spread.low, self.spread.high))
         return f"{median} [{low} .. {high}]" if self.is_repeated else median
 
@@ -183,15 +171,15 @@ class Cell:
 def cells(
     figures: Iterable[Figure], *, names: Sequence[str], keys: Sequence[str], where: Where, what: str
 ) -> list[Cell]:
-    """Cells in the order in which their figures first come.
+    """Cells in the order of their first figures.
 
     Arguments:
         names: of the figures.
-        keys: that tell cells apart.
-        where: which cases.
-        what: is made of them, for errors.
+        keys: that distinguish cells.
+        where: selects cases.
+        what: the table or plot, for errors.
 
-    Raises ValueError where several cases would share a cell, or one figure comes in several units.
+    Raises ValueError if several cases would share a cell, or if one figure has several units.
     """
     found: dict[tuple[Case, str, How], list[Figure]] = {}
     for figure in figures:
@@ -209,7 +197,7 @@ def cells(
 
 
 def fall_together(what: str, keys: Sequence[str], cases: Iterable[Case]) -> None:
-    """Raise ValueError where several cases have the same values of `keys`."""
+    """Raise ValueError for cases with equal values of `keys`."""
     firsts: dict[Case, Case] = {}
     for case in cases:
         first = firsts.setdefault(case.only(keys), case)
@@ -241,7 +229,7 @@ def shown(value: float, unit: str) -> str:
 
 
 def markdown(table: Table, figures: Sequence[Figure]) -> str:
-    """The table with its title; ValueError as `cells`. A table for which there is no figure says so."""
+    """The table with its title, or a line that there are no figures for it. Raises ValueError as `cells`."""
     found = cells(figures, names=table.figures, keys=table.keys, where=table.where, what=f"table {table.title!r}")
     if not found:
         return f"**{table.title}**\n\nNo figures yet."
@@ -267,7 +255,7 @@ def _row(cell: Cell, table: Table) -> tuple[str, ...]:
 
 
 def _rank(cell: Cell, table: Table) -> tuple[int, int]:
-    """Columns of figures stand in the table's order and by how they were got; others as they come."""
+    """Sorts columns of figures by the table's order, then by origin; keeps the order of others."""
     return (0, 0) if table.columns else (table.figures.index(cell.name), list(type(cell.how)).index(cell.how))
 
 

@@ -1,6 +1,6 @@
 """A job's own processes: `python -m stagewright.experiments.jobs.worker FOLDER [--ranks]`.
 
-Alone, or with --ranks as one of all ranks under torchrun or the launcher, which then meet in a gloo group before the
+One process, or with --ranks one of all ranks under torchrun or the launcher, which then form a gloo group before the
 first case. The figures of rank 0 count.
 """
 
@@ -27,7 +27,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all cases of the job and leave its figures."""
+    """Run all cases of the job and write its figures."""
     parser = argparse.ArgumentParser(prog="stagewright.experiments.jobs.worker")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", action="store_true", help="one of all ranks")
@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         _run_cases(options.folder, options.folder / "figures.jsonl" if dist.get_rank() == 0 else None)
         dist.barrier()  # all figures are out
     sys.stdout.flush()
-    # Not through the interpreter's end: there torch aborts one process in some thirty, and a job of many ranks with it.
+    # Skips the interpreter's teardown, in which torch aborts one process in some thirty, and so jobs of many ranks.
     os._exit(0)
 
 
 def _run_cases(folder: Path, path: Path | None) -> None:
-    """Run all cases of a job; their figures go to the file, a line each. None: another rank writes them, and talks."""
+    """Run all cases of a job, and write a line per figure to the file. None: another rank writes and prints."""
     record = parse_object(read_text(folder / "job.json"), source=str(folder / "job.json"))
     name, repetitions = record.text("work"), record.count("repetitions")
     work: WorkFunction = load("work", name)

@@ -1,7 +1,7 @@
 """Pipelines of equal stages that the experiments simulate, and emulate with stages that sleep. No torch.
 
-A rank's work of one microbatch takes `FORWARD` and `BACKWARD` seconds whatever the schedule: with V chunks, each action
-takes a V-th of it. So all schedules of equal P and M have the same ideal, and what differs is when they wait.
+A rank's work of one microbatch takes `FORWARD` and `BACKWARD` seconds under every schedule: with V chunks, each action
+takes a V-th of it. So all schedules of equal P and M have the same ideal, and differ in their waits.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from ...schedules import Costs, Schedule, build
 from ...schedules.families.registry import family
 from ..jobs.case import Case
 
-FORWARD, BACKWARD = 0.020, 0.040  # [s] a rank and microbatch; of the split backward, I and W are half each
-_CHUNKS = 2  # of schedules that interleave, unless a case says otherwise
+FORWARD, BACKWARD = 0.020, 0.040  # [s] per rank and microbatch; of the split backward, I and W are half each
+_CHUNKS = 2  # of interleaved schedules by default
 
 
 def schedule_of(case: Case) -> Schedule:
-    """The schedule of a case: its `schedule`, `ranks`, `microbatches` and, where it interleaves, `chunks` (2)."""
+    """The schedule of a case: its `schedule`, `ranks`, `microbatches` and, if interleaved, `chunks` (2)."""
     chunks = case.count("chunks", _CHUNKS) if family(case.text("schedule")).takes_chunks else None
     return build(
         case.text("schedule"),
@@ -26,7 +26,6 @@ def schedule_of(case: Case) -> Schedule:
 
 
 def costs_of(schedule: Schedule) -> Costs:
-    """Seconds of its stage actions."""
     chunks = schedule.num_stages // schedule.num_ranks
     half = BACKWARD / 2 / chunks
     return Costs(forward=FORWARD / chunks, input_grad=half, weight_grad=half)

@@ -1,4 +1,4 @@
-"""Models that are measured, each freshly made from one seed: stages that are tiny, sleep or are a GPT's, or whole ones.
+"""Models for measurements, each made from one seed: tiny, sleeping or GPT stages, and whole models.
 
 A workload is one model in stages under one schedule. Both sides of a comparison run equal modules.
 """
@@ -20,7 +20,7 @@ from ...cli.train.gpt import GPT, GPTConfig, gpt_stages
 from ..jobs.case import Case
 
 TINY_WIDTH = 8
-SPIN = 0.2e-3  # [s] the end of a sleep, which a sleep alone would miss by the timer's slack
+SPIN = 0.2e-3  # [s] of busy waiting at the end of a sleep, because of the timer's slack
 GPT_SIZE = GPTConfig(layers=8, width=256, length=128)
 GPT_MICROBATCH = 4  # sequences
 IMAGE_CLASSES = 10
@@ -33,12 +33,12 @@ class Workload:
     """One model under one schedule.
 
     Arguments:
-        model: "tiny": a linear layer of width 8, no compute to speak of; "sleep": P can exceed the number of cores;
+        model: "tiny": a linear layer of width 8, almost no compute; "sleep": P can exceed the number of cores;
             "gpt": the example GPT, with its optimizer.
         num_ranks: P; every rank is a process with one thread.
         num_microbatches: M.
         num_chunks: V.
-        forward, backward: of one stage action, where the stages sleep [s].
+        forward, backward: of one stage action, if the stages sleep [s].
         warmup: of 2bw.
     """
 
@@ -53,7 +53,7 @@ class Workload:
 
     @classmethod
     def of(cls, case: Case, **others: Any) -> Workload:
-        """The workload that a case names; a rank's `seconds` of a forward are shared by its chunks."""
+        """The workload of a case; a rank's `seconds` of a forward are divided among its chunks."""
         chunks, seconds = case.count("chunks", 1), case.number("seconds", 0.0)
         values: dict[str, Any] = {
             "model": case.text("model"),
@@ -84,7 +84,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A batch and how it is trained on.
+    """A batch with its loss and optimizer.
 
     Arguments:
         inputs, target: one whole batch.
@@ -103,8 +103,8 @@ class StagesProblem(Problem):
     """A model in stages.
 
     Arguments:
-        stages: [S] modules, freshly made, the same in every process and on both sides.
-        boundary: a tensor as it crosses from stage to stage.
+        stages: [S] new modules, the same in every process and on both sides.
+        boundary: a tensor like those sent between stages.
     """
 
     stages: list[nn.Module]
@@ -113,7 +113,7 @@ class StagesProblem(Problem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeProblem(Problem):
-    """A model in one piece; `make_model` gives the same weights each time."""
+    """A whole model; `make_model` makes it with the same weights each time."""
 
     make_model: Callable[[], nn.Module]
 
@@ -144,14 +144,14 @@ def make_problem(workload: Workload) -> StagesProblem:
         inputs=torch.randn(M, TINY_WIDTH, generator=generator),
         target=torch.randn(M, TINY_WIDTH, generator=generator),
         loss_fn=F.mse_loss,
-        # An asynchronous schedule updates inside the pipeline: with as little as there is.
+        # An asynchronous schedule updates inside the pipeline, here with the cheapest optimizer.
         optimizer=(lambda parameters: torch.optim.SGD(parameters, lr=1e-6)) if workload.schedule == "2bw" else None,
         boundary=torch.zeros(1, TINY_WIDTH),
     )
 
 
 def sleeping_layers(count: int, num_microbatches: int) -> WholeProblem:
-    """Layers that sleep for 2 to 10 ms, always the same; a backward takes twice as long."""
+    """Layers that sleep for a fixed time of 2 to 10 ms each; a backward takes twice as long."""
     draw = random.Random(_SEED)
     seconds = [round(draw.uniform(0.002, 0.010), 5) for _ in range(count)]
     generator = torch.Generator().manual_seed(_SEED)
@@ -237,9 +237,9 @@ def sleep_until(moment: float) -> None:
 
 
 class SleepingStage(nn.Module):
-    """x * weight, [B, D] -> [B, D], ready `forward` [s] after its start; the backward likewise.
+    """x * weight, [B, D] -> [B, D], which takes `forward` [s], and `backward` [s] likewise.
 
-    A stand-in for a stage on a device of its own: any number of them run at once on a few cores.
+    Emulates a stage on its own device: any number of them run at once on a few cores.
     """
 
     def __init__(self, forward: float, backward: float) -> None:

@@ -1,9 +1,8 @@
 """The two sides: one batch through this runtime, and through torch.distributed.pipelining.
 
-What each does within a step is what its user has to call: cut the batch, forwards, backwards, gradients of
-the mean loss, the optimizer's step and zero_grad where the workload has an optimizer, zero_grad alone where
-it has none. What differs: this runtime also gives the loss to every rank and checks that it is finite;
-torch's last rank reads its own losses, and its other ranks know nothing of them.
+A step of each side consists of the user's calls: cut the batch, forwards, backwards, gradients of the mean loss, the
+optimizer's step if the workload has an optimizer, and zero_grad. One difference: this runtime also sends the loss to
+every rank and checks that it is finite; torch's last rank reads its own losses, and its other ranks have none.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ TIMEOUT = 120.0  # of a whole model's runs [s]
 class Side(Protocol):
     """One side of a comparison."""
 
-    loss: float | None  # of the last step; None on a rank that does not know it
+    loss: float | None  # of the last step; None on ranks without it
 
     def step(self) -> None:
         """One batch, to its end on this rank."""
 
 
 class OurSide:
-    """A PipelineModule over the processes of this job, and the batch that it runs."""
+    """A PipelineModule over the processes of this job, and its batch."""
 
     def __init__(self, pipe: PipelineModule, problem: Problem) -> None:
         self.pipe = pipe
@@ -70,12 +69,11 @@ class OurSide:
 
     @classmethod
     def of_model(cls, problem: WholeProblem, **cut: Any) -> OurSide:
-        """A whole model, cut by a plan, or by a schedule with split points, as PipelineModule takes them."""
+        """A whole model, cut by a plan or by a schedule with split points, as arguments of PipelineModule."""
         return cls(_pipe(problem, problem.make_model(), timeout=TIMEOUT, **cut), problem)
 
     @property
     def timeline(self) -> Timeline:
-        """Timeline of the last step."""
         assert self.result is not None
         return self.result.timeline()
 
@@ -119,7 +117,6 @@ class TorchSide:
         )
 
     def _make_schedule(self, workload: Workload, problem: StagesProblem):  # type: ignore[no-untyped-def]
-        """scale_grads (its default) divides the gradients by M: those of the mean loss."""
         M, loss_fn = workload.num_microbatches, problem.loss_fn
         looped = {
             "interleaved": ScheduleInterleaved1F1B,
@@ -133,7 +130,7 @@ class TorchSide:
 
     def step(self) -> None:
         losses: list[torch.Tensor] = []
-        # without return_outputs=False it would keep and join the outputs, which nobody wants here
+        # return_outputs=False: else it would keep and join the outputs, which are not used here
         self._schedule.step(*self._inputs, target=self._target, losses=losses, return_outputs=False)
         if losses:
             self.loss = float(torch.stack(losses).detach().mean())
@@ -158,7 +155,7 @@ class TorchSide:
 
 
 class DataParallelSide:
-    """torch's DistributedDataParallel: a rank's share of the batch in one go, sums beside the backward."""
+    """torch's DistributedDataParallel: a rank's share of the batch at once, all-reduces during the backward."""
 
     def __init__(self, problem: WholeProblem) -> None:
         self.loss: float | None = None
@@ -177,7 +174,7 @@ class DataParallelSide:
 
 
 def check_same_work(name: str, losses: Mapping[str, float | None]) -> None:
-    """RuntimeError where the sides of a comparison have different losses; None: not known on this rank."""
+    """Raise RuntimeError if the sides of a comparison have different losses; None: unknown on this rank."""
     known = {side: loss for side, loss in losses.items() if loss is not None}
     if known and max(known.values()) - min(known.values()) > 1e-4 * max(1.0, *map(abs, known.values())):
         raise RuntimeError(f"{name}: the losses differ, so the sides do not do the same work: {known}")

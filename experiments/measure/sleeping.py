@@ -1,17 +1,16 @@
-"""Pipelines of stages that sleep, and actions that do: both take as long as they are told.
+"""Pipelines of stages that sleep, and actions that sleep, for given seconds.
 
-Any number of ranks run on a few cores so, with real processes and real messages. Of `SleepingPipe` the stages sleep in
-their own forward and backward. Of `ours_asleep` and `put_asleep` the actions: the work of a microbatch is next to
-nothing, and I and W take times of their own, on both sides alike: around each action of this runtime's worker, and
-around each of the three of a stage of torch.distributed.pipelining.
+Any number of ranks so run on a few cores, with real processes and real messages. In `SleepingPipe` the stages sleep in
+their forward and backward. `ours_asleep` and `put_asleep` make the actions of both sides sleep around almost no work,
+so that I and W have separate seconds: each action of this runtime's worker, and the three calls of a stage of
+torch.distributed.pipelining.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -26,15 +25,10 @@ from ...schedules import Action, Costs, Op, Schedule
 from ...schedules.timing.costs import CostTable
 from .equal_stages import costs_of
 from .models import TINY_WIDTH, SleepingStage, drop_gradients, sleep_until
-from .timing import in_turn
 
 
 class SleepingPipe:
-    """A pipeline of sleeping stages over the processes of this job, and the batch that it runs.
-
-    Arguments:
-        given: seconds of stage actions; None: those of equal stages.
-    """
+    """A pipeline of sleeping stages over the processes of this job, and its batch; `given`: their costs, None: equal."""
 
     def __init__(self, schedule: Schedule, given: Costs | None = None) -> None:
         costs = (given or costs_of(schedule)).table(num_stages=schedule.num_stages)
@@ -44,7 +38,7 @@ class SleepingPipe:
             [SleepingStage(f, b) for f, b in zip(costs.column(Op.F), costs.column(Op.B), strict=True)],
             schedule=schedule,
             loss_fn=F.mse_loss,
-            # a stream updates inside the pipeline: with as little as there is
+            # a stream updates inside the pipeline, here with the cheapest optimizer
             optimizer=_sgd if schedule.is_asynchronous else None,
             example_inputs=self._batch[:1],
             verify=False,
@@ -59,7 +53,7 @@ class SleepingPipe:
         return result
 
     def run(self, num_batches: int) -> float:
-        """Seconds a batch of many in a row, from this rank's return from one step to its last return."""
+        """Seconds per batch of many in a row, from this rank's return from one step to its last return."""
         self.step()
         began = time.perf_counter()
         for _ in range(num_batches):
@@ -70,24 +64,13 @@ class SleepingPipe:
         self.pipe.close()
 
 
-def in_turn_asleep(
-    what: str, schedules: Mapping[str, Schedule], seconds: Callable[[SleepingPipe], float], *, repetitions: int
-) -> dict[str, list[float]]:
-    """Answers of `seconds` for a pipeline of each schedule, as `in_turn`."""
-    with ExitStack() as stack:
-        pipes = {name: stack.enter_context(closing(SleepingPipe(each))) for name, each in schedules.items()}
-        for pipe in pipes.values():
-            pipe.step()  # groups connect, shapes are known
-        return in_turn(what, {name: partial(seconds, pipe) for name, pipe in pipes.items()}, repetitions=repetitions)
-
-
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-6)
 
 
 @contextmanager
 def ours_asleep(table: CostTable) -> Iterator[None]:
-    """Within: each action of this process's ranks takes the seconds of `table`, updates their own time."""
+    """Inside, each action of this process's ranks takes the seconds of `table`; updates take their own time."""
     run = TrainingWorker.run
 
     def slow(worker: TrainingWorker, action: Action) -> None:
@@ -100,7 +83,7 @@ def ours_asleep(table: CostTable) -> Iterator[None]:
 
 
 def put_asleep(stage: PipelineStage, table: CostTable) -> None:
-    """From now on each action of a stage of torch's takes the seconds of `table`; a whole backward those of I and W."""
+    """Make each action of a torch stage take the seconds of `table`, a whole backward those of I and W."""
     forward, backward, weight = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
     index = stage.stage_index
 

@@ -1,4 +1,4 @@
-"""Five models of `bench suite`, small enough for a core each, three in layers, and their batches: always the same."""
+"""Five models of `bench suite`, each small enough for one core, three in layers, and their fixed batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENS = 8192  # T5's own 32,128 would be most of so small a step
 
 
 def make_problem(name: str, batch: int) -> tuple[WholeProblem, str, int]:
-    """A problem, what is counted in it, and how many of that are in a sample.
+    """A problem, its unit of throughput, and the number of units in a sample.
 
     `gpt`; `lstm`: sequence to sequence; `cnn`: slow layers first, large ones last; `unet`; `moe`: a mixture of experts.
     """
@@ -90,7 +90,7 @@ def _convolved(inputs: int, width: int) -> nn.Sequential:
 
 
 class Mixed(nn.Module):
-    """Attention, then E experts, each for the 2 N / E of N tokens that want it most (Zhou et al., 2022); [B, T, D]."""
+    """Attention, then E experts, each for the 2 N / E of N tokens with the largest gates (Zhou et al., 2022)."""
 
     def __init__(self, config: GPTConfig, experts: int) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class Mixed(nn.Module):
 
 
 def layered(name: str, batch: int) -> WholeProblem:
-    """`gpt`, `resnet` and `t5` as an nn.Sequential of layers, whose boundaries torch's pipelines can cut, too.
+    """`gpt`, `resnet` and `t5` as an nn.Sequential of layers, which torch's pipelines can cut, too.
 
-    t5: source and target, 32 tokens each, go on side by side, [B, 64, 512], shaped as T5-small; resnet: ResNet-18 at
+    t5: source and target, 32 tokens each, in one tensor [B, 64, 512], with the sizes of T5-small; resnet: ResNet-18 at
     half its width, for images of 32 x 32.
     """
     torch.manual_seed(1)
@@ -137,8 +137,6 @@ def layered(name: str, batch: int) -> WholeProblem:
 
 
 class _T5(nn.Module):
-    """A layer of the encoder, or one of the decoder, each for its half of the tokens."""
-
     def __init__(self, encodes: bool) -> None:
         super().__init__()
         kind = nn.TransformerEncoderLayer if encodes else nn.TransformerDecoderLayer
@@ -169,7 +167,6 @@ class _Residual(nn.Module):
 
 
 def _resnet() -> nn.Sequential:
-    """He et al., 2016, two blocks of each of four widths."""
     widths = [32, *(32 << at // 2 for at in range(8))]
     blocks = (_Residual(*pair) for pair in pairwise(widths))
     stem = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1), nn.BatchNorm2d(32), nn.ReLU())

@@ -15,15 +15,12 @@ from ...schedules.wording import duration
 from ..jobs.figure import Figure, repeated
 from .models import SPIN, sleep_until
 
-_AHEAD = 0.005  # [s] from the naming of an instant to the instant
+_AHEAD = 0.005  # [s] from rank 0's message to the common start
 
 
 def timed(step: Callable[[], object], *, ahead: float = _AHEAD) -> float:
-    """Run a step on all ranks from one instant; seconds to the end of the last rank.
-
-    Arguments:
-        ahead: of the instant, rank 0 names it: longer than that takes to all ranks [s].
-    """
+    """Run a step on all ranks from a common start. Returns seconds to the end of the last rank. `ahead`: from rank 0's
+    message to the start, longer than the message takes [s]."""
     instant = torch.zeros((), dtype=torch.float64)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -36,20 +33,20 @@ def timed(step: Callable[[], object], *, ahead: float = _AHEAD) -> float:
 
 
 def say(text: str) -> None:
-    """Progress, from rank 0, on the standard error (the standard output may be JSON)."""
+    """Print progress on standard error from rank 0; standard output may hold JSON."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def slowest(seconds: float) -> float:
-    """The most of all ranks' seconds; collective."""
+    """The largest seconds of all ranks; collective."""
     most = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return float(most)
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """Ratios pair by pair: what disturbs a whole repetition disturbs both sides of it.
+    """Ratios by repetition: a disturbance of a repetition affects both sides of it.
 
     >>> ratios([1.0, 2.0, 6.0], [2.0, 4.0, 4.0])
     [0.5, 0.5, 1.5]
@@ -58,12 +55,12 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
 
 
 def errors(predicted: float, measured: Sequence[float]) -> list[float]:
-    """Part of each measured value by which the predicted one is above it."""
+    """(predicted - measured) / measured, for each measured value."""
     return [predicted / value - 1 for value in measured]
 
 
 def typical(samples: Sequence[float]) -> str:
-    """Their median.
+    """The median as text.
 
     >>> typical([0.0123])
     '12.3 ms'
@@ -72,19 +69,19 @@ def typical(samples: Sequence[float]) -> str:
 
 
 def median_of(step: Callable[[], object], count: int) -> float:
-    """The median of so many steps, each timed on all ranks [s]."""
+    """The median of `count` steps, each timed on all ranks [s]."""
     return median(timed(step) for _ in range(count))
 
 
 def compared(sides: tuple[Sequence[float], Sequence[float]], *, note: str = "", **figure: Any) -> Iterator[Figure]:
-    """Seconds of one side over those of the other; `note` stands behind both medians."""
+    """Seconds of one side over those of the other; `note` follows both medians."""
     first, other = sides
     told = f"{typical(first)} / {typical(other)}{note}"
     return repeated(ratios(first, other), unit="ratio", note=told, **figure)
 
 
 def off(predicted: float, measured: Sequence[float], *, note: str = "", **figure: Any) -> Iterator[Figure]:
-    """How far predicted seconds are off; `note` stands behind them and the measured ones."""
+    """Error of predicted seconds; `note` follows the predicted and the measured ones."""
     told = f"{duration(predicted)} / {typical(measured)}{note}"
     return repeated(errors(predicted, measured), unit="error", note=told, **figure)
 
@@ -92,12 +89,12 @@ def off(predicted: float, measured: Sequence[float], *, note: str = "", **figure
 def in_turn(
     name: str, sides: Mapping[str, Callable[[], float]], *, repetitions: int, after: Callable[[], None] | None = None
 ) -> dict[str, list[float]]:
-    """[repetitions] seconds of each side, one after the other: what disturbs the machine disturbs all of them.
+    """[repetitions] seconds of each side, run in turn, so that a disturbance affects all of them.
 
     Arguments:
         name: of the comparison.
-        sides: by name: runs one repetition and returns its seconds.
-        after: called when all sides have run a repetition.
+        sides: by name, a function that runs one repetition and returns its seconds.
+        after: called after each repetition of all sides.
     """
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for repetition in range(repetitions):

@@ -1,7 +1,7 @@
-"""Work beside training: all-reduces of gradients over a slow wire, and checkpoints.
+"""Work in parallel with training: all-reduces of gradients over a slow wire, and checkpoints.
 
-overlap        gradients summed beside the backwards that follow, and behind all of them
-checkpoints    a step's time without a checkpoint, with one beside training, and with a save that it waits for
+overlap        all-reduces during the following backwards, and after all of them
+checkpoints    a step without a checkpoint, with one written during training, and with a blocking save
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ NUM_PIPE, NUM_DATA, NUM_CHUNKS, NUM_MICROBATCHES = 2, 2, 2, 4
 FORWARD, BACKWARD = 0.010, 0.020  # of one stage action [s]
 STAGE_BYTES = 1_000_000  # of gradients
 BANDWIDTH = 25e6  # of the wire [bytes/s]: 200 Mbit/s
-OVERHEAD = 0.035  # of training, that checkpoints of their own interval may take
+OVERHEAD = 0.035  # share of training for checkpoints at an automatic interval
 MICROBATCHES, BATCH = 8, 16
 _WARM_UP_STEPS = 3
 
 
 def overlap(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Share of a step that sums beside the backwards save, and how far the simulator was off for both sides.
+    """Share of a step saved by overlapped all-reduces, and the simulator's error for both sides.
 
-    Emulated: stages sleep, and a sum holds this process's wire, one after the other, for its bytes over `BANDWIDTH`
-    behind the real all-reduce over gloo. Two data replicas of two ranks with two stages each:
+    Emulated: stages sleep, and each all-reduce occupies this process's wire in turn for bytes / `BANDWIDTH` after the
+    real one over gloo. Two data replicas of two ranks with two stages each:
 
-        beside    2B 2B ... 0B 0B      0U 2U        the sum of stage 2 is through when the backwards of stage 0 are
+        beside    2B 2B ... 0B 0B      0U 2U        the all-reduce of stage 2 overlaps the backwards of stage 0
         sums           [ 2 ]     [ 0 ]
-        behind    2B 2B ... 0B 0B           0U 2U   both come after them
+        behind    2B 2B ... 0B 0B           0U 2U   both follow all backwards
         sums                     [ 2 ][ 0 ]
     """
     beside, behind = _Side(), _Side()
@@ -59,7 +59,7 @@ def overlap(case: Case, repetitions: int) -> Iterator[Figure]:
     for side in sides.values():
         for _ in range(_WARM_UP_STEPS):
             timed(side.step)
-        side.pipe.measured_costs()  # the link's latency, while nothing is under way
+        side.pipe.measured_costs()  # measures the link's latency, while nothing is in flight
         side.pipe.forget_measurements()
     runs = {name: partial(timed, side.step) for name, side in sides.items()}
     seconds = in_turn(case.text("case"), runs, repetitions=repetitions)
@@ -93,7 +93,7 @@ def overlap(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def predicted_behind(schedule: Schedule, costs: Costs) -> float:
-    """Makespan where each rank sums the gradients of its stages one after the other, behind all its actions [s]."""
+    """Makespan if each rank reduces the gradients of its stages one after the other, after all its actions [s]."""
     timeline = simulate(schedule, replace(costs, reduce_grad=0.0))
     sums = costs.table(num_stages=schedule.num_stages).reduce_grad
     ends = [trace.compute[-1].end for trace in timeline.ranks]
@@ -102,8 +102,6 @@ def predicted_behind(schedule: Schedule, costs: Costs) -> float:
 
 
 class _Ballast(nn.Module):
-    """A stage that sleeps, with as many weights as make STAGE_BYTES of gradients."""
-
     def __init__(self) -> None:
         super().__init__()
         self.sleeps = SleepingStage(FORWARD, BACKWARD)
@@ -115,7 +113,7 @@ class _Ballast(nn.Module):
 
 
 class _Side:
-    """A pipeline of its own."""
+    """A pipeline of sleeping stages with two replicas."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -134,27 +132,26 @@ class _Side:
         _Wire(self._built)
 
     def step(self) -> None:
-        """One batch, its gradients summed."""
         self.pipe.forward_backward(*self._batch)
         drop_gradients(self.pipe.parameters())
 
     def put_sums_behind(self) -> None:
-        """Let the programs of all ranks begin their sums behind everything else."""
+        """Make the programs of all ranks begin their all-reduces after everything else."""
         update = self._built.training._update
         assert isinstance(update, FlushUpdate)
         programs = [replace(each, steps=sums_last(each.steps)) for each in update._programs.programs]
         update._programs = replace(update._programs)
-        vars(update._programs)["programs"] = programs  # which follow from the schedule otherwise
+        vars(update._programs)["programs"] = programs  # else derived from the schedule
 
 
 def sums_last(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps of a program, collectives behind all others."""
+    """The steps of a program with collectives last."""
     sums = [step for step in steps if isinstance(step, Collective)]
     return (*(step for step in steps if not isinstance(step, Collective)), *sums)
 
 
 class _Wire:
-    """Takes the place of a pipeline's `begin_all_reduce`: what is begun goes over one slow wire, in order."""
+    """Replaces a pipeline's `begin_all_reduce` by one over a slow wire, in order."""
 
     def __init__(self, built: Pipeline) -> None:
         collectives = built.training._collectives
@@ -189,11 +186,10 @@ def _lost(what: str) -> None:
 
 
 def checkpoints(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Time that a checkpoint adds to its steps, by either way, and the share that an interval of its own keeps to.
+    """Time that a checkpoint adds to its steps, in parallel or blocking, and the overhead of an automatic interval.
 
-    A GPT with AdamW on two ranks, `layers` of `width`, `length`; repetition by repetition the same `steps` run without
-    checkpoints, with one written beside them, and with one that they wait for. Then `auto_steps` whose interval is
-    found from what they cost.
+    A GPT with AdamW on two ranks, `layers` of `width`, `length`; in each repetition the same `steps` run without
+    checkpoints, with one written in parallel, and with a blocking one. Then `auto_steps` with an automatic interval.
     """
     size = GPTConfig(length=case.count("length"), layers=case.count("layers"), width=case.count("width"))
     steps, name = case.count("steps"), case.text("case")
@@ -214,10 +210,10 @@ def checkpoints(case: Case, repetitions: int) -> Iterator[Figure]:
         def beside() -> None:
             for _ in range(steps):
                 step()
-                saver.step()  # the first of them begins one
+                saver.step()  # the first step begins one
             saver.wait()
 
-        beside()  # the first one makes the memory that later ones use again
+        beside()  # the first one allocates memory that later ones reuse
         sides = {"without": plain, "blocking": blocking, "beside": beside}
         runs = {side: partial(timed, run) for side, run in sides.items()}
         seconds = in_turn(name, runs, repetitions=repetitions)
@@ -276,7 +272,6 @@ def _pipeline(model: GPTConfig) -> tuple[PipelineModule, Callable[[], None]]:
 
 @contextmanager
 def _shared_folder() -> Iterator[Path]:
-    """A temporary folder of rank 0 that all ranks use."""
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as own:
         name = [own]
         dist.broadcast_object_list(name, src=0)

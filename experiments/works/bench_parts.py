@@ -1,8 +1,8 @@
 """Parts of a step in one process with one thread, without torch.distributed.
 
-halves         a backward in two halves, I and W, beside the whole one
-in_process     a step at no compute: the engine's Python, and autograd beneath it
-start          CPU seconds until the first step is made: recorded, cut, verified
+halves         a backward in two halves, I and W, compared with the whole one
+in_process     a step without compute: the engine's Python, and autograd below it
+start          CPU seconds to the end of the first step: recording, cut, verification
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..jobs.figure import Figure, How, Target, repeated
 from ..measure.models import StagesProblem, Workload, drop_gradients, make_problem
 from ..measure.timing import ratios, typical
 
-_RUNS, _WARM_UP = 7, 3  # of a repetition of the halves, and in front of all
+_RUNS, _WARM_UP = 7, 3  # of each repetition of the halves, and before all
 _STEPS = 20  # of one repetition
 _PROFILED_STEPS, _PROFILE_LINES = 50, 30
 
@@ -45,13 +45,13 @@ STAGES: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # and
 
 
 def halves(case: Case, repetitions: int) -> Iterator[Figure]:
-    """I + W over B, of both sides, and our forward over the plain one.
+    """I + W over B for both sides, and our forward over the plain one.
 
         whole    F  B
-        ours     F  I W      products, embeddings and convolutions put gradients of weights aside
+        ours     F  I W      products, embeddings and convolutions defer gradients of weights
         torch    F  I W      torch.distributed.pipelining: a walk over the graph for each weight
 
-    All three run the same stage on the same input in turn, `runs` times a repetition; its value is the median.
+    All three run the same stage on the same input in turn, `runs` times per repetition, whose value is the median.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -89,7 +89,6 @@ def halves(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _whole(model: nn.Module, x: Tensor, gradient: Tensor) -> tuple[float, float]:
-    """Seconds of the forward, and of the backward."""
     start = time.perf_counter()
     y = model(x)
     middle = time.perf_counter()
@@ -119,9 +118,9 @@ def _torchs(model: nn.Module, x: Tensor, gradient: Tensor) -> tuple[float, float
 
 
 def in_process(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Seconds a microbatch of the in-process step and of a bare loop over the same forwards and backwards, in turn.
+    """Seconds per microbatch of the in-process step and of a bare loop over the same forwards and backwards, in turn.
 
-    With `profile` the note holds the most expensive functions of the step.
+    With `profile` the note lists the most expensive functions of the step.
     """
     torch.set_num_threads(1)
     workload = Workload.of(case)
@@ -157,10 +156,10 @@ def in_process(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def start(case: Case, repetitions: int) -> Iterator[Figure]:
-    """CPU seconds of `build()`, where the case says so, and of the first step, which else builds; a process each time.
+    """CPU seconds of `build()`, if in the case, and of the first step, which otherwise builds; a process each time.
 
-    A plain step of the model comes first: what torch loads for that is not counted. No figure without transformers,
-    where the model is one of theirs.
+    A plain step of the model runs first, so that torch's own loading is not counted. No figure for a model of
+    transformers without that package.
     """
     del repetitions
     torch.set_num_threads(1)
@@ -180,7 +179,7 @@ def start(case: Case, repetitions: int) -> Iterator[Figure]:
     loss_fn(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
     optimizer(model.parameters()).step()
     drop_gradients(model.parameters())
-    gc.collect()  # of what was imported: else it comes at some time in one of the two
+    gc.collect()  # after the imports, else at a random time in one of the two
     pipe = PipelineModule(model, loss_fn=loss_fn, optimizer=optimizer, mesh={"pipe": 2}, num_microbatches=4)
     is_built = bool(case.get("built"))
     parts: dict[str, Callable[..., object]] = {"build()": pipe.build} if is_built else {}
@@ -207,7 +206,7 @@ def _start_model(name: str) -> nn.Module:
 
 
 def _bare_step(problem: StagesProblem, num_microbatches: int) -> None:
-    """The least that the stages of a pipeline ask of autograd: each its own leaf, graph and backward."""
+    """The minimum of autograd calls for the stages of a pipeline: each has its own leaf, graph and backward."""
     last = len(problem.stages) - 1
     inputs, targets = (
         problem.inputs.tensor_split(num_microbatches),
@@ -230,7 +229,6 @@ def _bare_step(problem: StagesProblem, num_microbatches: int) -> None:
 
 
 def _seconds(step: Callable[[], None]) -> float:
-    """The median of some steps."""
     times = []
     for _ in range(_STEPS):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Speed and memory of simulator, partitioner and planner, without torch: the peak is Python's."""
+"""Speed and memory of simulator, partitioner and planner, without torch, so that the peak is Python's."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PUBLISHED = ("alexnet", "gnmt", "resnet18", "resnet50", "squeezenet1_0", "vgg16"
 _COSTS = Costs(forward=1.0, backward=2.0, latency=0.01)
 _FLAT = [[16, 1.25e9]]
 _TWO_LEVEL = [[4, 1e10], [4, 1.25e9]]
-_RUNS = 5  # of a short problem, in one process
+_RUNS = 5  # of short problems, in one process
 
 
 def check_pipedream_data() -> None:
-    """ValueError unless the published profiles are there; a checkout of the repository has them, a wheel has not."""
+    """Raise ValueError without the published profiles, which are in the repository but not in a wheel."""
     for file in (PIPEDREAM_DATA / "runs.json", *(PIPEDREAM_DATA / f"{model}.txt" for model in PUBLISHED)):
         if not file.exists():
             raise ValueError(
@@ -40,7 +40,7 @@ def check_pipedream_data() -> None:
 
 
 def simulator(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Its rate on a schedule of ordinary size; then build, check and simulate the large one of the case, once."""
+    """The simulator's rate on a schedule of ordinary size, then build, check and simulation of the case's large one."""
     del repetitions
     rate = _rate()
     sizes = {"num_ranks": case.count("p"), "num_chunks": case.count("v"), "num_microbatches": case.count("m")}
@@ -62,7 +62,6 @@ def simulator(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _rate() -> float:
-    """Compute actions a second of `simulate` alone: interleaved, P=8, V=2, M=512 (16,384 actions)."""
     schedule = build("interleaved", num_ranks=8, num_microbatches=512, num_chunks=2)
     num_actions = sum(map(len, schedule.programs))
     times = []
@@ -84,10 +83,10 @@ def partitioner(case: Case, repetitions: int) -> Iterator[Figure]:
 def published(case: Case, models: Sequence[str] = PUBLISHED) -> Iterator[Figure]:
     """Each published profile on 16 devices, flat, and resnet50 on 4x4, by both cost models.
 
-    Flat, 1/20 of what PipeDream's optimizer took is asked, or 20 ms; on 4x4 a second.
+    The limit is 1/20 of the time of PipeDream's optimizer, or 20 ms, if flat; on 4x4 a second.
     """
     runs = json.loads((PIPEDREAM_DATA / "runs.json").read_text(encoding="utf-8"))["runs"]
-    walls = {  # by model: what PipeDream's own optimizer took on 16 devices, flat [s]
+    walls = {  # by model: time of PipeDream's own optimizer on 16 devices, flat [s]
         model: wall
         for model, levels, compressed, straight, _, _, wall in runs
         if levels == _FLAT and compressed and not straight
@@ -108,7 +107,7 @@ def published(case: Case, models: Sequence[str] = PUBLISHED) -> Iterator[Figure]
 
 
 def large_chain(case: Case) -> Iterator[Figure]:
-    """A chain of `layers` on two levels of links: with a given M, and for a stream of microbatches."""
+    """A chain of `layers` on two levels of links, with a given M, and for a stream of microbatches."""
     draw = random.Random(0)
     nodes = []
     for number in range(case.count("layers")):
@@ -145,7 +144,7 @@ def planner(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def scale(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Seconds of CPU of a whole plan, of profiles from formulas on, and what is known of the rest."""
+    """CPU seconds of a whole plan, from formulas on, and the bound of the unsearched rest."""
     del repetitions
     source, devices = _transformer(case)
     start = time.process_time()
@@ -177,7 +176,7 @@ def _transformer(case: Case) -> tuple[TransformerSource, Cluster]:
 def _measured(
     case: Case, problem: str, variant: str, limit: float, solve: Callable[[], Plan], *, runs: int = 1
 ) -> Iterator[Figure]:
-    """Seconds, profile read and modules imported before; in ms where less than a second is asked."""
+    """Seconds, without reading the profile and imports; in ms for limits below a second."""
     seconds = []
     for _ in range(runs):
         start = time.perf_counter()
@@ -198,7 +197,7 @@ def _measured(
 
 
 def _shown(case: Case, problem: str, variant: str) -> Case:
-    """A case of the same problem that differs in its `variant`, of which the slowest counts."""
+    """A case of the problem in a `variant`; of the variants the slowest counts."""
     return Case.of({"case": case.text("case"), "run": problem, "variant": variant})
 
 

@@ -1,9 +1,9 @@
-"""Plans that were made by measuring and are carried out on the same ranks; and cuts of uneven models, in turn.
+"""Plans made from measurements and run on the same ranks; and cuts of uneven models, in turn.
 
 planned    profile and links measured -> plan -> the same ranks run it: predicted against measured
-regret     the best few plans of the planner, each carried out: how much slower the chosen one is than the fastest
-memory     the same plan in fresh processes: peak growth of resident memory against what the plan says
-auto       schedule="auto" beside the best of torch's pipelines and beside its DDP
+regret     the planner's best few plans, each run: how much slower the chosen one is than the fastest
+memory     the same plan in new processes: peak growth of resident memory against the plan's
+auto       schedule="auto" compared with the best of torch's pipelines and with its DDP
 cuts       one model under one schedule, cut in three ways in turn
 """
 
@@ -52,18 +52,18 @@ from ..measure.timing import compared, in_turn, median_of, off, say, timed, typi
 from .zero_bubble import THEIRS
 
 _WARM_UP_STEPS = 2
-_MEMORY_STEPS = 4  # the optimizer's state is there from the first on
+_MEMORY_STEPS = 4  # the first makes the optimizer's state
 _BY_PROFILE = "profile"
 
 
 def plan_by_measuring(
     problem: WholeProblem, *, num_microbatches: int | None, trials: int = 0, **restrictions: Any
 ) -> Plan:
-    """The plan of schedule="auto" for a given M, or any, and within `restrictions` of the planner's search.
+    """The plan of schedule="auto" for a given M, or any, within `restrictions` of the planner's search.
 
     Collective over the processes; the same plan on each.
     """
-    from ...pipe.auto.layout import plan_here  # the profiler and the planner, which other jobs need not load
+    from ...pipe.auto.layout import plan_here  # imports the profiler and the planner, which other jobs don't need
 
     plan, _ = plan_here(
         problem.make_model(),
@@ -79,7 +79,7 @@ def plan_by_measuring(
 
 
 def planned_problem(case: Case) -> WholeProblem:
-    """`model` "gpt", traced whole, with AdamW, or "sleep": layers that sleep for unequal times; of so many `layers`."""
+    """`model` "gpt", traced as a whole, with AdamW, or "sleep": layers that sleep for unequal times; of `layers`."""
     M = case.count("microbatches")
     if case.text("model") == "sleep":
         return sleeping_layers(case.count("layers"), M)
@@ -88,10 +88,10 @@ def planned_problem(case: Case) -> WholeProblem:
 
 
 def planned(case: Case, repetitions: int) -> Iterator[Figure]:
-    """How far a plan's step is off. With a `folder` rank 0 leaves the plan there, for `memory`.
+    """Error of a plan's step. With a `folder` rank 0 writes the plan there, for `memory`.
 
-    `replicas` "free": the planner may choose any, unequal ones too; else "none". `limit`: of the error. `steps`: of a
-    repetition, whose value is their median.
+    `replicas` "free": the planner may choose any, including unequal ones; else "none". `limit`: of the error. `steps`:
+    of a repetition, whose value is their median.
     """
     problem, name = planned_problem(case), f"{case.text('case')} {_described(case)}"
     say(f"{name}: profiling and planning")
@@ -131,8 +131,8 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def regret(case: Case, repetitions: int) -> Iterator[Figure]:
-    """How much slower the plan that was chosen is than the fastest of the best few, each carried out by stages that
-    sleep; the layers' seconds are random numbers of a `seed`, 2 to 12 ms."""
+    """How much slower the chosen plan is than the fastest of the best few, each run with stages that sleep; the layers'
+    seconds are random numbers of a `seed`, 2 to 12 ms."""
     chance, ranks = random.Random(case.count("seed")), dist.get_world_size()
     forward = [chance.uniform(2e-3, 12e-3) for _ in range(case.count("layers"))]
     nodes = [Node(name=f"layer {i}", forward_seconds=f, backward_seconds=2 * f) for i, f in enumerate(forward)]
@@ -171,11 +171,11 @@ def regret(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def memory(case: Case, repetitions: int) -> Iterator[Figure]:
-    """How far a plan's memory is off, by rank, in a few steps of the plan in `folder`; for fresh processes.
+    """Error of a plan's memory, by rank, in a few steps of the plan in `folder`, in new processes.
 
-    `kind` "in use": malloc gives back to the system at once what is freed, which the plan speaks of; "resident": malloc
-    as it is by default, which keeps some of it. What torch loads with its first model, whichever it
-    is, is no part of the plan: a tiny model is run before the meter starts.
+    `kind` "in use": malloc returns freed memory to the system at once, as the plan assumes; "resident": malloc's
+    default, which keeps some of it. A tiny model runs before the meter starts, since memory that torch allocates for
+    the first model is not in the plan.
     """
     del repetitions
     plan = Plan.load(_plan_file(case))
@@ -194,9 +194,9 @@ def memory(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def resident_peaks(make: Callable[[], OurSide]) -> list[int]:
-    """By rank, how many bytes its resident memory grows by in a few steps; for fresh processes.
+    """By rank, growth of resident memory in a few steps [bytes], in new processes.
 
-    A step of a tiny GPT comes first: modules, threads and tables that the first model brings in.
+    A step of a tiny GPT runs first, which loads modules, threads and tables.
     """
     tiny = gpt_problem(GPTConfig(layers=dist.get_world_size(), width=16, length=8), batch=4)
     first = OurSide.of_model(tiny, schedule="1f1b", num_microbatches=4)
@@ -216,7 +216,7 @@ def resident_peaks(make: Callable[[], OurSide]) -> list[int]:
 def auto(case: Case, repetitions: int) -> Iterator[Figure]:
     """Steps of the best of torch's pipelines, and of its DDP, over that of schedule="auto", all in turn.
 
-    A batch has `microbatches` of so many `samples`, which the plan may cut otherwise. Torch's stages are cut by our
+    A batch has `microbatches` of `samples` samples, which the plan may divide otherwise. Torch's stages are cut by our
     profiler's seconds.
     """
     P, M, samples = case.count("ranks"), case.count("microbatches"), case.count("samples")
@@ -300,7 +300,7 @@ def contest_problem(case: Case) -> WholeProblem:
 def cuts(case: Case, repetitions: int) -> Iterator[Figure]:
     """One uneven model under 1F1B: step time of the other cuts over the profile's, all in turn.
 
-    `cut`: the module that begins the second stage where both have equally many layers.
+    `cut`: the first module of the second stage if both have equally many layers.
     """
     problem, M = contest_problem(case), case.count("microbatches")
     model = {"cnn": "CNN, wide linear layers behind", "gpt": "GPT, large vocabulary"}[case.text("model")]
@@ -337,6 +337,6 @@ def cuts(case: Case, repetitions: int) -> Iterator[Figure]:
             case=Case.of({"case": case.text("case"), "run": name}),
             name=f"step, {cut_by} / profile",
             how=How.MEASURED,
-            target=Target(limit=1.0, at_least=True, judged=Judged.WORST),  # faster only where every repetition was
+            target=Target(limit=1.0, at_least=True, judged=Judged.WORST),  # faster only if every repetition was
             note=f" (planned {plan.simulated_step_time * 1e3:.2f}); {stages[cut_by]} / {stages[_BY_PROFILE]}",
         )

@@ -1,4 +1,4 @@
-"""The bench's report: its cases in order, and every figure as a line with its target, or as one JSON object."""
+"""The bench's report: its cases in order, with a line per figure and its target, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Line:
     """A line of the report: the repetitions of one figure.
 
     Arguments:
-        case, workload: what was asked, and what was run for it.
-        what: the value is.
-        origin: "simulated / measured" of a prediction.
-        note: the times behind a ratio.
+        case, workload: the case, and what it ran.
+        what: name of the value.
+        origin: "simulated / measured" for a prediction.
+        note: the times of a ratio.
     """
 
     case: str
@@ -64,7 +64,6 @@ class Line:
 
     @classmethod
     def of(cls, figures: Sequence[Figure], note: str = "") -> Line:
-        """From all repetitions."""
         first, samples = figures[0], [figure.value for figure in figures]
         predicted = first.case.get("predicted")
         return cls(
@@ -80,16 +79,16 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """ok, missed, or nothing where nothing was asked."""
+        """ok, missed, or empty without a target."""
         return "" if self.target is None else "ok" if self.target.met(self.value) else "missed"
 
 
 def lines_of(figures: Sequence[Figure], names: Sequence[str]) -> list[Line]:
-    """A line a figure, in the order of the cases; of a problem's variants the slowest, which names the others."""
+    """A line per figure, in the order of the cases; for variants of a problem the slowest, which names the others."""
     groups: dict[tuple[object, ...], dict[str, list[Figure]]] = {}
     for figure in figures:
         if figure.target is not None:
-            figure.case.text("case")  # refuses one that says none, and would be lost
+            figure.case.text("case")  # raises ValueError for a figure that would be lost
         if figure.case.get("case") in names:
             variant = str(figure.case.get("variant", ""))
             key = (figure.case.text("case"), figure.case.text("run"), "" if variant else figure.name)
@@ -105,7 +104,7 @@ def lines_of(figures: Sequence[Figure], names: Sequence[str]) -> list[Line]:
 
 
 def report(figures: Sequence[Figure], names: Sequence[str], *, repetitions: int, as_json: bool = False) -> None:
-    """One JSON object, or a table, where the time goes, and what the columns mean."""
+    """Print one JSON object, or a table with a breakdown of the time and a legend."""
     lines, where = lines_of(figures, names), where_time_goes(figures)
     if as_json:
         answer = {
@@ -121,7 +120,7 @@ def report(figures: Sequence[Figure], names: Sequence[str], *, repetitions: int,
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 200  # a file has no width; a table folded at 80 columns is hard to read
+        console.width = 200  # in a file, so that no row is folded at 80 columns
     rows = table("", ("case", "what was run", "figure"), ("median", "range", "target"))
     for name in ("", "origin", "from"):
         rows.add_column(name)
@@ -163,7 +162,7 @@ def _profiles(figures: Sequence[Figure]) -> Iterator[str]:
 
 
 def where_time_goes(figures: Sequence[Figure]) -> list[str]:
-    """Parts of a microbatch in a step at no compute."""
+    """Lines on the parts of a microbatch's time in a step without compute."""
     found: dict[str, dict[str, list[float]]] = {}
     for figure in figures:
         if figure.case.get("model") == "tiny":
@@ -211,7 +210,7 @@ def _shown_target(line: Line) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine: all that a figure depends on besides the code."""
+    """Versions and machine, which figures depend on besides the code."""
     return {
         "stagewright": __version__,
         "torch": importlib.metadata.version("torch"),

@@ -2,7 +2,7 @@
 
 steps           one workload, a step at a time
 races           throughput of several runners
-receive_bytes   most bytes of receives that are posted and not consumed
+receive_bytes   peak bytes of receives posted and not consumed
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _FEW, _MANY = 8, 64  # microbatches
 def steps(case: Case, repetitions: int) -> Iterator[Figure]:
     """A workload by both sides: torch, ours, torch, ours, ...
 
-    The simulator's makespan comes from our own costs and the latency of a message, by ping-pong. `limit`: of ours over
-    torch's; `ideal_limit`: over the ideal; `error_limit`: of the prediction. `steps`: of a repetition, whose value is
-    their median (short steps need several).
+    The simulator uses our own costs and the latency of a message by ping-pong. `limit`: of ours over torch's;
+    `ideal_limit`: over the ideal; `error_limit`: of the prediction. `steps`: of a repetition, whose value is their
+    median (short steps need several).
     """
     workload = Workload.of(case)
-    problem = make_problem(workload)  # fresh for each side: both train the same weights by themselves
+    problem = make_problem(workload)  # a new one for each side: both train the same weights separately
     theirs, ours = TorchSide(workload, problem), OurSide.of_stages(workload, make_problem(workload))
     sides: dict[str, Side] = {"torch": theirs, "ours": ours}
     _warm_up(str(workload), sides)
@@ -97,7 +97,7 @@ def steps(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _warm_up(name: str, sides: dict[str, Side]) -> None:
-    """First steps (torch infers its shapes in one), and a look whether both sides do the same work."""
+    """First steps (torch infers its shapes in one), and a check that both sides do the same work."""
     for _ in range(_WARM_UP_STEPS):
         for side in sides.values():
             timed(side.step)
@@ -108,7 +108,7 @@ class Entry(NamedTuple):
     """One runner of a race.
 
     Arguments:
-        at_least: what the first entry's throughput must be as a multiple of this one's; None where nothing is asked.
+        at_least: the first entry's least throughput as a multiple of this one's; None: no target.
         ideal: that multiple with equal stages, free messages and free updates.
     """
 
@@ -125,7 +125,6 @@ class Entry(NamedTuple):
 
 
 def entries_of(case: Case) -> Sequence[Entry]:
-    """The first against the others."""
     if case.text("model") == "sleep":
         ranks, at_least = case.count("ranks"), case.number("at_least")
         others = [Entry(who, "1f1b", at_least=at_least, ideal=(2 * ranks - 1) / ranks) for who in ("ours", "torch")]
@@ -141,10 +140,10 @@ def entries_of(case: Case) -> Sequence[Entry]:
 
 
 def races(case: Case, repetitions: int) -> Iterator[Figure]:
-    """All entries in turn train the same stages batch after batch, each as fast as it goes.
+    """Throughput of all entries, which train the same stages batch after batch in turn.
 
-    A step of an asynchronous schedule has no end of its own, since it returns with the pipeline full. So what is timed
-    is many `batches` in a row on each rank, from its return from one step to its return from a later one.
+    A step of an asynchronous schedule returns with a full pipeline. So the time of many `batches` in a row is measured
+    on each rank, from its return from one step to its return from a later one.
     """
     sides: dict[Entry, Side] = {}
     for entry in entries_of(case):
@@ -156,7 +155,7 @@ def races(case: Case, repetitions: int) -> Iterator[Figure]:
     for side in sides.values():
         for _ in range(_WARM_UP_STEPS):
             side.step()
-    own.pipe.measured_costs()  # the link's latency, while nothing is under way
+    own.pipe.measured_costs()  # measures the link's latency, while nothing is in flight
     own.pipe.forget_measurements()
     for _ in range(_WARM_UP_STEPS):
         own.step()
@@ -196,10 +195,10 @@ def races(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def seconds_a_batch(step: Callable[[], object], batches: int) -> float:
-    """The slowest rank's seconds a batch over many in a row, from its own return from a few before them.
+    """The slowest rank's seconds per batch over many in a row, from its own return from a few before them.
 
-    A barrier brings all ranks to the same instant; an asynchronous pipeline's ranks then fall back into step, each a
-    few forwards behind the one before, which belongs to no batch.
+    After a barrier the ranks of an asynchronous pipeline first return to their offsets of a few forwards per rank,
+    which belongs to no batch.
     """
     dist.barrier()
     for _ in range(_WARM_UP_STEPS):
@@ -213,8 +212,8 @@ def seconds_a_batch(step: Callable[[], object], batches: int) -> float:
 def ping_pong(tensor: torch.Tensor, *, rounds: int) -> dict[str, list[float]]:
     """One-way times between ranks 0 and 1 over a gloo group, from just before the send to just after the wait [s].
 
-    tight: each side answers at once. paced: each side sleeps first, so that the receiver is fast asleep. The other
-    ranks look on.
+    tight: each side answers at once. paced: each side sleeps first, so that the receiver is asleep. The other ranks
+    are idle.
     """
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     tight = _one_way_times(group, tensor, rounds=rounds, pause=0.0)
@@ -226,7 +225,7 @@ def ping_pong(tensor: torch.Tensor, *, rounds: int) -> dict[str, list[float]]:
 def _one_way_times(group: dist.ProcessGroup, tensor: torch.Tensor, *, rounds: int, pause: float) -> list[float]:
     """[2 * rounds] seconds from before the send to after the wait, without a warm-up."""
     rank = dist.get_rank()
-    stamps: list[float] = []  # of sends on rank 0 and receives on rank 1, and the other way round, in turn
+    stamps: list[float] = []  # of sends on rank 0 and receives on rank 1, and vice versa, in turn
     if rank < 2:
         peer, buffer, warm_up = 1 - rank, torch.empty_like(tensor), rounds // 5
         for number in range(warm_up + rounds):
@@ -248,9 +247,9 @@ def _one_way_times(group: dist.ProcessGroup, tensor: torch.Tensor, *, rounds: in
 
 
 def receive_bytes(case: Case, repetitions: int) -> Iterator[Figure]:
-    """The peak over a step of any rank, sampled at every posting, for many microbatches over that for few, or 16 MiB.
+    """Peak over a step of any rank, sampled at every posting, for many microbatches over that for few, or 16 MiB.
 
-    torch's are the receive buffers that its stages hold: it makes them for all microbatches at once.
+    torch's are the receive buffers of its stages, which it makes for all microbatches at once.
     """
     del repetitions  # bytes are the same in each
     found = [_receive_bytes(Workload.of(case, num_microbatches=M)) for M in (_FEW, _MANY)]
@@ -267,7 +266,6 @@ def receive_bytes(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _receive_bytes(workload: Workload) -> tuple[int, int]:
-    """Ours and torch's."""
     ours = OurSide.of_stages(workload, make_problem(workload))
     theirs = TorchSide(workload, make_problem(workload))
     peak = _watch_receives(ours)
@@ -281,7 +279,7 @@ def _receive_bytes(workload: Workload) -> tuple[int, int]:
 
 
 def _watch_receives(side: OurSide) -> Callable[[], int]:
-    """Look at the transport's count behind every posting, where alone it grows; returns the peak's reader."""
+    """Sample the transport's count after every posting, where it grows. Returns a function for the peak."""
     transport = side.pipe._building.built("the transport").engine.ranks[0].transport
     assert isinstance(transport, ProcessGroupTransport), transport
     post, peak = transport.post, 0

@@ -11,11 +11,11 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, repeated
 from ..measure.equal_stages import BACKWARD, FORWARD, costs_of, schedule_of
 
-_BATCHES = 4  # of a stream in a row, behind one that fills it
+_BATCHES = 4  # of a stream in a row, after one that fills it
 
 
 def simulated(case: Case, repetitions: int) -> Iterator[Figure]:
-    """The bubble of a case, simulated and, where there is one, by its closed form."""
+    """The bubble of a case, simulated and, if there is one, by its closed form."""
     del repetitions
     case = sized(case)
     schedule = schedule_of(case)
@@ -34,7 +34,7 @@ def sized(case: Case) -> Case:
 
 
 def closed_form(case: Case) -> float | None:
-    """The bubble by the schedule's formula; None where it has none here."""
+    """The bubble by the schedule's formula; None without one for this case."""
     schedule = schedule_of(case)
     both = (FORWARD + BACKWARD) * schedule.num_ranks / schedule.num_stages
     waits = {"gpipe": both, "1f1b": both, "interleaved": both, "looped-bfs": both, "zb-h1": FORWARD}
@@ -48,8 +48,8 @@ def closed_form(case: Case) -> float | None:
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """The bubble of a case on real processes; runs on all of its ranks.
 
-    A repetition is a step of a flush schedule from one instant on all ranks, or some batches of a stream in a row. What
-    disturbs the machine makes actions longer and waits, too: the bubble is that of the clock's own actions.
+    A repetition is a step of a flush schedule with a common start, or some batches of a stream in a row. A disturbance
+    makes both actions and waits longer: the bubble is that of the measured actions.
     """
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     ideal = simulate(pipe.schedule, costs_of(pipe.schedule)).batch_seconds
     bubbles, slower = [], []
     try:
-        pipe.step()  # groups connect, shapes are known
+        pipe.step()  # connects groups, finds shapes
         for _ in range(repetitions):
             pipe.pipe.forget_measurements()
             if not pipe.schedule.is_asynchronous:
@@ -77,7 +77,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def findings(figures: Sequence[Figure]) -> list[str]:
-    """How far the three are apart."""
+    """Differences between the three kinds of bubbles."""
     by_way: dict[How, dict[Case, list[float]]] = defaultdict(lambda: defaultdict(list))
     for figure in figures:
         if figure.name == "bubble":

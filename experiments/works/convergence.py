@@ -1,4 +1,4 @@
-"""Loss without a flush: settings of the convergence experiment, trained in one process, or timed on ranks."""
+"""Loss without a flush: settings of the convergence experiment, trained in one process or timed on ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CURVE, FINAL, SPEED, SECONDS = "validation loss", "final loss", "throughput", "t
 
 _EACH_UPDATES = ("pipedream", "paci")
 _MICROBATCHES = 10  # under these: batches of the others
-_TIMED, _WARM, _VALIDATED = 40, 10, 32  # updates, twice; sequences at once
-_CURVE_SHARE = 4  # one in so many of the validation batches along the way
+_TIMED, _WARM, _VALIDATED = 40, 10, 32  # updates, updates, sequences at once
+_CURVE_SHARE = 4  # a curve uses every fourth validation batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +39,21 @@ class Setting:
     """A run's setting.
 
     Arguments:
-        schedule: of SCHEDULES; pipedream and paci update behind each batch of `sequences`, in `update_every` parts.
+        schedule: of SCHEDULES; pipedream and paci update after each batch of `sequences`, in `update_every` parts.
         ranks: P.
         optimizer: adamw; nadam; muon: Muon for the matrices of the blocks, AdamW for the rest.
-        correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, which has no delay, as if
-            it were one: the control.
+        correction, factor: of the delay; lambda of a stage is factor x its delay. Under 1f1b, as a control, as if the
+            delay were one.
         rate: peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual).
         ends: AdamW's rate over Muon's.
         ns_steps: of Muon's Newton-Schulz iteration.
         warmup: share of the steps in which the rate rises.
-        flush_first: so many updates, the first ones, have a flush each (`PipelineModule(flush_first=)`), corrected by
-            lambda 1 if the rest is corrected.
+        flush_first: number of first updates with a flush (`PipelineModule(flush_first=)`), corrected by lambda 1 if the
+            others are corrected.
         total_updates: of the weights, each after `sequences` of `length` bytes.
-        windows: validation sequences behind the last update; a quarter of them every `evaluate_every` updates.
+        windows: validation sequences after the last update; a quarter of them every `evaluate_every` updates.
 
-    Raises ValueError for what cannot be meant.
+    Raises ValueError for invalid values.
     """
 
     schedule: str
@@ -94,7 +94,7 @@ class Setting:
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Setting:
-        """Setting with these values; ValueError for a key that is none of its."""
+        """Setting with these values. Raises ValueError for an unknown key."""
         known = [field.name for field in fields(cls)]
         unknown = [key for key in values if key not in known]
         if unknown:
@@ -112,7 +112,7 @@ class Setting:
         return self.updates_a_step * self.sequences * self.length
 
     def make_schedule(self) -> Schedule:
-        """Schedule of one step: an update behind every `sequences` samples."""
+        """Schedule of one step: an update after every `sequences` samples."""
         if self.schedule in _EACH_UPDATES:
             each, number = self.update_every, self.update_every * self.updates_a_step
             return build(self.schedule, num_ranks=self.ranks, num_microbatches=number, update_every=each)
@@ -120,10 +120,8 @@ class Setting:
 
 
 def loss(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Validation loss [nats a byte] of a setting behind its updates; the seed stands as repetition.
-
-    Over processes also the seconds of the updates: in one process nobody asks for them.
-    """
+    """Validation loss [nats per byte] of a setting after its updates, with the seed as repetition; over processes also
+    the seconds of the updates."""
     setting = _setting(case)
     place = Case(tuple((key, value) for key, value in case.items if key != "seed"))
     for point in losses(setting):
@@ -135,7 +133,7 @@ def loss(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def speed(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Tokens a second of a setting, a process a rank."""
+    """Tokens per second of a setting, with a process per rank."""
     setting = _setting(case)
     for repetition in range(repetitions):
         value = tokens_per_second(setting, updates=_TIMED, warm=_WARM)
@@ -150,10 +148,8 @@ def _setting(case: Case) -> Setting:
 
 
 class Point(NamedTuple):
-    """Validation loss [nats] behind so many updates; `whole`: over all validation sequences, at the end.
-
-    seconds: of all steps so far, without evaluation.
-    """
+    """Validation loss [nats] after `updates` updates; `whole`: over all validation sequences, at the end; `seconds`: of
+    all steps so far, without evaluation."""
 
     updates: int
     loss: float
@@ -162,7 +158,7 @@ class Point(NamedTuple):
 
 
 def losses(setting: Setting) -> Iterator[Point]:
-    """Train; the loss along the way, and behind the last update over all windows."""
+    """Train. Yields the loss during training, and after the last update over all windows."""
     corpus = load_corpus()
     validation = corpus.validation_batches(
         num_batches=max(1, setting.windows // _VALIDATED), batch_size=_VALIDATED, length=setting.length
@@ -182,7 +178,7 @@ def losses(setting: Setting) -> Iterator[Point]:
 
 
 def tokens_per_second(setting: Setting, *, updates: int, warm: int) -> float:
-    """Tokens a second of so many updates in a row, behind `warm` others; on a process a rank."""
+    """Tokens per second of `updates` updates in a row, after `warm` others; with a process per rank."""
     corpus = load_corpus()
     steps, warm = (-(-each // setting.updates_a_step) for each in (updates, warm))
     batches = [batch(setting, corpus, step) for step in range(steps + warm)]
@@ -201,7 +197,7 @@ def tokens_per_second(setting: Setting, *, updates: int, warm: int) -> float:
 
 
 def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
-    """The GPT in its pipeline, over the process group that is there, else in this process."""
+    """The GPT in its pipeline, over the process group if there is one, else in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(setting.seed)
     schedule = setting.make_schedule()
@@ -234,7 +230,7 @@ def _arranged(setting: Setting, schedule: str | Schedule) -> str | Schedule | As
 
 
 def batch(setting: Setting, corpus: Corpus, step: int) -> TokenBatch:
-    """The step's batch: that of each of its updates, one behind the other, the same under every schedule."""
+    """The step's batch: those of its updates in order, the same under every schedule."""
     parts = [
         corpus.batch(
             seed=setting.seed,

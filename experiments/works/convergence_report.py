@@ -1,4 +1,4 @@
-"""Report of the convergence experiment: the best rate of each method, its seeds, its curve; words and pictures."""
+"""Report of the convergence experiment: the best rate of each method, its seeds and its curve, as text and pictures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _NOT_OF_THE_METHOD = ("rate", "seed", "updates", "evaluate_every")  # updates: of a point of a curve
 _OPTIMIZERS = {"adamw": "AdamW", "nadam": "NAdam", "muon": "Muon"}
-_CORRECTIONS = {FEEDBACK: "feedback"}
+_DEFAULTS: dict[str, Value] = {"schedule": FLUSH, "ranks": 2, "optimizer": "adamw", "correction": NONE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +37,19 @@ class MethodRuns:
 
     @property
     def best_rate(self) -> float:
-        """Rate with the least mean final loss, of those that were run with the most seeds."""
+        """Rate with the least mean final loss among those with the most seeds."""
         most = max(len(by_seed) for by_seed in self.finals.values())
         settled = [rate for rate, by_seed in self.finals.items() if len(by_seed) == most]
         return min(settled, key=lambda rate: fmean(self.finals[rate].values()))
 
     @property
     def is_bracketed(self) -> bool:
-        """Whether the next rate on either side of the best was run, and is worse for each seed that both have."""
+        """Whether the next rate on either side of the best was run and is worse for each seed that both have."""
         rates, found = sorted(self.finals), self.finals[self.best_rate]
         at = rates.index(self.best_rate)
-        beside = [self.finals[rate] for rate in rates[max(0, at - 1) : at + 2] if rate != self.best_rate]
-        return len(beside) == 2 and all(
-            loss > found[seed] for other in beside for seed, loss in other.items() if seed in found
-        )
+        next_to = [self.finals[rate] for rate in rates[max(0, at - 1) : at + 2] if rate != self.best_rate]
+        worse = (loss > found[seed] for other in next_to for seed, loss in other.items() if seed in found)
+        return len(next_to) == 2 and all(worse)
 
     @property
     def best(self) -> list[float]:
@@ -69,13 +68,13 @@ class MethodRuns:
 
 
 def outcomes(figures: Iterable[Figure]) -> list[MethodRuns]:
-    """An outcome a method, in the order in which they first come."""
+    """The runs by method, in the order of the methods' first figures."""
     finals: dict[Case, dict[float, dict[int, float]]] = {}
     curves: dict[Case, dict[float, dict[int, dict[int, float]]]] = {}
     for figure in figures:
         if figure.name not in (FINAL, CURVE):
             continue
-        method, rate, seed = method_of(figure.case), figure.case.number("rate"), figure.repetition
+        method, rate, seed = _method_of(figure.case), figure.case.number("rate"), figure.repetition
         if figure.name == FINAL:
             finals.setdefault(method, {}).setdefault(rate, {})[seed] = figure.value
         else:
@@ -85,18 +84,17 @@ def outcomes(figures: Iterable[Figure]) -> list[MethodRuns]:
 
 
 def reference(found: Sequence[MethodRuns], *, seeds: int = 1) -> MethodRuns | None:
-    """Synchronous training at its best, with whatever optimizer and correction, of those run with so many seeds."""
+    """The best synchronous training with any optimizer and correction, of methods with at least `seeds` seeds."""
     flush = [each for each in found if each.method.text("schedule") == FLUSH and len(each.best) >= seeds]
     return min(flush, key=lambda each: each.mean, default=None)
 
 
-def method_of(case: Case) -> Case:
-    """The case without what is varied within a method."""
+def _method_of(case: Case) -> Case:
     return Case(tuple((key, value) for key, value in case.items if key not in _NOT_OF_THE_METHOD))
 
 
 def label(method: Case) -> str:
-    """A method for people.
+    """A method's name in the report.
 
     >>> label(Case.of({"schedule": "pipedream", "ranks": 4, "optimizer": "muon", "correction": "error-feedback"}))
     'pipedream, P = 4, Muon, feedback x 1'
@@ -107,43 +105,34 @@ def label(method: Case) -> str:
     words.append(_OPTIMIZERS[method.text("optimizer")])
     correction = str(method.get("correction", NONE))
     if correction != NONE:
-        words.append(f"{_CORRECTIONS.get(correction, correction)} x {method.number('factor', 1.0):g}")
+        words.append(f"{'feedback' if correction == FEEDBACK else correction} x {method.number('factor', 1.0):g}")
     known = ("schedule", "ranks", "optimizer", "correction", "factor")
     others = [f"{key} {value}" for key, value in method.items if key not in known]
     words += [f"{other.split()[1]} updates" if other.startswith("total_updates") else other for other in others]
     return ", ".join(words)
 
 
-def throughputs(figures: Iterable[Figure], method: Case) -> list[float]:
-    """Measured throughputs of a method; empty where it was not timed."""
-    kinds = ("schedule", "ranks", "optimizer", "correction")
-    wanted = {key: method.get(key, _DEFAULTS[key]) for key in kinds}
-    return [
-        figure.value
-        for figure in figures
-        if figure.name == SPEED and {key: figure.case.get(key, _DEFAULTS[key]) for key in kinds} == wanted
-    ]
-
-
 def seconds_of(figures: Sequence[Figure], method: Case) -> Callable[[float], float] | None:
-    """Seconds of a method's updates at the measured throughputs, by their number; None where it was not timed.
+    """Seconds of a method's updates at the measured throughputs, by their number; None if the method was not timed.
 
-    The first ones with a flush take as long as those of the flush schedule with the same optimizer and correction.
+    The first updates, with a flush, take as long as those of the flush schedule with the same optimizer and correction.
     """
+
+    def throughputs(case: Case) -> list[float]:
+        wanted = {key: case.get(key, default) for key, default in _DEFAULTS.items()}
+        speeds = [figure for figure in figures if figure.name == SPEED]
+        return [x.value for x in speeds if {key: x.case.get(key, _DEFAULTS[key]) for key in _DEFAULTS} == wanted]
+
     setting, first = Setting.of(method.values), method.count("flush_first", 0)
-    own = throughputs(figures, method)
-    flush = throughputs(figures, Case.of({**method.values, "schedule": FLUSH})) if first else own
+    own = throughputs(method)
+    flush = throughputs(method.also(schedule=FLUSH)) if first else own
     if not (own and flush):
         return None
     tokens, flushed, streamed = setting.sequences * setting.length, median(flush), median(own)
     return lambda updates: tokens * (min(updates, first) / flushed + max(0.0, updates - first) / streamed)
 
 
-_DEFAULTS: dict[str, Value] = {"schedule": FLUSH, "ranks": 2, "optimizer": "adamw", "correction": NONE}
-
-
-def sentence(own: MethodRuns, best_flush: MethodRuns) -> str:
-    """How a method ends, beside synchronous training at its best."""
+def _sentence(own: MethodRuns, best_flush: MethodRuns) -> str:
     low, high = min(own.best), max(own.best)
     spread = f" ({low:.3f} to {high:.3f} over {len(own.best)} seeds)" if len(own.best) > 1 else " (one seed)"
     others = [f"{rate:g}" for rate in sorted(own.finals) if rate != own.best_rate]
@@ -158,17 +147,17 @@ def sentence(own: MethodRuns, best_flush: MethodRuns) -> str:
 
 
 def findings(figures: Sequence[Figure]) -> list[str]:
-    """How each method ends beside synchronous training at its best, and its throughput beside 1f1b's."""
+    """Final loss of each method compared with the best synchronous training, and throughput compared with 1f1b's."""
     found = outcomes(figures)
     seeds = max((len(each.best) for each in found), default=0)
     best = reference(found, seeds=seeds) or reference(found)
     if best is None:
         return []
-    said = [sentence(each, best) for each in found]
+    said = [_sentence(each, best) for each in found]
     speeds: dict[Case, list[float]] = {}
     for figure in figures:
         if figure.name == SPEED:
-            speeds.setdefault(method_of(figure.case), []).append(figure.value)
+            speeds.setdefault(_method_of(figure.case), []).append(figure.value)
     flush = [median(values) for method, values in speeds.items() if method.text("schedule") == "1f1b"]
     return said + [
         f"{label(method)}: {median(values):,.0f} tokens/s, {median(values) / max(flush):.2f} times the fastest 1f1b."
@@ -178,15 +167,10 @@ def findings(figures: Sequence[Figure]) -> list[str]:
 
 
 def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
-    path = draw_curves(figures, folder / "convergence.png")
-    return [("Validation loss against tokens and against time", path.name)] if path is not None else []
-
-
-def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
     """Validation loss against tokens, and against seconds of the tokens at the measured throughput.
 
-    Methods with the most seeds, and those of a schedule and an optimizer alone, each at its best rate. Lines are means
-    over the seeds, shaded: their range. None where nothing was run.
+    Shows methods with the most seeds, and those of a schedule and an optimizer alone, each at its best rate. Lines are
+    means over the seeds; the shaded area is their range. Draws nothing without runs.
     """
     from matplotlib.figure import Figure as Picture
 
@@ -194,7 +178,7 @@ def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
     seeds = max((len(each.best) for each in found), default=0)
     shown = [each for each in found if len(each.best) == seeds or {*each.method} == {"schedule", "optimizer"}]
     if not shown:
-        return None
+        return []
     timed = [(each, seconds_of(figures, each.method)) for each in shown]
     has_time = any(seconds is not None for _, seconds in timed)
     picture = Picture(figsize=(13 if has_time else 8, 5.4), dpi=120, layout="constrained")
@@ -218,12 +202,11 @@ def draw_curves(figures: Sequence[Figure], path: Path) -> Path | None:
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = grid[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=3 if has_time else 2, frameon=False, fontsize=9)
-    picture.savefig(path, metadata={"Software": None})
-    return path
+    picture.savefig(folder / "convergence.png", metadata={"Software": None})
+    return [("Validation loss against tokens and against time", "convergence.png")]
 
 
 def _curve(axes: Axes, own: MethodRuns, *, along: Callable[[float], float], colour: str) -> None:
-    """`along`: x by number of updates."""
     curves = own.best_curves()
     x = [along(float(updates)) for updates in curves[0][0]]
     columns = list(zip(*(losses for _, losses in curves), strict=True))

@@ -1,6 +1,6 @@
-"""Links between nodes as ranks find them over gloo: the time that a message takes one way, and bytes per second.
+"""Links between nodes as ranks measure them over gloo: one-way time of a message, and bytes per second.
 
-Experiments on shaped links record these figures beside their own, so that a reader sees what the links really were:
+Experiments on shaped links also record these figures, which show the real links:
 
     yield from between_nodes(case)      on all ranks, before anything else is sent
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 LATENCY, BANDWIDTH = "latency of a link", "bandwidth of a link"
 _TRIPS = 15
-_LONG, _LONGEST = 0.25, 2.0  # [s] that a message must take for its rate to count, and that suffice
-_STEADY = 0.05  # of a rate: as near as two in a row must be
+_LONG, _LONGEST = 0.25, 2.0  # [s] of a message: shortest for a rate, and sufficient
+_STEADY = 0.05  # largest relative difference of two rates in a row
 _FIRST, _MOST = 1 << 18, 1 << 27  # [bytes] of messages
 
 
 def measured(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Both figures of every link, and how they compare with what was asked for; runs on all ranks."""
+    """Both figures of every link, and their ratios to the requested ones; runs on all ranks."""
     for repetition in range(repetitions):
         for figure in between_nodes(case, repetition=repetition):
             yield figure
@@ -39,9 +39,9 @@ def measured(case: Case, repetitions: int) -> Iterator[Figure]:
 def between_nodes(case: Case, *, repetition: int = 0) -> Iterator[Figure]:
     """Latency and bandwidth from every node to every other one, one link after the other; runs on all ranks.
 
-    The case of a figure is the given one with the nodes of the link: `sender`, `receiver`. Half a round trip of one
-    byte counts as latency. Bandwidth: the bytes that a message is longer than one of half its size, by the time that it
-    takes longer, which leaves out how TCP comes up to the rate. Messages grow until that stays the same.
+    The case of a figure is the given one with the nodes of the link: `sender`, `receiver`. Latency is half a round trip
+    of one byte. Bandwidth is the difference in bytes over the difference in time of a message and one of half its size,
+    which excludes TCP's slow start. Messages grow until it is constant.
     """
     import torch.distributed as dist
 
@@ -61,7 +61,6 @@ def between_nodes(case: Case, *, repetition: int = 0) -> Iterator[Figure]:
 
 
 def _asked(figure: Figure) -> float | None:
-    """Value asked for, in the figure's unit; None: nothing was."""
     shape = wanted(figure.case).shape
     crosses = False
     if shape.sites:
@@ -79,7 +78,6 @@ def _half_a_trip(sender: int, receiver: int) -> float:
 
 
 def _link(sender: int, receiver: int) -> tuple[float, float]:
-    """Latency [s] and bandwidth [bytes/s] from one rank to another, the same on all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -95,8 +93,8 @@ def _link(sender: int, receiver: int) -> tuple[float, float]:
 def _rate(sender: int, receiver: int) -> float:
     """Bytes per second; the sender's clock decides for both ranks.
 
-    Where no two differences agree, as beside other work, the lower of the last two counts, or the whole of the longest
-    message, which is never faster than its link.
+    If no two differences agree, as on a busy machine, the lower of the last two counts, or the rate of the whole
+    longest message, which is never faster than its link.
     """
     import torch
 
@@ -116,7 +114,7 @@ def _rate(sender: int, receiver: int) -> float:
 
 
 def exchange(message: torch.Tensor, sender: int, receiver: int) -> float:
-    """Seconds until a message's last byte is there and one byte has come back."""
+    """Seconds from sending a message to the arrival of a one-byte answer."""
     import torch
 
     began = time.perf_counter()

@@ -1,16 +1,15 @@
-"""How near plans that are made by measuring come to what their runs take.
+"""Accuracy of plans made from measurements.
 
-A run is one of `stagewright train --plan auto` in processes of its own: profile, links, plan, order, trials, then steps
-of what was planned. Cases say which (`run`), so that each is a job.
+A run is one of `stagewright train --plan auto` in its own processes: profile, links, plan, order, trials, then planned
+steps. Cases differ in `run`, so that each is a job.
 
-    step, planned / measured    the plan's step (the middle of its range) over the median step of rank 0, the first ones
-                                apart
-    step, tried / measured      likewise what a batch took in the trial of the plan
-    step, untried / measured    likewise of the same plan as the profile alone predicted it, before it was tried
-    work, planned / measured    likewise F + B of a microbatch over all stages, by the clock of the run's own actions
-    step, simulated / measured  simulated from the costs that the run measured, and as they varied: the rest is not the
-                                plan's
-    share of steps within ...   of the range that the spread of the run's own durations gives, by its own clock
+    step, planned / measured    the plan's step (the middle of its range) over the median step of rank 0, without the
+                                first ones
+    step, tried / measured      likewise, a batch in the plan's trial
+    step, untried / measured    likewise, the plan's step as predicted by the profile alone, before the trial
+    work, planned / measured    likewise, F + B of a microbatch over all stages, by the run's own actions
+    step, simulated / measured  simulated from the run's own costs and spread: the remaining error is not the plan's
+    share of steps within ...   of the range predicted from the spread of the run's own durations
     bubble                      in the middle of the plan's range, and measured
 """
 
@@ -37,14 +36,11 @@ UNTRIED = "step, untried / measured"
 _WARM_UP = 4  # steps
 _STEPS = 20
 _SLEEPING_STEPS = 12
-_GATHERED = 5  # steps whose bubble counts
+_GATHERED = 5  # steps for the bubble
 
 
 def trained(case: Case, repetitions: int) -> Iterator[Figure]:
-    """The GPT that `train` trains by default, with its data, optimizer and clipping.
-
-    `replicas`: "any", or how many data replicas the planner may choose.
-    """
+    """The default GPT of `train`, with its data, optimizer and clipping; `replicas`: "any", or the number of them."""
     from ...cli.train.options import TrainOptions
     from ...cli.train.pipeline import make_pipe
     from ...cli.train.task import make_task
@@ -79,7 +75,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Layers that sleep for unequal times, three a rank."""
+    """Layers that sleep for unequal times, three per rank."""
     from ...pipe import PipelineModule
     from ...pipe.auto.layout import TRIALS, plan_here
     from ..measure.models import sleeping_layers
@@ -113,17 +109,13 @@ def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
 def _ran(
     case: Case, plan: Plan, pipe: PipelineModule, step: Callable[[], StepResult], *, untried: Plan, steps: int, how: How
 ) -> Iterator[Figure]:
-    """Figures of a plan and of the pipeline that carries it out.
-
-    Arguments:
-        untried: the plan as its profile alone predicted it.
-    """
+    """Figures of a plan and its pipeline; `untried`: the plan as predicted by its profile alone."""
     from ...partition.plans.as_text import CHOSEN
     from ...schedules import Op, simulate, simulate_spread
 
     for _ in range(_WARM_UP):
         step()
-    pipe.measured_costs()  # the link's latency: measured while little is under way
+    pipe.measured_costs()  # measures the link's latency, while little is in flight
     pipe.forget_measurements()
     seconds, bubbles, spans = [], [], []
     for number in range(steps):
@@ -170,8 +162,8 @@ def _expected(plan: Plan) -> tuple[float, float]:
 
 
 def findings(figures: Sequence[Figure]) -> list[str]:
-    """By kind of run how far planned steps are off, those of trials, and those planned before: the median and the worst
-    of the runs; and the plans."""
+    """By kind of run the errors of planned steps, of trials and of untried plans: median and worst of the runs; and the
+    plans."""
     by_kind: dict[Case, dict[str, list[Figure]]] = defaultdict(lambda: defaultdict(list))
     for figure in figures:
         if figure.name in (STEP, TRIED, UNTRIED):

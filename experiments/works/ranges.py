@@ -1,9 +1,9 @@
-"""How many steps lie within the range that was predicted for 90% of them.
+"""Share of steps within the range predicted for 90% of them.
 
-Blocks of as many steps run one after the other. Each tells costs, and how durations vary around them; of these two
-ranges are simulated. That for the steps that follow is judged by the next block, whatever the machine did meanwhile.
-That for steps like those of the block is judged by the block itself, of whose lengths it knows nothing but the
-durations of actions, and by the next block, too: there it holds 90% where the machine keeps its pace (PACE).
+Blocks of equally many steps run one after the other. Each measures costs and the spread of durations, from which two
+ranges are simulated. The range of following steps is tested on the next block. The range of steps like those of the
+block is tested on the block itself, since only durations of actions are known and no length of a step, and on the next
+block, too: there it holds 90% if the machine keeps its pace (PACE).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
 def figures_of(
     case: Case, pipe: PipelineModule, step: Callable[[], StepResult], how: How, *, repetitions: int
 ) -> Iterator[Figure]:
-    """Figures of a pipeline whose batches `step` runs; the case says how many `steps` a block has."""
+    """Figures of a pipeline; `step` runs a batch, and the case has the number of `steps` of a block."""
     size = case.count("steps")
 
     def run() -> list[float]:
-        step()  # ranks that were busy with ranges begin it one after the other
+        step()  # ranks that simulated ranges begin it one after the other
         pipe.forget_measurements()
         return [step().timeline().batch_seconds for _ in range(size)]
 

@@ -1,9 +1,9 @@
-"""Five models on this machine, each profiled, planned and run with a stage a rank (after TBD, Zhu et al., 2018).
+"""Five models on this machine, each profiled, planned and run with a stage per rank (after TBD, Zhu et al., 2018).
 
 compute    share of a step in F, B, I and W
-links      share in which a message that somebody waited for came or went; others were not seen to travel
-parts      bytes at the peak of a stage, each tensor by what it is (`parts_at_peak`); buffers are with the weights
-peak       bytes by the allocator over the step, whatever the parts say
+links      share of a step with a message in flight that a rank waited for; other messages are not observed
+parts      bytes at the peak of a stage, by kind of tensor (`parts_at_peak`); buffers are with the weights
+peak       bytes by the allocator over the step, independent of the parts
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ...viz.palette import MEMORY_HUES, SERIES_HUES
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, repeated
 
-_NAMES = {MemoryPart.BUFFERS: "weights", MemoryPart.MESSAGES: "communication"}  # of others their own
+_NAMES = {MemoryPart.BUFFERS: "weights", MemoryPart.MESSAGES: "communication"}  # others keep their names
 PARTS = {_NAMES.get(part, str(part)): hue for part, hue in MEMORY_HUES.items() if part is not MemoryPart.BUFFERS}
 
 
 def trained(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Figures of a `model` in `microbatches` of so many `samples`, a repetition a step; runs on all ranks."""
+    """Figures of a `model` in `microbatches` of `samples` samples, a step per repetition; runs on all ranks."""
     import torch.distributed as dist
 
     from ...partition.plans.as_schedule import expected
@@ -85,7 +85,7 @@ def memory(side: Any) -> tuple[dict[str, int], int]:
 
 
 def on_links(timeline: Timeline, rank: int) -> float:
-    """Share of the step in which something is seen to come to this rank or to go from it."""
+    """Share of the step in which a message to or from this rank is observed."""
     owner, ranks = timeline.schedule.owner, timeline.ranks
     spans = [(start, end) for _, start, end in (*ranks[rank].comm, *ranks[rank].collectives)]
     spans += [(start, end) for each in ranks for what, start, end in each.comm if owner(what.src, what.index) == rank]
@@ -97,7 +97,7 @@ def on_links(timeline: Timeline, rank: int) -> float:
 
 
 def told(figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Medians by model, and in `stages` by stage, as JSON; what was simulated is "planned ..."."""
+    """Medians by model, and in `stages` by stage, as JSON; simulated figures are "planned ..."."""
     samples: dict[tuple[str, Any, str], list[float]] = defaultdict(list)
     models: dict[str, dict[str, Any]] = {}
     for each in figures:
@@ -114,7 +114,7 @@ def told(figures: Sequence[Figure]) -> list[dict[str, Any]]:
 
 
 def draw(figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
-    """A row a stage: throughput beside the plan's, shares of the step, and bytes upon each other with the peak."""
+    """A row per stage: throughput and the plan's, shares of the step, and stacked bytes with the peak."""
     from matplotlib.figure import Figure as Picture
 
     models = told(figures)

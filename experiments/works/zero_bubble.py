@@ -1,7 +1,7 @@
-"""Zero-bubble schedules on real processes, beside torch.distributed.pipelining's, each one in turn in one run.
+"""Zero-bubble schedules on real processes, compared with torch.distributed.pipelining's, in turn in one run.
 
 `emulated`: actions that sleep, any number of ranks. `gpt`: the example GPT with AdamW on two ranks. Schedules are made
-and simulated for the seconds of actions and the latency of messages that were measured under zb-1p, in the same run.
+and simulated for the seconds of actions and the latency of messages measured under zb-1p in the same run.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ THEIRS = ("torch gpipe", "torch 1f1b", "torch interleaved", "torch interleaved-z
 
 
 def schedules_for(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> dict[str, Schedule]:
-    """Ours by name, for seconds of a rank's whole work, which chunks share evenly. "auto" may hold what 1F1B does.
-
-    Arguments:
-        costs_of_rank: one number each.
-    """
+    """Our schedules by name, for seconds of a rank's whole work (one number each), which chunks share evenly. "auto"
+    may use as much memory as 1F1B."""
     named = partial(build, num_ranks=num_ranks, num_microbatches=num_microbatches)
 
     def made(placement: str, chunks: int) -> Schedule:
@@ -62,7 +59,7 @@ def schedules_for(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -
 
 
 def agreed(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> tuple[dict[str, Schedule], Costs]:
-    """The same on every rank: a search finds what its time allows."""
+    """The schedules of rank 0 on every rank, since searches with a time limit differ."""
     import torch.distributed as dist
 
     told: list[Any] = [None]
@@ -75,7 +72,7 @@ def agreed(num_ranks: int, num_microbatches: int, costs_of_rank: Costs) -> tuple
 
 
 def of_chunks(costs: Costs, num_chunks: int) -> Costs:
-    """Seconds of one of the chunks that share a rank's work evenly; what an action and a message take stays."""
+    """Seconds of one of the chunks that share a rank's work evenly; overheads of actions and messages stay."""
     table = costs.free_of_overhead.table(num_stages=1)
     return Costs(
         forward=table.of(Op.F, 0, 0) / num_chunks,
@@ -87,7 +84,6 @@ def of_chunks(costs: Costs, num_chunks: int) -> Costs:
 
 
 def our_side(schedule: Schedule, workload: Workload) -> OurSide:
-    """The model of a workload in the stages of a schedule."""
     from ..measure.models import make_problem
     from ..measure.sides import OurSide
 
@@ -96,7 +92,6 @@ def our_side(schedule: Schedule, workload: Workload) -> OurSide:
 
 
 def torch_side(name: str, workload: Workload) -> TorchSide:
-    """The model of a workload under one of `THEIRS`."""
     from ..measure.models import make_problem
     from ..measure.sides import TorchSide
 
@@ -106,7 +101,7 @@ def torch_side(name: str, workload: Workload) -> TorchSide:
 
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
-    """Seconds of a batch of each schedule, actions asleep, over what the simulator says; runs on all of its ranks."""
+    """Seconds of a batch of each schedule with sleeping actions, over the simulated ones; runs on all of its ranks."""
     from ..measure.models import Workload
     from ..measure.sleeping import ours_asleep, put_asleep
     from ..measure.timing import in_turn, timed
@@ -129,7 +124,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
             for stage in theirs.stages:
                 put_asleep(stage, of_chunks(told, 2).table(num_stages=2 * P))
             runs[name] = partial(timed, theirs.step)
-        for run_once in runs.values():  # groups connect, shapes are known
+        for run_once in runs.values():  # connects groups, finds shapes
             run_once()
         times = in_turn(str(case), runs, repetitions=repetitions)
     yield from _figures(case, times, ours, rank_costs, How.EMULATED)
@@ -144,7 +139,7 @@ def _asleep(step: Callable[[], None], table: CostTable) -> float:
 
 
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
-    """The same of a GPT with AdamW on two ranks, for the seconds of its own actions under zb-1p."""
+    """The same for a GPT with AdamW on two ranks, with the seconds of its own actions under zb-1p."""
     from ..measure.models import Workload
     from ..measure.timing import in_turn, timed
 
@@ -167,7 +162,7 @@ def gpt(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _measured(workload: Workload) -> Costs:
-    """Seconds of actions and the latency of messages in a few batches under zb-1p: the means over stages, since
+    """Seconds of actions and the latency of messages in a few batches under zb-1p, as means over stages, since
     schedules are made for equal ones."""
     S = workload.num_ranks
     side = our_side(build("zb-1p", num_ranks=S, num_microbatches=workload.num_microbatches), workload)

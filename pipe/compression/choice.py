@@ -41,7 +41,7 @@ from ..telling import tell
 Boundary = tuple[int, int]  # stages, the producer's first
 Chosen = dict[Boundary, Codec]
 
-LADDER = (None, Codec("int8"))  # what others cost in loss: experiments/works/slow_links.py
+LADDER = (None, Codec("int8"))  # what others cost in loss: experiments/results/slow-links
 WORTH = 0.05  # of the step, for which one more rung is taken
 STEPS = 5  # that are measured
 _SMALL, _TIMED, _ROUNDS = 1024, 3, 5

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+from support.inside import CliProgressProgress, main, show_progress
 from support.inside import SearchProgress as Progress
-from support.inside import _progress, main
 
 from stagewright.schedules import Schedule, check
 
@@ -107,9 +107,9 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere() -> None:
         (Terminal(), "━"),
         (io.StringIO(), "500 ms: 27.0 s, at most 1.25% above the best possible (1f1b)\n"),
     ):
-        with _progress(2.0, stream) as tell:
-            tell(better)
-            tell(better)  # the second one within a second is not told
+        with CliProgressProgress(stream=stream, seconds=2.0) as progress:
+            show_progress(progress, better)
+            show_progress(progress, better)  # the second one within a second is not shown
         assert wanted in stream.getvalue()
         if not stream.isatty():
             assert stream.getvalue() == wanted

@@ -237,15 +237,18 @@ def test_the_catalog_can_be_read_and_its_functions_are_there(name: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["run", "ptdp"], "unknown experiment 'ptdp'; did you mean ptd-p"),
-        (["ptd-p", "--set", "layers"], "--set layers: expected KEY=VALUE, such as ranks=2"),
-        (["ptd-p", "--set", "Layers=2"], "--set Layers=2: 'Layers': expected a key of lower-case letters"),
-        (["run", "ptd-p", "--backend", "slrum"], "--backend: unknown back end 'slrum'; did you mean slurm"),
-        (["run", "ptd-p", "--nodes", "0"], "--nodes 0: expected at least 1"),
-        (["run", "2bw", "--only", "emulated", "--backend", "ssh"], "--backend ssh: type --hosts FILE"),
-        (["run", "2bw", "--only", "emulated", "--bandwidth", "1gbit"], "--backend local cannot shape links"),
-        (["run", "ptd-p", "--only", "emulated"], "--only: unknown part 'emulated'"),
-        (["report", "ptd-p", "--folder", "/nowhere"], "no job is done: expected results; type `stagewright experiment"),
+        (["run", "buble"], "unknown experiment 'buble'; did you mean bubbles"),
+        (["bubbles", "--set", "layers"], "--set layers: expected KEY=VALUE, such as ranks=2"),
+        (["bubbles", "--set", "Layers=2"], "--set Layers=2: 'Layers': expected a key of lower-case letters"),
+        (["run", "bubbles", "--backend", "slrum"], "--backend: unknown back end 'slrum'; did you mean slurm"),
+        (["run", "bubbles", "--nodes", "0"], "--nodes 0: expected at least 1"),
+        (["run", "bubbles", "--only", "emulated", "--backend", "ssh"], "--backend ssh: type --hosts FILE"),
+        (["run", "bubbles", "--only", "emulated", "--bandwidth", "1gbit"], "--backend local cannot shape links"),
+        (["run", "bubbles", "--only", "measured"], "--only: unknown part 'measured'"),
+        (
+            ["report", "bubbles", "--folder", "/nowhere"],
+            "no job is done: expected results; type `stagewright experiment",
+        ),
     ],
 )
 def test_a_users_mistake(

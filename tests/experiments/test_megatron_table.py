@@ -1,8 +1,8 @@
 """Megatron-LM's Table 1: a device model that was fitted on half of the runs predicts the other half.
 
 Ten trainings of 1.7 billion to 1 trillion parameters on 32 to 3072 GPUs. What is predicted is one step, by
-experiments/works/ptd_p.py, in which nothing knows which run it is for; it cuts as Megatron-LM did, into stages of
-equally many layers. `planned` leaves cuts, memory and links to `plan()`.
+`support.megatron_table.simulated`, in which nothing knows which run it is for; it cuts as Megatron-LM did, into stages
+of equally many layers. `planned` leaves cuts, memory and links to `plan()`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
-from support.inside import DeviceModel, Run, TransformerSource, estimated, ptd_p, table
-from support.inside import training_simulated as simulated
+from support.inside import DeviceModel, TransformerSource, estimated, fit_measured
+from support.megatron_table import Run, simulated, table
 
 from stagewright.partition import Plan, plan
 
@@ -22,7 +22,8 @@ ALL_CONSTANTS = ("matrix_efficiency", "wave_outputs", "link_efficiency")
 
 @cache
 def fitted(indices: range, constants: tuple[str, ...]) -> DeviceModel:
-    return ptd_p.fitted([table()[i] for i in indices], constants)
+    runs = [table()[i] for i in indices]
+    return fit_measured(DeviceModel.preset("A100-80GB"), runs, constants=constants, noise=None)
 
 
 def errors(predict: Callable[[Run, DeviceModel], float], runs: range, device: DeviceModel) -> list[float]:

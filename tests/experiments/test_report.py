@@ -168,7 +168,7 @@ def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
             read_figures(path)
 
 
-@pytest.mark.thorough(but=["averaging"])
+@pytest.mark.thorough(but=["links"])
 @pytest.mark.parametrize(
     "name",
     [name for name in catalog_names() if (RESULTS / name / "results.jsonl").exists()],
@@ -184,7 +184,7 @@ def test_committed_reports_say_what_their_figures_say(name: str) -> None:
         assert set(pictures) <= titles
 
 
-@pytest.mark.thorough(but=["going-on"])
+@pytest.mark.thorough(but=["links"])
 @pytest.mark.parametrize("name", catalog_names())
 def test_every_declared_job_has_its_results(name: str) -> None:
     """A job that is not run leaves the declaration, so that a report never says less than was asked."""

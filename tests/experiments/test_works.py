@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.inside import Case, How, bubbles, ptd_p, ranges
+from support.inside import Case, How, bubbles, ranges
 from support.inside import JobsFigureFigure as Figure
-from support.inside import works_two_bw as two_bw
 from support.small import X, Y, make
 
 from .on_ranks import figures_on_ranks
@@ -27,33 +26,6 @@ def test_bubbles_are_those_of_the_closed_forms(schedule: str, bubble: float) -> 
     assert value(figures, "bubble") == pytest.approx(bubble)
     assert value(figures, "bubble", How.CLOSED_FORM) == pytest.approx(bubble)
     assert {figure.case.count("microbatches") for figure in figures} == {4}
-
-
-@pytest.mark.thorough
-def test_trainings_of_table_1_are_predicted_by_others() -> None:
-    figures = [
-        figure
-        for billions in (18.4, 145.6)
-        for figure in ptd_p.simulate_run(Case.of({"billion_parameters": billions}), 1)
-    ]
-    ratios = [figure.value for figure in figures if figure.name == "predicted / published"]
-    assert max(abs(ratio - 1) for ratio in ratios) < 0.05
-    with pytest.raises(ValueError, match=r"expected billion_parameters of 1.7, 3.6"):
-        list(ptd_p.simulate_run(Case.of({"billion_parameters": 2}), 1))
-
-
-@pytest.mark.thorough
-def test_what_2bw_gains_and_holds() -> None:
-    def gain(batch: int) -> float:
-        return value(list(two_bw.planned(Case.of({"schedule": "2bw", "batch": batch}), 1)), "throughput / 1f1b's")
-
-    def held(schedule: str, batch: int) -> float:
-        case = Case.of({"schedule": schedule, "batch": batch, "recompute": "none"})
-        return value(list(two_bw.footprint(case, 1)), "memory of a rank")
-
-    assert gain(8) > gain(32) > 1.1
-    assert held("1f1b", 32) == held("1f1b", 128) < held("2bw", 32) < held("gpipe", 32)
-    assert 0 <= held("1f1b", 32) - held("1f1b", 8) <= 2 * 2**24  # receives that a small batch does not have
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.inside import SHOWN, DeviceModel, MeasuredTraining, estimated, fit_measured, read_trainings
-from support.inside import training_simulated as simulated
+from support.megatron_table import simulated
 
 from .test_measured_trainings import TYPICAL
 

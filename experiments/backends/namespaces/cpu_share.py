@@ -1,7 +1,7 @@
-"""Each node's share of the processor: by a control group where one can be made, else by whole cores.
+"""Each node's share of the processor: by a control group if one can be made, else by whole cores.
 
-A group's name says who made it: stagewright-PROCESS-START-NODE. Linux keeps an empty group when its owner is killed, so
-the next run takes away those whose owner is gone (`leftovers`), and no others.
+A group's name identifies its owner: stagewright-PROCESS-START-NODE. Linux keeps an empty group when its owner is
+killed, so the next run removes those whose owner is gone (`leftovers`), and no others.
 """
 
 from __future__ import annotations
@@ -12,21 +12,16 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-_PERIOD = 10_000  # [us] a share is of each such time: short, so that a pipeline does not stand still for long
-_LEAST = 1_000  # [us] Linux takes no less
+_PERIOD = 10_000  # [us] of a share: short, so that a pipeline is never paused for long
+_LEAST = 1_000  # [us] Linux's minimum
 _JOIN = 'echo $$ > "$1" && shift && exec "$@"'
 _NUMBERS = count()
 
 
 @contextmanager
 def shares(share: float | None, num_nodes: int) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Words in front of what runs on each node, so that it has a share of the cores; a context that takes them back.
-
-    Arguments:
-        share: of all cores of this machine, per node; None: not limited.
-
-    Raises ValueError where this machine can give no such share.
-    """
+    """A context with the command prefix per node that limits it to its share of all cores; None: no limit. Raises
+    ValueError if this machine cannot provide such a share."""
     if share is None:
         yield ((),) * num_nodes
         return
@@ -46,7 +41,7 @@ def shares(share: float | None, num_nodes: int) -> Iterator[tuple[tuple[str, ...
 
 
 def why_no_share(share: float, num_nodes: int) -> str:
-    """Why nodes cannot have such a share of the cores here; empty when they can."""
+    """Why nodes cannot have such a share of the cores here; empty if they can."""
     if not 0 < share <= 1:
         return f"cpu_share={share:g}: expected a part of this machine's cores, above 0 and at most 1"
     cores = len(os.sched_getaffinity(0))
@@ -61,7 +56,7 @@ def why_no_share(share: float, num_nodes: int) -> str:
 
 
 def group_root() -> Path | None:
-    """Where groups with a share of the processor can be made; None: nowhere here."""
+    """Folder in which groups with a share of the processor can be made; None: there is none."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, where, kind, options, *_ = line.split()
         root = Path(where)
@@ -79,10 +74,10 @@ def leftovers() -> list[Path]:
 
 
 def remove_leftovers() -> list[str]:
-    """Take away groups of runs that were killed; their names."""
+    """Remove groups of killed runs. Returns their names."""
     removed = []
     for group in leftovers():
-        with suppress(OSError):  # something still runs in it, or another run was quicker
+        with suppress(OSError):  # a process still runs in it, or another run removed it
             group.rmdir()
             removed.append(group.name)
     return removed
@@ -109,7 +104,7 @@ def _make(group: Path, share: float) -> None:
 
 
 def _whole_cores(share: float, num_nodes: int) -> tuple[tuple[str, ...], ...]:
-    """Cores of its own for each node. Raises ValueError where shares are not whole cores, or not enough of them."""
+    """Whole cores for each node. Raises ValueError for shares that are not whole cores, and for too few cores."""
     cores: Sequence[int] = sorted(os.sched_getaffinity(0))
     each = share * len(cores)
     if each != round(each) or each * num_nodes > len(cores):
@@ -133,7 +128,7 @@ def _is_orphan(name: str) -> bool:
 
 
 def _start_of(process: int) -> int | None:
-    """When a process was started, in ticks since the machine was: tells it from a later one of the same number."""
+    """Start of a process in ticks since boot, which distinguishes it from a later one with the same id."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

@@ -1,12 +1,12 @@
-"""When a packet that left one node reaches the other: the arithmetic of a wire, without clock or sockets.
+"""Arrival times of packets between nodes: the arithmetic of a wire, without clock or sockets.
 
     sender's card          wire           receiver's card
     |== size/rate ==|----- latency -----|== while others arrive, wait ==|
 
 A card sends one packet after the other: each leaves `size / rate` after the later of its own start and the end of the
-one before it. It arrives a latency later, and takes no further time at a card as fast as the sender's, since bits
-arrive while others leave; packets of several senders queue there. What goes between sites passes a second, slower card
-at either end.
+previous one. It arrives a latency later, and takes no further time at a card as fast as the sender's, since bits
+arrive while others leave; packets of several senders queue there. Packets between sites pass a second, slower card at
+either end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Link:
 
     Arguments:
         latency: one way [s].
-        seconds_per_byte: at the card of either end; 0: not limited.
+        seconds_per_byte: at the card of either end; 0: no limit.
     """
 
     latency: float = 0.0
@@ -31,7 +31,7 @@ class Link:
 
 
 class Card:
-    """A node's card in one direction: when it is free [s]. One for everything, one for what goes between sites."""
+    """A node's card in one direction: when it is free [s], for all packets and for those between sites."""
 
     def __init__(self, near: Link, far: Link) -> None:
         self._seconds_per_byte = (near.seconds_per_byte, far.seconds_per_byte)
@@ -46,7 +46,7 @@ class Card:
         return end
 
     def received(self, last_bit: float, size: int, is_far: bool) -> float:
-        """The time at which a packet is here whose last bit comes at `last_bit` at the earliest."""
+        """The arrival time of a packet whose last bit comes at `last_bit` at the earliest."""
         free = self._free
         end = free[0] = max(last_bit, free[0] + size * self._seconds_per_byte[0])
         if is_far:
@@ -55,13 +55,13 @@ class Card:
 
 
 class Crossing:
-    """Packets on their way. Those from one node to another keep their order.
+    """Packets in flight. Those from one node to another keep their order.
 
     Arguments:
         sites: of each node.
         near: link within a site.
         far: link between sites.
-        room: for packets on their way [bytes]; one that does not fit is dropped, as a full switch does.
+        room: for packets in flight [bytes]; one that does not fit is dropped, as by a full switch.
     """
 
     def __init__(self, *, sites: tuple[int, ...], near: Link, far: Link, room: int) -> None:
@@ -76,7 +76,7 @@ class Crossing:
         self.dropped = 0
 
     def enter(self, packet: Any, *, size: int, source: int, target: int, now: float) -> bool:
-        """Take a packet that a node sends now; False if there is no room for it."""
+        """Accept a packet that a node sends now. Returns False if there is no room for it."""
         if size > self._room:
             self.dropped += 1
             return False
@@ -88,11 +88,11 @@ class Crossing:
         return True
 
     def next_time(self) -> float | None:
-        """When something is to be done next [s]; None: nothing is on its way."""
+        """The time of the next event [s]; None: nothing is in flight."""
         return self._events[0][0] if self._events else None
 
     def leave(self, now: float) -> Iterator[tuple[float, int, Any]]:
-        """Packets that are there by now: when they were due, target and packet."""
+        """Packets due by now: due time, target and packet."""
         events = self._events
         while events and events[0][0] <= now:
             time, number, is_here, source, target, size, packet = heappop(events)

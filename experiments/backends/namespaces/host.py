@@ -1,11 +1,11 @@
-"""One node on this host: network, processes, host name and mounts of its own.
+"""One node on this host with its own network, processes, host name and mounts.
 
-    launcher --- stdin ---> unshare ---> sh: sets up, says its process id, then `cat`   (process 1 of the node)
+    launcher --- stdin ---> unshare ---> sh: sets up, prints its process id, then `cat`   (process 1 of the node)
        |
-       +------------------> nsenter ---> what runs on the node
+       +------------------> nsenter ---> a command on the node
 
-When process 1 ends, Linux kills everything else on the node and takes its interfaces away. It ends when its stdin
-does, and that ends with the launcher, however the launcher ends.
+When process 1 ends, Linux kills all other processes of the node and removes its interfaces. It ends when its stdin
+closes, and so with the launcher in any ending.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-# The shell finds its process id, as the launcher sees it, in the launcher's /proc, before it mounts the node's own.
-# Interfaces are listed under /sys; segments of shared memory belong to the node, and vanish with it.
+# The shell reads its process id from the launcher's /proc, before it mounts the node's own.
+# /sys lists interfaces; segments of shared memory belong to the node, and end with it.
 _SET_UP = """
 set -e
 read -r pid rest < /proc/self/stat
@@ -40,14 +40,14 @@ _PATIENCE = 20.0  # [s] for a node to come up or to end: both take some 10 ms
 
 
 class Host:
-    """A node that is up; a context that takes it away with all that runs there.
+    """A node that is up; a context that removes it with all its processes.
 
     Arguments:
         name: its host name.
-        hosts_file: what /etc/hosts is there; None: as on this machine.
-        prefix: words in front of everything that runs there, such as those of a share of the processor.
+        hosts_file: content of /etc/hosts there; None: as on this machine.
+        prefix: words before every command there, such as those of a share of the processor.
 
-    Raises OSError, with what Linux said, if this process may not make namespaces.
+    Raises OSError, with Linux's message, if this process may not make namespaces.
     """
 
     def __init__(self, name: str, *, hosts_file: Path | None = None, prefix: Sequence[str] = ()) -> None:
@@ -73,7 +73,7 @@ class Host:
         self.close()
 
     def close(self) -> None:
-        """End everything on the node, and the node."""
+        """End the node and all its processes."""
         holder = self._holder
         assert holder.stdin is not None
         assert holder.stdout is not None
@@ -100,8 +100,8 @@ class Host:
 
         Arguments:
             command: program and arguments, run without a shell.
-            output: where stdout and stderr go.
-            environment: variables on top of this process's own.
+            output: for stdout and stderr.
+            environment: variables in addition to this process's own.
         """
         return subprocess.Popen(
             self.words(command),
@@ -113,9 +113,9 @@ class Host:
         )
 
     def set_up(self, script: str) -> None:
-        """Run a shell script in this node's network alone: it sees this machine's files, and its processes.
+        """Run a shell script in this node's network only: it sees this machine's files and processes.
 
-        Raises OSError with what it said if it fails.
+        Raises OSError with its output if it fails.
         """
         enter = ("nsenter", "--target", str(self.pid), "--net", "sh", "-e", "-c", script)
         done = subprocess.run(enter, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -123,7 +123,7 @@ class Host:
             raise OSError(f"{self.name}: {(done.stderr + done.stdout).strip()} (status {done.returncode} of: {script})")
 
     def crash(self) -> None:
-        """End the node as a power failure does: nothing on it is asked first."""
+        """End the node like a power failure, without a signal to its processes."""
         os.kill(self.pid, signal.SIGKILL)
 
     def _await_pid(self) -> int:
@@ -138,11 +138,7 @@ class Host:
 
 
 def read_line(stream: IO[bytes], timeout: float) -> bytes:
-    """The first line that a process says, read without a buffer; what came until then if it ends or says no more.
-
-    Arguments:
-        timeout: [s] for the whole line.
-    """
+    """The first line of a process, read without a buffer; the part received if it ends, or after `timeout` [s]."""
     line, until = b"", time.monotonic() + timeout
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)

@@ -1,13 +1,13 @@
 """Commands that make links of a shape: interfaces, addresses and shapers, as lines for a shell in a node's network.
 
-Three ways to join nodes, by what is asked for:
+Three ways to connect nodes, by the required shape:
 
     no latency                             veth pairs into a bridge: all in the kernel
     one latency, and the kernel has netem  the same, with netem at the bridge
-    latency without netem, or sites        TUN devices, joined by the process of `wire.py`
+    latency without netem, or sites        TUN devices, connected by the process of `wire.py`
 
-A shaper lets a burst pass at once. It is small where the shaper alone makes the rate. In front of the wire, which makes
-each packet exact, it only holds the sender back, and is large enough that packets need not be cut for it.
+A shaper lets a burst pass at once. The burst is small if the shaper alone makes the rate. Before the wire, which times
+each packet exactly, the shaper only holds the sender back, with a burst so large that packets are not split.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .crossing import Link
 INTERFACE = "eth0"
 
 _NETWORK = "10.66.0.0/16"
-_MTU = 9000  # [bytes] headers take less than 1% of a link then, not 4%
+_MTU = 9000  # [bytes] so that headers take less than 1% of a link, not 4%
 _MB = 1 << 20
-_QUEUE = 64 * _MB  # [bytes] more than TCP's windows fill, so that packets are not lost for want of room
+_QUEUE = 64 * _MB  # [bytes] more than TCP's windows, so that full queues lose no packets
 _WINDOW = 6 * _MB  # [bytes] Linux's own limit of a socket
-_SENT_AT_ONCE = 0.0002  # [s] of a link's rate in a burst: timers are not later than that
-_UNLIMITED = 100e9 / 8  # [bytes/s] for a shaper that must be told a rate
+_SENT_AT_ONCE = 0.0002  # [s] of a link's rate in a burst: the largest delay of timers
+_UNLIMITED = 100e9 / 8  # [bytes/s] for a shaper that requires a rate
 
 
 def address(node: int, shape: Shape) -> str:
-    """Address of a node: its site, then itself. Nothing outside the nodes sees it."""
+    """Address of a node, from its site and its number; visible only to nodes."""
     return f"10.66.{site(node, shape) + 1}.{node + 1}"
 
 
@@ -38,7 +38,7 @@ def site(node: int, shape: Shape) -> int:
 
 
 def needs_wire(shape: Shape, *, has_netem: bool) -> bool:
-    """Whether a process has to carry the packets, since the kernel cannot hold them back as asked for."""
+    """Whether a process has to carry the packets, since the kernel cannot delay them as required."""
     if len(set(shape.sites)) > 1 and (shape.site_latency != shape.latency or shape.site_bandwidth is not None):
         return True
     return shape.latency > 0 and not has_netem
@@ -53,12 +53,12 @@ def far_link(shape: Shape) -> Link:
 
 
 def wire_room(shape: Shape, num_nodes: int) -> int:
-    """Bytes that the wire may hold: twice what links of that latency hold, and queues at each card."""
+    """Most bytes in the wire: twice those in flight on links of that latency, and queues at each card."""
     return min(2048, num_nodes * 64) * _MB + 2 * num_nodes * _in_flight(shape)
 
 
 def switch_script(processes: Sequence[int], shape: Shape) -> str:
-    """For the switch: a bridge, a cable to each node (by a process there), and what goes to each node shaped."""
+    """Script of the switch: a bridge, a cable to each node (by a process there), and shapers towards each node."""
     lines = ["ip link add bridge0 type bridge", f"ip link set bridge0 mtu {_MTU} up"]
     for node, process in enumerate(processes):
         port = f"port{node}"
@@ -77,7 +77,7 @@ def switch_script(processes: Sequence[int], shape: Shape) -> str:
 
 
 def node_script(node: int, shape: Shape, *, on_wire: bool) -> str:
-    """For a node that has its interface: its address, TCP's windows, and what it sends shaped."""
+    """Script of a node with its interface: its address, TCP's windows, and a shaper for its packets."""
     lines = [
         f"ip address add {address(node, shape)}/16 dev {INTERFACE}",
         f"ip link set {INTERFACE} addrgenmode none mtu {_MTU} txqueuelen 10000 up",
@@ -93,7 +93,7 @@ def node_script(node: int, shape: Shape, *, on_wire: bool) -> str:
 
 
 def _tcp(shape: Shape) -> list[str]:
-    """TCP as Linux has it, whatever this machine's own settings; windows as large as the longest link needs."""
+    """Linux's default TCP settings, independent of this machine's, with windows for the longest link."""
     window = max(_WINDOW, min(2 * _in_flight(shape), 1024 * _MB))
     return [
         f"ip route replace {_NETWORK} dev {INTERFACE} congctl cubic",
@@ -103,7 +103,7 @@ def _tcp(shape: Shape) -> list[str]:
 
 
 def _in_flight(shape: Shape) -> int:
-    """Bytes sent within a round trip over the longest link, twice what is on their way when it is full."""
+    """Bytes sent within a round trip over the longest link, twice those in flight on a full link."""
     far = shape.bandwidth if shape.site_bandwidth is None else shape.site_bandwidth
     near = 2 * shape.latency * (shape.bandwidth or _UNLIMITED)
     return round(max(near, 2 * shape.site_latency * (far or _UNLIMITED) if shape.sites else 0.0))
@@ -114,7 +114,6 @@ def _token_bucket(device: str, place: str, bandwidth: float, burst: int) -> str:
 
 
 def _two_rates(own_site: int, bandwidth: float, far: float) -> list[str]:
-    """One rate for all, and a lower one for what leaves the site."""
     kind = f"tc class add dev {INTERFACE} parent"
     near, burst = bandwidth - far, _large_burst(bandwidth)
 

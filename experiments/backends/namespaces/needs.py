@@ -14,7 +14,7 @@ _TUN = Path("/dev/net/tun")
 
 
 def what_is_missing() -> str:
-    """Why nodes cannot be made here, and what to do about it; empty when they can."""
+    """Why nodes cannot be made here, and the remedy; empty if they can."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces are Linux's, and this is {sys.platform}"
     programs = [name for name in _PACKAGES if shutil.which(name) is None]
@@ -31,7 +31,7 @@ def what_is_missing() -> str:
 
 
 def has_netem() -> bool:
-    """Whether this kernel can delay packets. Raises OSError where namespaces cannot be made."""
+    """Whether this kernel can delay packets. Raises OSError if namespaces cannot be made."""
     with Host("probe") as host:
         try:
             host.set_up("tc qdisc add dev lo root netem delay 1ms")
@@ -41,7 +41,7 @@ def has_netem() -> bool:
 
 
 def why_no_wire() -> str:
-    """Why packets cannot be carried by a process here; empty when they can."""
+    """Why a process cannot carry packets here; empty if it can."""
     if _TUN.exists():
         return ""
     return f"{_TUN} is missing: modprobe tun; a container needs --device {_TUN} too"

@@ -1,4 +1,4 @@
-"""Nodes and what joins them, as one context: all up, or nothing left."""
+"""Nodes and their links, as one context that leaves nothing after an error."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from . import links
 from .host import Host, read_line
 from .wire import WireRecord, WireSpec
 
-_PATIENCE = 20.0  # [s] for the wire to come up or to end, which takes some 100 ms
+_PATIENCE = 20.0  # [s] for the wire to start or to end, which takes some 100 ms
 
 
 class Wire:
-    """The process that carries packets between nodes that are up; a context that ends it.
+    """The process that carries packets between nodes; a context that ends it.
 
-    Raises OSError, with what it said, if it does not start.
+    Raises OSError, with its output, if it does not start.
     """
 
     def __init__(self, hosts: Sequence[Host], shape: Shape) -> None:
@@ -59,7 +59,7 @@ class Wire:
         self.close()
 
     def broken(self) -> str:
-        """Why it carries nothing any more; empty while it does."""
+        """Why it has stopped; empty while it runs."""
         if self._process.poll() is None:
             return ""
         assert self._process.stderr is not None
@@ -67,7 +67,7 @@ class Wire:
         return f"the wire between the nodes ended (status {self._process.returncode}): {said or 'it said nothing'}"
 
     def close(self) -> None:
-        """End it, and keep what it says that it has carried."""
+        """End it, and keep its record of packets."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -86,13 +86,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Nodes that are up and joined.
-
-    Arguments:
-        hosts: the nodes.
-        addresses: of the nodes.
-        wire: what carries packets between them; None: the kernel does.
-    """
+    """Connected nodes. `wire`: carries packets between them; None: the kernel does."""
 
     hosts: tuple[Host, ...]
     addresses: tuple[str, ...]
@@ -101,13 +95,13 @@ class Network:
 
 @contextmanager
 def network(nodes: Nodes, *, has_netem: bool, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[Network]:
-    """Bring nodes up and join them; at the end of the context nothing is left of them.
+    """Start and connect nodes; the context removes them at its end.
 
     Arguments:
         has_netem: whether the kernel can delay packets.
-        prefixes: words in front of everything that runs on a node, by node.
+        prefixes: words before every command of a node, by node.
 
-    Raises OSError with what Linux said if it lacks something.
+    Raises OSError with Linux's message if something is missing.
     """
     shape = nodes.shape
     addresses = tuple(links.address(node, shape) for node in range(nodes.num_nodes))
@@ -130,7 +124,7 @@ def network(nodes: Nodes, *, has_netem: bool, prefixes: Sequence[Sequence[str]] 
 
 @contextmanager
 def _hosts_file(addresses: Sequence[str]) -> Iterator[Path]:
-    """Content of /etc/hosts on the nodes: names of all, so that none is looked for outside."""
+    """Content of /etc/hosts on the nodes: the names of all nodes, so that none is resolved outside."""
     with NamedTemporaryFile("w", prefix="stagewright-hosts-") as file:
         names = {"127.0.0.1": "localhost", **{at: f"node{node}" for node, at in enumerate(addresses)}}
         # A socket for both protocols calls an IPv4 address ::ffff:..., and torch's store asks for the name of that.

@@ -1,11 +1,11 @@
-"""The process that is the wire between nodes where the kernel cannot delay packets.
+"""The process that carries packets between nodes if the kernel cannot delay them.
 
-Each node's eth0 is a TUN device whose other end is here: a packet that the node sends is read, held as long as it
-travels (`crossing.py`), and written to the node that it is addressed to. Packets pass whole as TCP hands them to a
-card that cuts and checks them in hardware: up to 64 KiB, with a header that says how they are to be cut, without
-checksums computed. That makes it some ten times cheaper than a wire that carries frames of a usual size.
+Each node's eth0 is a TUN device whose other end is here: this process reads a packet of the node, holds it for its
+travel time (`crossing.py`), and writes it to the addressed node. Packets are as large as TCP passes them to a card with
+segmentation offload: up to 64 KiB, with a header for the segmentation, and without checksums. This is some ten times
+cheaper than frames of the usual size.
 
-The traffic shaper of each device (`links.py`) holds a sender back; the times here are what makes each packet exact.
+The traffic shaper of each device (`links.py`) holds the sender back; the times here make each packet exact.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _TUN_F_CSUM, _TUN_F_TSO4 = 0x1, 0x2
 _PR_SET_TIMERSLACK = 29
 
-_HEADER = 10  # bytes in front of each packet: struct virtio_net_hdr
+_HEADER = 10  # [bytes] before each packet: struct virtio_net_hdr
 _BUFFER = 1 << 16 | 64  # the largest packet and the header
-_SMALL = 1 << 14  # [bytes] packets below are copied, so that one of 40 bytes does not hold a whole buffer
-_AT_A_TIME = 32  # packets read from one node before others have their turn
-_LATE = 0.001  # [s] behind its time: such packets are counted
+_SMALL = 1 << 14  # [bytes] smaller packets are copied, so that 40 bytes don't occupy a whole buffer
+_AT_A_TIME = 32  # packets read from one node before the next node's turn
+_LATE = 0.001  # [s] of delay from which packets are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireSpec:
-    """Cards that a wire connects, and how.
+    """Cards that a wire connects, and its links.
 
     Arguments:
-        processes: a process on each node, by whose id its network is found.
+        processes: a process id on each node, which identifies its network.
         addresses: of the nodes, IPv4.
         sites: of the nodes.
         near: link within a site.
         far: link between sites.
-        room: for packets on their way [bytes].
+        room: for packets in flight [bytes].
     """
 
     processes: tuple[int, ...]
@@ -75,10 +75,10 @@ class WireRecord:
 
     Arguments:
         packets, nbytes: delivered.
-        dropped: for want of room.
-        late: delivered more than a millisecond behind their time, since the machine was busy.
-        worst: the most that one was behind its time [s].
-        cpu: seconds of a core that it took.
+        dropped: without room.
+        late: delivered more than a millisecond late, on a busy machine.
+        worst: the longest delay [s].
+        cpu: CPU time [s].
     """
 
     packets: int = 0
@@ -101,7 +101,7 @@ def carry(spec: WireSpec, devices: Sequence[int], lifeline: int) -> WireRecord:
 
     Arguments:
         devices: a TUN device of each node, not blocking.
-        lifeline: a pipe into which nobody writes.
+        lifeline: a pipe that closes at the end.
     """
     record = WireRecord()
     crossing = Crossing(sites=spec.sites, near=spec.near, far=spec.far, room=spec.room)
@@ -125,7 +125,7 @@ def carry(spec: WireSpec, devices: Sequence[int], lifeline: int) -> WireRecord:
                 except BlockingIOError:
                     spare.append(buffer)
                     break
-                target = nodes.get(bytes(buffer[_HEADER + 16 : _HEADER + 20]))  # of IPv4; of others it is no node's
+                target = nodes.get(bytes(buffer[_HEADER + 16 : _HEADER + 20]))  # of IPv4; other protocols match no node
                 if target is None:
                     spare.append(buffer)
                     continue
@@ -181,10 +181,10 @@ def _enter(libc: ctypes.CDLL, network: int) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Carry what the specification in the first word says; say "ready", and at the end the record, as JSON."""
+    """Carry packets by the specification in the first word; print "ready", and at the end the record, as JSON."""
     spec = WireSpec.from_json(words[0])
     devices = open_devices(spec)
-    with suppress(OSError):  # ahead of ranks that compute; without the right to it as anybody else
+    with suppress(OSError):  # a higher priority than computing ranks, if permitted
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     print("ready", flush=True)
     record = carry(spec, devices, sys.stdin.fileno())
