@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .explain.prediction import check_prediction as check_prediction
     from .explain.stragglers import Straggler as Straggler
     from .explain.stragglers import find_stragglers as find_stragglers
-    from .families.recognise import Family as Family
+    from .families.family import Family as Family
     from .families.registry import FAMILIES as FAMILIES
     from .families.registry import build as build
     from .families.registry import canonical_name as canonical_name
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .ir import Op as Op
     from .ir import Schedule as Schedule
     from .ir import ScheduleError as ScheduleError
-    from .lowering.course import flushed as flushed
+    from .lowering.calls import flushed as flushed
     from .lowering.lower import lower as lower
     from .messages import Message as Message
     from .messages import MessageKind as MessageKind
@@ -71,10 +71,10 @@ _FILES = {
     "explain.difference": "Change Difference compare",
     "explain.prediction": "PredictionCheck check_prediction",
     "explain.stragglers": "Straggler find_stragglers",
-    "families.recognise": "Family",
+    "families.family": "Family",
     "families.registry": "FAMILIES build canonical_name family",
     "ir": "Action Collective Edge Op Schedule ScheduleError",
-    "lowering.course": "flushed",
+    "lowering.calls": "flushed",
     "lowering.lower": "lower",
     "messages": "Message MessageKind",
     "search.joint": "Layer synthesize_jointly",

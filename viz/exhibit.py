@@ -19,7 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ..schedules import Costs, Links, MemoryCurve, StageBytes, StepSamples, Timeline, memory_curves
-from ..schedules.timing.bounds import least_seconds
+from ..schedules.timing.bounds import schedule_bound
 from ..schedules.timing.measured_inputs import median_costs
 from ..schedules.timing.sampling import SHARE
 from ..schedules.timing.simulate import busy_seconds
@@ -119,6 +119,6 @@ def _figures(exhibit: Exhibit) -> Iterator[HeadFigure]:
         how = f"median of {len(steps)} steps" if len(steps) > 1 else f"step {exhibit.measured[0].number}"
         taken, idle = median(step.batch_seconds for step in steps), median(step.bubble for step in steps)
         yield HeadFigure("measured", taken, idle, how)
-    if (least := least_seconds(schedule, costs, exhibit.links)) > 0:
+    if (least := schedule_bound(schedule, costs, exhibit.links)) > 0:
         what = "the largest work of a rank" if schedule.num_batches > 1 else "no order of this work is faster"
         yield HeadFigure("lower bound", least, bubble(least), f"{what}; {whose}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schedules import FAMILIES, Costs, Schedule, simulate
-from ...schedules.families.recognise import Family
+from ...schedules.families.family import Family
 from ...schedules.search.synthesize import synthesize
 from ...viz.palette import SERIES_HUES
 from ..jobs.case import Case

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..ir import Action, Op, Schedule
 from ..kinds import at_least
-from .recognise import Family
+from .family import Family
 from .warmup import plain_warmup, replica_counts
 
 

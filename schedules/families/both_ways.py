@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..ir import Action, Op, Schedule
 from ..placement import StagePlacement, two_way
-from .recognise import Family
+from .family import Family
 
 
 def chimera(*, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -14,8 +14,16 @@ from collections.abc import Sequence
 from numbers import Integral
 
 from ..ir import Action, Op, Schedule
-from .recognise import Family
-from .warmup import Turns, in_turn, microbatch_groups, one_by_one, plain_warmup, put_off_weights, replica_counts
+from .family import Family
+from .warmup import (
+    ChunkOrder,
+    microbatch_groups,
+    on_cyclic_ranks,
+    one_by_one,
+    plain_warmup,
+    put_off_weights,
+    replica_counts,
+)
 
 
 def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -28,7 +36,7 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """
     whole = range(num_microbatches)
     programs = (one_by_one(rank, whole, warmup=num_microbatches) for rank in range(num_ranks))
-    return in_turn("gpipe", programs, num_microbatches=num_microbatches)
+    return on_cyclic_ranks("gpipe", programs, num_microbatches=num_microbatches)
 
 
 GPIPE = Family(name="gpipe", build=gpipe, aliases=("schedulegpipe",))
@@ -62,9 +70,9 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int
     )
 
 
-def _1f1b_turns(num_ranks: int, num_microbatches: int, num_chunks: int) -> Turns:
+def _order_of_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> ChunkOrder:
     every = [(chunk, k) for chunk in range(num_chunks) for k in range(num_microbatches)]  # of the one chunk
-    return Turns(every, every, range(num_ranks - 1, -1, -1))
+    return ChunkOrder(every, every, range(num_ranks - 1, -1, -1))
 
 
 ONE_F_ONE_B = Family(
@@ -72,7 +80,7 @@ ONE_F_ONE_B = Family(
     build=one_f_one_b,
     aliases=("schedule1f1b", "pipedream-flush", "dapple"),
     full_after=1,
-    turns=_1f1b_turns,
+    chunk_order=_order_of_1f1b,
 )
 
 
@@ -88,7 +96,7 @@ def eager_1f1b(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """
     whole = range(num_microbatches)
     programs = (one_by_one(rank, whole, warmup=2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
-    return in_turn("eager-1f1b", programs, num_microbatches=num_microbatches)
+    return on_cyclic_ranks("eager-1f1b", programs, num_microbatches=num_microbatches)
 
 
 EAGER_1F1B = Family(name="eager-1f1b", build=eager_1f1b, aliases=("1f1b-eager",), full_after=2)
@@ -118,11 +126,13 @@ def interleaved(
             f"groups={sizes} for num_ranks={num_ranks}, num_microbatches={num_microbatches}: expected sizes of at "
             f"least {smallest} that add up to {num_microbatches}, none larger than the first"
         )
-    programs = map(_turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2).program, range(num_ranks))
-    return in_turn("interleaved", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    programs = map(
+        _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2).program, range(num_ranks)
+    )
+    return on_cyclic_ranks("interleaved", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
-def _turns(sizes: Sequence[int], *, num_ranks: int, num_chunks: int, ahead: int) -> Turns:
+def _interleaved_order(sizes: Sequence[int], *, num_ranks: int, num_chunks: int, ahead: int) -> ChunkOrder:
     """Group by group, in it chunk by chunk, in it by microbatch; backwards from the last chunk.
 
     Arguments:
@@ -139,12 +149,12 @@ def _turns(sizes: Sequence[int], *, num_ranks: int, num_chunks: int, ahead: int)
             first += size
         return found
 
-    return Turns(turns(range(num_chunks)), turns(range(num_chunks - 1, -1, -1)), warmups)
+    return ChunkOrder(turns(range(num_chunks)), turns(range(num_chunks - 1, -1, -1)), warmups)
 
 
-def _default_turns(num_ranks: int, num_microbatches: int, num_chunks: int) -> Turns:
+def _default_order(num_ranks: int, num_microbatches: int, num_chunks: int) -> ChunkOrder:
     sizes = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
-    return _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2)
+    return _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2)
 
 
 INTERLEAVED = Family(
@@ -152,7 +162,7 @@ INTERLEAVED = Family(
     build=interleaved,
     aliases=("interleaved1f1b", "interleaved-1f1b", "scheduleinterleaved1f1b"),
     full_after=3,
-    turns=_default_turns,
+    chunk_order=_default_order,
 )
 
 
@@ -182,9 +192,9 @@ def gis(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_siz
             f"of the ranks, GIS-H; with fewer, ranks would wait for each other for ever)"
         )
     sizes = microbatch_groups(at_least=size, num_microbatches=num_microbatches)
-    order = _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
+    order = _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
     programs = (put_off_weights(order.program(rank), delay=0) for rank in range(num_ranks))
-    return in_turn("gis", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return on_cyclic_ranks("gis", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 GIS = Family(name="gis", build=gis, splits_backward=True, full_after=3)
@@ -201,9 +211,9 @@ def interleaved_zb(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2
     of torch's ScheduleInterleavedZeroBubble, which takes fewer numbers of microbatches.
     """
     sizes = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
-    order = _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
+    order = _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
     programs = (put_off_weights(order.program(rank), delay=rank) for rank in range(num_ranks))
-    return in_turn("interleaved-zb", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return on_cyclic_ranks("interleaved-zb", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 INTERLEAVED_ZB = Family(
@@ -229,7 +239,7 @@ def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
         program = [Action(stage, Op.F, k) for stage in stages for k in range(num_microbatches)]
         program += [Action(stage, Op.B, k) for stage in reversed(stages) for k in range(num_microbatches)]
         programs.append(tuple(program))
-    return in_turn("looped-bfs", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return on_cyclic_ranks("looped-bfs", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 LOOPED_BFS = Family(name="looped-bfs", build=looped_bfs, aliases=("loopedbfs", "scheduleloopedbfs"))

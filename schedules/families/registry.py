@@ -12,7 +12,7 @@ from .. import families as builders
 from ..ir import Schedule
 from ..kinds import at_least
 from ..wording import count
-from .recognise import Family
+from .family import Family
 
 _IN_ORDER = (
     "gpipe 1f1b eager-1f1b interleaved looped-bfs pipedream 2bw paci zb-h1 zb-h2 zb-1p zb-2p interleaved-zb gis "

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..ir import Action, Op, Schedule
-from .recognise import Family
-from .warmup import in_turn, microbatch_groups, one_by_one, pair_up, put_off_weights
+from .family import Family
+from .warmup import microbatch_groups, on_cyclic_ranks, one_by_one, pair_up, put_off_weights
 
 
 def backward_order(*, num_microbatches: int, num_slices: int) -> list[int]:
@@ -39,7 +39,7 @@ def terapipe(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> S
     """
     last = backward_order(num_microbatches=num_microbatches, num_slices=num_slices)
     programs = (one_by_one(rank, range(len(last)), backwards=last, warmup=len(last)) for rank in range(num_ranks))
-    return in_turn("terapipe", programs, num_microbatches=num_microbatches, num_slices=num_slices)
+    return on_cyclic_ranks("terapipe", programs, num_microbatches=num_microbatches, num_slices=num_slices)
 
 
 TERAPIPE = Family(name="terapipe", build=terapipe)
@@ -82,7 +82,7 @@ def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 2, num_c
             first += size
         programs.append(pair_up(forwards, backwards, warmup=warmup))
     sizes = {"num_microbatches": num_microbatches, "num_chunks": num_chunks, "num_slices": num_slices}
-    return in_turn("seq1f1b", programs, **sizes)
+    return on_cyclic_ranks("seq1f1b", programs, **sizes)
 
 
 SEQ1F1B = Family(name="seq1f1b", build=seq1f1b, aliases=("seq-1f1b",))
@@ -107,7 +107,7 @@ def seq_zb_h1(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> 
         warmup = num_ranks - 1 - rank + num_slices - 1
         whole = one_by_one(rank, range(len(last)), backwards=last, warmup=warmup)
         programs.append(put_off_weights(whole, delay=rank))
-    return in_turn("seq-zb-h1", programs, num_microbatches=num_microbatches, num_slices=num_slices)
+    return on_cyclic_ranks("seq-zb-h1", programs, num_microbatches=num_microbatches, num_slices=num_slices)
 
 
 SEQ_ZB_H1 = Family(name="seq-zb-h1", build=seq_zb_h1, splits_backward=True)

@@ -21,7 +21,7 @@ from ..ir import Action, Op, Schedule
 from ..placement import StagePlacement
 from ..timing.costs import Costs
 from .automatic import best_order, pose, read_costs, refills
-from .recognise import Family
+from .family import Family
 
 _PERIOD = 6
 Steps = tuple[int, int, int, int]

@@ -11,7 +11,7 @@ from ..ir import Action, Op, Schedule
 from ..placement import StagePlacement
 
 
-class Turns(NamedTuple):
+class ChunkOrder(NamedTuple):
     """Order of a schedule in which all ranks take their chunks in the same turns, and `pair_up` makes the programs.
 
     Arguments:
@@ -86,7 +86,7 @@ def one_by_one(
     return pair_up([Action(stage, Op.F, k) for k in indices], [Action(stage, op, k) for k in last], warmup=warmup)
 
 
-def in_turn(
+def on_cyclic_ranks(
     name: str,
     programs: Iterable[tuple[Action, ...]],
     *,

@@ -11,7 +11,7 @@ from ..orders.evaluate import OrderEvaluator, Orders
 from ..placement import StagePlacement
 from ..timing.costs import Costs
 from .automatic import best_order, lists, named, pose, read_costs, read_memory, refills, with_weights
-from .recognise import Family
+from .family import Family
 from .v_blocks import fitting_blocks, v_half, v_min
 from .warmup import put_off_weights
 

@@ -16,8 +16,8 @@ from ..orders.evaluate import OrderEvaluator, Orders
 from ..placement import StagePlacement
 from ..timing.costs import Costs, CostTable
 from .automatic import best_order, lists, named, pose, read_costs, read_memory, refills, with_weights
-from .recognise import Family
-from .warmup import in_turn, one_by_one, put_off_weights
+from .family import Family
+from .warmup import on_cyclic_ranks, one_by_one, put_off_weights
 
 
 def zb_h1(*, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -44,7 +44,7 @@ def zb_handcrafted(name: str, *, num_ranks: int, num_microbatches: int, steps: i
         warmup = min(steps * (num_ranks - 1 - rank), num_microbatches)
         program = one_by_one(rank, range(num_microbatches), warmup=warmup)
         programs.append(put_off_weights(program, delay=most - warmup))
-    return in_turn(name, programs, num_microbatches=num_microbatches)
+    return on_cyclic_ranks(name, programs, num_microbatches=num_microbatches)
 
 
 ZB_H1 = Family(name="zb-h1", build=zb_h1, splits_backward=True, full_after=1)

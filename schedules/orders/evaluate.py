@@ -22,7 +22,7 @@ from random import Random
 from ..ir import Action, Op, Schedule
 from .problem import Problem
 
-OPS = (Op.F, Op.I, Op.W, Op.B)
+ORDER_OPS = (Op.F, Op.I, Op.W, Op.B)
 
 Orders = list[list[int]]
 _NOT_YET = -1.0
@@ -45,12 +45,12 @@ class OrderEvaluator:
         S, M = problem.num_stages, problem.num_microbatches
         self.num_stages, self.num_microbatches = S, M
         self.num_slots = 2 * S * M  # forwards, gradients
-        self.seconds = [n for op in OPS for row in problem.seconds[op] for n in row]
-        self.rank = [problem.rank_of[s] for _ in OPS for s in range(S) for _ in range(M)]
+        self.seconds = [n for op in ORDER_OPS for row in problem.seconds[op] for n in row]
+        self.rank = [problem.rank_of[s] for _ in ORDER_OPS for s in range(S) for _ in range(M)]
         self.delay: list[float] = []
         self.slot: list[int] = []
         self.need: list[int] = []
-        for op in OPS:
+        for op in ORDER_OPS:
             for s in range(S):
                 for k in range(M):
                     forward, gradient = s * M + k, (S + s) * M + k
@@ -71,16 +71,16 @@ class OrderEvaluator:
         self.change = [*held, *freed, *(-k for k in kept), *(-h for h in held)]
 
     def code(self, op: Op, stage: int, microbatch: int) -> int:
-        return (OPS.index(op) * self.num_stages + stage) * self.num_microbatches + microbatch
+        return (ORDER_OPS.index(op) * self.num_stages + stage) * self.num_microbatches + microbatch
 
     def action(self, code: int) -> Action:
         rest, microbatch = divmod(code, self.num_microbatches)
         op, stage = divmod(rest, self.num_stages)
-        return Action(stage, OPS[op], microbatch)
+        return Action(stage, ORDER_OPS[op], microbatch)
 
     def codes(self, programs: Iterable[Iterable[Action]]) -> Orders:
         """Actions as codes; KeyError for one of another op or stage."""
-        code_of = {(s, op): self.code(op, s, 0) for op in OPS for s in range(self.num_stages)}
+        code_of = {(s, op): self.code(op, s, 0) for op in ORDER_OPS for s in range(self.num_stages)}
         return [[code_of[s, op] + k for s, op, k in program] for program in programs]
 
     def orders(self, schedule: Schedule) -> Orders:

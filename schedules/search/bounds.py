@@ -58,7 +58,7 @@ _NEVER = -math.inf
 _MOST_TARGETS = 64  # pairs of ranks: beyond, spans of the first and of the busiest rank alone
 
 
-def least_seconds(problem: Problem) -> float:
+def problem_bound(problem: Problem) -> float:
     """Seconds of the problem's objective that no order can beat.
 
     Raises MemoryLimitError where no order fits the memory at all. O(T S M log(S M)), where the spans of T ranks are

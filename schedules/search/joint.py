@@ -19,7 +19,7 @@ from ..kinds import above_zero, at_least, option
 from ..orders.problem import MemoryLimitError, Objective, fits
 from ..placement import StagePlacement, place
 from ..timing.costs import Costs
-from .bounds import least_seconds
+from .bounds import problem_bound
 from .chains import ChainSearch
 from .incumbent import Budget
 from .request import ANY, Cut, Request, numbers
@@ -217,7 +217,7 @@ class _CutSearch:
         chains = ChainSearch(layers, self.request, self.limits, Random(self.budget.seed))
         if may_go_on:
             self.anywhere(chains, cuts * self.evaluations if is_counted else None)
-        bound = self.least_seconds()
+        bound = self.cut_bound()
         return JointSynthesis(best=self.best(), separate=separate, cuts_tried=cuts_tried, lower_bound=bound)
 
     def anywhere(self, chains: ChainSearch, most: int | None) -> None:
@@ -266,7 +266,7 @@ class _CutSearch:
                     heapq.heappush(waiting, (bound * above, name, other, above))
         return bounds
 
-    def least_seconds(self) -> float:
+    def cut_bound(self) -> float:
         """Seconds that nothing can beat: the r-th rank to start has the forwards of r layers before it."""
         P, M, is_span = self.num_ranks, self.request.num_microbatches, self.request.objective == "span"
         F, latency = self.sums[0], cast(float, self.request.costs.latency)
@@ -287,7 +287,7 @@ class _CutSearch:
         return replace(self.pieces.joined(cut), placement=placement)
 
     def bound(self, name: str, cut: Cut) -> float:
-        return least_seconds(self.asked(name, cut).problem())
+        return problem_bound(self.asked(name, cut).problem())
 
     def schedule(
         self,

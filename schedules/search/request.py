@@ -19,7 +19,7 @@ from ..orders.problem import MemoryLimitError, Objective, Problem, Table
 from ..placement import PLACEMENTS, place, read_placement
 from ..timing.costs import COST_OF_OP, Costs, Row
 from ..timing.links import Links
-from .bounds import least_seconds
+from .bounds import problem_bound
 
 ANY = "any"
 Cut = tuple[int, ...]  # [S + 1] the first piece of each stage, and the number of pieces
@@ -115,7 +115,7 @@ class Request:
 
     def _posed(self) -> Posed:
         problem = self.problem()
-        return Posed(request=self, problem=problem, bound=least_seconds(problem))
+        return Posed(request=self, problem=problem, bound=problem_bound(problem))
 
     # --- pieces of a model, and stages of them ---
 

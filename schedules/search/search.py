@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from ..families.recognise import Family
+from ..families.family import Family
 from ..families.registry import FAMILIES
 from ..families.v_blocks import fitting_blocks
 from ..ir import Schedule, chain

@@ -41,7 +41,7 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
     return max(machine_bound(jobs) for jobs in (*sets, *ways.loads))
 
 
-def least_seconds(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:
+def schedule_bound(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:
     """Seconds that no order of this work on this placement can beat: of a flush batch `lower_bound`, in a stream
     the largest own work of any rank, a batch."""
     if schedule.is_asynchronous or schedule.num_batches > 1:

@@ -279,7 +279,7 @@ def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
     return tuple(map(float, given))
 
 
-class Route:
+class Transit:
     """A way of messages of one size. Each of the channels, by number, carries one message at a time; `free_at` says
     when it is free [s]."""
 
@@ -291,8 +291,8 @@ class Route:
         self.seconds, self.latency, self._channels, self._free_at = seconds, latency, channels, free_at
         self.blocks = blocks
 
-    def slower(self, times: float) -> Route:
-        return Route(self.seconds * times, self.latency * times, self._channels, self._free_at, self.blocks)
+    def slower(self, times: float) -> Transit:
+        return Transit(self.seconds * times, self.latency * times, self._channels, self._free_at, self.blocks)
 
     def free_from(self, now: float) -> float:
         """The time at which all channels are free, at or after `now` [s]."""

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ..dependencies import Dependencies
 from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Schedule
-from ..lowering.course import Course
+from ..lowering.calls import RunCalls
 from ..messages import STAGE_KINDS, Message
 from ..program import indices_a_batch
 from .timeline import RankTrace, Span, Timeline, What
@@ -136,17 +136,17 @@ def _work(program: Sequence[Action]) -> list[tuple[int, int, bool]]:
     return sorted((s, k, op is Op.F) for s, op, k in program if op is Op.F or op in LAST_USES)
 
 
-def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Timeline:
+def assemble_stream(calls: RunCalls, records: Sequence[RankRecord | None]) -> Timeline:
     """The measured Timeline of a few batches of a stream: the oldest one of which anything was recorded becomes
     batch 0. Where the stream began among them, behind batches with a flush, these are left out."""
-    schedule = course.schedule
+    schedule = calls.schedule
 
     def batch(what: Action | Collective | Message) -> int:
         return what.index // indices_a_batch(schedule, what)
 
     batches = [batch(span.what) for record in records if record is not None for span in record.compute]
     last = max(batches, default=0)
-    since = 0 if course.is_alone(last) else course.flush_first
+    since = 0 if calls.is_alone(last) else calls.flush_first
     first = min((each for each in batches if each >= since), default=0)
 
     def moved(spans: Sequence[Span[What]]) -> tuple[Span[What], ...]:
@@ -169,7 +169,7 @@ def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Tim
         return min((span.start for span in record.compute if batch(span.what) >= since), default=math.inf)
 
     rebased = [None if record is None else moved_record(record) for record in records]
-    return assemble_timeline(course.stream_of(last).unrolled(last - first + 1), rebased)
+    return assemble_timeline(calls.stream_of(last).unrolled(last - first + 1), rebased)
 
 
 def launches(

@@ -23,7 +23,7 @@ from ..ir import Action, Op
 from .costs import CostTable
 from .measured_inputs import durations_beside
 from .timeline import Timeline
-from .wiring import OPS
+from .wiring import LANE_OPS
 
 Ratios = tuple[float, ...]
 OpRatios = Mapping[Op, Sequence[Sequence[float]]]  # by op, for each stage
@@ -147,7 +147,7 @@ def estimate_spread(
     if len(whole) < LEAST_STEPS:
         return None
     most = max(LEAST_STEPS, _MOST_ACTIONS // sum(map(len, steps[whole[-1]].values())))
-    stages, ops = range(len(table.latency)), [op for op in OPS if any(op is each for each, _ in actions)]
+    stages, ops = range(len(table.latency)), [op for op in LANE_OPS if any(op is each for each, _ in actions)]
     by_stage = [{op: [steps[n].get((op, stage), ()) for stage in stages] for op in ops} for n in whole[-most:]]
     beside, by_step = _beside(timelines, ran, table)
     own = [_put_together(by_step.get(n, ())) for n in whole[-most:]]
@@ -214,9 +214,9 @@ def _alike(half_range: float) -> Ratios:
 
 
 def _by_stage(ratios: OpRatios, where: str) -> dict[Op, tuple[Ratios, ...]]:
-    wrong = [op for op in ratios if op not in OPS]
+    wrong = [op for op in ratios if op not in LANE_OPS]
     if wrong:
-        raise ValueError(f"a spread of {wrong[0]!s}: expected one of {', '.join(map(str, OPS))}")
+        raise ValueError(f"a spread of {wrong[0]!s}: expected one of {', '.join(map(str, LANE_OPS))}")
     return {
         op: tuple(_ratios(f"{op} of stage {stage}{where}", each) for stage, each in enumerate(stages))
         for op, stages in ratios.items()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ir import Schedule
-from ..lowering.course import make_course
+from ..lowering.calls import make_run_calls
 from ..messages import NOTHING_SHARED
 from ..timing.records import RankRecord, as_it_ran, assemble_stream, assemble_timeline
 from ..timing.timeline import MeasuredStep, Timeline
@@ -216,9 +216,9 @@ class _Start:
         schedule = self._schedule
         assert schedule is not None
         flush_first = max((header.flush_first for header in self._headers), default=0)
-        course = None
+        calls = None
         if schedule.is_asynchronous:
-            course = make_course(schedule, sharing=NOTHING_SHARED, flush_first=flush_first)
+            calls = make_run_calls(schedule, sharing=NOTHING_SHARED, flush_first=flush_first)
         steps: dict[int, Timeline] = {}
         for number in numbers:
             records: list[RankRecord | None] = [None] * schedule.num_ranks
@@ -230,8 +230,8 @@ class _Start:
             try:
                 steps[number] = (
                     assemble_timeline(as_it_ran(schedule, records), records)
-                    if course is None
-                    else assemble_stream(course, records)
+                    if calls is None
+                    else assemble_stream(calls, records)
                 )
             except _UNREADABLE as error:
                 self._notes.append(f"step {number} does not fit its schedule {schedule.name!r} ({error!r}); left out")

@@ -76,19 +76,19 @@
   function spansOf(wiring, run) {
     const messages = wiring.programs.map(() => []);
     const together = wiring.programs.map(() => []);
-    for (const { kind, src, dst, base, passages } of wiring.wires) {
+    for (const { kind, src, dst, base, routes } of wiring.wires) {
       for (let index = 0; index < wiring.total; index++) {
         const slot = base + index;
-        if (passages[index] < 0 || run.maker[slot] < 0) continue;
-        const { sender, receiver } = wiring.passages[passages[index]];
+        if (routes[index] < 0 || run.maker[slot] < 0) continue;
+        const { sender, receiver } = wiring.routes[routes[index]];
         messages[receiver].push({ kind, src, dst, index, slot, sender, receiver, start: run.ready[slot], end: run.arrived[slot], lane: -1 });
       }
     }
-    for (const meeting of run.meetings) {
-      for (const [group, end] of meeting.through) {
-        for (const [rank, start] of meeting.begun.get(group)) {
-          const { op } = meeting;
-          together[rank].push({ text: meeting.stages.join("+") + op + group, op, start, end, lane: 0 });
+    for (const joint of run.jointSteps) {
+      for (const [group, end] of joint.through) {
+        for (const [rank, start] of joint.begun.get(group)) {
+          const { op } = joint;
+          together[rank].push({ text: joint.stages.join("+") + op + group, op, start, end, lane: 0 });
         }
       }
     }

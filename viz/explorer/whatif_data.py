@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...schedules import Costs, Links, Op, Schedule
 from ...schedules.ir import MOVE_OPS
 from ...schedules.timing.costs import CostTable
-from ...schedules.timing.wiring import OPS, Meeting, Output, ScheduleWiring
+from ...schedules.timing.wiring import LANE_OPS, JointStep, Output, ScheduleWiring
 from ...schedules.versions import derive_versions
 from ..exhibit import Exhibit
 
@@ -66,7 +66,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
         "inputs": wiring.inputs,
         "outputs": [[numbers[each.base] for each in of_code] for of_code in wiring.outputs],
         "wires": [_wire(output) for output in outputs.values()],
-        "passages": [
+        "routes": [
             {
                 "sender": each.sender,
                 "receiver": each.receiver,
@@ -76,19 +76,19 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
                 "latency": each.way.latency,
                 "channels": list(each.channels),
             }
-            for each in wiring.passages
+            for each in wiring.routes
         ],
-        "meetings": [_meeting(each, table) for each in wiring.meetings],
+        "joint_steps": [_joint_step(each, table) for each in wiring.joint_steps],
         "begins": [
             [[position, *begun] for position, several in of_rank.items() for begun in several]
             for of_rank in wiring.begins
         ],
-        "returns": sorted({each.fills[0][0] for each in wiring.meetings if each.after is not None}),
-        "behind": list(wiring.behind.items()),
+        "returns": sorted({each.fills[0][0] for each in wiring.joint_steps if each.after is not None}),
+        "gather_after_update": list(wiring.gather_after_update.items()),
         "filled": wiring.filled,
         "versions": _versions(schedule),
         "slots": wiring.num_slots,
-        "waits": bool(wiring.waits) or any(each.way.blocks for each in wiring.passages),
+        "waits": bool(wiring.waits) or any(each.way.blocks for each in wiring.routes),
         "channels": wiring.num_channels,
     }
 
@@ -99,21 +99,21 @@ def _wire(output: Output) -> Columns:
         "kind": output.wire.kind.value,
         "src": output.wire.src,
         "dst": output.wire.dst,
-        "passages": _folded([_STAYS if number is None else number for number in output.passages]),
+        "routes": _folded([_STAYS if number is None else number for number in output.routes]),
         "last": None if output.last is None else _folded(output.last),
     }
 
 
-def _meeting(meeting: Meeting, table: CostTable) -> Columns:
+def _joint_step(step: JointStep, table: CostTable) -> Columns:
     return {
-        "stages": list(meeting.stages),
-        "op": meeting.op.value,
-        "ranks": len(meeting.ranks),
-        "seconds": meeting.seconds,
-        "share": 0.0 if meeting.op in MOVE_OPS else max(table.sum_busy[stage] for stage in meeting.stages),
-        "channels": list(meeting.channels),
-        "fills": [[group, list(slots)] for group, slots in meeting.fills.items()],
-        "after": meeting.after,
+        "stages": list(step.stages),
+        "op": step.op.value,
+        "ranks": len(step.ranks),
+        "seconds": step.seconds,
+        "share": 0.0 if step.op in MOVE_OPS else max(table.sum_busy[stage] for stage in step.stages),
+        "channels": list(step.channels),
+        "fills": [[group, list(slots)] for group, slots in step.fills.items()],
+        "after": step.after,
     }
 
 
@@ -128,7 +128,7 @@ def _versions(schedule: Schedule) -> list[list[int]]:
 def _costs(table: CostTable) -> Columns:
     """By the letter of the op, and the latency: by stage, and where they differ by index, by index [s]."""
     stages = range(len(table.latency))
-    rows = {op.value: [_folded(table.row(op, stage)) for stage in stages] for op in OPS}
+    rows = {op.value: [_folded(table.row(op, stage)) for stage in stages] for op in LANE_OPS}
     return {**rows, "latency": list(table.latency)}
 
 

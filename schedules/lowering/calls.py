@@ -1,6 +1,6 @@
 """Programs in calls.
 
-Course of a run without a flush: the first batches each by themselves, then a stream.
+RunCalls of a run without a flush: the first batches each by themselves, then a stream.
 
     flush_first=2    call of batch 0: F0 .. B0 .. U0    of batch 1: all of it    of batch 2, 3, ...: calls of the stream
 
@@ -229,7 +229,7 @@ def _joined(parts: Sequence[RankProgram]) -> RankProgram:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RunCalls:
     """Programs and weight versions of a run's batches: `flush_first` of them by themselves, each a call of `alone` that
     begins with the updates of all before and ends with its own; then those of `stream`."""
 
@@ -277,10 +277,12 @@ class Course:
         return max(steady, self.flush_first * schedule.groups_per_batch)
 
 
-def make_course(schedule: Schedule, *, sharing: Sharing, flush_first: int = 0, late: Schedule | None = None) -> Course:
+def make_run_calls(
+    schedule: Schedule, *, sharing: Sharing, flush_first: int = 0, late: Schedule | None = None
+) -> RunCalls:
     """Calls of an asynchronous schedule, see `make_stream`; `late`, the same with its updates in other places, makes
     the stream."""
-    return Course(
+    return RunCalls(
         stream=make_stream(schedule if late is None else late, sharing=sharing),
         flush_first=flush_first,
         alone=make_stream(flushed(schedule), sharing=sharing) if flush_first else None,

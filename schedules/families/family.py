@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..ir import Schedule
 from ..placement import FAMILY_PLACEMENTS, family_placement
 from ..weight_rules import RULES, WeightRule
-from .warmup import Turns
+from .warmup import ChunkOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Family:
             "two-way" where a rank shares its stages with another.
         splits_backward: whether its programs hold I and W.
         full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
-        turns: order for P, M and V by default, in figures, without replicas: planners count in it what is held, in a
-            hundredth of the time that programs take. None: programs are not made that way.
+        chunk_order: the order for P, M and V by default, without replicas, in which planners count activations a
+            hundred times faster than in programs. None: the programs are made in another way.
         weight_copies: ranks that hold each stage, without replicas.
     """
 
@@ -39,7 +39,7 @@ class Family:
     placement: str = "cyclic"
     splits_backward: bool = False
     full_after: int | None = None
-    turns: Callable[[int, int, int], Turns] | None = None
+    chunk_order: Callable[[int, int, int], ChunkOrder] | None = None
     weight_copies: int = 1
     options: tuple[str, ...] = field(init=False)
 
