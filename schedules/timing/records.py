@@ -12,7 +12,7 @@ from ..dependencies import Dependencies
 from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Schedule
 from ..lowering.calls import RunCalls
 from ..messages import STAGE_KINDS, Message
-from ..program import indices_a_batch
+from ..program import indices_per_batch
 from .timeline import RankTrace, Span, Timeline, What
 
 Moment = TypeVar("Moment")
@@ -142,7 +142,7 @@ def assemble_stream(calls: RunCalls, records: Sequence[RankRecord | None]) -> Ti
     schedule = calls.schedule
 
     def batch(what: Action | Collective | Message) -> int:
-        return what.index // indices_a_batch(schedule, what)
+        return what.index // indices_per_batch(schedule, what)
 
     batches = [batch(span.what) for record in records if record is not None for span in record.compute]
     last = max(batches, default=0)
@@ -151,7 +151,7 @@ def assemble_stream(calls: RunCalls, records: Sequence[RankRecord | None]) -> Ti
 
     def moved(spans: Sequence[Span[What]]) -> tuple[Span[What], ...]:
         return tuple(
-            Span(what._replace(index=what.index - first * indices_a_batch(schedule, what)), start, end)
+            Span(what._replace(index=what.index - first * indices_per_batch(schedule, what)), start, end)
             for what, start, end in spans
             if batch(what) >= since
         )

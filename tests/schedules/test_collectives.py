@@ -161,7 +161,7 @@ def two_ties() -> Lowered:
 def test_a_sum_before_a_backward_of_its_stage() -> None:
     made = lowered(build("1f1b", num_ranks=2, num_microbatches=2, replicas=(2,)), total(0))
     first, second, third = made.programs[1].steps
-    with pytest.raises(ScheduleError, match="rank 1, step 1: 0REDUCE_GRAD0 stands before 0B1, whose gradient it takes"):
+    with pytest.raises(ScheduleError, match="rank 1, step 1: 0REDUCE_GRAD0 comes before 0B1, whose gradient it takes"):
         check_lowered(altered(made, 1, [first, third, second]))
 
 
@@ -169,13 +169,13 @@ def test_a_sum_before_a_backward_of_its_stage() -> None:
 def test_a_sum_that_a_rank_forgets_or_repeats(times: int) -> None:
     made = lowered(build("1f1b", num_ranks=2, num_microbatches=2, replicas=(2,)), total(0))
     *before, last = made.programs[0].steps
-    with pytest.raises(ScheduleError, match=f"0REDUCE_GRAD0 stands {times} times on rank 0: expected it once on each"):
+    with pytest.raises(ScheduleError, match=f"0REDUCE_GRAD0 is {times} times on rank 0: expected it once on each"):
         check_lowered(altered(made, 0, [*before, *[last] * times]))
 
 
 def test_a_sum_of_other_ranks() -> None:
     made = lowered(build("1f1b", num_ranks=3, num_microbatches=2, replicas=(2, 1)), total(0))
-    with pytest.raises(ScheduleError, match="stands 1 times on rank 2: expected it once on each of the ranks 0, 1"):
+    with pytest.raises(ScheduleError, match="is 1 times on rank 2: expected it once on each of the ranks 0, 1"):
         check_lowered(altered(made, 2, [*made.programs[2].steps, total(0)]))
 
 

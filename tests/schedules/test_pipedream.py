@@ -208,7 +208,7 @@ def test_2bw_needs_as_many_microbatches_as_its_warm_up(P: int, M: int) -> None:
             build("2bw", num_ranks=P, num_microbatches=M - 1)
     deeper = build("pipedream", num_ranks=P + 2, num_microbatches=M, update_every=M, num_batches=5)
     claimed = replace(deeper, name="2bw", update_every=None, weight_rule="2bw")
-    with pytest.raises(ScheduleError, match=rf"0F{2 * M} stands behind 0 updates of stage 0, .* asks for version 1"):
+    with pytest.raises(ScheduleError, match=rf"0F{2 * M} comes after 0 updates of stage 0, .* asks for version 1"):
         check(claimed)
 
 
