@@ -54,7 +54,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "chunks that 1f1b has not": (
         {"num_chunks": 2},
-        r"num_chunks=2 for schedule '1f1b': it has one stage a rank; expected 1, or .*interleaved",
+        r"num_chunks=2 for schedule '1f1b': it has one stage per rank; expected 1, or .*interleaved",
     ),
     "no ranks": ({"mesh": {"pipe": 0}}, r"mesh axis 'pipe' has size 0: expected a whole number, at least 1"),
     "more ranks than stages": (
