@@ -183,7 +183,7 @@ def find_moves(schedule: Schedule) -> dict[tuple[int, int], int]:
         )
     if schedule.num_slices > 1:
         raise ScheduleError(
-            f"schedule {schedule.name!r} of {schedule.num_slices} slices a microbatch moves activations: expected "
+            f"schedule {schedule.name!r} of {schedule.num_slices} slices per microbatch moves activations: expected "
             f"whole microbatches, since later slices need the keys and values of those before them"
         )
     places = _places(schedule)

@@ -117,8 +117,8 @@ class Schedule:
             )
         if self.update_every is not None and (self.update_every < 1 or self.num_microbatches % self.update_every):
             raise ScheduleError(
-                f"update_every={self.update_every} for {self.num_microbatches} microbatches a batch: expected a number "
-                f"that divides {self.num_microbatches}"
+                f"update_every={self.update_every} for {self.num_microbatches} microbatches per batch: expected a "
+                f"number that divides {self.num_microbatches}"
             )
         if not self.name.isprintable():
             raise ScheduleError(f"name={self.name!r}: expected printable text in one line")

@@ -91,7 +91,7 @@ def two_way(num_ranks: int, name: str) -> tuple[tuple[tuple[int, ...], ...], tup
 
 
 def place(name: str, *, num_ranks: int, num_chunks: int | None = None) -> StagePlacement:
-    """One of PLACEMENTS; "cyclic" has V chunks a rank, 2 by default.
+    """One of PLACEMENTS; "cyclic" has V chunks per rank, 2 by default.
 
     >>> place("v", num_ranks=3)
     ((0, 5), (1, 4), (2, 3))

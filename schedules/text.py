@@ -75,7 +75,7 @@ def read_csv(text: str) -> dict[int, tuple[Action, ...]]:
     """The program of each row, by its number (from 1); see `Schedule.from_csv`."""
     rows = {row: _read_row(row, line) for row, line in enumerate(text.splitlines(), start=1) if line.strip()}
     if not any(rows.values()):
-        raise ScheduleError("the table has no action: expected a row a rank with cells such as 0F0")
+        raise ScheduleError("the table has no action: expected a row per rank with cells such as 0F0")
     return rows
 
 

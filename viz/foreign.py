@@ -167,7 +167,7 @@ def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
 
 
 def _processes_of(path: Path, notes: list[str]) -> Iterator[TracedProcess]:
-    """Processes of a file: one, where it says its rank; else one a pid. ValueError where it is no trace at all."""
+    """Processes of a file: one, where it says its rank; else one per pid. ValueError where it is no trace at all."""
     text = read_text(path)
     try:
         data = json.loads(text)
@@ -335,7 +335,7 @@ def _by_rank(acting: Sequence[TracedProcess], name: str) -> dict[int, TracedProc
     twice = [each for each in acting if ranks[each.rank] > 1]
     if twice:
         files = ", ".join(sorted({str(each.path) for each in twice}))
-        raise ValueError(f"{name}: {files} are all of rank {twice[0].rank}: expected one file a rank")
+        raise ValueError(f"{name}: {files} are all of rank {twice[0].rank}: expected one file per rank")
     return {each.rank: each for each in sorted(acting, key=lambda each: each.rank or 0) if each.rank is not None}
 
 

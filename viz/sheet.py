@@ -3,7 +3,7 @@
     +-----------------------------------------------------------------+
     | 1f1b: P=4 V=1 M=8                                               |  title
     | predicted: makespan 33 s, makespan bubble 27%     idle by cause |
-    | rank 0 |0|1|2|3|    | 0 | ...                     |====         |  a row a rank
+    | rank 0 |0|1|2|3|    | 0 | ...                     |====         |  a row per rank
     | measured: makespan 35 s (1.06 times ...) ...                    |
     | rank 0 |0|1|2|3|     | 0 | ...                    |=====        |
     |        0     10     20 ... time [s]               0   20   40   |

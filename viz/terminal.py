@@ -1,4 +1,4 @@
-"""Timelines in a terminal: a row a rank, a column a stretch of time, each exhibit below the one before on one scale.
+"""Timelines in a terminal: a row per rank, a column a stretch of time, each exhibit below the one before on one scale.
 
     predicted:  makespan 27 s,  makespan bubble 33.3%
     rank 0 |F0F1....::::B0----F2B1----...B2----| 33%  late peer 22, drain 11     without colours

@@ -57,7 +57,7 @@ class Difference:
     """Changes from one timeline to another.
 
     Arguments:
-        makespan: of both; like `causes`, `path`, `links` and `ranks` seconds a batch if `per_batch`.
+        makespan: of both; like `causes`, `path`, `links` and `ranks` seconds per batch if `per_batch`.
         batch_seconds: from batch to batch, in both; under a flush the makespan.
         bubble: of both (`Change.seconds` is a fraction).
         causes: seconds of a rank that computes, and idles for each cause, as a mean over the ranks that were recorded;
@@ -101,7 +101,7 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
     if per != (1, 1):
         notes.append(
             f"{count(per[0], 'batch')} in view before and {per[1]} after: makespan, causes of idle time and critical "
-            f"path are seconds a batch"
+            f"path are seconds per batch"
         )
     causes = [_causes_by_rank(each, batches) for each, batches in zip((before, after), per, strict=True)]
     num_ranks = len(before.ranks)
@@ -145,7 +145,7 @@ def num_batches(timeline: Timeline) -> int:
 
 
 def _causes_by_rank(timeline: Timeline, batches: int) -> list[dict[str, float]]:
-    """[P] seconds a batch of compute and of each cause of idling; of each rank they add up to the makespan."""
+    """[P] seconds per batch of compute and of each cause of idling; of each rank they add up to the makespan."""
     return [
         {name: seconds / batches for name, seconds in {COMPUTE: trace.busy, **idle._asdict()}.items()}
         for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True)

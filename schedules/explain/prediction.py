@@ -42,7 +42,7 @@ _FROM_INPUTS = (Cause.COMPUTE, Cause.OVERHEAD, Cause.MESSAGES, Cause.SUMS, Cause
 class InputCheck(NamedTuple):
     """One input as it was predicted and measured [s].
 
-    times: the rank that has the most of it has it so many times a step.
+    times: the rank that has the most of it has it so many times per step.
     alone: what the step would change by if this input alone were as measured [s]; None where that is not worth asking.
     """
 
@@ -68,13 +68,13 @@ class PredictionCheck:
     """A predicted step beside measured ones.
 
     Arguments:
-        predicted: seconds a step, as simulated.
-        measured: seconds a step, median over the traced steps, with what the runtime does around its actions where
+        predicted: seconds per step, as simulated.
+        measured: seconds per step, median over the traced steps, with what the runtime does around its actions where
             that was recorded.
         causes: [C] in the order of `Cause`, each with the step before and after it: the first begins at `predicted`,
             the last ends at the measured step, and each begins where the one before ends.
         inputs: each that was measured.
-        ranks: [P] seconds a step of each rank, predicted and in the middle one of the measured steps: "compute",
+        ranks: [P] seconds per step of each rank, predicted and in the middle one of the measured steps: "compute",
             "between actions", "messages" (waited for on their way), "update" (with what is left of sums and the norm),
             "waits" and "around the step" add up to the step; () for a rank of which nothing was recorded.
         num_steps: traced steps that were looked at.
@@ -227,7 +227,7 @@ def _inputs(
 
 
 def _times(schedule: Schedule) -> Callable[[Input], float]:
-    """How many times a step the rank that has the most of an input has it."""
+    """How many times per step the rank that has the most of an input has it."""
     batches, groups = schedule.num_batches, max(1, schedule.groups_per_batch)
     by_op: Counter[tuple[int, Op]] = Counter()
     by_stage: Counter[int] = Counter()
@@ -270,7 +270,7 @@ def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple
 
 
 def _by_rank(timeline: Timeline, overhead: Mapping[Action, float]) -> list[dict[str, float]]:
-    """[P] seconds a batch, by name; of each action `overhead` is a part [s]."""
+    """[P] seconds per batch, by name; of each action `overhead` is a part [s]."""
     batches, found = max(1, num_batches(timeline)), []
     for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
         around = sum(overhead.get(span.what, 0.0) for span in trace.compute)

@@ -219,7 +219,9 @@ def _spread(name: str, value: float | Sequence[Value], num_stages: int) -> tuple
     """One each for all stages."""
     each = (value,) * num_stages if isinstance(value, float) else tuple(value)
     if len(each) != num_stages:
-        raise ValueError(f"{name} has {len(each)} numbers for {num_stages} stages: expected one number, or one a stage")
+        raise ValueError(
+            f"{name} has {len(each)} numbers for {num_stages} stages: expected one number, or one per stage"
+        )
     return each
 
 
@@ -276,14 +278,14 @@ def _ties(name: str, value: object) -> tuple[tuple[tuple[int, ...], float], ...]
 def _seconds(name: str, number: object) -> float:
     if not isinstance(number, Real) or not (float(number) >= 0 and math.isfinite(number)):
         raise ValueError(
-            f"{name}={number!r}: expected a finite number of seconds, at least 0 (one number, or one a stage)"
+            f"{name}={number!r}: expected a finite number of seconds, at least 0 (one number, or one per stage)"
         )
     return float(number)
 
 
 def _share(name: str, number: object) -> float:
     if not isinstance(number, Real) or not 0 <= float(number) <= 1:
-        raise ValueError(f"{name}={number!r}: expected a share from 0 to 1 (one number, or one a stage)")
+        raise ValueError(f"{name}={number!r}: expected a share from 0 to 1 (one number, or one per stage)")
     return float(number)
 
 

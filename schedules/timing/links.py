@@ -213,7 +213,7 @@ class Links:
                 raise ValueError(f"levels of {sizes} ranks: expected at least one, each a multiple of the one before")
         stages = [each.stage for each in self.sums]
         if len(set(stages)) < len(stages):
-            raise ValueError(f"sums of the stages {stages}: expected at most one a stage")
+            raise ValueError(f"sums of the stages {stages}: expected at most one per stage")
 
     def on(self, places: Sequence[Sequence[int]]) -> Links:
         """The same with each place of the network on these ranks, [P]."""

@@ -115,7 +115,7 @@ def memory_curves(timeline: Timeline, stages: Sequence[StageBytes]) -> tuple[Mem
     """
     schedule = timeline.schedule
     if len(stages) != schedule.num_stages:
-        raise ValueError(f"bytes of {len(stages)} stages for a schedule of {schedule.num_stages}: expected one a stage")
+        raise ValueError(f"bytes of {len(stages)} stages for a schedule of {schedule.num_stages}: expected as many")
     needs = Dependencies(schedule)
     versions = timeline.peak_versions if schedule.is_asynchronous else (1,) * schedule.num_ranks
     ahead = receives_ahead(max(stage.output for stage in stages))

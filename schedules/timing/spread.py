@@ -104,7 +104,7 @@ class Spread:
         [0.91, 1.1]
         """
         if any(not (isinstance(each, Real) and 0 <= float(each) < math.inf) for each in stages):
-            raise ValueError(f"half ranges {list(stages)!r:.60}: expected finite numbers of at least 0, one a stage")
+            raise ValueError(f"half ranges {list(stages)!r:.60}: expected finite numbers of at least 0, one per stage")
         own = [_alike(float(each)) for each in stages]
         return cls(actions=dict.fromkeys((Op.F, Op.B, Op.I, Op.W), own))
 

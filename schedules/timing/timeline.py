@@ -79,7 +79,7 @@ class Timeline:
         around: seconds of the step beside what the ranks' lanes show, in front of the first span and behind the last.
         missing: ranks of which nothing was recorded; their traces are empty, and no figure counts them.
 
-    Raises ValueError for errors that are no seconds, one a rank, for seconds around the step that are none, and for a
+    Raises ValueError for errors that are no seconds, one per rank, for seconds around the step that are none, and for a
     missing rank that has a trace.
     """
 
@@ -93,7 +93,7 @@ class Timeline:
     def __post_init__(self) -> None:
         errors = self.clock_error
         if errors and (len(errors) != len(self.ranks) or not all(e >= 0 and math.isfinite(e) for e in errors)):
-            raise ValueError(f"clock_error={errors!r:.80}: expected finite seconds, one a rank of {len(self.ranks)}")
+            raise ValueError(f"clock_error={errors!r:.80}: expected finite seconds, one per rank of {len(self.ranks)}")
         if not (self.around >= 0 and math.isfinite(self.around)):
             raise ValueError(f"around={self.around!r}: expected a finite number of seconds, at least 0")
         for rank in self.missing:

@@ -18,7 +18,7 @@ from ..timing.timeline import Timeline
 from ..timing.waits import waits
 from ..wording import count, duration
 
-MAX_DRIFT = 1e-4  # seconds a second: no two clocks that keep time part faster (quartz, slewed by NTP, is within 5e-5)
+MAX_DRIFT = 1e-4  # seconds per second: no two clocks that keep time part faster (quartz, slewed by NTP, is within 5e-5)
 
 
 Ping = tuple[float, float, float]  # sent, there, back: see above [s]

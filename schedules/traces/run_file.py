@@ -47,7 +47,7 @@ class RunFile:
         if self.costs is not None:
             self.costs.table_for(self.schedule)
         if len(self.memory) not in (0, num_stages):
-            raise ValueError(f"bytes of {len(self.memory)} stages for a schedule of {num_stages}: expected one a stage")
+            raise ValueError(f"bytes of {len(self.memory)} stages for a schedule of {num_stages}: expected as many")
 
     def write(self, folder: Path) -> None:
         """Write timeline.json whole, or not at all; OSError where the disk does not take it."""

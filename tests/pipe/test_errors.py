@@ -243,7 +243,7 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
         r"(?s)plan\.csv: deadlock: a cycle of 2 ranks.*rank 0 at position 1 \(0F0 \[0B0\] 0F1 0B1\) waits for 1B0.*"
         r"rank 1 at position.*move ",
     ),
-    "nothing": ("\n", {}, r"plan\.csv: the table has no action: expected a row a rank"),
+    "nothing": ("\n", {}, r"plan\.csv: the table has no action: expected a row per rank"),
     "other microbatches": (
         "0F0,,,0B0\n,1F0,1B0,\n",
         {"num_microbatches": 4},

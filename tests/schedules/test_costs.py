@@ -80,7 +80,7 @@ def test_half_a_split(half: dict[str, float]) -> None:
 @pytest.mark.parametrize("name", ["forward", "backward", "input_grad", "weight_grad", "latency", "update"])
 def test_a_number_for_each_stage(name: str) -> None:
     given = {"input_grad": 1.0, "weight_grad": 1.0, name: [1.0, 1.0, 1.0]}
-    with pytest.raises(ValueError, match=f"{name} has 3 numbers for 2 stages: expected one number, or one a stage"):
+    with pytest.raises(ValueError, match=f"{name} has 3 numbers for 2 stages: expected one number, or one per stage"):
         Costs(**given).table(num_stages=2)  # type: ignore[arg-type]
 
 

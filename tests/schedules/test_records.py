@@ -118,7 +118,7 @@ def test_a_window_of_a_stream_begins_with_batch_0() -> None:
 
 def test_errors_and_missing_ranks_are_checked() -> None:
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs())
-    with pytest.raises(ValueError, match=r"clock_error=\(0.1,\): expected finite seconds, one a rank of 2"):
+    with pytest.raises(ValueError, match=r"clock_error=\(0.1,\): expected finite seconds, one per rank of 2"):
         replace(timeline, clock_error=(0.1,))
     with pytest.raises(ValueError, match=r"clock_error=.*expected finite seconds"):
         replace(timeline, clock_error=(0.0, float("nan")))

@@ -306,7 +306,7 @@ def test_one_rank_twice(tmp_path: Path) -> None:
     (path, _) = written(example(), tmp_path)
     other = tmp_path / "copy.json"
     other.write_text(path.read_text())
-    with pytest.raises(ValueError, match=r"copy.json, .*rank0.json are all of rank 0: expected one file a rank"):
+    with pytest.raises(ValueError, match=r"copy.json, .*rank0.json are all of rank 0: expected one file per rank"):
         exhibit_of_traces([path, other], name="t")
 
 
