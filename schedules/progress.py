@@ -6,7 +6,7 @@ buffers. Then ranks may deadlock that do not where sends never block:
     rank 0   0F5 >0SEND_F5 .. 2RECV_F1 2F1        waits for rank 1 to post the receive of F5
     rank 1   1F1 >1SEND_F1 .. 1RECV_F5 1F5        waits for rank 0 to post the receive of F1
 
-A step that is possible stays possible whatever the other ranks do first, so one run decides. Where ranks are stuck, a
+A step that is possible stays possible after any steps of other ranks, so one run decides. Where ranks are stuck, a
 receive that is posted at the place where its rank is stuck lets the sender continue.
 """
 

@@ -177,7 +177,7 @@ def _whole(value: object, key: str) -> int:
 
 
 def grid_of(cells: Cells, programs: Sequence[Sequence[Action]], *, several: bool) -> str:
-    """See `Schedule.grid`; `several`: whether the stage stands before the op."""
+    """See `Schedule.grid`; `several`: whether the stage is printed before the op."""
     texts = [["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in cells]
     moves = [_move_cells(program, row, several=several) for program, row in zip(programs, cells, strict=True)]
     width = max((len(cell) for row in (*texts, *moves) for cell in row), default=1)

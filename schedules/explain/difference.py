@@ -1,12 +1,10 @@
-"""Two timelines side by side: what changed, and what that cost.
+"""The difference of two timelines: what changed, and the cost of each change.
 
     makespan = compute + warm-up + late peers + ... + update      of each rank, and so of their mean:
     change   = change of compute + changes of each cause          adds up exactly
 
-Where they show other numbers of batches (a stream's prediction, and the few of its batches that were traced), it is
-seconds of a batch that are compared.
-
-The actions of both are compared one by one where the same rank runs them in both; else ranks and totals are.
+If they show different numbers of batches (a stream's prediction, and a few traced batches), seconds per batch are
+compared. Actions are compared one by one if the same rank runs them in both; else only ranks and totals are.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Change(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How many more there are after [s]."""
+        """Increase [s]."""
         return self.after - self.before
 
 
@@ -48,7 +46,7 @@ class Departure(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How many more it took after [s]."""
+        """Increase [s]."""
         return self.after - self.before
 
 
@@ -60,15 +58,15 @@ class Difference:
         makespan: of both; like `causes`, `path`, `links` and `ranks` seconds per batch if `per_batch`.
         batch_seconds: from batch to batch, in both; under a flush the makespan.
         bubble: of both (`Change.seconds` is a fraction).
-        causes: seconds of a rank that computes, and idles for each cause, as a mean over the ranks that were recorded;
-            they add up to the makespans, and their changes to its change.
+        causes: seconds of compute and of idle time by cause, as a mean over the recorded ranks; they add up to the
+            makespans, and their changes to its change.
         path: seconds of the critical path by kind, the largest change first; they add up likewise.
         links: seconds of messages on the critical path by link, "link 0 -> 1"; they add up to its "message".
-        ranks: [P] the causes of each rank; empty where the numbers of ranks differ, () for a rank missing in one.
-        departures: actions of both, those that depart most first.
-        stragglers: of the later one, against the earlier one and against their peers.
+        ranks: [P] the causes of each rank; empty if the numbers of ranks differ, () for a rank missing in one.
+        departures: actions of both, the largest differences first.
+        stragglers: of the later one, compared with the earlier one and with their peers.
         notes: what cannot be compared, and why.
-        per_batch: the two show other numbers of batches, by which those seconds are divided.
+        per_batch: the two show different numbers of batches, by which those seconds are divided.
     """
 
     makespan: Change
@@ -85,13 +83,13 @@ class Difference:
 
     @property
     def largest_cause(self) -> Change:
-        """The cause whose change is the largest part of the makespan's, in its direction."""
+        """The cause with the largest part of the makespan's change, in its direction."""
         sign = 1.0 if self.makespan.seconds >= 0 else -1.0
         return max(self.causes, key=lambda change: sign * change.seconds)
 
 
 def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> Difference:
-    """Changes from one timeline to another, be they simulated or measured, of one schedule or of two.
+    """Changes from one timeline to another, simulated or measured, of one schedule or of two.
 
     O(actions log actions).
     """
@@ -138,14 +136,13 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
 
 
 def num_batches(timeline: Timeline) -> int:
-    """Batches in view."""
     size = timeline.schedule.batch_indices
     spans = (span.what for rank in timeline.ranks for span in rank.compute)
     return len({action.index // size for action in spans if action.op is Op.F})
 
 
 def _causes_by_rank(timeline: Timeline, batches: int) -> list[dict[str, float]]:
-    """[P] seconds per batch of compute and of each cause of idling; of each rank they add up to the makespan."""
+    """[P] seconds per batch of compute and of each cause of idle time, which add up to the makespan of each rank."""
     return [
         {name: seconds / batches for name, seconds in {COMPUTE: trace.busy, **idle._asdict()}.items()}
         for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True)
@@ -181,7 +178,7 @@ def _departures(before: Timeline, after: Timeline) -> list[Departure]:
 
 
 def _what_differs(before: Timeline, after: Timeline) -> list[str]:
-    """Reasons why something cannot be compared, a sentence each."""
+    """Notes on what cannot be compared."""
     old, new = before.schedule, after.schedule
     notes = []
     if old.num_ranks != new.num_ranks:
@@ -191,7 +188,7 @@ def _what_differs(before: Timeline, after: Timeline) -> list[str]:
         )
     if old.placement != new.placement:
         stages = [f"{count(each.num_stages, 'stage')} on {count(each.num_ranks, 'rank')}" for each in (old, new)]
-        notes.append(f"stages stand on other ranks ({stages[0]} before, {stages[1]} after): no action is compared")
+        notes.append(f"stages are on other ranks ({stages[0]} before, {stages[1]} after): no action is compared")
     else:
         notes += _other_actions(before, after)
     if old.num_microbatches != new.num_microbatches:

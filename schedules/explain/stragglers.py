@@ -1,13 +1,13 @@
-"""Stragglers: the rank whose actions, or the link whose messages, take longer than others' do.
+"""Stragglers: ranks whose actions, or links whose messages, take longer than others'.
 
-    ratio of each action      its seconds over those that are expected of it: of the same action in another timeline,
-                              or of the median rank in its own
+    ratio of each action      its seconds over the expected ones: of the same action in another timeline, or of the
+        median rank in its own
     ratio of a rank           median of these, over the median of the other ranks'
 
-A rank is named where its ratio is both large (`SLOW_RANK`, `SLOW_LINK`) and more than `DEVIATIONS` standard errors of
-the medians: those follow from the median absolute deviation of all ratios around their ranks' medians, which a few slow
-actions do not move, and are larger the fewer actions there are. What costs less than `LEAST_SHARE` of the makespan is
-not named.
+A rank is reported if its ratio is both large (`SLOW_RANK`, `SLOW_LINK`) and more than `DEVIATIONS` standard errors of
+the medians. The errors follow from the median absolute deviation of all ratios from their ranks' medians, which is
+robust against a few slow actions, and grow with fewer actions. Stragglers that cost less than `LEAST_SHARE` of the
+makespan are not reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOW_RANK = 1.15
 SLOW_LINK = 1.5
 DEVIATIONS = 6.0
 FEWEST = 6  # actions or messages to judge by
-LEAST_SHARE = 0.01  # of the makespan that a straggler costs: a message of 0.1 ms that takes 0.5 is nobody's trouble
+LEAST_SHARE = 0.01  # of the makespan that a straggler costs: a message of 0.1 ms that takes 0.5 does not matter
 _TO_SIGMA = 1.4826  # standard deviation of normal numbers over their median absolute deviation
 _OF_MEDIAN = 1.2533  # standard error of their median over that of their mean
 
@@ -37,10 +37,10 @@ class Straggler:
 
     Arguments:
         who: the rank, or the link as (sending rank, receiving rank).
-        ratio: how many times as long its actions or messages take.
-        seconds: that they took beyond what they would at the others' pace, all together [s].
-        against: "the other timeline", or "its peers": where an uneven cut of the model shows, too.
-        number: of actions or messages that this was judged by.
+        ratio: by which factor its actions or messages take longer.
+        seconds: total beyond the others' pace [s].
+        against: "the other timeline", or "its peers" (then an uneven cut of the model shows, too).
+        number: of actions or messages that were compared.
     """
 
     who: Who
@@ -51,7 +51,6 @@ class Straggler:
 
     @property
     def name(self) -> str:
-        """For people."""
         return f"rank {self.who}" if isinstance(self.who, int) else f"link {self.who[0]} -> {self.who[1]}"
 
 
@@ -59,8 +58,7 @@ def find_stragglers(timeline: Timeline, *, expected: Timeline | None = None) -> 
     """The ranks, then the links that straggle, those that cost most first.
 
     Arguments:
-        expected: a timeline of the same placement, whose actions and messages are the measure; None: the other ranks'
-            and links' of this one are.
+        expected: a timeline of the same placement to compare with; None: the other ranks and links of this one.
     """
     against = "its peers" if expected is None else "the other timeline"
     ranks, links = (
@@ -71,7 +69,7 @@ def find_stragglers(timeline: Timeline, *, expected: Timeline | None = None) -> 
     return tuple(each for each in (*ranks, *surely) if each.seconds >= LEAST_SHARE * timeline.makespan)
 
 
-Samples = dict[Who, list[tuple[float, float]]]  # seconds of each, and these over what is expected of its like
+Samples = dict[Who, list[tuple[float, float]]]  # seconds of each, and their ratio to the expected ones
 _Taken = Mapping[Who, Sequence[tuple[object, object, float]]]  # by who: (what, its kind, seconds)
 
 
@@ -83,12 +81,12 @@ def _actions(timeline: Timeline) -> _Taken:
 
 
 def _messages(timeline: Timeline) -> _Taken:
-    owner = timeline.schedule.owner  # of those that make a message together all stand on the same ranks
+    owner = timeline.schedule.owner  # all makers of a message are on the same ranks
     found: dict[Who, list[tuple[object, object, float]]] = {}
     for rank, trace in enumerate(timeline.ranks):
-        for message, made, there in trace.comm:
+        for message, made, arrived in trace.comm:
             sender = owner(message.src, message.index)
-            found.setdefault((sender, rank), []).append((message, message.kind, there - made))
+            found.setdefault((sender, rank), []).append((message, message.kind, arrived - made))
     return found
 
 
@@ -134,17 +132,17 @@ def _odd_ones(samples: Samples, least: float, against: str) -> list[Straggler]:
         excess = middle[who] - usual
         of_others = sum(len(logs[other]) for other in middle if other != who)
         error = _OF_MEDIAN * sigma * math.sqrt(1 / len(own) + _OF_MEDIAN**2 / of_others)
-        few = len(own) / (len(own) - 2)  # by which so few fall closer to their median than to the true one
+        few = len(own) / (len(own) - 2)  # small samples are closer to their own median than to the true one
         if excess > max(math.log(least), DEVIATIONS * error * few):
             ratio = math.exp(excess)
-            # Each over what it would have taken at the others' pace, itself.
+            # Each compared with its own seconds at the others' pace.
             over = sum(seconds * (1 - math.exp(usual) / own_ratio) for seconds, own_ratio in samples[who])
             found.append(Straggler(who=who, ratio=ratio, seconds=over, against=against, number=len(own)))
     return sorted(found, key=lambda each: -each.seconds)
 
 
 def _clock_error(timeline: Timeline, who: Who) -> float:
-    """Most that a message's seconds between these ranks may be wrong by [s]."""
+    """Largest error of a message's seconds between these ranks [s]."""
     if isinstance(who, int) or not timeline.clock_error:
         return 0.0
     return timeline.clock_error[who[0]] + timeline.clock_error[who[1]]

@@ -132,8 +132,8 @@ def with_weights(evaluator: OrderEvaluator, order: Iterable[Action]) -> Iterator
     become
     the one that has idled most so far: before the I of a rank's first stage always, before its other I and before F
     once with and once without. Each variant is repeated with the idle time that it led to, as long as that helps: a
-    rank may then idle until it is as far below the most as it was at the end. Variants that do not fit the memory are
-    left out.
+    rank may then idle until it is as far below the most as at the end. Variants that do not fit the memory are left
+    out.
     """
     (placed,), placement = evaluator.codes([order]), evaluator.problem.placement
     M, SM = evaluator.num_microbatches, evaluator.num_stages * evaluator.num_microbatches

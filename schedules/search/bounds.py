@@ -336,7 +336,7 @@ class _Reach:
         return jobs
 
     def _bound_by_phases(self, own: Sequence[int], tails: dict[Op, list[list[float]]]) -> float:
-        """Seconds by what memory lets a rank work in front of a chunk's first I, and behind a chunk's last F."""
+        """Seconds by the work that memory allows before a chunk's first I, and after a chunk's last F."""
         M, chunks = self.problem.num_microbatches, [self.stages[s] for s in own]
         forwards, gradients = [c.forward for c in chunks], [c.input_grad + c.weight_grad for c in chunks]
         last = [0.0 if c.weight_grad == 0 else c.weight_grad / c.kept if c.kept else math.inf for c in chunks]

@@ -56,7 +56,7 @@ class Synthesis:
         timeline: of that schedule, simulated.
         value: of the objective: the makespan or the span [s].
         lower_bound: seconds that no schedule of the problem can beat.
-        stopped: why the search ended: "optimal", the bound is met; "seconds" or "evaluations", these are spent;
+        stopped: why the search ended: "optimal", the bound is reached; "seconds" or "evaluations", these are spent;
             "tried", nothing is left to try.
         history: each improvement, the first to the last.
         seconds: that the search took.

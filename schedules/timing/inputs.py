@@ -210,7 +210,7 @@ def _actions(schedule: Schedule, costs: Costs, seen: Values) -> dict[str, Any]:
 
 
 def _overheads(costs: Costs, num_stages: int, seen: Values) -> dict[str, Any]:
-    """Replaces the overhead per stage; the share for messages stays as it was, reduced where it no longer fits."""
+    """Replaces the overhead per stage; the share for messages is kept, or reduced where it no longer fits."""
     whole, busy = list(around_actions(costs, num_stages)), by_stage(costs.message_overhead, num_stages)
     own = {each.at[0]: seconds for each, seconds in seen.items() if each.kind == "overhead"}
     if not own:

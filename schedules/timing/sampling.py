@@ -114,7 +114,7 @@ def simulate_spread(
 ) -> StepSamples:
     """Seconds and bubbles of simulated steps whose durations are drawn from `spread`.
 
-    Each sample is one of the measured steps behind the spread as a whole, with its ratios resampled where the schedule
+    Each sample is one of the measured steps of the spread as a whole, with its ratios resampled where the schedule
     has another number of microbatches. For an asynchronous schedule a sample is a whole program, whose batches are all
     drawn from one step. Ratios of 1 reproduce `simulate`. The same seed gives the same samples.
 

@@ -82,7 +82,7 @@ def expected(timeline: Timeline) -> dict[str, Any]:
         "meetings": sorted(
             [rank, str(what), start, end]
             for rank, trace in enumerate(timeline.ranks)
-            for what, start, end in trace.beside
+            for what, start, end in trace.transfers
         ),
     }
 

@@ -22,8 +22,7 @@ Number = TypeVar("Number", int, float)
 
 
 def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
-    """The wiring, or to people why there is none (`refused`); None where nothing is simulated or under which costs is
-    not known."""
+    """The wiring, or the reason why there is none (`refused`), for people; None without a prediction or its costs."""
     if exhibit.predicted is None or exhibit.costs is None:
         return None
     schedule = exhibit.predicted.schedule
@@ -32,15 +31,15 @@ def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
     wiring = replay_data(schedule, exhibit.costs, exhibit.links)
     if wiring["waits"]:
         return {
-            "refused": "Messages wait for their receives, or ranks for messages, and this page knows no such waits."
+            "refused": "Messages wait for their receives, or ranks for messages: this page cannot replay such waits."
         }
     return {"wiring": wiring}
 
 
 def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Columns:
-    """Everything that `simulate(schedule, costs, links)` needs, as numbers and lists.
+    """The inputs of `simulate(schedule, costs, links)`, as numbers and lists.
 
-    What is the same for all microbatches (or slices) stands there once, else by index.
+    Values that are equal for all microbatches (or slices) are stored once, else by index.
     """
     table = costs.table_for(schedule)
     wiring = ScheduleWiring(schedule, table, links)
@@ -118,7 +117,7 @@ def _joint_step(step: JointStep, table: CostTable) -> Columns:
 
 
 def _versions(schedule: Schedule) -> list[list[int]]:
-    """By rank and action, the weight version that it uses (an update: makes); empty where there is one alone."""
+    """By rank and action, the weight version that it uses (an update: makes); empty if there is only one."""
     if not schedule.is_asynchronous:
         return []
     read_by = derive_versions(schedule).read_by
@@ -126,12 +125,12 @@ def _versions(schedule: Schedule) -> list[list[int]]:
 
 
 def _costs(table: CostTable) -> Columns:
-    """By the letter of the op, and the latency: by stage, and where they differ by index, by index [s]."""
+    """By the letter of the op, and the latency: by stage, and if they differ, by index [s]."""
     stages = range(len(table.latency))
     rows = {op.value: [_folded(table.row(op, stage)) for stage in stages] for op in LANE_OPS}
     return {**rows, "latency": list(table.latency)}
 
 
 def _folded(numbers: Sequence[Number]) -> Number | list[Number]:
-    """One number where all are equal."""
+    """One number if all are equal."""
     return numbers[0] if numbers and len(set(numbers)) == 1 else list(numbers)
