@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from .explain.critical_path import critical_path as critical_path
     from .explain.difference import Change as Change
     from .explain.difference import Difference as Difference
+    from .explain.difference import Straggler as Straggler
     from .explain.difference import compare as compare
+    from .explain.difference import find_stragglers as find_stragglers
     from .explain.prediction import PredictionCheck as PredictionCheck
     from .explain.prediction import check_prediction as check_prediction
-    from .explain.stragglers import Straggler as Straggler
-    from .explain.stragglers import find_stragglers as find_stragglers
     from .families.family import Family as Family
     from .families.registry import FAMILIES as FAMILIES
     from .families.registry import build as build
@@ -68,9 +68,8 @@ if TYPE_CHECKING:
 _FILES = {
     "checks": "check check_lowered",
     "explain.critical_path": "CriticalPath critical_path",
-    "explain.difference": "Change Difference compare",
+    "explain.difference": "Change Difference Straggler compare find_stragglers",
     "explain.prediction": "PredictionCheck check_prediction",
-    "explain.stragglers": "Straggler find_stragglers",
     "families.family": "Family",
     "families.registry": "FAMILIES build canonical_name family",
     "ir": "Action Collective Edge Op Schedule ScheduleError",

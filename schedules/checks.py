@@ -297,7 +297,6 @@ def _check_acyclic(schedule: Schedule) -> None:
 
 
 def _describe_cycle(schedule: Schedule, needs: Dependencies, done: set[Action], position: list[int], rank: int) -> str:
-    """Follows `waits for` from rank to rank until a rank repeats."""
     path: list[tuple[int, Action, Action]] = []  # (rank, its next action, the action it waits for)
     while rank not in [r for r, _, _ in path]:
         action = schedule.programs[rank][position[rank]]

@@ -222,7 +222,6 @@ def with_offload(
 
 
 def _longest(lives: dict[tuple[int, int], float], share: float) -> set[tuple[int, int]]:
-    """The (stage, microbatch) pairs to offload."""
     by_stage: dict[int, list[int]] = {}
     for stage, index in sorted(lives):
         by_stage.setdefault(stage, []).append(index)

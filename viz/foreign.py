@@ -253,8 +253,6 @@ def _ran(slices: Sequence[_Event]) -> Iterator[TracedAction]:
 
 
 class _Operations:
-    """Operations of a process on the CPU, by thread."""
-
     def __init__(self, slices: Sequence[_Event]) -> None:
         self._starts: dict[object, list[int]] = {}
         self._sends: dict[object, list[int]] = {}
@@ -289,7 +287,6 @@ class _Operations:
         return sends[at] if at < len(sends) and sends[at] < end else end
 
     def arrivals(self, thread: object, start: int, end: int) -> list[int]:
-        """Arrivals of receives that were posted between two times [ns]."""
         arrived = self._arrived.get(thread, [])
         return [there for _, there in arrived[bisect_left(arrived, (start,)) : bisect_right(arrived, (end,))]]
 
@@ -303,8 +300,6 @@ class _Operations:
 
 
 def _arrivals(slices: Sequence[_Event], operations: _Operations) -> Mapping[Action, list[int]]:
-    """Arrivals of the inputs of actions [ns], step by step, for torch's runtime over gloo: of receives posted in
-    RECV."""
     found: dict[Action, list[int]] = {}
     for each in slices:
         match = _RECEIVE.fullmatch(each.name)
@@ -372,7 +367,6 @@ def _whole_steps(steps: Mapping[int, _Step], name: str, notes: list[str]) -> dic
 
 
 def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple[Timeline, list[str]]:
-    """The timeline of one step, and notes on it."""
     notes: list[str] = []
     step = _over_replicas(step)
     programs: list[tuple[Action, ...]] = [() for _ in range(size)]

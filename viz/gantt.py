@@ -136,7 +136,6 @@ def shows_versions(timeline: Timeline, scale: Scale, labels: Mapping[Op, float])
 
 
 def _draw_versions(axes: Axes, timeline: Timeline, scale: Scale) -> None:
-    """Small, in the upper right corner of each forward: `v2`."""
     used = derive_versions(timeline.schedule).used
     size = _VERSION * scale.font
     for box in (box for box in _boxes(timeline) if box.op is Op.F):

@@ -35,7 +35,6 @@ Displayable: TypeAlias = Schedule | Timeline | Exhibited
 
 
 def _exhibit_of(shown: Displayable) -> Exhibit:
-    """A schedule under unit costs, or a timeline unchanged; ValueError if nothing can be simulated."""
     match shown:
         case Schedule():
             costs = Costs()

@@ -97,7 +97,6 @@ class MemoryPanel:
 
 
 def _height(rank: int, num_bytes: float, ceiling: float) -> float:
-    """Position of so many bytes on the axis of rows, which points down."""
     return rank + TOP + _HEIGHT * (1 - num_bytes / ceiling)
 
 

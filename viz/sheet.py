@@ -233,7 +233,6 @@ class Sheet:
             yield Line2D([], [], color=LINE_INK, linestyle=LINE_STYLES[name], linewidth=0.9), name
 
     def _paths(self) -> list[TimelinePanel]:
-        """Panels whose critical path is marked."""
         return [p for p in self.panels if isinstance(p, TimelinePanel) and p.length > 0 and self.style.critical_path]
 
     def draw(self) -> ShownFigure:
@@ -245,7 +244,6 @@ class Sheet:
         return self.figure
 
     def _draw_keys(self, heading: str, keys: Sequence[Key], middle: float) -> None:
-        """One line of the legend, `middle` a fraction of the figure."""
         from matplotlib.legend_handler import HandlerTuple
 
         font, left, figure = self.style.font, self.left, self.figure
@@ -286,7 +284,6 @@ class Sheet:
 
 
 def _in_order(kinds: Iterable[T], found: Iterable[Collection[T]]) -> list[T]:
-    """Members of an enumeration that occur."""
     present = set().union(*found)
     return [kind for kind in kinds if kind in present]
 

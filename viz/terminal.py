@@ -100,8 +100,6 @@ def _wants_colour() -> bool:
 
 
 class _Page:
-    """Lines of all panels: names, columns of time, and idle time at the side."""
-
     def __init__(self, panels: Sequence[TimelinePanel], width: int, colour: bool) -> None:
         self.panels, self.width = panels, width
         self.console = Console(
@@ -211,7 +209,6 @@ class _Page:
     # --- below the rows ---
 
     def _axis(self) -> Text:
-        """The time scale of all panels."""
         length = self.length / self.unit
         line = [" "] * (self.names + 2 + self.columns + 12)
         step = _round_step(length / max(self.columns / 12, 1))
@@ -292,7 +289,6 @@ def _words(cause: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Names without characters that move the cursor or change colours."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

@@ -93,7 +93,6 @@ class ScheduleState:
         return freed
 
     def _reasons(self, able: Sequence[int]) -> list[str]:
-        """Why none of these may begin, grouped by reason."""
         by_reason: dict[str | None, list[str]] = {}
         for n in able:
             by_reason.setdefault(self.why_not(n), []).append(str(self.order.actions[n]))
@@ -190,7 +189,6 @@ def search_depth_first(order: Order, priority: Sequence[int]) -> tuple[ScheduleS
 
 
 def _run_harmless(state: ScheduleState, able: set[int]) -> None:
-    """Run the actions that take no limited memory."""
     order = state.order
     going = True
     while going:

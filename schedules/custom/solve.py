@@ -85,7 +85,6 @@ class Constraints:
         return schedule
 
     def _order(self, ground: Ground, rules: Sequence[GroundRule], table: CostTable) -> tuple[Order, ScheduleState]:
-        """The order with all rules, and the best state found in which all actions have run."""
         try:
             order = Order(ground, rules)
         except ClashError:

@@ -166,7 +166,6 @@ def _is_ready(what: object) -> TypeGuard[Schedule | Constraints]:
 
 
 def _is_of_actions(function: Any) -> bool:
-    """Whether its first argument is named `action`."""
     return callable(function) and [each.name for each in parameters_of(function) or ()][:1] == ["action"]
 
 

@@ -127,8 +127,6 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 
 
 class _PathWalk:
-    """Finds the input that each step waited for."""
-
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._schedule = timeline.schedule
@@ -214,7 +212,6 @@ class _PathWalk:
                 yield PathStep(PathKind.MOVE, move, rank, moves[move].start, moves[move].end)
 
     def _awaited(self, action: Action) -> Iterable[Collective]:
-        """The collectives of the timeline that an action waits for."""
         if action.op is Op.U:
             return self._sums.get((action.stage, action.index), ())
         if action.op is not Op.F or not self._gathered:
@@ -243,7 +240,6 @@ class _PathWalk:
         return PathStep(_KIND_OF_OP[each.op], each, rank, begun[rank].start, end)
 
     def _begun_after(self, each: Collective, rank: int) -> Action | None:
-        """The action after which a rank began a collective; None if it began at once."""
         if each.op is Op.UNSHARD and each.stages[0] not in self._ahead:
             return Action(each.stages[0], Op.U, each.index)
         program = self._schedule.programs[rank][: self._positions[rank].get(each, 0)]

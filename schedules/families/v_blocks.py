@@ -47,7 +47,6 @@ def repeat_block(
 
 
 def _repeated(slots: Sequence[Steps], num_microbatches: int, backward: Op) -> tuple[tuple[Action, ...], ...]:
-    """By rank, the actions of all microbatches in the order of their slots."""
     programs = []
     for rank, own in enumerate(slots):
         down, up = rank, 2 * len(slots) - 1 - rank
@@ -128,7 +127,6 @@ def fitting_blocks(num_ranks: int, num_microbatches: int, memory_limit: float) -
 
 
 def _slots(P: int, fast: Steps, slow: Steps, turn: int, pauses: tuple[int, ...]) -> list[Steps]:
-    """By rank, the slots of F0, F1, I1 and I0."""
     kinds = [fast if rank < turn else slow for rank in range(P - 1)]
     ways: list[list[int]] = []
     for op, start in enumerate((0, *pauses)):

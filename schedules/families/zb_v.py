@@ -54,7 +54,6 @@ class _Rounds:
         return self.last - rank
 
     def arrival(self, stage: int, k: int) -> float:
-        """When the input of a forward arrives [s]."""
         return self.ends[stage - 1][k] + self.evaluator.problem.forward_delay[stage - 1]
 
     def seconds(self, stage: int, k: int) -> float:
@@ -186,7 +185,6 @@ def handcrafted(num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ..
 
 
 def _steps(P: int, rank: int, M: int) -> list[tuple[Op, int, int]]:
-    """(op, chunk, microbatch) of a rank."""
     F, I, W = Op.F, Op.I, Op.W
     steps: list[tuple[Op, int, int]] = []
     done = {(op, chunk): 0 for op in (F, I, W) for chunk in (0, 1)}

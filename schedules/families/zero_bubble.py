@@ -129,7 +129,6 @@ def _candidates(evaluator: OrderEvaluator, table: CostTable, limit: float) -> It
 
 
 def _warmup(slope: float, before: int, room: int) -> tuple[int, ...]:
-    """Forwards of each rank before its first backward."""
     return tuple(max(1, min(room, int(1 + slope * (before - rank) + 1e-9))) for rank in range(before + 1))
 
 

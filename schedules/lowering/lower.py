@@ -51,8 +51,6 @@ def lower(
 
 
 class _Exchange:
-    """The work of all ranks, the messages of all links, and the steps that make and consume each."""
-
     def __init__(self, schedule: Schedule, sharing: Sharing, calls: Sequence[Sequence[int]] | None) -> None:
         ranks = range(schedule.num_ranks)
         self.schedule, self.sharing = schedule, sharing
@@ -182,7 +180,6 @@ def _with_group_steps(
 
 
 def _with_collectives(program: tuple[Action, ...], placed: Sequence[tuple[int, Collective]]) -> list[tuple[Work, int]]:
-    """The actions of a rank with their positions, and its collectives before the actions that they precede."""
     work: list[tuple[Work, int]] = []
     done = 0
     for position, collective in placed:
@@ -193,7 +190,6 @@ def _with_collectives(program: tuple[Action, ...], placed: Sequence[tuple[int, C
 
 
 def _last_forwards(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """The last forward of the last stage in each update group on this rank -> group."""
     last = schedule.num_stages - 1
     forwards = (a for a in schedule.programs[rank] if a.op is Op.F and a.stage == last)
     by_group = {action.index // schedule.group_size: action for action in forwards}
@@ -260,7 +256,6 @@ class _Incoming:
         self._deadline = deadline
 
     def post(self, at: int, call: int | None) -> list[Transfer]:
-        """The receives to post before position `at`, in `call`."""
         posted = []
         while self._next < len(self._messages):
             message = self._messages[self._next]

@@ -312,7 +312,6 @@ class SlideSearch:
         return None if found is None else (changed, found)
 
     def _exchanged(self, orders: Orders, random: Random) -> Orders:
-        """Two microbatches exchanged on all ranks."""
         M = self.problem.num_microbatches
         one, other = random.sample(range(M), 2)
         step = {one: other - one, other: one - other}
@@ -402,7 +401,6 @@ class SlideSearch:
         return path
 
     def _maker(self, orders: Orders, slot: int) -> tuple[int, int]:
-        """Rank and position of the action that fills a slot."""
         S, M = self.problem.num_stages, self.problem.num_microbatches
         rank = self.problem.rank_of[slot // M % S]
         order = orders[rank]

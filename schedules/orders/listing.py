@@ -70,7 +70,7 @@ class Lister:
         ]
 
     def _path_seconds(self) -> list[float]:
-        """Seconds of the first microbatch's way up to each F, then up to each I."""
+        """Seconds of the first microbatch before each F, then before each I."""
         problem, S = self.problem, self.problem.num_stages
         seconds, now = [0.0] * (2 * S), 0.0
         for s in range(S):
@@ -211,7 +211,6 @@ class _List:
         return -1
 
     def _take(self, rank: int, code: int, now: float) -> None:
-        """A rank runs an action, and wakes the rank that waits for it."""
         ev, M, SM, wake = self.ev, self.M, self.SM, self.wake
         end = now + ev.seconds[code]
         if code >= 2 * SM:

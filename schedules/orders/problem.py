@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -139,9 +138,6 @@ class Problem:
         if self.memory_limit is None:
             return (math.inf,) * self.num_ranks
         return tuple(map(with_rounding, self.memory_limit))
-
-    def fits(self, peaks: Sequence[float]) -> bool:
-        return all(map(operator.le, peaks, self.limits))
 
     def check_memory(self) -> None:
         """Raise MemoryLimitError, with the smallest limit that can be met, if there is no schedule."""

@@ -118,7 +118,6 @@ class _Freed:
             insort(self.events, event)
 
     def time_of(self, needed: float) -> float:
-        """Infinite if it is never free."""
         if needed <= 0:
             return _NEVER
         events = self.events
@@ -284,7 +283,6 @@ class _Reach:
     # --- bounds ---
 
     def bound(self, ends: Sequence[float]) -> float:
-        """Seconds from the first start of all ranks to the last end that counts."""
         tails = self.tails(ends)
         found = [0.0]
         for stages in self.problem.placement:

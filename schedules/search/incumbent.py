@@ -6,7 +6,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Generic, Literal, TypeVar
+
+from ..kinds import above_zero, at_least, option
 
 Stopped = Literal["optimal", "seconds", "evaluations", "tried"]
 Answer = TypeVar("Answer")
@@ -40,6 +43,16 @@ class Budget:
     seconds: float = math.inf
     evaluations: int | None = None
     seed: int = 0
+
+    @classmethod
+    def read(cls, *, seconds: float, evaluations: int | None, seed: object) -> Budget:
+        """The budget that a user gives; ValueError for invalid numbers."""
+        option("seconds", seconds, above_zero("a time budget above 0"))
+        if evaluations is not None:
+            option("evaluations", evaluations, at_least(1, "a whole number above 0, or None"))
+        if not isinstance(seed, Integral):  # Random(None) would be another search each time
+            raise ValueError(f"seed={seed!r}: expected a whole number")
+        return cls(seconds=seconds, evaluations=evaluations, seed=int(seed))
 
     def after(self, evaluations: int) -> Budget:
         """As much again, after so many evaluations."""

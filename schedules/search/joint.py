@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from ..ir import Schedule
-from ..kinds import above_zero, at_least, option
+from ..kinds import at_least, option
 from ..orders.problem import MemoryLimitError, Objective, fits
 from ..placement import StagePlacement, place
 from ..timing.costs import Costs
@@ -151,9 +151,6 @@ def synthesize_jointly(
     evaluations = option("evaluations", evaluations, at_least(1, "a whole number above 0"))
     if not (isinstance(num_ranks, int | np.integer) and 1 <= num_ranks <= len(layers)):
         raise ValueError(f"num_ranks={num_ranks!r} for {len(layers)} layers: expected 1 to {len(layers)}")
-    option("seconds", seconds, above_zero("a time budget above 0"))
-    if not isinstance(seed, int | np.integer):  # Random(None) would be another search each time
-        raise ValueError(f"seed={seed!r}: expected a whole number")
     if not placements or isinstance(placements, str):
         raise ValueError(f"placements={placements!r}: expected at least one name, such as ['plain', 'v']")
     request = Request(
@@ -169,7 +166,7 @@ def synthesize_jointly(
         objective=objective,
         activations=tuple(layer.activation for layer in layers),
     )
-    search = _CutSearch(layers, request, Budget(seconds=seconds, evaluations=evaluations, seed=int(seed)))
+    search = _CutSearch(layers, request, Budget.read(seconds=seconds, evaluations=evaluations, seed=seed))
     return search.run(tuple(dict.fromkeys(placements)), cuts, bool(budget.keys() & _COUNTS.keys()))
 
 
@@ -307,7 +304,6 @@ class _CutSearch:
             self.found[placement, cut] = found
 
     def excess(self, name: str, cut: Cut) -> float:
-        """Memory of one microbatch beyond the limits of its ranks."""
         held = [self.sums[3][end] - self.sums[3][start] for start, end in pairwise(cut)]
         ranks = place(name, num_ranks=self.num_ranks)
         needed = [math.fsum(held[s] for s in own) for own in ranks]
@@ -372,7 +368,6 @@ class _CutSearch:
 
 
 def _neighbours(cut: Cut) -> Iterator[Cut]:
-    """Cuts with one or two boundaries moved by one layer."""
     inner = range(1, len(cut) - 1)
     moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in (-1, 1)]
     moves += [((a, i), (b, j)) for a, b in combinations(inner, 2) for i in (-1, 1) for j in (-1, 1)]

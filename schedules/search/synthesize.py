@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain as joined
 from itertools import pairwise
-from numbers import Integral
 
 from ..ir import Schedule
-from ..kinds import above_zero, at_least, option
 from ..orders.evaluate import OrderEvaluator, Orders
 from ..orders.problem import Objective, Problem
 from ..timing.costs import Costs
@@ -169,11 +167,7 @@ def synthesize(
     >>> found.value, found.is_optimal, found.timeline.peak_activations
     (27.0, True, (4, 4, 4, 4))
     """
-    option("seconds", seconds, above_zero("a time budget above 0"))
-    if evaluations is not None:
-        option("evaluations", evaluations, at_least(1, "a whole number above 0, or None"))
-    if not isinstance(seed, Integral):  # Random(None) would be another search each time
-        raise ValueError(f"seed={seed!r}: expected a whole number")
+    budget = Budget.read(seconds=seconds, evaluations=evaluations, seed=seed)
     if not isinstance(costs, Costs):
         raise ValueError(f"costs={costs!r}: expected Costs(forward=..., input_grad=..., weight_grad=...)")
     request = Request(
@@ -188,7 +182,6 @@ def synthesize(
         kept_share=kept_share,
         links=links,
     )
-    budget = Budget(seconds=seconds, evaluations=evaluations, seed=int(seed))
     return solve(request, budget, start=start, on_progress=on_progress)
 
 

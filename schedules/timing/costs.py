@@ -244,8 +244,6 @@ def _several(value: object) -> Iterable[object] | None:
 
 
 def _one_or_several(read: Callable[[str, object], object]) -> Callable[[str, object], object]:
-    """Reads one value, or a sequence as a tuple."""
-
     def convert(name: str, value: object) -> object:
         several = _several(value)
         return read(name, value) if several is None else tuple(read(name, each) for each in several)

@@ -227,7 +227,6 @@ def _overheads(costs: Costs, num_stages: int, seen: Values) -> dict[str, Any]:
 def _with_slower_routes(
     pair_routes: PairRoutes, links: Links | None, seen: Mapping[tuple[int, int], float]
 ) -> Links | None:
-    """Scales each route by the mean ratio of measured to predicted seconds of the messages between its places."""
     if links is None or not isinstance(network := links.network, PlaceNetwork):
         return links
     both: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -281,7 +280,6 @@ def action_input(schedule: Schedule, op: Op, stage: int, rank: int) -> Input:
 
 
 def _on_rank(schedule: Schedule, row: Row, at: tuple[int, ...], seconds: float) -> Row:
-    """The row of a stage with the indices of one of its ranks replaced."""
     if len(at) == 1:
         return (seconds,)
     stage, rank = at

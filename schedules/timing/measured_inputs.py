@@ -129,7 +129,6 @@ def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs
 
 
 def _actions(timeline: Timeline, shares: Sequence[float]) -> Iterator[tuple[Input, float]]:
-    """F, B, I, W and updates, as they would be on a whole processor."""
     for rank, actions in enumerate(whole_seconds(timeline, shares)):
         for (stage, op, _), seconds in actions:
             if op in COMPUTE_OPS:
@@ -183,14 +182,12 @@ def _awaited_messages(timeline: Timeline) -> Iterator[tuple[tuple[int, int], Act
 
 
 def _together(timeline: Timeline) -> Iterator[tuple[Input, float]]:
-    """Sums and gathers, each from when the last of its ranks began it."""
     for what, (begun, ended) in collective_times(timeline).items():
         kind = "gather" if what.op is Op.UNSHARD else "sum"
         yield Input(Cause.SUMS, kind, what.stages), max(0.0, ended - begun)
 
 
 def _norm(timeline: Timeline, between: Mapping[int, float]) -> float | None:
-    """Seconds of the global norm; None if some rank updated before it."""
     return None if len(timeline.ranks) == 1 else _before_updates(timeline, between)
 
 
@@ -266,7 +263,6 @@ def measured_shares(timelines: Iterable[Timeline]) -> dict[int, float]:
 
 
 def _by_rank(timeline: Timeline) -> list[list[tuple[Collective, float, float]]]:
-    """The begin and end of the sums of each rank [s]."""
     times = collective_times(timeline)
     return [[(span.what, *times[span.what]) for span in trace.collectives] for trace in timeline.ranks]
 

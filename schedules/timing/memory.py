@@ -131,8 +131,6 @@ _PARTS = tuple(MemoryPart)
 
 
 class _Rank:
-    """Changes of the memory of one rank, in the order of its program."""
-
     def __init__(
         self,
         timeline: Timeline,
@@ -189,7 +187,6 @@ class _Rank:
         )
 
     def _run(self) -> None:
-        """Actions, and the messages held meanwhile."""
         spans = {span.what: span for span in self._trace.compute}
         self._with_backward = {what.stage for what in spans if what.op is not Op.F}
         now, level = self._timeline.start, 0.0  # level: bytes of messages before the first action
@@ -241,14 +238,12 @@ class _Rank:
         self._change(end, over)
 
     def _sum(self) -> None:
-        """Buffers of all-reduces and gathers while they run."""
         for collective, begun, ended in self._trace.collectives:
             size = max((self._stages[s].summing for s in collective.stages if s in self._own), default=0.0)
             self._change(begun, {MemoryPart.MESSAGES: size})
             self._change(ended, {MemoryPart.MESSAGES: -size})
 
     def _move(self, op: Op) -> None:
-        """Activations that have been offloaded, or begin to be reloaded."""
         for (stage, its, _), begun, ended in self._trace.moves:
             size, is_out = self._stages[stage].activations, op is Op.OFFLOAD
             if its is op:

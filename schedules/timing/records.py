@@ -131,7 +131,6 @@ def as_it_ran(schedule: Schedule, records: Sequence[RankRecord | None]) -> Sched
 
 
 def _work(program: Sequence[Action]) -> list[tuple[int, int, bool]]:
-    """Forwards, and backwards whole or in halves."""
     return sorted((s, k, op is Op.F) for s, op, k in program if op is Op.F or op in LAST_USES)
 
 

@@ -83,8 +83,6 @@ def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
 
 
 class _JointStepTimes:
-    """Times of a `JointStep`: when each rank begins it and when it ends, by update group or microbatch."""
-
     def __init__(self, step: JointStep, transit: Transit, share: float, processors: Sequence[Processor]) -> None:
         self.step, self.transit, self.share = step, transit, share
         self.processors = [processors[rank] for rank in step.ranks] if processors else ()
@@ -234,7 +232,6 @@ class _Simulation:
         return list(zip(starts, ends, strict=True))
 
     def _finish(self, sendings: Iterable[_Sending], code: int, index: int, rank: int) -> list[int]:
-        """An action ends and its messages leave; returns the slots that they fill."""
         filled, now = [], self.free_at[rank]
         for base, last, delays, transits in sendings:
             if last is not None and last[index] != code:
@@ -270,7 +267,6 @@ class _Simulation:
         return end > now
 
     def _begin(self, begun: Iterable[tuple[int, int]], rank: int, now: float) -> list[int]:
-        """A rank begins joint steps; returns the slots that are filled now."""
         return [
             slot for number, group in begun for slot in self.joint_steps[number].begin(group, rank, now, self.arrived)
         ]
@@ -284,7 +280,6 @@ class _Simulation:
                 )
 
     def _add_epilogue(self, computes: list[list[Span[Action]]]) -> None:
-        """The optimizer steps of a flush schedule, stage by stage, each after the sums of its gradients."""
         ends, update = [*self.free_at], self.table.update
         summed: dict[int, float] = {}
         for each in self.joint_steps:
@@ -338,7 +333,6 @@ class _Simulation:
     def _other_lanes(
         self, computes: Sequence[Sequence[Span[Action]]]
     ) -> tuple[list[tuple[Span[Collective], ...]], list[tuple[Span[Action], ...]]]:
-        """The lanes of collectives, and of moves, of each rank, from begun on this rank to through; and its fills."""
         collectives: list[list[Span[Collective]]] = [[] for _ in self.schedule.placement]
         moves: list[list[Span[Action]]] = [[] for _ in self.schedule.placement]
         for each in self.joint_steps:

@@ -41,8 +41,6 @@ class Traces(NamedTuple):
 
 @dataclass(slots=True)
 class _Process:
-    """Records of one process after one start."""
-
     path: Path
     header: TraceHeader | None = None
     readings: list[ClockReading] = field(default_factory=list)

@@ -102,7 +102,6 @@ def _timelines(exhibit: Exhibit) -> list[Timeline]:
 
 
 def _palette() -> dict[str, Any]:
-    """Colours and words, by their short names in the data."""
     return {
         "ops": {op.value: [OP_HUES[op], OP_WORDS[op]] for op in OP_HUES},
         "other": OTHER_HUE,
@@ -299,7 +298,6 @@ def _transposed(names: str, rows: Sequence[Sequence[int]]) -> Columns:
 
 
 def _memory_columns(exhibit: Exhibit, timeline: Timeline, ticks: Callable[[float], int]) -> Columns | None:
-    """Curves, limits and peaks by rank; None if not known."""
     curves = exhibit.curves(timeline)
     if curves is None:
         return None
@@ -328,7 +326,6 @@ def _memory_row(curve: MemoryCurve, unit: float, ticks: Callable[[float], int]) 
 
 
 def _units(values: Sequence[float], unit: float) -> list[int] | int:
-    """Whole units at each time, or one number if constant."""
     units = [round(value / unit) for value in values]
     return units[0] if len(set(units)) == 1 else units
 

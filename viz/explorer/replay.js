@@ -1,9 +1,9 @@
-// The simulator's rules (schedules/timing/simulate.py), played on a wiring that Python wrote (replay_data.py), with costs
+// The simulator's rules (schedules/timing/simulate.py), played on a wiring that Python wrote (whatif_data.py), with costs
 // that are changed: the same sums in the same order, so that the times are equal to the last bit.
 //
 //   events are the ends of actions, of equal times the lowest rank's first
 //   an action starts when its rank is free and its slots are filled; when it ends, its messages leave, and fill slots
-//   beside a sum that keeps its rank busy it ends later: where such a sum began meanwhile, the event is put off
+//   alongside a sum that keeps its rank busy it ends later: where such a sum began meanwhile, the event is postponed
 //
 // Nothing here draws or touches the document.
 (function (app) {
@@ -211,7 +211,7 @@
       const { programs, inputs } = wiring;
       const position = new Int32Array(wiring.ranks);
       const freeAt = new Float64Array(wiring.ranks);
-      // Ranks that stand before a slot, as a list: the newest by slot, and the next one by rank (a rank stands before one).
+      // Ranks that wait for a slot, as a linked list: the newest by slot, and the next one by rank (a rank waits for one).
       const standing = new Int32Array(wiring.slots).fill(-1);
       const next = new Int32Array(wiring.ranks).fill(-1);
       const events = new Events(wiring.ranks);
@@ -286,7 +286,7 @@
       return filled;
     }
 
-    // The optimizer steps of a flush schedule, stage by stage, each behind the sums of its gradients.
+    // The optimizer steps of a flush schedule, stage by stage, each after the sums of its gradients.
     addEpilogue() {
       const { wiring } = this;
       let ends = this.ends.map((own) => (own.length ? own[own.length - 1] : 0));

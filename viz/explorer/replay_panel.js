@@ -1,5 +1,5 @@
-// A replay as a panel: the columns of `timeline_panel` (panel_data.py), of times that this page computed. Idle time has the
-// causes that attribution.py gives it, lanes are those of viz/lanes.py.
+// A replay as a panel: the columns of `TimelineColumns` (data.py), of times that this page computed. Idle time has the
+// causes that `schedules/timing/waits.py` gives it, lanes are those of `viz/rows.py`.
 (function (app) {
   "use strict";
 
@@ -25,7 +25,7 @@
     };
   }
 
-  // When the latest input of an action of the programs was made, and when it was there; what is no message counts as there.
+  // When the latest input of an action was made, and when it arrived; an input without a message arrives when it is made.
   function inputs(wiring, run, rank, at, previous) {
     const { codes, indices } = wiring.programs[rank];
     let made = previous;

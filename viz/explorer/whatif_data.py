@@ -132,5 +132,4 @@ def _costs(table: CostTable) -> Columns:
 
 
 def _folded(numbers: Sequence[Number]) -> Number | list[Number]:
-    """One number if all are equal."""
     return numbers[0] if numbers and len(set(numbers)) == 1 else list(numbers)
