@@ -109,7 +109,7 @@ class Lister:
 
 
 class _List:
-    """One order as it grows; `_choose` and `_take` do not call other functions, since calls take time.
+    """One order as it grows; `_choose` and `_take` are single functions, since calls take time.
 
     Attributes:
         there: by code, when the input of a forward, and then of an input gradient, arrives.
