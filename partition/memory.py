@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ..schedules.families.registry import family
-from ..schedules.families.warmup import Turns
+from ..schedules.families.warmup import ChunkOrder
 from ..schedules.ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op, Schedule
 from ..schedules.liveness import activation_counts, activations
 from ..schedules.messages import AHEAD_BYTES, BUCKET_BYTES, RECEIVES_AHEAD
@@ -176,7 +176,7 @@ def merged(ranks: Sequence[Moments]) -> Moments:
     )
 
 
-def in_flight_of_turns(turns: Turns, *, num_chunks: int) -> tuple[Moments, ...]:
+def in_flight_of_turns(turns: ChunkOrder, *, num_chunks: int) -> tuple[Moments, ...]:
     """The same of an order in figures, without its programs. In front of a rank's forward k are k - warm-up backwards,
     in front of its backward j are warm-up + j + 1 forwards."""
     forwards, backwards = (

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from .explain.critical_path import critical_path as critical_path
     from .explain.difference import Change as Change
     from .explain.difference import Difference as Difference
+    from .explain.difference import Straggler as Straggler
     from .explain.difference import compare as compare
+    from .explain.difference import find_stragglers as find_stragglers
     from .explain.prediction import PredictionCheck as PredictionCheck
     from .explain.prediction import check_prediction as check_prediction
-    from .explain.stragglers import Straggler as Straggler
-    from .explain.stragglers import find_stragglers as find_stragglers
-    from .families.recognise import Family as Family
+    from .families.family import Family as Family
     from .families.registry import FAMILIES as FAMILIES
     from .families.registry import build as build
     from .families.registry import canonical_name as canonical_name
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .ir import Op as Op
     from .ir import Schedule as Schedule
     from .ir import ScheduleError as ScheduleError
-    from .lowering.course import flushed as flushed
+    from .lowering.calls import flushed as flushed
     from .lowering.lower import lower as lower
     from .messages import Message as Message
     from .messages import MessageKind as MessageKind
@@ -69,13 +69,12 @@ if TYPE_CHECKING:
 _FILES = {
     "checks": "check check_lowered",
     "explain.critical_path": "CriticalPath critical_path",
-    "explain.difference": "Change Difference compare",
+    "explain.difference": "Change Difference Straggler compare find_stragglers",
     "explain.prediction": "PredictionCheck check_prediction",
-    "explain.stragglers": "Straggler find_stragglers",
-    "families.recognise": "Family",
+    "families.family": "Family",
     "families.registry": "FAMILIES build canonical_name family register",
     "ir": "Action Collective Edge Op Schedule ScheduleError",
-    "lowering.course": "flushed",
+    "lowering.calls": "flushed",
     "lowering.lower": "lower",
     "messages": "Message MessageKind",
     "search.joint": "Layer synthesize_jointly",

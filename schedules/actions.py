@@ -1,10 +1,10 @@
-"""The actions of a schedule: what one rank does in one step, and the words for it.
+"""The actions of a schedule: one step of one rank, and its notation.
 
     3F12      stage 3, forward, index 12: a compute action
     3OFFLOAD12                            a move of activations
-    0+3REDUCE_GRAD0                       a step that all ranks of stages 0 and 3 take together
+    0+3REDUCE_GRAD0                       a collective of all ranks of stages 0 and 3
 
-`ir` says what a schedule makes of them, and which index is which microbatch.
+`ir` defines the schedules they make up, and which index is which microbatch.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ class ScheduleError(ValueError):
 
 
 class Op(StrEnum):
-    """Kind of an action: compute (F, B, I, W), update (U), or a move of activations, which begins where it stands and
-    goes on beside compute. The others are steps that lowering inserts."""
+    """Kind of an action: compute (F, B, I, W), update (U), or a move of activations, which begins at its place in the
+    program and overlaps with compute. Lowering inserts the others."""
 
     F = "F"  # forward
     B = "B"  # whole backward
     I = "I"  # input gradient
     W = "W"  # weight gradient
     U = "U"  # optimizer step of a stage: makes its next weight version
-    OFFLOAD = "OFFLOAD"  # the activations of a microbatch leave the rank, for its host
-    RELOAD = "RELOAD"  # they come back
-    REDUCE_GRAD = "REDUCE_GRAD"  # gradients that several ranks share are added up
+    OFFLOAD = "OFFLOAD"  # copies the activations of a microbatch to the host
+    RELOAD = "RELOAD"  # copies them back
+    REDUCE_GRAD = "REDUCE_GRAD"  # all-reduce of gradients that several ranks share
     GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
-    UNSHARD = "UNSHARD"  # weights become whole, of which each of several ranks has a part
-    RESHARD = "RESHARD"  # each of them keeps its part alone
+    UNSHARD = "UNSHARD"  # all-gather of sharded weights
+    RESHARD = "RESHARD"  # each rank keeps only its shard
 
     def __call__(self, stage: int, index: int) -> Action:
-        """Action of a stage: `Op.F(3, 12)` is 3F12. Any whole numbers: rules speak of neighbours that may not exist."""
+        """Action of a stage: `Op.F(3, 12)` is 3F12. Rules may name neighbours that do not exist, so any whole
+        numbers are valid."""
         try:
             return Action(operator.index(stage), self, operator.index(index))
         except TypeError:
@@ -47,9 +48,9 @@ class Op(StrEnum):
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
-BACKWARD_OPS = frozenset({Op.B, Op.I})  # those that make the gradient which travels on
-LAST_USES = frozenset({Op.B, Op.W})  # behind them its activations go, and its weight gradient is there
-MOVE_OPS = frozenset({Op.OFFLOAD, Op.RELOAD})  # no part of the compute lane
+BACKWARD_OPS = frozenset({Op.B, Op.I})  # they compute the gradient for the previous stage
+LAST_USES = frozenset({Op.B, Op.W})  # afterwards activations are freed and the weight gradient is complete
+MOVE_OPS = frozenset({Op.OFFLOAD, Op.RELOAD})  # not in the compute lane
 
 _ACTION = re.compile(r"(\d+)([FBIWU]|OFFLOAD|RELOAD)(\d+)")
 _COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD|UNSHARD|RESHARD)(\d+)")
@@ -64,7 +65,7 @@ class Action(NamedTuple):
 
     stage: int
     op: Op
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op.value}{self.index}"
@@ -84,11 +85,11 @@ class Action(NamedTuple):
         return cls(int(match[1]), Op(match[2]), int(match[3]))
 
     def before(self, other: Action) -> Relation:
-        """This one ends before the other begins, for rules (see `constraints`)."""
+        """The rule that this action ends before the other begins (see `custom`)."""
         return Relation(self, other)
 
     def after(self, other: Action) -> Relation:
-        """The other ends before this one begins."""
+        """The rule that the other action ends before this one begins."""
         return Relation(other, self)
 
 
@@ -107,12 +108,13 @@ class Relation(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A step that all ranks of some stages take together. Where it stands it is begun, and nobody waits for it there.
+    """A step that all ranks of some stages perform together. It begins at its place in the program, and overlaps with
+    compute.
 
-    REDUCE_GRAD: gradients of the parameters that exactly these stages hold are added up over all their ranks: those of
-    one stage over its replicas, those of tied weights over the stages that share them.
-    UNSHARD: weights of the stage are gathered from the parts of its ranks.
-    RESHARD: each of them lets go of what is not its part (the others are not asked).
+    REDUCE_GRAD: all-reduce of the gradients of the parameters that exactly these stages hold: over the replicas of one
+    stage, or over the stages that share tied weights.
+    UNSHARD: all-gather of the weights of the stage from the shards of its ranks.
+    RESHARD: each rank frees all but its own shard, without communication.
 
     Prints and parses as `3REDUCE_GRAD0`; `index` is the update group (0 under a flush schedule).
 
@@ -142,5 +144,5 @@ class Collective(NamedTuple):
         return cls(tuple(map(int, match[1].split("+"))), Op(match[2]), int(match[3]))
 
     def ranks(self, owners: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """The ranks that take part, ascending, given those of each stage."""
+        """The participating ranks, ascending, given the ranks of each stage."""
         return tuple(sorted({rank for stage in self.stages for rank in owners[stage]}))

@@ -1,4 +1,4 @@
-"""The checker: proves a schedule complete and free of deadlock, or says exactly where it is not."""
+"""The checker: proves a schedule complete and free of deadlock, or reports where it is not."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Figures that `check` derived (never copied from what the schedule claims).
+    """Figures that `check` derived, none of them copied from the schedule's own claims.
 
     Arguments:
         num_actions: compute actions over all ranks.
-        peak_activations: per rank, the most stage activations alive at once, where moves of activations take no time.
+        peak_activations: per rank, the most stage activations alive at once, if moves of activations take no time.
         peak_versions: per rank, the most weight versions of one stage kept at once.
-        staleness: per rank, the most updates that a stage makes between the weights of a gradient and those it is
-            applied to; 0 for every flush schedule.
-        drift: per rank, the most updates that a stage makes between the forward and the backward of a microbatch, where
-            the backward uses weights that have changed; 0 where it uses those of the forward.
+        staleness: per rank, the most updates of a stage between the weights of a gradient and those it is applied to; 0
+            for every flush schedule.
+        drift: per rank, the most updates of a stage between the forward and the backward of a microbatch, where the
+            backward uses weights that have changed; 0 where it uses those of the forward.
     """
 
     num_actions: int
@@ -42,10 +42,10 @@ class Report:
 def check(schedule: Schedule) -> Report:
     """Prove that the schedule can run to its end, or raise ScheduleError.
 
-    Checked: every action that is needed stands there exactly once, on the rank that owns it; each need is
-    met (no cycle over program order and data; the error prints the cycle); updates stand after the gradients
-    that they take in, and weight versions follow the rule that the schedule claims. `check_lowered` does the
-    same for the sends and receives of a lowered schedule.
+    Checked: each action that is needed is there exactly once, on the rank that owns it; all dependencies are met (the
+    error prints the cycle of program order and data that prevents it); updates come after the gradients that they
+    apply, and weight versions follow the declared rule. `check_lowered` does the same for the sends and receives of a
+    lowered schedule.
 
     O(actions * in-degree).
     """
@@ -67,21 +67,21 @@ def check(schedule: Schedule) -> Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoweredReport:
-    """Messages over all links; and the circle in which ranks would wait over a transport that holds a rank at a send
-    until its receive is posted (NCCL's rendezvous), None where such a one runs the programs to their end, too."""
+    """Number of messages over all links; and `held`, the circle of ranks that would deadlock over a transport which
+    blocks a send until its receive is posted (NCCL's rendezvous), None where there is none."""
 
     num_messages: int
     held: str | None
 
 
 def check_lowered(lowered: Lowered) -> LoweredReport:
-    """Prove that the sends and receives of each link are the same messages in the same order.
+    """Prove that the sends and receives of each link are the same messages in the same order, so that order alone
+    matches them.
 
-    A transport may then match them by order alone. Also that each rank still runs its program, sends what it has
-    made, and posts each receive before the action that needs it; and that each collective stands once on each of its
-    ranks, no earlier than it may, in orders that do not make ranks wait for each other; and that all ranks get to their
-    end. Raises ScheduleError that names the link and the first place where the two sides differ, the rank and the
-    step, or the circle of ranks.
+    Also that each rank still runs its program, sends only what it has computed, and posts each receive before the
+    action that needs it; that each collective is on each of its ranks exactly once, no earlier than it may begin, in
+    orders without a deadlock; and that all ranks reach their end. Raises ScheduleError that names the link and the
+    first difference between its two sides, the rank and the step, or the circle of ranks.
     """
     needs = Dependencies(lowered.schedule)
     for program in lowered.programs:
@@ -130,13 +130,13 @@ def _check_steps(schedule: Schedule, program: RankProgram, needs: Dependencies) 
         elif not step.is_send:
             posted.add(step.message)
         elif step.message.kind in STAGE_KINDS and (maker := needs.maker(step.message)) not in made:
-            raise ScheduleError(f"{where}: {step} stands before {maker}, which makes it")
+            raise ScheduleError(f"{where}: {step} comes before {maker}, which makes it")
     if tuple(done) != schedule.programs[rank]:
         raise ScheduleError(f"rank {rank} no longer runs the actions of its program in their order")
 
 
 def _check_collectives(lowered: Lowered) -> None:
-    """Each stands once on each of its ranks, behind what it needs, and no two ranks begin them in opposite orders."""
+    """Each is once on each of its ranks, after what it needs, and no two ranks begin them in opposite orders."""
     schedule = lowered.schedule
     orders = [[step for step in program.steps if isinstance(step, Collective)] for program in lowered.programs]
     everywhere = dict.fromkeys(each for own in orders for each in own)
@@ -152,24 +152,24 @@ def _check_collectives(lowered: Lowered) -> None:
             if step in ready and step.op is not Op.UNSHARD and done < ready[step]:
                 wanted = "whose gradient it takes" if step.op is Op.REDUCE_GRAD else "which needs the weights"
                 raise ScheduleError(
-                    f"rank {rank}, step {position}: {step} stands before {schedule.programs[rank][ready[step] - 1]}, "
-                    f"{wanted}: expected it behind the last backward of its stages"
+                    f"rank {rank}, step {position}: {step} comes before {schedule.programs[rank][ready[step] - 1]}, "
+                    f"{wanted}: expected it after the last backward of its stages"
                 )
             if step in latest and done > latest[step]:
                 raise ScheduleError(
-                    f"rank {rank}, step {position}: {step} stands behind {schedule.programs[rank][latest[step]]}, "
-                    f"which needs the weights: expected it in front of the first use of its stage"
+                    f"rank {rank}, step {position}: {step} comes after {schedule.programs[rank][latest[step]]}, "
+                    f"which needs the weights: expected it before the first use of its stage"
                 )
         for each in everywhere:
             members = each.ranks(schedule.owners)
             if counts[each] != (rank in members):
                 raise ScheduleError(
-                    f"{each} stands {counts[each]} times on rank {rank}: expected it once on each of the ranks "
+                    f"{each} is {counts[each]} times on rank {rank}: expected it once on each of the ranks "
                     f"{', '.join(map(str, members))}, and nowhere else"
                 )
     cycle = find_cycle(orders)
     if cycle:
-        lines = [f"deadlock: {len(cycle)} ranks begin what they do together in orders that make a circle:"]
+        lines = [f"deadlock: {len(cycle)} ranks begin collectives in orders that form a circle:"]
         lines += [f"  rank {rank} begins {first} before {then}" for rank, first, then in cycle]
         raise ScheduleError("\n".join([*lines, "expected one order for all ranks"]))
 
@@ -179,7 +179,7 @@ def _listed(messages: set[Message]) -> str:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Each (stage, microbatch) has one F, and B or I+W (none in a forward-only program), on its owner."""
+    """Each (stage, microbatch) has one F, and B or I and W (neither in a forward-only program), on its owner."""
     counts: Counter[Action] = Counter()
     for rank, program in enumerate(schedule.programs):
         # U: see check_updates; moves: see find_moves.
@@ -207,12 +207,11 @@ def _check_complete(schedule: Schedule) -> None:
                 raise ScheduleError(_of_another_rank(schedule, action, f"rank {rank}, position {position}"))
     twice = [action for action, count in counts.items() if count > 1]
     if twice:
-        raise ScheduleError(f"{_some(twice)} stand more than once: expected each action once")
+        raise ScheduleError(f"{_some(twice)} occur more than once: expected each action once")
     _check_pairs(schedule, counts)
 
 
 def _of_another_rank(schedule: Schedule, action: Action, where: str) -> str:
-    """An action of a stage with several owners stands on a rank whose turn it is not."""
     stage, _, index = action
     microbatch = index // schedule.num_slices
     fitting = fitting_owners(schedule)
@@ -247,7 +246,7 @@ def _check_pairs(schedule: Schedule, counts: Counter[Action]) -> None:
                 continue
             whole, input_grad, weight_grad = ((stage, op, k) in counts for op in "BIW")
             if whole and (input_grad or weight_grad):
-                raise ScheduleError(f"{stage}B{k} stands beside {stage}I{k} or {stage}W{k}: expected B, or I and W")
+                raise ScheduleError(f"{stage}B{k} occurs alongside {stage}I{k} or {stage}W{k}: expected B, or I and W")
             if not whole and not (input_grad and weight_grad):
                 lacking = "I" if weight_grad else "W" if input_grad else "B"
                 missing.append(f"{stage}{lacking}{k}")
@@ -271,7 +270,7 @@ def _declared(schedule: Schedule) -> str:
 
 
 def _check_acyclic(schedule: Schedule) -> None:
-    """Run all programs without time: whoever stands still at the end stands in (or behind) a cycle."""
+    """Runs all programs without time; a rank that does not reach its end is part of a cycle or waits for one."""
     needs = Dependencies(schedule)
     done: set[Action] = set()
     position = [0] * schedule.num_ranks
@@ -298,8 +297,7 @@ def _check_acyclic(schedule: Schedule) -> None:
 
 
 def _describe_cycle(schedule: Schedule, needs: Dependencies, done: set[Action], position: list[int], rank: int) -> str:
-    """Follow `waits for` from rank to rank until one comes round."""
-    path: list[tuple[int, Action, Action]] = []  # (rank, stands at, waits for)
+    path: list[tuple[int, Action, Action]] = []  # (rank, its next action, the action it waits for)
     while rank not in [r for r, _, _ in path]:
         action = schedule.programs[rank][position[rank]]
         need = next(n for n in needs.of(action) if n not in done)
@@ -311,15 +309,15 @@ def _describe_cycle(schedule: Schedule, needs: Dependencies, done: set[Action], 
     lines = [f"deadlock: a cycle of {len(cycle)} {waiting}:"]
     for r, action, need in cycle:
         program, at = schedule.programs[r], position[r]
-        around = " ".join(f"[{a}]" if a == action else str(a) for a in program[max(0, at - 2) : at + 3])
+        nearby = " ".join(f"[{a}]" if a == action else str(a) for a in program[max(0, at - 2) : at + 3])
         other = needs.rank(need)
         lines.append(
-            f"  rank {r} at position {at} ({around}) waits for {need}, "
+            f"  rank {r} at position {at} ({nearby}) waits for {need}, "
             f"at position {schedule.programs[other].index(need)} of rank {other}"
         )
     _, action, need = cycle[0]
     lines.append(
-        f"move {need} in front of {action}" if alone else f"move {need} before whatever waits for it, or {action} later"
+        f"move {need} before {action}" if alone else f"move {need} before what waits for it, or {action} later"
     )
     return "\n".join(lines)
 

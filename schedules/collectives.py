@@ -1,15 +1,15 @@
-"""Where collectives stand in the programs of ranks. Nobody else says so: lowering and the simulator ask here.
+"""Positions of collectives in the programs of ranks, for lowering and the simulator alike.
 
-    rank 0 | 2F0 0F0 2B0 [2REDUCE_GRAD0] 0B0 [0REDUCE_GRAD0]      each behind the last backward of its stages
+    rank 0 | 2F0 0F0 2B0 [2REDUCE_GRAD0] 0B0 [0REDUCE_GRAD0]      each after the last backward of its stages
 
-All ranks begin those that they have in common in one order, so that no two wait for each other. It is the order in
-which they are ready; where ranks disagree (weights tied crosswise), one is begun later than it could be:
+All ranks begin the collectives that they share in one order, so that no two wait for each other: the order in which
+they become ready. Where ranks disagree (weights tied crosswise), one begins later than it could:
 
-    ready     rank 0: a b    rank 1: b a    (a, b: sums of both ranks)
+    ready     rank 0: a b    rank 1: b a    (a, b: sums over both ranks)
     begun     rank 0: a b    rank 1: . a b
 
-In a program with updates each is begun when it is ready: an update may wait for it before the next, and it is made of
-messages between two ranks each, which need no order (see `lowering`).
+In a program with updates each begins when it is ready, since an update may wait for it before the next one begins;
+there it consists of messages between pairs of ranks, which need no common order (see `lowering`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .ir import LAST_USES, MOVE_OPS, Collective, Op, Schedule
 
 
 def ready_positions(schedule: Schedule, rank: int, collectives: Collection[Collective]) -> dict[Collective, int]:
-    """The collectives that `rank` takes part in, by the position of the action before which each may begin."""
-    behind_backward, first_use, behind_use = _landmarks(schedule, rank)
+    """The collectives of `rank`, each with the position of the action before which it may begin."""
+    after_backward, first_use, after_use = _landmarks(schedule, rank)
 
     def ready(each: Collective) -> int:
         first, *_ = each.stages
-        if each.op is Op.REDUCE_GRAD:  # behind the last backward of all its stages; at once where the rank has none
-            return max(behind_backward.get((stage, each.index), 0) for stage in each.stages)
+        if each.op is Op.REDUCE_GRAD:  # after the last backward of all its stages; at once where the rank has none
+            return max(after_backward.get((stage, each.index), 0) for stage in each.stages)
         if each.op is Op.RESHARD:
-            return behind_use.get(first, 0)
-        # UNSHARD: in front of the first use of the stage that the rank uses first before it, one stage ahead.
+            return after_use.get(first, 0)
+        # UNSHARD: one stage ahead, before the first use of the stage that the rank uses before this one.
         return max((other for other in first_use.values() if other < first_use.get(first, 0)), default=0)
 
     own = frozenset(schedule.placement[rank])
@@ -45,34 +45,34 @@ def latest_positions(schedule: Schedule, rank: int, collectives: Collection[Coll
 
 
 def _landmarks(schedule: Schedule, rank: int) -> tuple[dict[tuple[int, int], int], dict[int, int], dict[int, int]]:
-    """Positions in a program: behind the last B or W, by (stage, update group); by stage, its first action, and behind
-    its last one. Nothing where the rank has no such action."""
+    """Positions in a program: after the last B or W, by (stage, update group); by stage, of its first action, and
+    after its last."""
     # Microbatches whose gradients are added up before they are shared: all of them where a flush follows.
     size = schedule.total_indices if schedule.has_epilogue else schedule.group_size
     backward: dict[tuple[int, int], int] = {}
     first: dict[int, int] = {}
-    behind: dict[int, int] = {}
+    after: dict[int, int] = {}
     for position, (stage, op, index) in enumerate(schedule.programs[rank]):
         if op in MOVE_OPS:
             continue
         first.setdefault(stage, position)
-        behind[stage] = position + 1
+        after[stage] = position + 1
         if op in LAST_USES:
             backward[stage, index // size] = position + 1
-    return backward, first, behind
+    return backward, first, after
 
 
 def place_collectives(
     schedule: Schedule, collectives: Collection[Collective]
 ) -> tuple[tuple[tuple[int, Collective], ...], ...]:
-    """Per rank, its collectives in the order in which it begins them, each with the position in its program in front
-    of which it stands (ascending; the length of the program: at its end).
+    """Per rank, its collectives in the order in which it begins them, each with the position in its program before
+    which it begins (ascending; the length of the program: at its end).
 
     O(actions + members of all collectives).
     """
     ready = [ready_positions(schedule, rank, collectives) for rank in range(schedule.num_ranks)]
-    # Of those that are ready at once (on a replica without a microbatch all are), weights that others need come first,
-    # and ties last: what holds them up does not hold up the others.
+    # Of those that become ready together (on a replica without a microbatch all do), weights come first, since others
+    # need them, and ties last, since they would delay the others.
     orders = [
         sorted(own, key=lambda each: (own[each], each.op is not Op.UNSHARD, len(each.stages), each)) for own in ready
     ]
@@ -88,8 +88,9 @@ def place_collectives(
 
 
 def find_cycle(orders: Sequence[Sequence[Collective]]) -> list[tuple[int, Collective, Collective]]:
-    """A circle of ranks that wait for each other when they begin collectives in these orders: (rank, what it begins
-    first, what it begins later and the next rank of the circle first). Empty where all orders agree."""
+    """A circle of ranks that wait for each other when they begin collectives in these orders: (rank, the collective it
+    begins first, the one it begins later and the next rank of the circle begins first). Empty where all orders agree.
+    """
     _, left = _take(orders, until_stuck=True)
     before = {own[at]: (rank, own[0]) for rank, own in enumerate(left) for at in range(1, len(own))}
     each = next((own[0] for own in left if own), None)
@@ -105,14 +106,15 @@ def find_cycle(orders: Sequence[Sequence[Collective]]) -> list[tuple[int, Collec
 def _take(
     orders: Sequence[Sequence[Collective]], *, until_stuck: bool
 ) -> tuple[list[Collective], list[list[Collective]]]:
-    """All in one order, that of every rank where they agree; and by rank those that are left, which stand in a circle.
+    """One order of all collectives that agrees with the order of every rank if they agree; and by rank those left in a
+    circle.
 
-    Taken is what comes first on all its ranks, again and again; of a circle, what comes first on most of them.
+    Repeatedly takes the one that is next on all its ranks; of a circle, the one that is next on most of them.
     """
     members = Counter(each for own in orders for each in own)
     position = [0] * len(orders)
     first_on: dict[Collective, list[int]] = {}  # those that come first on some rank now
-    agreed: list[Collective] = []  # those that do on all their ranks (a heap)
+    agreed: list[Collective] = []  # those that come first on all their ranks (a heap)
     taken: dict[Collective, None] = {}
     moved = list(range(len(orders)))
     while True:

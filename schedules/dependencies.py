@@ -1,11 +1,11 @@
-"""Data dependencies of a schedule (`needs`), and the messages that bring results from rank to rank.
+"""Data dependencies of a schedule (`needs`), and the messages that carry results from rank to rank.
 
-A move stands in its rank's program where it is begun. It goes on beside compute, over the rank's link to its host, one
-direction each. Moves of one direction go in the order in which they are begun, and a way back begins no earlier than
-the way out is through.
+A move of activations begins at its place in the program of its rank and overlaps with compute, on one direction of the
+rank's link to its host. Moves in one direction run in the order in which they begin; a reload begins no earlier than
+its offload ends.
 
-Where maker and user stand on different ranks, a message brings it: one for all stages of a rank that take the output,
-kept there for those that come later, and one back with the sum of their gradients.
+Where maker and user are on different ranks, a message carries the result: one to each rank, for all its stages that use
+the output (kept there for later ones), and one back with the sum of their gradients.
 
     rank 0  0F0 ──> 1F0 3F0 5F0  rank 1              0B0 <── (5B0 + 3B0 + 1B0)
 """
@@ -26,9 +26,9 @@ _KIND_OF_OP = {Op.F: MessageKind.ACT, **dict.fromkeys(BACKWARD_OPS, MessageKind.
 
 
 class Wire(NamedTuple):
-    """Outputs of a stage for those of its consumers that stand on the same ranks, or the sum of their gradients back.
+    """Outputs of a stage for those of its consumers that share the same ranks, or the sum of their gradients back.
 
-    One per microbatch, whether they cross ranks or not.
+    One message per microbatch, whether it crosses ranks or not.
 
     src, dst: as in its messages, which are named after the first of the consumers.
     consumers: ascending.
@@ -41,12 +41,12 @@ class Wire(NamedTuple):
 
     @property
     def producer(self) -> int:
-        """The stage whose outputs, or whose gradients, these are."""
+        """The stage whose outputs, or whose gradients, it carries."""
         return self.src if self.kind is MessageKind.ACT else self.dst
 
     @property
     def makers(self) -> tuple[int, ...]:
-        """The stages that make it: one, or several whose gradients are added up."""
+        """The stages that compute it: one, or several whose gradients are summed."""
         return (self.src,) if self.kind is MessageKind.ACT else self.consumers
 
     @property
@@ -63,7 +63,7 @@ class Wire(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """`message` brings what `maker` made on rank `sender` to `user` on rank `receiver`."""
+    """`message` carries the result of `maker` on rank `sender` to `user` on rank `receiver`."""
 
     message: Message
     maker: Action
@@ -105,18 +105,18 @@ class Dependencies(Needs):
         return self._wire_of[message[:3]]
 
     def makers(self, message: Message) -> list[Action]:
-        """The actions that make a message of a microbatch, in the order of their rank."""
+        """The actions that contribute to a message of a microbatch, in the order of their rank."""
         return self._makers(self.wire(message), message.index)
 
     def users(self, message: Message) -> list[Action]:
         return self._users(self.wire(message), message.index)
 
     def maker(self, message: Message) -> Action:
-        """The action behind which a message is whole."""
+        """The action after which a message is complete."""
         return self.makers(message)[-1]
 
     def arrivals(self, action: Action) -> Iterator[Delivery]:
-        """Deliveries from other ranks to `action`, in the order of `of`; what came for an action before it is there."""
+        """Deliveries from other ranks that `action` is the first to use, in the order of `of`."""
         stage, op, index = action
         receiver = self._owner(stage, index)
         for wire in self._to[_KIND_OF_OP[op], stage] if op in _KIND_OF_OP else ():
@@ -125,7 +125,7 @@ class Dependencies(Needs):
                 yield Delivery(wire.message(index), self._makers(wire, index)[-1], sender, action, receiver)
 
     def departures(self, action: Action) -> Iterator[Delivery]:
-        """Deliveries from `action` to other ranks, in the order of the edges; what others add to comes behind them."""
+        """Deliveries to other ranks that `action` completes, in the order of the edges."""
         stage, op, index = action
         sender = self._owner(stage, index)
         for wire in self._from[_KIND_OF_OP[op], stage] if op in _KIND_OF_OP else ():
@@ -152,7 +152,7 @@ class Dependencies(Needs):
 
 
 def _wires(schedule: Schedule) -> Iterator[Wire]:
-    """In the order of the edges: each stands where the first of its consumers does."""
+    """In the order of the edges: each wire at the place of its first consumer."""
     together: dict[tuple[int, tuple[int, ...]], list[Edge]] = {}  # (producer, the consumers' ranks)
     for edge in schedule.stage_edges:
         together.setdefault((edge.src, schedule.owners[edge.dst]), []).append(edge)
@@ -168,10 +168,10 @@ Places = Mapping[Action, tuple[int, int]]  # action -> (rank, position in its pr
 
 
 def find_moves(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """The rank whose activations leave it, by (stage, microbatch), in the order of ranks and programs.
+    """The rank whose activations are offloaded, by (stage, microbatch), in the order of ranks and programs.
 
-    Raises ScheduleError for a move that lacks its other half, that stands on the wrong rank or side of what it needs,
-    and for moves in a program without backward, without a flush or of slices. O(actions).
+    Raises ScheduleError for an offload without a reload or the reverse, for a move on the wrong rank or in the wrong
+    order, and for moves in a program without backward, without a flush or of slices. O(actions).
     """
     if not schedule.moves_activations:
         return {}
@@ -183,7 +183,7 @@ def find_moves(schedule: Schedule) -> dict[tuple[int, int], int]:
         )
     if schedule.num_slices > 1:
         raise ScheduleError(
-            f"schedule {schedule.name!r} of {schedule.num_slices} slices a microbatch moves activations: expected "
+            f"schedule {schedule.name!r} of {schedule.num_slices} slices per microbatch moves activations: expected "
             f"whole microbatches, since later slices need the keys and values of those before them"
         )
     places = _places(schedule)
@@ -198,7 +198,6 @@ def find_moves(schedule: Schedule) -> dict[tuple[int, int], int]:
 
 
 def _places(schedule: Schedule) -> dict[Action, tuple[int, int]]:
-    """Each action with its rank and position; a move that stands twice is refused."""
     places: dict[Action, tuple[int, int]] = {}
     for rank, program in enumerate(schedule.programs):
         for position, action in enumerate(program):
@@ -207,7 +206,7 @@ def _places(schedule: Schedule) -> dict[Action, tuple[int, int]]:
                 continue
             if known != (rank, position):
                 raise ScheduleError(
-                    f"{action} stands twice: on rank {known[0]}, position {known[1]}, and on rank {rank}, position "
+                    f"{action} occurs twice: on rank {known[0]}, position {known[1]}, and on rank {rank}, position "
                     f"{position}; expected each move once"
                 )
             if not 0 <= action.stage < schedule.num_stages:
@@ -242,7 +241,7 @@ def _check_order(out: Action, places: Places) -> None:
 
 def _check_before(places: Places, pair: tuple[Action, Action], fault: str) -> None:
     first, then = (places.get(action) for action in pair)
-    if first is None or then is None or first < then:  # where a forward or backward lacks, others say so
+    if first is None or then is None or first < then:  # a missing forward or backward is reported elsewhere
         return
     late = pair[0] if pair[1].op in BACKWARD_OPS else pair[1]
     rank, position = places[late]

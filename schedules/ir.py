@@ -1,14 +1,13 @@
-"""The intermediate representation of a schedule: who computes what, in which order.
+"""The intermediate representation of a schedule: which rank computes what, in which order.
 
 A schedule is data. The same object is checked, simulated, executed and drawn:
 
     rank 0 | 0F0 0F1 .   0B0 0F2 0B1 .   0B2    Action = (stage, op, index), prints as 0F2
     rank 1 | .   1F0 1B0 1F1 1B1 1F2 1B2 .      a program = the ordered actions of one rank
 
-Symbols: P ranks, V chunks per rank, S = P*V stages, M microbatches of a batch; `index` of a
-compute action is the global microbatch t*M + k (batch t), of an update its update group. Where microbatches are cut
-into n slices along the sequence, it counts slices: k*n + q is slice q of microbatch k. Who works with a schedule has
-its actions (`actions`) from here, too.
+Symbols: P ranks, V chunks per rank, S = P*V stages, M microbatches of a batch. The `index` of a compute action is the
+global microbatch t*M + k (batch t), that of an update its update group. Where microbatches are cut into n slices along
+the sequence, it counts slices: k*n + q is slice q of microbatch k.
 """
 
 from __future__ import annotations
@@ -64,27 +63,26 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A program for each rank, with where the stages stand.
+    """A program for each rank, with the placement of the stages.
 
-    Invariant (made sure by `check`, not here): each stage's forward and backward of each
-    microbatch stand exactly once, on the rank that owns them, in an order without a deadlock.
+    Invariant (proved by `check`, not here): each stage's forward and backward of each microbatch occur exactly once, on
+    the rank that owns them, in an order without a deadlock.
 
     Arguments:
         name: of the family, for people.
-        placement: [P] tuples: the stages of each rank. A stage may stand on several ranks (replicas).
-        owners: [S] tuples: the ranks of each stage in the order in which microbatches go round: microbatch k of a batch
-            belongs to `owners[s][k % len(owners[s])]`, with all its slices. One that takes several turns stands there
-            as often. Ascending where not given.
+        placement: [P] tuples: the stages of each rank. A stage may be on several ranks (replicas).
+        owners: [S] tuples: the ranks of each stage in round-robin order: microbatch k of a batch belongs to
+            `owners[s][k % len(owners[s])]`, with all its slices. A rank may occur several times. Ascending by default.
         programs: [P] tuples of actions, each in the order in which its rank runs them.
         num_microbatches: M, of one batch.
         num_slices: n, of one microbatch along the sequence: slice q of microbatch k has the index k*n + q. A slice
-            attends to those before it, so a stage runs F in their order and the backwards in the opposite one.
-        num_batches: how many batches the program spans; 1 for every flush schedule.
-        weight_rule: which weight version a forward uses ("flush": the one of the batch), see `weight_rules`.
-        update_every: microbatches of one update group, behind which each stage updates (U); M where not given.
-        edges: the stage graph; a chain where not given. Skip connections add edges.
-        without_backward: stages that run their forwards alone, under no gradient, and are not updated: earlier passes
-            of a model whose blocks run several times. No gradient travels over their edges.
+            attends to earlier ones, so a stage runs F in ascending and backwards in descending order.
+        num_batches: batches in the program; 1 for every flush schedule.
+        weight_rule: which weight version a forward uses ("flush": that of its batch), see `weight_rules`.
+        update_every: microbatches of one update group, after which each stage updates (U); M by default.
+        edges: the stage graph; a chain by default. Skip connections add edges.
+        without_backward: stages that only run forwards, under no gradient, and are not updated: earlier passes of a
+            model whose blocks run several times. No gradient travels over their edges.
 
     Raises ScheduleError when the parts do not fit together.
     """
@@ -114,7 +112,7 @@ class Schedule:
         if not self.placement or len(self.placement) != len(self.programs):
             raise ScheduleError(
                 f"{len(self.placement)} ranks are placed and {len(self.programs)} have a program: "
-                f"expected one program a rank, and at least one rank"
+                f"expected one program per rank, and at least one rank"
             )
         if self.num_microbatches < 1 or self.num_batches < 1:
             raise ScheduleError(
@@ -122,8 +120,8 @@ class Schedule:
             )
         if self.update_every is not None and (self.update_every < 1 or self.num_microbatches % self.update_every):
             raise ScheduleError(
-                f"update_every={self.update_every} for {self.num_microbatches} microbatches a batch: expected a number "
-                f"that divides {self.num_microbatches}"
+                f"update_every={self.update_every} for {self.num_microbatches} microbatches per batch: expected a "
+                f"number that divides {self.num_microbatches}"
             )
         if not self.name.isprintable():
             raise ScheduleError(f"name={self.name!r}: expected printable text in one line")
@@ -193,7 +191,7 @@ class Schedule:
 
     @property
     def group_size(self) -> int:
-        """Indices of one update group: their gradients are added up, and each stage updates after them."""
+        """Indices of one update group, whose gradients are summed before each stage updates."""
         return self.batch_indices if self.update_every is None else self.update_every * self.num_slices
 
     @property
@@ -203,7 +201,7 @@ class Schedule:
 
     @property
     def rule(self) -> WeightRule:
-        """The weight rule itself, by its name."""
+        """The record of its weight rule."""
         return RULES[self.weight_rule]
 
     @property
@@ -218,12 +216,12 @@ class Schedule:
 
     @property
     def moves_activations(self) -> bool:
-        """Whether activations leave a rank while they wait."""
+        """Whether activations are offloaded."""
         return any(op in MOVE_OPS for program in self.programs for _, op, _ in program)
 
     @property
     def compute_programs(self) -> tuple[tuple[Action, ...], ...]:
-        """The programs without moves: what each rank's compute lane runs."""
+        """The programs without moves: the compute lane of each rank."""
         if not self.moves_activations:
             return self.programs
         return tuple(tuple(action for action in program if action.op not in MOVE_OPS) for program in self.programs)
@@ -235,7 +233,7 @@ class Schedule:
 
     @property
     def has_epilogue(self) -> bool:
-        """Whether the optimizer steps come after the program (one batch, flushed) and not in it."""
+        """Whether the optimizer steps follow the program (one batch, flushed) instead of being part of it."""
         return self.num_batches == 1 and self.has_backward and not self.rule.is_asynchronous
 
     def trains(self, stage: int) -> bool:
@@ -252,13 +250,13 @@ class Schedule:
         return replace(self, edges=tuple(edges))
 
     def forward_only(self, *, num_microbatches: int | None = None) -> Schedule:
-        """The forwards of one batch alone, in the same order, microbatches whole: what an evaluation runs.
+        """The forwards of one batch in the same order, microbatches whole: the program of an evaluation.
 
         Arguments:
             num_microbatches: of a smaller batch; M by default.
         """
         batch = self.num_microbatches if num_microbatches is None else num_microbatches
-        n = self.num_slices  # a microbatch stands where its first slice did
+        n = self.num_slices  # a microbatch takes the place of its first slice
         firsts = [[a for a in p if a.op is Op.F and a.index < batch * n and a.index % n == 0] for p in self.programs]
         programs = tuple(tuple(a if n == 1 else a._replace(index=a.index // n) for a in own) for own in firsts)
         return replace(
@@ -273,10 +271,9 @@ class Schedule:
         )
 
     def unit_time_cells(self) -> list[list[Action | None]]:
-        """[P][T]: what each rank does in each unit of time when every compute action takes one; None: idle.
+        """[P][T]: the action of each rank in each unit of time when every compute action takes one; None: idle.
 
-        An action that takes no time of its own (U) shares no cell and is left out. Raises ScheduleError for a schedule
-        that deadlocks.
+        Updates take no time and are left out. Raises ScheduleError for a schedule that deadlocks.
         """
         needs = Needs(self.programs, self.stage_edges, num_slices=self.num_slices)
         sums = self._summed_gradients()
@@ -288,7 +285,7 @@ class Schedule:
         return unit_time_cells(self.compute_programs, from_other_ranks)
 
     def _summed_gradients(self) -> dict[Action, list[Action]]:
-        """The last uses of replicated stages that each update waits for, where updates may not stand later."""
+        """The last uses of replicated stages that each update waits for, where updates may not be delayed."""
         if not self.is_asynchronous or self.rule.updates_may_wait:
             return {}
         sums: dict[Action, list[Action]] = {}
@@ -301,18 +298,18 @@ class Schedule:
         """torch.distributed.pipelining's table: a row per rank, a column per unit of time, empty where idle.
 
         Arguments:
-            overlap: "pairs": a forward with the backward of another stage right behind it becomes one cell that torch
-                may run at once, `(0F3;3B1)OVERLAP_F_B`, as in its DualPipeV; "none": a cell each.
+            overlap: "pairs": a forward directly followed by the backward of another stage becomes one cell that torch
+                may run at once, `(0F3;3B1)OVERLAP_F_B`, as in its DualPipeV; "none": a cell for each.
 
-        The stage graph is no part of the table. Raises ScheduleError for a schedule that the table cannot say
+        The stage graph is not part of the table. Raises ScheduleError for a schedule that the table cannot express
         (replicas, slices, several batches, updates, moves).
         """
         if overlap not in ("none", "pairs"):
             raise ValueError(f"overlap={overlap!r}: expected 'none' or 'pairs'")
         actions = [action for program in self.programs for action in program]
-        if beside := next((action for action in actions if action.op in MOVE_OPS), None):
+        if move := next((action for action in actions if action.op in MOVE_OPS), None):
             raise ScheduleError(
-                f"schedule {self.name!r} moves activations ({beside}, ...), which a CSV table cannot say: use to_json"
+                f"schedule {self.name!r} moves activations ({move}, ...), which a CSV table cannot say: use to_json"
             )
         if self.without_backward:
             raise ScheduleError(
@@ -329,15 +326,15 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:
-        """Read `to_csv`'s form, or torch's; idle cells and communication are ignored (lowering makes its own).
+        """Read `to_csv`'s form, or torch's; idle cells and communication are ignored (lowering inserts its own).
 
-        The parts of a cell such as `(0F3;3B1)OVERLAP_F_B` become actions one after the other.
+        The parts of a cell such as `(0F3;3B1)OVERLAP_F_B` become consecutive actions.
 
         Arguments:
-            owners: as of a Schedule, which the table cannot say.
+            owners: as in a Schedule, since the table has none.
 
-        Raises ScheduleError that names row and column (from 1) of a cell that is no action, and the row of a stage that
-        other rows have, too, where neither the owners nor ascending ones fit.
+        Raises ScheduleError that names row and column (from 1) of a cell that is not an action, and the row of a stage
+        that other rows have as well, if neither the given owners nor ascending ones fit.
         """
         rows = read_csv(text)
         programs = tuple(rows.values())
@@ -354,7 +351,7 @@ class Schedule:
         return schedule
 
     def to_data(self) -> dict[str, Any]:
-        """Everything, as what JSON can say."""
+        """Everything, as JSON types."""
         return {
             "version": JSON_VERSION,
             "name": self.name,
@@ -387,15 +384,16 @@ class Schedule:
     def grid(self) -> str:
         """The order as an aligned text grid, a row per rank, a column per unit of time.
 
-        The stage stands before the op only where a rank has several. A rank that begins moves of activations has a
-        second row, with those that it begins in front of the action above: >3 leaves the rank, <3 comes back.
+        The stage is printed before the op only where some rank has several. A rank that begins moves of activations has
+        a second
+        row, with the moves that begin before the action above: >3 is an offload, <3 a reload.
         """
         several = any(len(stages) > 1 for stages in self.placement)
         return grid_of(self.unit_time_cells(), self.programs, several=several)
 
 
 def fitting_owners(schedule: Schedule) -> tuple[tuple[int, ...], ...] | None:
-    """The owners under which each forward stands on the rank that owns it; None where no order of ranks is such."""
+    """The owners under which each forward is on the rank that owns it; None if no order of the ranks fits."""
     M, n = schedule.num_microbatches, schedule.num_slices
     forwards = [(a.stage, a.index, rank) for rank, p in enumerate(schedule.programs) for a in p if a.op is Op.F]
     runs_on = {(stage, index // n): rank for stage, index, rank in forwards}

@@ -1,4 +1,4 @@
-"""Kinds of values that options take: one check, one sentence.
+"""Kinds of option values, each with one check and one error message.
 
 >>> option("flush_first", -1, at_least(0, "a number of batches, at least 0"))
 Traceback (most recent call last):
@@ -17,14 +17,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """Values that an option takes: in words, and how they are read; None for what is not of this kind."""
+    """A kind of value: `expected` in words, and `read`, which returns the value as it is kept, or None for another
+    kind."""
 
     expected: str
     read: Callable[[Any], T | None]
 
 
 def option(name: str, value: object, kind: Kind[T]) -> T:
-    """The value as it is kept; ValueError that names the option, the value, and what is expected."""
+    """The value as it is kept. Raises ValueError that names the option, the value, and what is expected."""
     kept = kind.read(value)
     if kept is None:
         raise ValueError(f"{name}={value!r}: expected {kind.expected}")
@@ -35,7 +36,7 @@ FLAG = Kind("True or False", lambda value: value if isinstance(value, bool) else
 
 
 def at_least(least: int, expected: str = "") -> Kind[int]:
-    """Whole numbers from `least` on, numpy's too, which become Python's: they are shown otherwise."""
+    """Whole numbers from `least`; those of numpy become Python's."""
     return Kind(
         expected or f"a whole number, at least {least}",
         lambda value: int(value) if _is_number(value, Integral) and value >= least else None,
@@ -47,7 +48,6 @@ def above_zero(expected: str = "a number above 0") -> Kind[float]:
 
 
 def one_of(words: Iterable[str]) -> Kind[str]:
-    """One of a few words."""
     known = tuple(words)
     return Kind(f"one of {', '.join(map(repr, known))}", lambda value: value if value in known else None)
 

@@ -1,6 +1,5 @@
-"""Liveness on a rank: which activations and messages it holds, action by action. Weight versions: see `versions`.
-
-The checker, the simulator's timelines and the planner count with these, and nobody counts again.
+"""Liveness on a rank: which activations and messages it holds, action by action, for the checker, the simulator's
+timelines and the planner. For weight versions see `versions`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
     """Each action of a rank with the stage activations alive while it runs, by stage.
 
         program     F0  F1  B0  F2  I1  W1  B2       whether a backward is split differs by microbatch
-        alive        1   2   2   2   2   2   1       one lives from its F to the end of its B or W
+        alive        1   2   2   2   2   2   1       an activation lives from its F to the end of its B or W
 
-    One that leaves the rank while it waits counts up to the action that begins its way out, and again
-    from the one that begins its way back. Here a way takes no time.
-    Of a stage without backward it lives for its F alone. In a window of a stream, one whose F is not there lives from
-    the beginning. The mapping is one and the same, and holds until the next step of the iteration.
+    An offloaded activation counts until the action that begins its offload, and again from the one that begins its
+    reload: here moves take no time. An activation of a stage without backward lives for its F only. In a window of a
+    stream, one whose F is missing lives from the beginning. Each step yields the same mapping, changed in place.
     """
     begun = {(stage, index) for stage, op, index in program if op in _BEGIN}
     alive = {stage: 0 for stage, _, _ in program}
@@ -47,14 +45,14 @@ def activations(program: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int
 def activation_counts(
     program: Sequence[Action], stages: Sequence[int], weights: Sequence[int] = (1,)
 ) -> npt.NDArray[np.int64]:
-    """[actions, stages] of `activations`, for those programs whose activations all begin and end on the rank; those of
-    index k count weights[k] times, which begin again behind the last.
+    """[actions, stages] the counts of `activations`, for programs in which all activations begin and end on the rank.
+    An activation of index k counts weights[k % len(weights)] times.
 
     >>> activation_counts([Action.parse(each) for each in "0F0 0F1 0B0 0B1".split()], [0]).ravel().tolist()
     [1, 2, 2, 1]
     """
     column = {stage: at for at, stage in enumerate(stages)}
-    import numpy as np  # for planners alone: a schedule is drawn without it
+    import numpy as np  # only planners need it
 
     columns, rows = np.array([column[stage] for stage, _, _ in program], dtype=np.intp), np.arange(len(program))
     begins, ends = (np.zeros((len(program), len(stages)), dtype=np.int64) for _ in range(2))
@@ -67,15 +65,14 @@ def activation_counts(
 
 
 def peak_activations(program: Sequence[Action]) -> int:
-    """The most stage activations alive at once when a rank runs `program` in order."""
     return max((sum(alive.values()) for _, alive in activations(program)), default=0)
 
 
 def peak_held(program: Sequence[Action], held: Sequence[Sequence[float]]) -> float:
-    """The most that a rank holds at once when it runs `program`, in the unit of `held`, where ways take no time.
+    """The most memory that a rank holds at once when it runs `program`, in the unit of `held`, if moves take no time.
 
     Arguments:
-        held: [S][M] what a microbatch's activations take on each stage.
+        held: [S][M] memory of the activations of each stage and microbatch.
 
     >>> peak_held([Action.parse(each) for each in "0F0 0F1 0I0 0F2 0W0 0B1 0B2".split()], [[3.0, 4.0, 5.0]])
     12.0
@@ -91,10 +88,10 @@ def peak_held(program: Sequence[Action], held: Sequence[Sequence[float]]) -> flo
 
 
 def message_changes(program: RankProgram) -> Iterator[tuple[Step, Sequence[Message], Sequence[Message]]]:
-    """Each step of a rank with the messages whose tensors it begins to hold in front of it, and lets go of behind it.
+    """Each step of a rank with the messages whose tensors it begins to hold before the step, and frees after it.
 
-    Receives count from their posting to the last step that uses them, sends from the first step that makes a part of
-    them until an arrival proves them received. O(steps + messages).
+    A receive counts from its posting to the last step that uses it, a send from the first step that contributes to it
+    until an arrival proves it received. O(steps + messages).
     """
     held: set[Message] = set()
     sent = {step.message for step in program.steps if isinstance(step, Transfer) and step.is_send}

@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 from .actions import Collective
 
-# Receives of a link that are posted and not yet consumed: so many, since a link carries several streams (chunks,
-# gradients), or what these bytes hold, to cover latency times rate (there and back 14 MB at 1 Gbit/s over 56 ms).
+# Receives of a link that are posted and not yet consumed: at least 4, since a link carries several streams (chunks,
+# gradients), or as many as fit these bytes, to cover the bandwidth-delay product (14 MB at 1 Gbit/s over 56 ms).
 RECEIVES_AHEAD = 4
 AHEAD_BYTES = 1 << 24
 
-# Bytes of gradients that ranks add up at once, in one flat buffer; a larger gradient goes alone.
+# Bytes of gradients in one flat buffer, for one all-reduce; a larger gradient has its own.
 BUCKET_BYTES = 1 << 24
 
-# Bytes from which on a gradient goes alone: a copy into a buffer would take as long as a send of its own, and memory.
+# Bytes from which a gradient has its own all-reduce: a copy into a buffer would take as long, and memory.
 ALONE_BYTES = 1 << 18
 
 
 def receives_ahead(num_bytes: float) -> int:
-    """Receives of each link to post ahead, where the largest message of all has so many bytes."""
+    """Receives to post ahead on each link, if the largest message has so many bytes."""
     return max(RECEIVES_AHEAD, int(AHEAD_BYTES // max(1, num_bytes)))
 
 
@@ -42,8 +42,8 @@ STAGE_KINDS = frozenset({MessageKind.ACT, MessageKind.GRAD})
 
 
 class Message(NamedTuple):
-    """ACT, GRAD: `src` and `dst` are stages, `index` the microbatch. Else both are ranks, and `index` is an update
-    group (the batch, where a batch is updated at once)."""
+    """ACT, GRAD: `src` and `dst` are stages, `index` the microbatch. All others: both are ranks, and `index` is the
+    update group (the batch, if a batch is updated at once)."""
 
     kind: MessageKind
     src: int
@@ -66,7 +66,7 @@ _WORDS = {
 
 
 class Transfer(NamedTuple):
-    """A send, or the posting of a receive, with the rank on the other side."""
+    """A send, or the posting of a receive, with the rank at the other end."""
 
     message: Message
     peer: int
@@ -83,14 +83,14 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """Things that ranks tell each other besides activations and gradients, and how far ahead they listen.
+    """Communication besides activations and gradients, and how far ahead receives are posted.
 
     Arguments:
         loss: the losses, from the ranks of the last stage to every rank.
         norm: the global gradient norm of each update group (only where the program holds updates).
-        sums: groups of ranks that add up gradients before each update (likewise).
-        parts: groups of ranks that each update parts of their weights, and tell the others (likewise).
-        collectives: what ranks do together in a program without updates, such as all-reduces of shared gradients.
+        sums: groups of ranks that sum gradients before each update (likewise).
+        parts: groups of ranks that each update a shard of their weights and send it to the others (likewise).
+        collectives: those of a program without updates, such as all-reduces of shared gradients.
         receives_ahead: most receives of a link that are posted and not yet consumed, unless order or sends force more.
     """
 
@@ -102,12 +102,12 @@ class Sharing:
     receives_ahead: int = RECEIVES_AHEAD
 
     def partners(self, rank: int) -> list[int]:
-        """The ranks with which `rank` adds up gradients, ascending."""
+        """The ranks with which `rank` sums gradients, ascending."""
         return _others(rank, self.sums)
 
     def counts_for(self, rank: int) -> list[int]:
-        """The partners whose gradients `rank` needs for its part of the norm: a sum counts on its first rank, and on
-        those that have parts of what that one holds."""
+        """The partners whose gradients `rank` needs for its share of the norm. A sum counts on its first rank, and on
+        ranks that hold shards of the weights of that rank."""
         counting = [
             group
             for group in self.sums
@@ -116,7 +116,7 @@ class Sharing:
         return _others(rank, counting)
 
     def part_partners(self, rank: int) -> list[int]:
-        """The ranks to which `rank` tells the parts that it has updated, ascending."""
+        """The ranks to which `rank` sends its updated shards, ascending."""
         return _others(rank, self.parts)
 
 

@@ -1,16 +1,17 @@
-"""Data dependencies: which actions an action needs, over the graph of the stages. Nobody else derives them.
+"""Data dependencies: the actions that an action needs, over the graph of the stages.
 
 F(s, k)   the output of every producer of s            (and the weights, see versions)
 B(s, k)   the gradient from every consumer of s, and its own F(s, k)
 I(s, k)   the same as B
 W(s, k)   its own I(s, k)
 
-Slices of a microbatch attend to those before them: they need the keys and values of F, and B needs what later ones add
-to the gradients of its own.
+A slice attends to earlier slices of its microbatch: its F needs their keys and values, and its B needs the gradients
+that later slices contribute to its own keys and values. Within a microbatch therefore also
 
-F(s, q)   F(s, q - 1), and B(s, q) or I(s, q) the one of slice q + 1, where they are slices of the same microbatch
+F(s, q)         F(s, q - 1)
+B or I(s, q)    B or I(s, q + 1)
 
-Moves: activations that leave their rank for its host while they wait. B or I then needs the way back, too.
+Activations that are offloaded to the host while they wait: B or I also needs the reload.
 
 F3 . . OFFLOAD3 . . . . . RELOAD3 . B3
 """
@@ -48,24 +49,24 @@ def read_edges(edges: Sequence[Any]) -> tuple[Edge, ...]:
 
 
 def check_edges(edges: Sequence[Edge], num_stages: int) -> None:
-    """Raise ScheduleError unless they lead from stages to later ones, each once."""
+    """Raise ScheduleError unless each edge leads to a later stage and occurs once."""
     seen: set[tuple[int, int]] = set()
     for src, dst, _ in edges:
         if not 0 <= src < dst < num_stages:
             raise ScheduleError(f"edge {src} -> {dst}: expected stages in ascending order below {num_stages}")
         if (src, dst) in seen:
-            raise ScheduleError(f"edge {src} -> {dst} stands twice: expected each edge once")
+            raise ScheduleError(f"edge {src} -> {dst} occurs twice: expected each edge once")
         seen.add((src, dst))
 
 
 class Needs:
     """The needs of each action of some programs; an answer takes O(in-degree).
 
-    A stage may split the backward of some microbatches and not of others, so which action makes a gradient
-    (B or I) is looked up by microbatch.
+    A stage may split the backward of some microbatches only, so the action that computes a gradient (B or I) is looked
+    up per microbatch.
 
     Arguments:
-        moves: (stage, microbatch) whose activations leave their rank.
+        moves: (stage, microbatch) pairs that are offloaded.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Needs:
                 self._consumers[src].append(dst)
 
     def backward(self, stage: int, index: int) -> Action:
-        """The action that makes the gradient which `stage` sends on."""
+        """The action that computes the gradient which `stage` sends."""
         return Action(stage, Op.I if (stage, index) in self._split else Op.B, index)
 
     def of(self, action: Action) -> list[Action]:

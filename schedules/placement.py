@@ -1,11 +1,11 @@
-"""Placements: the stages of each rank, by name. Nobody else says where a stage stands.
+"""Placements: the stages of each rank, by name.
 
 plain     stage r on rank r                                    (0) (1) (2)
-cyclic    V stages a rank, in turn: stage s on rank s mod P    (0, 3) (1, 4) (2, 5)
-snake     down the ranks and up again, and so on; of two       (0, 5) (1, 4) (2, 3)
-          stages a rank: a V
-two-way   each stage on two ranks, for those microbatches      (0, 3) (1, 2) (1, 2) (0, 3)
-          that go down the ranks and for those that go up
+cyclic    V stages per rank: stage s on rank s mod P           (0, 3) (1, 4) (2, 5)
+snake     down the ranks and up again, and so on; with two     (0, 5) (1, 4) (2, 3)
+          stages per rank: a V
+two-way   each stage on two ranks, for the microbatches that   (0, 3) (1, 2) (1, 2) (0, 3)
+          go down the ranks and for those that go up
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class StagePlacement(tuple[tuple[int, ...], ...]):
         stages = sorted(stage for own in self for stage in own)
         if not self or not all(self) or stages != list(range(len(stages))):
             raise ScheduleError(
-                f"placement={self!r:.80}: expected stages from 0 without a gap, each on one rank, at least one a rank"
+                f"placement={self!r:.80}: expected stages from 0 without a gap, each on one rank, at least one per rank"
             )
         return tuple(rank_of[stage] for stage in stages)
 
     @classmethod
     def cyclic(cls, *, num_ranks: int, num_chunks: int = 1) -> StagePlacement:
-        """Stage s stands on rank s mod P: rank r holds r, P+r, 2P+r, ...
+        """Stage s on rank s mod P: rank r holds r, P+r, 2P+r, ...
 
         >>> StagePlacement.cyclic(num_ranks=2, num_chunks=3)
         ((0, 2, 4), (1, 3, 5))
@@ -52,7 +52,7 @@ class StagePlacement(tuple[tuple[int, ...], ...]):
     def snake(cls, *, num_ranks: int, num_chunks: int = 2) -> StagePlacement:
         """Stages go down the ranks and up again: with two chunks a V, whose first and last stage share rank 0.
 
-        Where the way turns, two stages that follow each other stand on one rank, and no message passes between them.
+        At each turn, two consecutive stages are on one rank, and no message passes between them.
 
         >>> StagePlacement.snake(num_ranks=3)
         ((0, 5), (1, 4), (2, 3))
@@ -63,7 +63,7 @@ class StagePlacement(tuple[tuple[int, ...], ...]):
         )
 
 
-# How stages of one owner each may stand, by the name that a family gives: stage s is chunk s // P of its rank.
+# Placements of stages with one owner each, by the name that a family gives: stage s is chunk s // P of its rank.
 FAMILY_PLACEMENTS = {"cyclic": StagePlacement.cyclic, "snake": StagePlacement.snake}
 
 
@@ -74,9 +74,10 @@ def family_placement(name: str, *, num_ranks: int, num_chunks: int) -> StagePlac
 
 
 def two_way(num_ranks: int, name: str) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """StagePlacement and owners where even microbatches go down the ranks and odd ones up: each rank holds r and P-1-r.
+    """Stages of each rank, and owners, where even microbatches go down the ranks and odd ones up: rank r holds r and
+    P-1-r.
 
-    ValueError that names the schedule for an odd number of ranks.
+    Raises ValueError, with the name of the schedule, for an odd number of ranks.
 
     >>> two_way(4, "chimera")
     (((0, 3), (1, 2), (1, 2), (0, 3)), ((0, 3), (1, 2), (2, 1), (3, 0)))
@@ -91,7 +92,7 @@ def two_way(num_ranks: int, name: str) -> tuple[tuple[tuple[int, ...], ...], tup
 
 
 def place(name: str, *, num_ranks: int, num_chunks: int | None = None) -> StagePlacement:
-    """One of PLACEMENTS; "cyclic" has V chunks a rank, 2 by default.
+    """One of PLACEMENTS; "cyclic" has V chunks per rank, 2 by default.
 
     >>> place("v", num_ranks=3)
     ((0, 5), (1, 4), (2, 3))
@@ -107,7 +108,7 @@ def place(name: str, *, num_ranks: int, num_chunks: int | None = None) -> StageP
 def read_placement(
     placement: str | Sequence[Sequence[int]], num_ranks: int | None, num_chunks: int | None
 ) -> StagePlacement:
-    """The placement that a user gives: a name with sizes, or the stages of each rank; ValueError for anything else."""
+    """The placement that a user gives: a name, or the stages of each rank; ValueError for anything else."""
     if isinstance(placement, str):
         return place(placement, num_ranks=option("num_ranks", num_ranks, at_least(1)), num_chunks=num_chunks)
     if not isinstance(placement, list | tuple) or not all(isinstance(own, list | tuple) for own in placement):
@@ -126,7 +127,7 @@ def read_placement(
 
 
 def ascending_owners(placement: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """[S] the ranks that hold each stage, ascending. ScheduleError for a placement that is none."""
+    """[S] the ranks that hold each stage, ascending. Raises ScheduleError for an invalid placement."""
     placed = {stage for stages in placement for stage in stages}
     if not placed:
         raise ScheduleError("the ranks hold no stage: expected at least one")
@@ -140,7 +141,7 @@ def ascending_owners(placement: Sequence[Sequence[int]]) -> tuple[tuple[int, ...
     for rank, stages in enumerate(placement):
         for stage in stages:
             if rank in owners[stage]:
-                raise ScheduleError(f"stage {stage} stands twice on rank {rank}: expected each stage once")
+                raise ScheduleError(f"stage {stage} is twice on rank {rank}: expected each stage once")
             owners[stage].append(rank)
     return tuple(tuple(ranks) for ranks in owners)
 
@@ -158,7 +159,7 @@ def read_placed(placement: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def read_owners(declared: Sequence[Sequence[int]], placed: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """The declared owners, or where there are none the ranks on which each stage is placed, ascending."""
+    """The declared owners, or by default the ranks of each stage, ascending."""
     if not declared:
         return placed
     if len(declared) != len(placed):

@@ -1,4 +1,4 @@
-"""Programs of ranks, communication included: made by lowering, carried out by an engine."""
+"""Programs of ranks, communication included: produced by lowering, run by the engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .messages import STAGE_KINDS, Message, Transfer
 
 
 class GroupStep(NamedTuple):
-    """A step of a rank that goes with an update group.
+    """A step of a rank for an update group.
 
-    REDUCE_GRAD: the losses of the group are here; gradients that other ranks add up with their own leave.
-    GRAD_NORM: they have arrived and are added; the squared norm of this rank's part is next.
-    UNSHARD: parts of weights have arrived from the ranks that updated them, in front of the first use of the version.
+    REDUCE_GRAD: the losses of the group have arrived; the gradients that are summed with those of other ranks leave.
+    GRAD_NORM: those gradients have arrived and are summed; the squared norm of this rank's share is computed.
+    UNSHARD: updated shards of weights have arrived, before the first use of that version.
     """
 
     op: Op
@@ -37,17 +37,18 @@ class RankProgram:
     """Program of one rank, communication included.
 
     Arguments:
-        rank: which.
+        rank: its number.
         steps: actions, collectives, sends and postings in order.
         inputs: by action (or group step), the messages that must have arrived before it starts.
         proves: by received message, the sends of this rank that its arrival proves received.
-        shared: by message that several actions of the rank make or use: these, in its order. One that is sent is held
-            from the first on, one that was received up to the last.
+        shared: by message that several actions of the rank make or use: these, in its order. A sent one is held from
+            the first of them, a received one up to the last.
         finally_needs: messages consumed at the very end (losses).
-        cuts: where each call begins in `steps`, for a program that was lowered call by call.
+        cuts: index in `steps` at which each call begins, for a program that was lowered call by call.
 
     Attributes:
-        fused: each I with its W right behind it: nobody waits for what is between, and they run as one backward.
+        fused: each I directly followed by its W, with nothing in between that another rank waits for; the pair runs as
+            one backward.
     """
 
     rank: int
@@ -63,9 +64,10 @@ class RankProgram:
         object.__setattr__(self, "fused", frozenset(_fused(self.steps)))
 
     def last_backwards(self) -> dict[Action, Collective]:
-        """By backward, the sum of its stage's gradients alone that is begun right behind it, or behind its fused W.
+        """By backward, the all-reduce of its own stage's gradients that begins directly after it (or after its fused
+        W).
 
-        Its first tensors may leave within: nothing else that other ranks take part in begins between.
+        Its first tensors may leave during the backward, since no other collective begins in between.
         """
         found: dict[Action, Collective] = {}
         before: Work | None = None
@@ -81,10 +83,10 @@ class RankProgram:
 
 
 def _fused(steps: Sequence[Step]) -> Iterator[Action]:
-    """Each I with its W behind it, and no more between them than receives that are posted:
+    """Each I with its W after it, and nothing but posted receives in between:
 
-    1I3 1SEND_B3 1W3    the gradient leaves, and W fills the time that it takes: two
-    0I3 0W3             nobody waits for a gradient: one
+    1I3 1SEND_B3 1W3    the gradient leaves, and W overlaps with the send: two actions
+    0I3 0W3             no rank waits for a gradient: one backward
     """
     before: Action | None = None
     for step in steps:
@@ -100,16 +102,16 @@ def _fused(steps: Sequence[Step]) -> Iterator[Action]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A schedule with its communication, a program a rank."""
+    """A schedule with its communication, a program per rank."""
 
     schedule: Schedule
     programs: tuple[RankProgram, ...]
 
 
 def run_as_one(schedule: Schedule) -> Mapping[int, frozenset[int]]:
-    """By stage, the indices of I that run with the W behind them as one backward, as `RankProgram.fused` says.
+    """By stage, the indices of I that run with the following W as one backward, as in `RankProgram.fused`.
 
-    W stands right behind I, for whose gradient no other rank waits. O(actions).
+    W directly follows an I for whose gradient no other rank waits. O(actions).
 
     >>> from .families.registry import build
     >>> {stage: sorted(found) for stage, found in run_as_one(build("zb-h1", num_ranks=2, num_microbatches=4)).items()}
@@ -131,8 +133,8 @@ def run_as_one(schedule: Schedule) -> Mapping[int, frozenset[int]]:
     return {stage: frozenset(own) for stage, own in found.items()}
 
 
-def indices_a_batch(schedule: Schedule, what: Work | Message) -> int:
-    """Indices that such steps and messages have in a batch: one a microbatch, or one an update group."""
+def indices_per_batch(schedule: Schedule, what: Work | Message) -> int:
+    """Indices of such a step or message in a batch: the number of microbatches, or of update groups."""
     of_groups = what.kind not in STAGE_KINDS if isinstance(what, Message) else not isinstance(what, Action)
     return schedule.groups_per_batch if of_groups or what[1] is Op.U else schedule.num_microbatches
 
@@ -153,7 +155,7 @@ def check_calls(lowered: Lowered) -> None:
                     raise ScheduleError(
                         f"{step} on rank {program.rank} runs in the call of batch {call} and needs the {message}, "
                         f"which is sent in that of batch {sent[message]}: a call must not wait for batches to come; "
-                        f"move {step} behind the first forward of a later batch"
+                        f"move {step} after the first forward of a later batch"
                     )
 
 
@@ -170,7 +172,7 @@ def by_call(program: RankProgram) -> list[tuple[int, Step]]:
 
 
 def parts_of(program: RankProgram, *, count: int) -> list[RankProgram]:
-    """The program of each of `count` calls. What the whole waits for at its end, the last one does."""
+    """The program of each of `count` calls; the last one takes what the whole program waits for at its end."""
     steps: list[list[Step]] = [[] for _ in range(count)]
     for call, step in by_call(program):
         steps[call].append(step)

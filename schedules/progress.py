@@ -1,13 +1,13 @@
-"""Programs of ranks run without time: how far each of them gets, and receives posted earlier so that all end.
+"""Untimed runs of programs: how far each rank gets, and receives posted earlier so that all ranks reach their end.
 
-A transport may hold a rank at a send until its receive is posted on the other side, as NCCL does where a message is too
-large for its buffers. Then ranks may stand still that go on where sends never wait:
+A transport may block a send until its receive is posted on the other side, as NCCL does for a message too large for its
+buffers. Then ranks may deadlock that do not where sends never block:
 
     rank 0   0F5 >0SEND_F5 .. 2RECV_F1 2F1        waits for rank 1 to post the receive of F5
     rank 1   1F1 >1SEND_F1 .. 1RECV_F5 1F5        waits for rank 0 to post the receive of F1
 
-What a rank can do next it can still do after whatever others do first. So one run decides; and where ranks stand still,
-a receive that is posted right where its rank stands lets the sender go on.
+A step that is possible stays possible after any steps of other ranks, so one run decides. Where ranks are stuck, a
+receive that is posted at the place where its rank is stuck lets the sender continue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .program import RankProgram, Step
 
 
 class UntimedRun:
-    """A run, which goes on from where it stands still; `lacks`: by rank, the message at which it last did."""
+    """A run that can be continued; `lacks`: by rank, the message at which it was last stuck."""
 
     def __init__(self, programs: Sequence[RankProgram], *, sends_wait: bool) -> None:
         self.steps: list[list[Step]] = [list(program.steps) for program in programs]
@@ -32,10 +32,10 @@ class UntimedRun:
         self.sends_wait = sends_wait
         self._sent: set[Message] = set()
         self._posted: set[Message] = set()
-        self._held: dict[Message, tuple[int, ...]] = {}  # the rank that stands still for it
+        self._held: dict[Message, tuple[int, ...]] = {}  # the rank that waits for it
 
     def run(self) -> list[int]:
-        """Go on as far as possible; the ranks that do not get to their ends."""
+        """Continue as far as possible; returns the ranks that do not reach their ends."""
         ends = [len(steps) for steps in self.steps]
         runnable = list(range(len(ends)))
         while runnable:
@@ -63,7 +63,7 @@ class UntimedRun:
         return [{step.message: step.peer for step in own if isinstance(step, Transfer)} for own in self.steps]
 
     def circle(self, stuck: Sequence[int]) -> list[int]:
-        """Some of the ranks that stand still, of which each waits for the next."""
+        """Some of the stuck ranks, each of which waits for the next."""
         path = [stuck[0]]
         while (peer := self._peers[path[-1]][self.lacks[path[-1]]]) in stuck:
             if peer in path:
@@ -73,14 +73,14 @@ class UntimedRun:
 
 
 def post_in_time(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
-    """The same with receives posted as much earlier as it takes that sends which wait for them end.
+    """The programs with receives posted early enough that sends which block until then complete.
 
-    Where receives cannot help all stay as they are.
+    Unchanged if no posting of receives helps.
     """
     run = UntimedRun(programs, sends_wait=True)
     while stuck := run.run():
-        standing = ((rank, run.steps[rank][run.at[rank]]) for rank in run.circle(stuck))
-        sends = [(rank, step) for rank, step in standing if isinstance(step, Transfer)]
+        waiting = ((rank, run.steps[rank][run.at[rank]]) for rank in run.circle(stuck))
+        sends = [(rank, step) for rank, step in waiting if isinstance(step, Transfer)]
         if not sends:
             return tuple(programs)
         (rank, (message, peer, _)), *_ = sends
@@ -90,9 +90,10 @@ def post_in_time(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
 
 
 def where_sends_wait(programs: Sequence[RankProgram]) -> str | None:
-    """The circle in which ranks would wait for each other if a send held its rank until its receive is posted.
+    """The circle in which ranks would wait for each other if a send blocked until its receive is posted; None without
+    one.
 
-    Raises ScheduleError where they do so in any case.
+    Raises ScheduleError for a deadlock in any case.
     """
     run = UntimedRun(programs, sends_wait=True)
     stuck = run.run()
@@ -102,6 +103,6 @@ def where_sends_wait(programs: Sequence[RankProgram]) -> str | None:
     for rank in run.run():
         raise ScheduleError(
             f"deadlock: rank {rank} waits before {run.steps[rank][run.at[rank]]} for the {run.lacks[rank]}, whose "
-            f"sender waits as well: expected updates that stand in front of all that uses the version which they make"
+            f"sender waits as well: expected each update before every use of the version that it makes"
         )
     return "; ".join(steps) or None

@@ -1,4 +1,4 @@
-"""How long the slices of a sequence should be, where later ones attend to more.
+"""Lengths of the slices of a sequence, since later slices attend to more tokens.
 
 tokens    0           T      causal attention: token i sees i + 1 tokens, so slices of equal length take longer and
 equal     |--|--|--|--|      longer, and the longest one sets the pace of the pipeline
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from .kinds import at_least, option
 
-if TYPE_CHECKING:  # numpy is imported where it is used: simulating and printing schedules need none
+if TYPE_CHECKING:  # numpy is imported where it is used: simulating and printing schedules do not need it
     import numpy as np
 
 SliceCost = Callable[[int, int], float]  # (tokens of a slice, tokens before it) -> seconds
@@ -27,7 +27,7 @@ _Table: TypeAlias = (
 class CausalSeconds:
     """Seconds of a slice on a stage: fixed + per_token * l + per_pair * l * (offset + l / 2).
 
-    Each of its l tokens attends to the `offset` tokens before the slice, and to half of the slice.
+    Each of its l tokens attends to the `offset` earlier tokens, and on average to half of the slice.
 
     >>> CausalSeconds(per_token=1.0, per_pair=0.5)(4, 2)
     12.0
@@ -42,7 +42,7 @@ class CausalSeconds:
 
 
 def slice_seconds(lengths: Sequence[int], seconds: SliceCost) -> list[float]:
-    """Seconds of each slice; M times in a row they are `index_factors` of `Costs(forward=1.0, ...)`.
+    """Seconds of each slice; repeated M times they are `index_factors` of `Costs(forward=1.0, ...)`.
 
     >>> slice_seconds([3, 1], CausalSeconds(per_token=1.0, per_pair=2.0))
     [12.0, 8.0]
@@ -52,17 +52,17 @@ def slice_seconds(lengths: Sequence[int], seconds: SliceCost) -> list[float]:
 
 
 def equal_work_lengths(total: int, num_slices: int, seconds: SliceCost, *, multiple: int = 1) -> tuple[int, ...]:
-    """The lengths whose longest slice takes the least seconds; of such, those that take the least together.
+    """The lengths that minimise the seconds of the longest slice, then their sum: the choice for Seq1F1B.
 
-    What Seq1F1B wants, in which the longest slice sets the pace. O(n K^2) for K = total / multiple.
+    O(n K^2) for K = total / multiple.
 
     Arguments:
         total: tokens of a sequence, T.
         num_slices: n.
         seconds: of a slice, such as `CausalSeconds`.
-        multiple: of which each length is one.
+        multiple: divides each length.
 
-    Raises ValueError for sizes that make no slices.
+    Raises ValueError for sizes that do not fit.
 
     >>> equal_work_lengths(16, 4, CausalSeconds(per_token=1.0, per_pair=1.0))
     (7, 4, 3, 2)
@@ -84,25 +84,25 @@ def shortest_lengths(
     num_slices: int | None = None,
     multiple: int = 1,
 ) -> tuple[int, ...]:
-    """The lengths under which all slices pass P equal stages soonest: TeraPipe's dynamic programme.
+    """The lengths with which all slices pass P equal stages soonest: TeraPipe's dynamic programme.
 
-    P stages take M (t1 + ... + tn) + (P - 1) max(t1, ..., tn): each slice waits for the longest in front of it once. So
-    for each longest slice that is possible the sum is made least, over all cuts (TeraPipe, section 3.3, where it is
-    approximate; here every length of a slice is tried). Under the `terapipe` schedule the makespan is just that, with
-    seconds of F + B where B is a multiple of F.
+    P stages take M (t1 + ... + tn) + (P - 1) max(t1, ..., tn), since the longest slice delays each stage once. For each
+    possible longest slice, the sum is minimised over all cuts (TeraPipe, section 3.3, where this is approximate; here
+    every length of a slice is tried). This is the makespan of the `terapipe` schedule, with seconds of F + B where B is
+    a multiple of F.
 
     Arguments:
-        num_slices: n; None: as many as are best, which a fixed cost of a slice limits.
+        num_slices: n; None: the best number, which a fixed cost per slice limits.
         others: as in `equal_work_lengths`.
 
-    O(K^3) for each of at most K^2 longest slices, K = total / multiple; those that cannot be best are left out.
+    O(K^3) for each of at most K^2 longest slices, K = total / multiple; those that cannot be best are skipped.
     """
     import numpy as np
 
     table = _table(total, seconds, multiple, least=num_slices or 1)
     best = np.inf
     found: tuple[int, ...] = (total,)
-    together, _ = _sums(table, num_slices)  # no order of slices takes less
+    together, _ = _sums(table, num_slices)  # the least possible sum
     for longest in np.unique(table[np.isfinite(table)]):
         if num_microbatches * together + (num_ranks - 1) * longest >= best:
             break
@@ -134,22 +134,26 @@ def _table(total: int, seconds: SliceCost, multiple: int, *, least: int) -> _Tab
 
 
 def _fewest(table: _Table, num_slices: int, together: Callable[..., np.ndarray]) -> tuple[float, list[int]]:
-    """The least of `together` over all slices, for exactly so many; and where the slices of that cut end."""
+    """The least combination of exactly so many slices, and the units at which they end.
+
+    With t[s, e] the seconds of a slice and `together` max or +: f[1, e] = t[0, e], and f[n, e] is the least of
+    together(f[n - 1, s], t[s, e]) over s.
+    """
     units = len(table) - 1
     least = table[0]
-    ways: list[np.ndarray] = []
+    starts: list[np.ndarray] = []
     for _ in range(num_slices - 1):
         each = together(least[:, None], table)
-        ways.append(each.argmin(axis=0))
+        starts.append(each.argmin(axis=0))
         least = each.min(axis=0)
     ends = [units]
-    for way in reversed(ways):
-        ends.append(int(way[ends[-1]]))
+    for start in reversed(starts):
+        ends.append(int(start[ends[-1]]))
     return float(least[units]), ends[::-1]
 
 
 def _sums(table: _Table, num_slices: int | None) -> tuple[float, list[int]]:
-    """The least sum; for any number of slices where none is given."""
+    """The least sum; of any number of slices by default."""
     import numpy as np
 
     if num_slices is not None:
@@ -157,14 +161,14 @@ def _sums(table: _Table, num_slices: int | None) -> tuple[float, list[int]]:
     units = len(table) - 1
     least = np.full(units + 1, np.inf)
     least[0] = 0.0
-    way = np.zeros(units + 1, dtype=int)
+    start = np.zeros(units + 1, dtype=int)
     for end in range(1, units + 1):
         each = least[:end] + table[:end, end]
-        way[end] = each.argmin()
-        least[end] = each[way[end]]
+        start[end] = each.argmin()
+        least[end] = each[start[end]]
     ends = [units]
-    while way[ends[-1]]:
-        ends.append(int(way[ends[-1]]))
+    while start[ends[-1]]:
+        ends.append(int(start[ends[-1]]))
     return float(least[units]), ends[::-1]
 
 

@@ -1,5 +1,6 @@
-"""Schedules as text, from their actions and plain data: the CSV of torch.distributed.pipelining, JSON, and grids for
-people. `Schedule` has the methods."""
+"""Schedules as text: the CSV of torch.distributed.pipelining, JSON, and grids for people. `Schedule` has the
+methods.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ _BY_HAND = [["0F0", "0B0"], ["1F0", "1B0"]]
 _JSON_KEYS = frozenset(
     ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
 )
-# Files that were written before there were such have none.
+# Missing from older files.
 _OPTIONAL_KEYS = frozenset({"update_every", "owners", "num_slices", "without_backward"})
-# What torch's tables hold besides compute; lowering inserts its own.
+# Communication in torch's tables; lowering inserts its own.
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's cell of a forward and a backward that may run at once
 
 
-Cells = Sequence[Sequence[Action | None]]  # [P][T]: what each rank does in each unit of time; None: idle
+Cells = Sequence[Sequence[Action | None]]  # [P][T]: the action of each rank in each unit of time; None: idle
 
 
 def unit_time_cells(
@@ -34,7 +35,7 @@ def unit_time_cells(
     """See `Schedule.unit_time_cells`.
 
     Arguments:
-        needs: the actions of other ranks that an action waits for; the order of its program says the rest.
+        needs: the actions of other ranks that an action waits for; its own rank's are implied by program order.
     """
     rows: list[list[Action | None]] = [[] for _ in programs]
     waiting = [deque(program) for program in programs]
@@ -75,7 +76,7 @@ def read_csv(text: str) -> dict[int, tuple[Action, ...]]:
     """The program of each row, by its number (from 1); see `Schedule.from_csv`."""
     rows = {row: _read_row(row, line) for row, line in enumerate(text.splitlines(), start=1) if line.strip()}
     if not any(rows.values()):
-        raise ScheduleError("the table has no action: expected a row a rank with cells such as 0F0")
+        raise ScheduleError("the table has no action: expected a row per rank with cells such as 0F0")
     return rows
 
 
@@ -116,7 +117,6 @@ def _read_row(row: int, line: str) -> tuple[Action, ...]:
 
 
 def read_json(text: str) -> object:
-    """Data of a JSON text. Raises ScheduleError for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
@@ -205,7 +205,7 @@ def _whole(value: object, key: str) -> int:
 
 
 def grid_of(cells: Cells, programs: Sequence[Sequence[Action]], *, several: bool) -> str:
-    """See `Schedule.grid`; `several`: whether the stage stands before the op."""
+    """See `Schedule.grid`; `several`: whether the stage is printed before the op."""
     texts = [["." if c is None else str(c) if several else f"{c.op.value}{c.index}" for c in row] for row in cells]
     moves = [_move_cells(program, row, several=several) for program, row in zip(programs, cells, strict=True)]
     width = max((len(cell) for row in (*texts, *moves) for cell in row), default=1)
@@ -222,7 +222,7 @@ _MARKS = {Op.OFFLOAD: ">", Op.RELOAD: "<"}
 
 
 def _move_cells(program: Sequence[Action], row: Sequence[Action | None], *, several: bool) -> list[str]:
-    """Moves of a rank, each under the action in front of which it is begun; at the end in a cell more."""
+    """Moves of a rank, each below the action before which it begins; those at the end in an extra cell."""
     column = {action: at for at, action in enumerate(row) if action is not None}
     cells: list[list[str]] = [[] for _ in range(len(row) + 1)]
     at = len(row)

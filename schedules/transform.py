@@ -1,4 +1,4 @@
-"""Schedules made of schedules: as replicas, without dead ranks, on other ranks, with late updates, with offloading."""
+"""Schedules made from schedules: replicated, without dead ranks, on other ranks, with late updates, with offloading."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .weight_rules import RULES
 
 
 def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
-    """D pipelines side by side, each on a share of the batch: data parallelism as one schedule.
+    """Data parallelism as one schedule: D copies of the pipeline, each on a share of the batch.
 
         replica 0: rank 0 | 0F0 0F2 ...     Rank r becomes the ranks rD .. rD+D-1, microbatch k of replica q becomes
-        replica 1: rank 1 | 0F1 0F3 ...     kD + q: round-robin, as `Schedule.owner` has it. M becomes MD.
+        replica 1: rank 1 | 0F1 0F3 ...     kD + q: round-robin, as in `Schedule.owner`. M becomes MD.
 
-    The updates of a stage's replicas are one: their gradients are summed. A stage that has several owners has D times
-    as many, each in the place of one.
+    The replicas of a stage share each update: their gradients are summed. A stage that has several owners has D times
+    as many, each of them replaced by its D copies.
 
     Raises ValueError for D below 1.
 
@@ -51,24 +51,24 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
 
 
 def schedule_without(schedule: Schedule, dead: Collection[int]) -> Schedule:
-    """The same work without these ranks: their microbatches go to the other owners of the same stages, in turn.
+    """The same work without these ranks: their microbatches go to the other owners of the same stages, round-robin.
 
         1f1b, P=2, D=2    rank 0 | 0F0 0F2 0B0 0B2    without rank 1    rank 0 | 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
                           rank 1 | 0F1 0F3 0B1 0B3                      rank 1 |
                           rank 2 | 1F0 1B0 1F2 1B2                      rank 2 | 1F0 1B0 1F2 1B2
                           rank 3 | 1F1 1B1 1F3 1B3                      rank 3 | 1F1 1B1 1F3 1B3
 
-    A dead rank is one with nothing to do. Each other runs its own and what it took over in the order in which they
-    began before: a topological order of all actions, whence no deadlock. After ReCycle (SOSP 2024, section 3).
+    A dead rank has an empty program. Each other rank runs its own actions and those it took over in the order of their
+    previous start times: a topological order of all actions, hence no deadlock. After ReCycle (SOSP 2024, section 3).
 
-    Raises ScheduleError for ranks that are none, for a stage that stands on dead ranks alone, and for a schedule that
-    does not flush, or whose activations move.
+    Raises ScheduleError for ranks that do not exist, for a stage whose ranks are all dead, and for a schedule that does
+    not flush, or that offloads activations.
     """
     gone = sorted({*dead})
     if not gone:
         return schedule
     if not set(gone) <= set(range(schedule.num_ranks)):
-        raise ScheduleError(f"ranks {gone} without which to go on: expected some of 0 to {schedule.num_ranks - 1}")
+        raise ScheduleError(f"dead ranks {gone}: expected some of 0 to {schedule.num_ranks - 1}")
     if schedule.is_asynchronous or schedule.num_batches > 1 or schedule.moves_activations:
         raise ScheduleError(
             f"schedule {schedule.name!r} without the ranks {gone}: batches overlap, or activations move, in it; "
@@ -89,7 +89,7 @@ def schedule_without(schedule: Schedule, dead: Collection[int]) -> Schedule:
 
 
 def _living_owners(stage: int, ranks: Sequence[int], gone: Collection[int]) -> tuple[int, ...]:
-    """Owners of a stage without the dead: a dead one's turns go round the others, so some stand there several times.
+    """Owners of a stage without the dead: their microbatches go round the others, so some owners occur several times.
 
     >>> _living_owners(0, (0, 1, 2), [1])
     (0, 2, 2, 0, 0, 2)
@@ -97,8 +97,7 @@ def _living_owners(stage: int, ranks: Sequence[int], gone: Collection[int]) -> t
     living = [rank for rank in ranks if rank not in gone]
     if not living:
         raise ScheduleError(
-            f"stage {stage} stands on rank {', '.join(map(str, ranks))} alone, and none of them is left: expected one "
-            f"that lives"
+            f"stage {stage} is on rank {', '.join(map(str, ranks))} only, and none is left: expected a living one"
         )
     if len(living) in (1, len(ranks)):
         return tuple(living)
@@ -111,7 +110,7 @@ def _living_owners(stage: int, ranks: Sequence[int], gone: Collection[int]) -> t
 
 
 def on_rows(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
-    """The rows of these ranks alone, numbered anew: of a schedule whose other ranks have nothing to do."""
+    """The rows of these ranks only, renumbered: for a schedule whose other ranks have empty programs."""
     number = {rank: new for new, rank in enumerate(ranks)}
     return replace(
         schedule,
@@ -122,9 +121,9 @@ def on_rows(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
 
 
 def on_ranks(schedule: Schedule, ranks: Sequence[int], *, num_ranks: int) -> Schedule:
-    """The same on other ranks of a larger world: rank r's program runs on `ranks[r]`, the others have nothing to do.
+    """The same on other ranks of a larger world: rank r's program runs on `ranks[r]`, the others have empty programs.
 
-    Raises ScheduleError for ranks that stand twice, are too few, or are not below `num_ranks`.
+    Raises ScheduleError for ranks that repeat, are too few, or are not below `num_ranks`.
     """
     if len(ranks) != schedule.num_ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks)):
         raise ScheduleError(
@@ -141,12 +140,13 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int], *, num_ranks: int) -> Sch
 
 
 def defer_updates(schedule: Schedule) -> Schedule:
-    """Each update right before the first forward that uses its version; 2BW: U(t) before the first of batch t + 2.
+    """Each update moved right before the first forward that uses its version; 2BW: U(t) before the first of batch t +
+    2.
 
-    What the update waits for (the global gradient norm, the gradients of tied weights and replicas) comes from ranks
-    that end batch t later; so nobody stands still for it. A rank then holds two sets of gradients.
+    An update waits for the global gradient norm, or for gradients of tied weights and replicas, from ranks that end
+    batch t later; deferred, it delays no rank. A rank then holds two sets of gradients.
 
-    Raises ScheduleError for a rule under which a forward takes the newest version there is.
+    Raises ScheduleError for a rule under which a forward takes the newest version.
     """
     rule = schedule.rule
     if not rule.updates_may_wait:
@@ -158,8 +158,8 @@ def defer_updates(schedule: Schedule) -> Schedule:
 
 
 def with_late_updates(schedule: Schedule, links: Links | None) -> Schedule:
-    """The schedule as the runtime runs it over these links: updates that wait for sums are as late as they may be, so
-    that the sums go on beside actions."""
+    """The schedule as the runtime runs it over these links: updates that wait for sums come as late as possible, so
+    that the sums overlap with actions."""
     waits = links is not None and links.sums and schedule.rule.updates_may_wait
     return defer_updates(schedule) if waits else schedule
 
@@ -182,27 +182,27 @@ def _defer(schedule: Schedule, program: Sequence[Action]) -> tuple[Action, ...]:
 def with_offload(
     schedule: Schedule, *, share: float = 0.5, stages: Collection[int] | None = None, costs: Costs | None = None
 ) -> Schedule:
-    """The same order, in which a share of each rank's activations waits on its host: those that live longest.
+    """The same order with a share of each rank's activations offloaded to its host: those that live longest.
 
         rank 0 | 0F0 0F1  2F0  2F1 . 2B0  . 2B1  0B0  0B1      interleaved, P=2, V=2, M=2: half of the stages,
                |     0>0  0>1                0<0  0<1          which is stage 0 on rank 0
 
-    Whole stages are taken, those first whose activations live longest between forward and backward; of the one at the
-    border every so many microbatches. Each leaves right behind its forward and comes back beside the actions in front
-    of its backward: as many as take as long as that way (`costs.reload`; a forward, where that is 0). What has fewer
-    stays there.
+    Whole stages are offloaded, those first whose activations live longest between forward and backward; of the last
+    such stage only every so many microbatches. An activation leaves directly after its forward, and its reload overlaps
+    with as many actions before its backward as take as long (`costs.reload`; a forward, where that is 0). Activations
+    with fewer actions in between stay.
 
-    So nobody waits while ways take no longer than that and each direction of the link keeps up: a forward, in a steady
-    state of forwards and backwards by turns. Of V chunks whose lives are in arithmetic progression (`gis`,
-    `interleaved`), the half that stays is a quarter of what there was, as a mean over time. The peak falls to a quarter
-    where groups are half as large as P (`gis` with group_size=P/2): of the P V activations of 1F1B, P V / 4 stay, and
-    two move. In groups of P the chunks that stay are there all at once, and it falls to a half; V = 1 has no stages to
-    choose from, and every other microbatch leaves.
+    Moves therefore delay no rank as long as they take no longer than that and each direction of the link keeps up: one
+    forward, in a steady state of alternating forwards and backwards. With V chunks whose lifetimes form an arithmetic
+    progression (`gis`, `interleaved`), offloading half of them leaves a quarter of the memory, averaged over time. The
+    peak falls to a quarter with groups of P/2 (`gis` with group_size=P/2): of the P V activations of 1F1B, P V / 4
+    stay, and two are being moved. With groups of P the remaining chunks peak together, and it falls to a half. With V =
+    1 there are no stages to choose from, and every other microbatch is offloaded.
 
     Arguments:
         share: of the stages of each rank, from 0 to 1.
         stages: these instead, whole.
-        costs: by which lifetimes are compared and ways hidden; F 1, B 2 where not given.
+        costs: for comparing lifetimes and hiding moves; F 1, B 2 by default.
 
     Raises ValueError for another share, ScheduleError for a schedule whose activations cannot move (see `find_moves`).
     """
@@ -222,7 +222,6 @@ def with_offload(
 
 
 def _longest(lives: dict[tuple[int, int], float], share: float) -> set[tuple[int, int]]:
-    """The (stage, microbatch) pairs that leave."""
     by_stage: dict[int, list[int]] = {}
     for stage, index in sorted(lives):
         by_stage.setdefault(stage, []).append(index)
@@ -232,7 +231,7 @@ def _longest(lives: dict[tuple[int, int], float], share: float) -> set[tuple[int
     for stage in sorted(by_stage, key=lambda s: (-mean[s], s)):
         part = min(1.0, max(0.0, left))
         left -= part
-        # Evenly spread: a microbatch leaves where their number, so far, grows by one.
+        # Evenly spread: a microbatch is offloaded where the rounded count grows by one.
         chosen |= {(stage, k) for at, k in enumerate(by_stage[stage]) if int((at + 1) * part) > int(at * part)}
     return chosen
 
@@ -240,8 +239,12 @@ def _longest(lives: dict[tuple[int, int], float], share: float) -> set[tuple[int
 def _with_moves(
     program: Sequence[Action], chosen: set[tuple[int, int]], seconds: Sequence[float], reload: Sequence[float]
 ) -> tuple[Action, ...]:
-    """The program with what is chosen and far enough from its backward leaving and coming back, by the seconds of each
-    action and, by stage, of the way back."""
+    """The program with the chosen pairs offloaded if they are far enough from their backward.
+
+    Arguments:
+        seconds: of each action.
+        reload: of each stage [s].
+    """
     backward = {(a.stage, a.index): at for at, a in enumerate(program) if a.op in BACKWARD_OPS}
     before: dict[int, list[Action]] = {}
     for at, (stage, op, index) in enumerate(program):

@@ -1,7 +1,7 @@
-"""Which weight version each forward and backward uses, and how many versions a rank must keep.
+"""The weight version that each forward and backward uses, and the number of versions that a rank must keep.
 
-A version of a stage is made by its U; version 0 is there from the start, and update u makes version u + 1. Where the
-backward of a microbatch uses the version of its forward, that must be kept until then:
+A stage starts at version 0, and its update u makes version u + 1. Where the backward of a microbatch uses the version
+of its forward, that version must be kept until then:
 
     stashing, warm-up 2:  F0 F1 F2 B0 U0 F3 B1 U1 F4 ...       F3 uses version 1 while B1, B2 still need version 0
     2bw, M=2:             F0 B0 F1 B1 U0 F2 B2 F3 B3 U1 F4     F2 and F3 use version 0, though U0 has made 1
@@ -20,13 +20,13 @@ from .liveness import activations
 class Versions:
     """Weight versions of a schedule, as derived from its updates.
 
-    used: the version of each forward, by (stage, index): what the rule asks for.
-    newest: the newest version that stood before it in its program.
-    in_backward: the version of each backward that may be another than that of its forward.
+    used: the version of each forward under the rule, by (stage, index).
+    newest: the newest version before each forward in its program.
+    in_backward: the version of each backward that may differ from that of its forward.
     peak_live: per rank, the most consecutive versions of one stage that must be kept at once.
-    staleness: per rank, the most updates of its stage between the version that a gradient was computed at (in the
+    staleness: per rank, the most updates of a stage between the version that a gradient was computed at (in the
         forward) and the version that it is applied to.
-    drift: per rank, the most updates of its stage between the versions of a forward and its backward.
+    drift: per rank, the most updates of a stage between the versions of a forward and its backward.
     """
 
     used: dict[tuple[int, int], int]
@@ -46,7 +46,7 @@ def derive_versions(schedule: Schedule) -> Versions:
     """Count the updates before each forward, apply the rule, and follow each version to its last use. O(actions)."""
     rule = schedule.rule
     newest: dict[tuple[int, int], int] = {}
-    newest_behind: dict[tuple[int, int], int] = {}
+    newest_in_backward: dict[tuple[int, int], int] = {}
     for program in schedule.programs:
         made: dict[int, int] = {}
         for stage, op, index in program:
@@ -55,7 +55,7 @@ def derive_versions(schedule: Schedule) -> Versions:
             elif op is Op.F:
                 newest[stage, index] = made.get(stage, 0)
             elif rule.changes_in_flight and op in (Op.B, Op.I):  # W reads no weights
-                newest_behind[stage, index] = made.get(stage, 0)
+                newest_in_backward[stage, index] = made.get(stage, 0)
     if schedule.is_asynchronous or schedule.num_batches > 1:
         used = {
             (stage, index): rule.version(index, schedule.num_microbatches, version, newest.get((0, index), 0))
@@ -63,7 +63,7 @@ def derive_versions(schedule: Schedule) -> Versions:
         }
     else:
         used = dict.fromkeys(newest, 0)
-    in_backward = {key: rule.version_in_backward(used[key], version) for key, version in newest_behind.items()}
+    in_backward = {key: rule.version_in_backward(used[key], version) for key, version in newest_in_backward.items()}
     walks = [_walk(schedule, program, used, in_backward) for program in schedule.compute_programs]
     drift = [0] * schedule.num_ranks
     for (stage, index), version in in_backward.items():
@@ -110,14 +110,14 @@ def _walk(
 
 
 def check_rule(schedule: Schedule, versions: Versions) -> None:
-    """Raise ScheduleError where a forward's version is not there yet, or no longer, by the updates in its program."""
+    """Raise ScheduleError where a forward's version does not exist yet, or no longer, by the updates in its program."""
     rule = schedule.rule
     most = rule.most_versions
     for (stage, index), version in versions.used.items():
         newest = versions.newest[stage, index]
         if version > newest:
             raise ScheduleError(
-                f"{stage}F{index} stands behind {newest} updates of stage {stage}, so its newest weight version is "
+                f"{stage}F{index} comes after {newest} updates of stage {stage}, so its newest weight version is "
                 f"{newest}, but the rule {rule.name!r} asks for version {version}: move an update (U) of stage "
                 f"{stage} on rank {schedule.owner(stage, index)}"
             )
@@ -125,17 +125,17 @@ def check_rule(schedule: Schedule, versions: Versions) -> None:
         if most is not None and peak > most:
             raise ScheduleError(
                 f"rank {rank} must keep {peak} weight versions of a stage at once, and the rule {rule.name!r} allows "
-                f"{most}: move an update (U) behind the last forward and backward that use the version it replaces"
+                f"{most}: move an update (U) after the last forward and backward that use the version it replaces"
             )
     if rule.changes_in_flight:
         _check_drift(schedule, versions)
 
 
 def _check_drift(schedule: Schedule, versions: Versions) -> None:
-    """Raise ScheduleError where more updates stand between a forward and its backward than the others in flight need.
+    """Raise ScheduleError where there are more updates between a forward and its backward than necessary.
 
-    Of n in flight at a stage, n - 1 backwards run in between; with an update behind each k of a rank's own, at most
-    ceil((n - 1)/k) updates.
+    Of n microbatches in flight at a stage, n - 1 backwards run in between; with an update after each k of a rank's own,
+    at most ceil((n - 1)/k) updates.
     """
     for rank, program in enumerate(schedule.programs):
         if not versions.drift[rank]:
@@ -148,13 +148,13 @@ def _check_drift(schedule: Schedule, versions: Versions) -> None:
             if (stage, index) not in versions.in_backward or op is not Op.F:
                 continue
             own = schedule.group_size // len(schedule.owners[stage])
-            before, behind = versions.used[stage, index], versions.in_backward[stage, index]
+            before, after = versions.used[stage, index], versions.in_backward[stage, index]
             allowed = -(-(in_flight[stage] - 1) // own)
-            if behind - before > allowed:
+            if after - before > allowed:
                 raise ScheduleError(
-                    f"{behind - before} updates stand between {stage}F{index} and its backward on rank {rank}, and the "
+                    f"{after - before} updates are between {stage}F{index} and its backward on rank {rank}, and the "
                     f"rule {schedule.rule.name!r} allows {allowed}: with {in_flight[stage]} in flight, an update "
-                    f"behind each {own} of the others. Move updates (U) of stage {stage} behind their last backward"
+                    f"after each {own} of the others. Move updates (U) of stage {stage} after their last backward"
                 )
 
 
@@ -163,7 +163,7 @@ def check_updates(schedule: Schedule) -> None:
 
         ... 0B2 0B3 [0U0] 0F8 0B4 ... 0B7 [0U1] ...      groups of 4: U0 after all backwards of microbatches 0..3
 
-    A flush schedule of one batch holds no U: its update is its epilogue. Neither does one without a backward.
+    A flush schedule of one batch has no U: its update is its epilogue. Neither has one without a backward.
     """
     if schedule.has_backward and not schedule.has_epilogue:
         for rank, program in enumerate(schedule.programs):
@@ -171,7 +171,7 @@ def check_updates(schedule: Schedule) -> None:
         return
     surplus = [action for program in schedule.programs for action in program if action.op is Op.U]
     if surplus:
-        why = "since its update comes behind it" if schedule.has_backward else "since it has no gradient"
+        why = "since its update comes after it" if schedule.has_backward else "since it has no gradient"
         raise ScheduleError(
             f"{surplus[0]} on rank {schedule.owner(surplus[0].stage, 0)}: a flush schedule of one batch holds no U, "
             f"{why}; expected F B I W alone"
@@ -195,7 +195,7 @@ def _check_rank_updates(schedule: Schedule, rank: int, program: tuple[Action, ..
         elif op is not Op.F and group < count[stage]:
             raise ScheduleError(
                 f"{action} on rank {rank}, position {position}, adds to the gradient that {stage}U{group}, which "
-                f"stands before it, has used: move that update behind it"
+                f"comes before it, has used: move that update after it"
             )
     for stage, number in count.items():
         if number < num_updates:

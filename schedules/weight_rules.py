@@ -1,14 +1,14 @@
-"""Weight rules: which weight version each forward uses, and what follows from that.
+"""Weight rules: which weight version each forward uses.
 
-Version 0 of a stage is there from the start, and its update u makes version u + 1. The backward of a microbatch uses
-the version of its forward; only where one version is kept, and changes in between, it uses what is there then.
+A stage starts at version 0, and its update u makes version u + 1. The backward of a microbatch uses the version of its
+forward, unless a stage keeps one version that changes in between: then it uses the current one.
 
-    rule            version of the forward of microbatch k of batch t (M a batch)       versions kept
+    rule            version of the forward of microbatch k of batch t (M per batch)     versions kept
     flush           t: all updates before, none within the batch                        1
     2bw             max(t - 1, 0), on every stage                                       2
     stashing        the newest of the stage                                             one for each in flight
     vertical-sync   the newest that the input stage had, on every stage                 one for each in flight
-    one-version     the newest of the stage; so in the backward                         1
+    one-version     the newest of the stage; likewise in the backward                   1
 
 A new rule is a row of `RULES`.
 """
@@ -23,16 +23,16 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRule:
-    """Decisions of a weight rule.
+    """A weight rule.
 
     Arguments:
         name: in `Schedule.weight_rule`.
-        version: that microbatch `index` (of M a batch) must use, by (index, M, newest, at_input): the newest of its
-            stage that stands before its forward, and the one that the input stage used (if it has run).
+        version: of microbatch `index` (of M per batch), as a function of (index, M, newest, at_input): the newest
+            version of its stage before its forward, and the one that the input stage used (if it has run).
         is_asynchronous: whether batches overlap.
         most_versions: of a stage that a rank may have to keep; None: no limit.
-        by_batch: whether the index of a microbatch alone names its version: all stages update between the same two
-            batches. Else each stage updates by itself.
+        by_batch: whether the index of a microbatch alone determines its version: all stages update between the same two
+            batches. Else stages update independently.
         changes_in_flight: whether weights change between the forward and the backward of a microbatch, which then uses
             the newest; else it uses the version of its forward.
     """
@@ -46,7 +46,7 @@ class WeightRule:
 
     @property
     def updates_may_wait(self) -> bool:
-        """Whether an update may stand later than right after its gradients."""
+        """Whether an update may come later than right after its gradients."""
         return self.by_batch and self.is_asynchronous
 
     @property
@@ -61,7 +61,7 @@ class WeightRule:
 
     @property
     def why_no_ties(self) -> str | None:
-        """Why a parameter cannot stand on stages of several ranks, and what to do; None: it can."""
+        """Why a parameter cannot be on stages of several ranks, and what to do; None: it can."""
         if self.by_batch:
             return None
         return (
@@ -70,19 +70,21 @@ class WeightRule:
         )
 
     def version_in_backward(self, version: int, newest: int) -> int:
-        """The version that a backward uses, whose forward used `version`, when the stage has come to `newest`."""
+        """The version of a backward whose forward used `version`, when the newest of the stage is `newest`."""
         return newest if self.changes_in_flight else version
 
     def version_in_stream(self, index: int, num_microbatches: int, *, oldest: int, steady: int) -> int:
-        """Likewise in a stream that a flush left at version `oldest`; `steady`: in one that has run for long."""
+        """The version of a forward in a stream that a flush left at version `oldest`; `steady`: in a stream without
+        a flush."""
         return self.version(index, num_microbatches, oldest, oldest) if self.by_batch else max(oldest, steady)
 
     def versions_kept(self, in_use: int) -> int:
-        """Versions of a stage that a rank makes room for, when its schedule has at most `in_use` in use at once."""
+        """Versions of a stage that a rank reserves memory for, when its schedule has at most `in_use` in use at
+        once."""
         return in_use if self.most_versions is None else self.most_versions
 
     def updates_per_batch(self, num_microbatches: int, replicas: Sequence[int]) -> int:
-        """Updates of a stage in a batch where `update_every` is not given; each replica adds to each."""
+        """Updates of a stage per batch by default; each replica contributes to each."""
         return num_microbatches // math.lcm(*replicas) if self.most_versions is None else 1
 
 
@@ -100,7 +102,7 @@ RULES: Mapping[str, WeightRule] = MappingProxyType(
             WeightRule(name="stashing", version=lambda _k, _M, newest, _: newest),
             # Vertical sync (PipeDream, SOSP 2019).
             WeightRule(name="vertical-sync", version=lambda _k, _M, _newest, at_input: at_input),
-            # PACI (Elam et al., 2026): a stage updates in place, behind the backward that ends an update group.
+            # PACI (Elam et al., 2026): a stage updates in place, after the backward that ends an update group.
             WeightRule(
                 name="one-version", version=lambda _k, _M, newest, _: newest, most_versions=1, changes_in_flight=True
             ),

@@ -1,4 +1,4 @@
-"""How counts, durations and sizes read wherever something is printed for people."""
+"""Counts, durations and sizes as they are printed for people."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def count(number: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows as it is: what it would carry out, such as an escape sequence, is shown as such.
+    """Text with control characters, such as those of an escape sequence, written as escapes.
 
     >>> printable("a\\n\\x1b[2J")
     'a\\n\\\\x1b[2J'
@@ -31,7 +31,7 @@ def printable(text: str) -> str:
 
 
 def wrapped(text: str, width: int = 80) -> str:
-    """Text whose long lines go on in further ones, below the second column where they have two.
+    """Text with long lines wrapped, indented to the second column where they have two.
 
     >>> print(wrapped("time      F 3.20 ms, B 10.5 ms, update 2 ms\\nnote: short", 32))
     time      F 3.20 ms, B 10.5 ms,
@@ -53,7 +53,7 @@ def wrapped(text: str, width: int = 80) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit in which it is at least 1, to three digits.
+    """A time to three digits, in the largest unit in which it is at least 1.
 
     >>> duration(10.584088), duration(0.0123), duration(5.2e-5), duration(3599.0), duration(0.0)
     ('10.6 s', '12.3 ms', '52.0 us', '3,599 s', '0 s')
@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the decimal unit in which they are at least 1, to three digits.
+    """Bytes to three digits, in the largest decimal unit in which they are at least 1.
 
     >>> size(5_123_456), size(80e9), size(12)
     ('5.12 MB', '80.0 GB', '12 bytes')

@@ -1,11 +1,11 @@
-"""Exhibits: one run, plan or schedule, read once and drawn by every view alike.
+"""Exhibits: one run, plan or schedule, read once and drawn by every view.
 
-    run folder, plan, schedule, CSV, trace ---> Exhibit ---> page, PNG and SVG, terminal, comparison
+run folder, plan, schedule, CSV, trace ---> Exhibit ---> page, PNG and SVG, terminal, comparison
 
-A view asks for what it draws and leaves out what is None; `notes` say to people what is missing, and why. All of them
-show the same figures over it:
+A view draws the parts that are not None; `notes` report to people what is missing, and why. All views show the same
+figures above it:
 
-            a step      bubble
+        per step    bubble
 predicted   33.4 ms      28.1%
 measured    35.1 ms      31.6%
 lower bound 33.0 ms      27.3%
@@ -19,7 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ..schedules import Costs, Links, MemoryCurve, StageBytes, StepSamples, Timeline, memory_curves
-from ..schedules.timing.bounds import least_seconds
+from ..schedules.timing.bounds import schedule_bound
 from ..schedules.timing.measured_inputs import median_costs
 from ..schedules.timing.sampling import SHARE
 from ..schedules.timing.simulate import busy_seconds
@@ -33,14 +33,14 @@ class Exhibit:
 
     Arguments:
         name: for headings: the run's, the schedule's or the file's.
-        predicted: simulated; None where nothing is.
+        predicted: simulated; None without a prediction.
         measured: traced steps, in ascending order.
-        costs, links: under which `predicted` was simulated; None: they are not known, and nothing can be varied.
-        sampled: steps simulated with durations as they vary; None where nobody knows how they do.
-        memory: [S] bytes of each stage, of which `curves` makes memory over time; empty where they are not known.
-        memory_limit: [P] of each rank's device [bytes]; None where nobody said.
+        costs, links: under which `predicted` was simulated; None: not known, and nothing can be varied.
+        sampled: steps simulated with varying durations; None if their variation is not known.
+        memory: [S] bytes of each stage, from which `curves` makes memory over time; empty if not known.
+        memory_limit: [P] of each rank's device [bytes]; None if not known.
         predicted_peak, measured_peak: [P] bytes of tensors that a plan predicted and that a run had at its peak; None
-            where there is none.
+            without one.
         notes: what could not be read or is missing, a sentence each.
     """
 
@@ -68,7 +68,7 @@ class Exhibit:
         return tuple(found)
 
     def curves(self, timeline: Timeline) -> tuple[MemoryCurve, ...] | None:
-        """[P] memory over time of one of its timelines; None where its stages' bytes are not known.
+        """[P] memory over time of one of its timelines; None if its stages' bytes are not known.
 
         Bytes are those of the predicted stages: a step measured with others, or on other ranks, has none.
         """
@@ -108,7 +108,7 @@ class HeadFigure(NamedTuple):
     """Seconds from batch to batch, and the idle fraction of the ranks at that pace.
 
     label: "predicted", "measured" or "lower bound".
-    how: what it holds for, for people.
+    how: its conditions, for people.
     """
 
     label: str
@@ -118,9 +118,9 @@ class HeadFigure(NamedTuple):
 
 
 def headline(exhibit: Exhibit) -> tuple[HeadFigure, ...]:
-    """Prediction, measurement and lower bound, as far as there are: for page, terminal, picture and comparison alike.
+    """Prediction, measurement and lower bound, as far as known, for all views.
 
-    The bound is under the costs of the prediction; where nobody knows them, under the medians of the timeline's own
+    The bound is under the costs of the prediction; if these are not known, under the medians of the timeline's own
     actions.
     """
     return tuple(_figures(exhibit))
@@ -145,6 +145,6 @@ def _figures(exhibit: Exhibit) -> Iterator[HeadFigure]:
         how = f"median of {len(steps)} steps" if len(steps) > 1 else f"step {exhibit.measured[0].number}"
         taken, idle = median(step.batch_seconds for step in steps), median(step.bubble for step in steps)
         yield HeadFigure("measured", taken, idle, how)
-    if (least := least_seconds(schedule, costs, exhibit.links)) > 0:
+    if (least := schedule_bound(schedule, costs, exhibit.links)) > 0:
         what = "the largest work of a rank" if schedule.num_batches > 1 else "no order of this work is faster"
         yield HeadFigure("lower bound", least, bubble(least), f"{what}; {whose}")

@@ -1,4 +1,4 @@
-"""Timelines as figures of matplotlib, for PNG, SVG and PDF files, papers and notebooks.
+"""Timelines as matplotlib figures, for PNG, SVG and PDF files, papers and notebooks.
 
     figure = comparison_figure([exhibit, other], style=FigureStyle(width=7, font=7, title=False))
     write_figure(figure, "figure-3.svg")
@@ -16,7 +16,7 @@ from ..schedules import Change, Op, PredictionCheck, Timeline
 from ..schedules.wording import duration
 from .exhibit import Exhibit
 from .palette import OP_HUES
-from .panels import Panel, TimelinePanel, panels_of, time_unit
+from .panels import TimelinePanel, panels_of, time_unit
 from .sheet import FigureStyle, Sheet
 
 if TYPE_CHECKING:
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 _USUAL, _WATERFALL = FigureStyle(), FigureStyle(width=9.0)
 _MORE, _LESS, _WHOLE, _EDGE = "#D55E00", OP_HUES[Op.I], OP_HUES[Op.F], "#5C5C5C"
-_WORDS = 1.65  # room for the words behind a bar [inch]
-_ROW = 0.34  # height of a bar with what is around it [inch]
+_WORDS = 1.65  # room for the words after a bar [inch]
+_ROW = 0.34  # height of a bar with its margins [inch]
 
 
 def timeline_figure(timeline: Timeline, *, caption: str | None = None, style: FigureStyle = _USUAL) -> ShownFigure:
     """One timeline.
 
     Arguments:
-        caption: in front of its figures; "measured" or "simulated" where not given.
+        caption: before its figures; "measured" or "simulated" by default.
     """
     usual = "measured" if timeline.measured else "simulated"
-    return _figure([TimelinePanel(caption=usual if caption is None else caption, timeline=timeline)], style)
+    return Sheet([TimelinePanel(caption=usual if caption is None else caption, timeline=timeline)], style).draw()
 
 
 def comparison_figure(exhibits: Exhibit | Sequence[Exhibit], *, style: FigureStyle = _USUAL) -> ShownFigure:
     """All timelines of the exhibits below each other on one time scale, each from its own first start.
 
-    Raises ValueError for no exhibit.
+    Raises ValueError without exhibits.
     """
     panels = panels_of([exhibits] if isinstance(exhibits, Exhibit) else exhibits, memory=style.memory)
     if not panels:
         raise ValueError("exhibits=[]: expected at least one Exhibit")
-    return _figure(panels, style)
+    return Sheet(panels, style).draw()
 
 
 def render_timeline(timeline: Timeline, path: str | Path, *, style: FigureStyle = _USUAL) -> None:
@@ -63,9 +63,9 @@ def render_comparison(
     """Draw `predicted` above `measured` on one time scale, each from its own first start, to a file.
 
     Arguments:
-        predicted, measured: one of them may be None; the other then stands alone.
+        predicted, measured: one of them may be None.
 
-    Raises ValueError when both are None.
+    Raises ValueError if both are None.
     """
     first = None if predicted is None else TimelinePanel(caption="predicted", timeline=predicted)
     panels = [] if first is None else [first]
@@ -75,26 +75,22 @@ def render_comparison(
         )
     if not panels:
         raise ValueError("predicted=None, measured=None: expected at least one Timeline")
-    write_figure(_figure(panels, style), path)
+    write_figure(Sheet(panels, style).draw(), path)
 
 
 def write_figure(figure: ShownFigure, path: str | Path) -> None:
-    """Write a PNG, an SVG or a PDF, as the path ends; ValueError for any other end."""
+    """Write a PNG, an SVG or a PDF, by the suffix of the path; ValueError for any other."""
     suffix = Path(path).suffix.lower()
     if suffix not in FIGURE_SUFFIXES:
         raise ValueError(f"{path}: expected a name that ends in {', '.join(FIGURE_SUFFIXES)}")
     Path(path).write_bytes(figure.as_bytes(suffix.removeprefix(".")))
 
 
-def _figure(panels: Sequence[Panel], style: FigureStyle) -> ShownFigure:
-    return Sheet(panels, style).draw()
-
-
 # --- from a prediction to what was measured ---
 
 
 def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureStyle = _WATERFALL) -> ShownFigure:
-    """A predicted step and a measured one as bars, and between them what each cause adds or takes.
+    """A predicted step and a measured one as bars, and between them the contribution of each cause.
 
         predicted |==============================|
         compute                                  |##|
@@ -103,7 +99,7 @@ def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureSt
         measured  |================================|
 
     Arguments:
-        title: above it; nothing where the style has no titles.
+        title: above it, if the style has titles.
     """
     from .shown_figure import ShownFigure
 
@@ -126,12 +122,12 @@ def _draw_waterfall(
     """Bars from the top, the wholes from 0 and each change from where the one before ended.
 
     Arguments:
-        words: share of the width that stays free behind the longest bar.
+        words: share of the width that stays free after the longest bar.
     """
     ends = [each for _, before, after in bars for each in (before, after) if each > 0]
     low, high = min(ends, default=0.0), max(ends, default=0.0)
     name, unit = time_unit(high)
-    # The changes are what is looked at: the axis begins where they have room, and the wholes are cut there.
+    # The changes matter: the axis begins where they have room, and the wholes are cut there.
     first = max(0.0, low - 2 * (high - low)) if high - low < low / 2 else 0.0
     room = (high - first) or unit
     for row, (_, before, after) in enumerate(bars):
@@ -141,8 +137,8 @@ def _draw_waterfall(
         axes.barh(
             row, (end - start) / unit, left=start / unit, height=0.66, color=colour, edgecolor=_EDGE, linewidth=0.5
         )
-        told = duration(after) if is_whole else _change(after - before, predicted)
-        axes.text((end + 0.01 * room) / unit, row, told, va="center", ha="left", fontsize=font)
+        label = duration(after) if is_whole else _change(after - before, predicted)
+        axes.text((end + 0.01 * room) / unit, row, label, va="center", ha="left", fontsize=font)
         if row + 1 < len(bars):
             axes.plot([after / unit] * 2, [row + 0.33, row + 0.67], color=_EDGE, linewidth=0.8)
     axes.set_yticks(range(len(bars)), [each[0] for each in bars], fontsize=font)

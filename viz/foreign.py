@@ -1,22 +1,22 @@
-"""Trace files of torch.profiler whose slices name a pipeline's actions, put together as a schedule and measured steps
-of it: one Exhibit.
+"""Trace files of torch.profiler whose slices name a pipeline's actions, as a schedule and measured steps of it: one
+Exhibit.
 
-Format: "Trace Event Format" (Duffy et al., the Catapult project); Kineto's files are of it, with keys of their own
-(`distributedInfo`, `baseTimeNanoseconds`). Read are complete slices (X).
+Format: "Trace Event Format" (Duffy et al., the Catapult project), in Kineto's variant with keys of its own
+(`distributedInfo`, `baseTimeNanoseconds`). Only complete slices (X) are read.
 
-A slice may hold more than compute: torch's `PP:1F0` waits for its input before it computes, and `Forward 0` sends its
-output, too. On the CPU an action begins when its input is there, or, where that is not seen, with its first operation
-that is no communication, and ends where a send begins. On a GPU it lasts from its first kernel to its last
+A slice may contain more than compute: torch's `PP:1F0` waits for its input before it computes, and `Forward 0` also
+sends its output. On the CPU an action begins when its input arrives, or, if that is not seen, with its first operation
+other than communication, and ends where a send begins. On a GPU it lasts from its first kernel to its last
 (`gpu_user_annotation`). Names of actions:
 
     PP:1F0, 1F0            torch.distributed.pipelining, all schedules but GPipe and 1F1B; and this package
-    PP:(0F1;1B0)OVERLAP_F_B    likewise, of two actions one behind the other
-    Forward 0              torch's ScheduleGPipe: the microbatch alone; a rank has one stage
+    PP:(0F1;1B0)OVERLAP_F_B    likewise, of two actions in sequence
+    Forward 0              torch's ScheduleGPipe: only the microbatch; a rank has one stage
 
 torch's Schedule1F1B (2.13) names nothing.
 
-Ranks' clocks: processes stamp with their host's wall clock, and those are taken to agree. Where a consumer runs before
-its input was made they do not, and a note says by how much.
+Processes stamp with their host's wall clock, and those are assumed to agree. If a consumer runs before its input was
+made they do not, and a note reports by how much.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .exhibit import Exhibit
 
 _NS = 1e-9
 _NS_PER_US = 1000
-_APART = 1e-5  # [s]: clocks that differ by less are not spoken of
+_APART = 1e-5  # [s]: smaller differences between clocks are not reported
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
 _ON_GPU, _OPERATION = "gpu_user_annotation", "cpu_op"
@@ -59,7 +59,7 @@ _THE_ONE_STAGE = -1  # of a rank, whose actions do not name it
 
 
 class _Event(NamedTuple):
-    """One slice from `start` to `end` [ns of the file's clock]; `thread`: of a process, both by number."""
+    """One slice from `start` to `end` [ns of the file's clock]; `thread`: numbers of process and thread."""
 
     name: str
     category: str
@@ -72,7 +72,7 @@ class TracedAction(NamedTuple):
     """An action that ran.
 
     begun: of its slice; computed: when it began to compute; end: likewise [ns].
-    arrived: when its input was there [ns]; None where that is not seen.
+    arrived: when its input arrived [ns]; None if that is not seen.
     """
 
     what: Action
@@ -86,8 +86,8 @@ class TracedProcess(NamedTuple):
     """One process.
 
     Arguments:
-        rank, world_size: as its file says; None where it does not.
-        host: its name; empty likewise.
+        rank, world_size: as in its file, or None.
+        host: its name, or empty.
         ran: actions in the order of their starts.
         steps: (number, start, end) [ns] of the steps that the profiler marks.
     """
@@ -114,7 +114,7 @@ def is_trace(text: str) -> bool:
 
 
 def rank_in(text: str) -> int | None:
-    """The rank that a trace file says it is of, without reading all of it.
+    """The rank in a trace file, found without parsing all of it.
 
     >>> rank_in('{"distributedInfo": {"backend": "gloo", "rank": 3, "world_size": 4}, "traceEvents": []}')
     3
@@ -124,7 +124,7 @@ def rank_in(text: str) -> int | None:
 
 
 def read_text(path: Path) -> str:
-    """All of a file, unpacked where it is gzipped; OSError and ValueError as they come, by the file's name."""
+    """The text of a file, unpacked if gzipped; OSError and ValueError name the file."""
     data = path.read_bytes()
     try:
         return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
@@ -135,10 +135,10 @@ def read_text(path: Path) -> str:
 
 
 def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
-    """The measured steps that the trace files of all ranks hold; processes without any action are no part of them.
+    """The measured steps in the trace files of all ranks; processes without any action are ignored.
 
-    Raises ValueError for files that are no traces, hold no slice, or none with the name of a pipeline's action, or are
-    of one rank twice.
+    Raises ValueError for files that are not traces, without slices or names of pipeline actions, or with one rank
+    twice.
     """
     notes: list[str] = []
     processes = [process for path in paths for process in _processes_of(path, notes)]
@@ -157,17 +157,17 @@ def exhibit_of_traces(paths: Sequence[Path], *, name: str) -> Exhibit:
     notes += [f"{name}: rank {r} of {size} left no trace: its row is empty" for r in absent]
     hosts = sorted({each.host for each in acting} - {""})
     if len(hosts) > 1:
-        notes.append(f"{name}: the clocks of {', '.join(hosts)} are taken to agree")
+        notes.append(f"{name}: the clocks of {', '.join(hosts)} are assumed to agree")
     measured = []
     for number, step in _whole_steps(_steps(by_rank), name, notes).items():
-        timeline, said = _assemble(step, size, absent, name)
+        timeline, of_step = _assemble(step, size, absent, name)
         measured.append(MeasuredStep(number, timeline))
-        notes += [note for note in said if note not in notes]
+        notes += [note for note in of_step if note not in notes]
     return Exhibit(name=name, measured=tuple(measured), notes=tuple(notes))
 
 
 def _processes_of(path: Path, notes: list[str]) -> Iterator[TracedProcess]:
-    """Processes of a file: one, where it says its rank; else one a pid. ValueError where it is no trace at all."""
+    """Processes of a file: one, if it has a rank; else one per pid. ValueError if it is not a trace."""
     text = read_text(path)
     try:
         data = json.loads(text)
@@ -204,7 +204,7 @@ def _processes_of(path: Path, notes: list[str]) -> Iterator[TracedProcess]:
 
 
 def _slice(event: Any, zero: int) -> _Event | None:
-    """A complete slice; None where it has no time or no length. `zero`: of the file's clock [ns]."""
+    """A complete slice; None without a time or length. `zero`: of the file's clock [ns]."""
     if not isinstance(event, dict):
         return None
     start, length = _ns(event.get("ts")), _ns(event.get("dur", 0))
@@ -216,7 +216,7 @@ def _slice(event: Any, zero: int) -> _Event | None:
 
 
 def _ns(value: object) -> int | None:
-    """Whole nanoseconds of microseconds, which a text may say too; None for anything else."""
+    """Whole nanoseconds of microseconds, also given as text; None for anything else."""
     try:
         number = float(value) * _NS_PER_US  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -225,7 +225,7 @@ def _ns(value: object) -> int | None:
 
 
 def _ran(slices: Sequence[_Event]) -> Iterator[TracedAction]:
-    """Every slice that is an action, and is not in another one of the same name."""
+    """Every slice that is an action, and is not inside another one of the same name."""
     acting = [(each, actions) for each in slices if (actions := actions_of(each.name))]
     if any(each.category == _ON_GPU for each, _ in acting):
         acting = [(each, actions) for each, actions in acting if each.category == _ON_GPU]
@@ -253,8 +253,6 @@ def _ran(slices: Sequence[_Event]) -> Iterator[TracedAction]:
 
 
 class _Operations:
-    """Operations of a process on the CPU, by thread."""
-
     def __init__(self, slices: Sequence[_Event]) -> None:
         self._starts: dict[object, list[int]] = {}
         self._sends: dict[object, list[int]] = {}
@@ -271,8 +269,8 @@ class _Operations:
                     self._backward.setdefault(each.thread, []).append((each.start, each.end))
 
     def first(self, thread: object, start: int, end: int) -> int:
-        """Start of the first operation between two times [ns]; the end where there is none, and the start where none
-        were recorded at all."""
+        """Start of the first operation between two times [ns]; the end without one, and the start if none were
+        recorded at all."""
         starts = self._starts.get(thread)
         if starts is None:
             return start
@@ -280,7 +278,7 @@ class _Operations:
         return starts[at] if at < len(starts) and starts[at] < end else end
 
     def sending(self, thread: object, start: int, end: int) -> int:
-        """Start of the first communication behind the last operation between two times [ns]; the end without any."""
+        """Start of the first communication after the last operation between two times [ns]; the end without any."""
         starts, sends = self._starts.get(thread, []), self._sends.get(thread, [])
         last = bisect_left(starts, end) - 1
         if last < 0 or starts[last] < start:
@@ -289,12 +287,12 @@ class _Operations:
         return sends[at] if at < len(sends) and sends[at] < end else end
 
     def arrivals(self, thread: object, start: int, end: int) -> list[int]:
-        """When receives were there that were posted between two times [ns]."""
         arrived = self._arrived.get(thread, [])
         return [there for _, there in arrived[bisect_left(arrived, (start,)) : bisect_right(arrived, (end,))]]
 
     def turn(self, each: _Event, first: Op) -> int:
-        """Where the first of two actions in a slice ends: a backward where autograd ends, a forward where it begins."""
+        """The end of the first of two actions in a slice: a backward ends with autograd, a forward where autograd
+        begins."""
         inside = [(s, e) for s, e in self._backward.get(each.thread, []) if each.start <= s and e <= each.end]
         if not inside:
             return (each.start + each.end) // 2
@@ -302,8 +300,6 @@ class _Operations:
 
 
 def _arrivals(slices: Sequence[_Event], operations: _Operations) -> Mapping[Action, list[int]]:
-    """When the inputs of actions were there [ns], step by step, of torch's runtime over gloo: a receive that is posted
-    in RECV."""
     found: dict[Action, list[int]] = {}
     for each in slices:
         match = _RECEIVE.fullmatch(each.name)
@@ -313,7 +309,7 @@ def _arrivals(slices: Sequence[_Event], operations: _Operations) -> Mapping[Acti
 
 
 def actions_of(name: str) -> tuple[Action, ...]:
-    """The actions of a slice, in order; none where it is something else.
+    """The actions of a slice, in order; empty for other slices.
 
     >>> actions_of("PP:1F0")
     (1F0,)
@@ -328,19 +324,19 @@ def actions_of(name: str) -> tuple[Action, ...]:
 
 
 def _by_rank(acting: Sequence[TracedProcess], name: str) -> dict[int, TracedProcess]:
-    """_Processes by rank; where none says its own, in the order in which they stand."""
+    """Processes by rank; numbered in order if one lacks its rank."""
     if any(each.rank is None for each in acting):
         acting = [each._replace(rank=number) for number, each in enumerate(acting)]
     ranks = Counter(each.rank for each in acting)
     twice = [each for each in acting if ranks[each.rank] > 1]
     if twice:
         files = ", ".join(sorted({str(each.path) for each in twice}))
-        raise ValueError(f"{name}: {files} are all of rank {twice[0].rank}: expected one file a rank")
+        raise ValueError(f"{name}: {files} are all of rank {twice[0].rank}: expected one file per rank")
     return {each.rank: each for each in sorted(acting, key=lambda each: each.rank or 0) if each.rank is not None}
 
 
 def _steps(by_rank: Mapping[int, TracedProcess]) -> dict[int, _Step]:
-    """Actions by step and rank. A step is what the profiler marks; else the n-th time of each action."""
+    """Actions by step and rank. A step is marked by the profiler; else it is the n-th occurrence of each action."""
     steps: dict[int, _Step] = {}
     marked = all(each.steps for each in by_rank.values())
     for rank, process in by_rank.items():
@@ -360,7 +356,7 @@ def _steps(by_rank: Mapping[int, TracedProcess]) -> dict[int, _Step]:
 
 
 def _whole_steps(steps: Mapping[int, _Step], name: str, notes: list[str]) -> dict[int, _Step]:
-    """Steps of which as much was recorded as of any."""
+    """Steps with the largest number of recorded actions."""
     sizes = {number: sum(map(len, step.values())) for number, step in steps.items()}
     most = max(sizes.values())
     kept = {number: step for number, step in steps.items() if sizes[number] == most}
@@ -371,7 +367,6 @@ def _whole_steps(steps: Mapping[int, _Step], name: str, notes: list[str]) -> dic
 
 
 def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple[Timeline, list[str]]:
-    """The timeline of one step, and what is to be said of it."""
     notes: list[str] = []
     step = _over_replicas(step)
     programs: list[tuple[Action, ...]] = [() for _ in range(size)]
@@ -384,7 +379,7 @@ def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple
     if unseen and not absent:
         programs, placement = [*programs, ()], [*placement, set()]
         absent = [size]
-        notes.append(f"{name}: stage {', '.join(map(str, unseen))} is in no trace: an empty row stands for it")
+        notes.append(f"{name}: stage {', '.join(map(str, unseen))} is in no trace: it is an empty row")
     for number, stage in enumerate(unseen):
         placement[absent[number % len(absent)]].add(stage)
     actions = [action for program in programs for action in program]
@@ -412,7 +407,7 @@ def _assemble(step: _Step, size: int, absent: Sequence[int], name: str) -> tuple
 
 
 def _over_replicas(step: _Step) -> _Step:
-    """Where D ranks ran the same actions on data of their own, microbatch k of the d-th is the batch's k * D + d."""
+    """If D ranks ran the same actions on data of their own, microbatch k of the d-th is the batch's k * D + d."""
     ranks_of: dict[Action, list[int]] = {}
     for rank, done in sorted(step.items()):
         for each in done:
@@ -429,15 +424,15 @@ def _over_replicas(step: _Step) -> _Step:
 
 
 def _record(needs: Dependencies, done: Sequence[TracedAction]) -> RankRecord:
-    """One rank's step. An action that takes a message begins when it computes; what else its slice holds is waiting."""
+    """One rank's step. An action with an input message begins when it computes; the rest of its slice is waiting."""
     spans, arrivals = [], []
-    behind = -1e300
+    previous = -1e300
     for ran in done:
         message = next((each.message for each in needs.arrivals(ran.what)), None)
         start = (ran.begun if message is None else ran.computed) * _NS
-        start, end = max(start, behind), max(ran.end * _NS, behind)
+        start, end = max(start, previous), max(ran.end * _NS, previous)
         spans.append(Span(ran.what, start, end))
-        behind = end
+        previous = end
         if message is not None and ran.arrived is not None:
             arrivals.append(Span(message, ran.begun * _NS, min(ran.arrived * _NS, start)))
     return RankRecord(compute=tuple(spans), arrivals=tuple(arrivals))

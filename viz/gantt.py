@@ -1,10 +1,10 @@
 """One timeline drawn on one pair of axes: a row per rank.
 
-rank 0 |##0##|##1##|    |##0##|     boxes of compute; what is idle in between, `idle` draws
+rank 0 |##0##|##1##|    |##0##|     boxes of compute; `idle` draws the time in between
        |       ---- ---             thin lanes of messages arriving
-       |                ========    and of all-reduces of gradients under way
+       |                ========    and of all-reduces of gradients
 
-Where a program has several batches, every other one is paler; an update too short for a box is a thin line.
+In a program with several batches, every other one is paler; an update too short for a box is a thin line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SMALLEST, _LARGEST = 0.63, 1.16  # font sizes of microbatch numbers, in sizes of the words
 _DIGIT, _LETTER = 0.64, 0.8  # widths of a digit and of a U of DejaVu Sans, in font sizes
-_FILL = 0.82  # of a box's width, at the most, goes to its number
+_FILL = 0.82  # of a box's width, at most, for its number
 _NARROW = 2.0  # an update narrower than this is a line [inch / 100]
 _OUTLIERS = 0.02  # of the boxes may be too narrow for the font size that suits the others
 _VERSION, _ROOM_FOR_VERSION = 0.6, 2.0  # size of a weight version, and least height of a box with one, in word sizes
@@ -38,7 +38,7 @@ def _boxes(timeline: Timeline) -> list[ActionBox]:
 
 
 def draw_timeline(axes: Axes, timeline: Timeline, scale: Scale, labels: Mapping[Op, float], *, idle: IdleFill) -> None:
-    """Draw the rows of all ranks, named already; x in `scale.unit`, the timeline's first start at 0."""
+    """Draw the rows of all ranks; x in `scale.unit`, the timeline's first start at 0."""
     boxes = _boxes(timeline)
     draw_idle(axes, timeline, scale, idle)
     _draw_boxes(axes, boxes, scale)
@@ -91,8 +91,8 @@ def _draw_boxes(axes: Axes, boxes: Sequence[ActionBox], scale: Scale) -> None:
 def plan_labels(timelines: Sequence[Timeline], scale: Scale) -> dict[Op, float]:
     """Font size [points] of the microbatch numbers, one for all ops that have them.
 
-    Numbers are for each op of which at least half of the boxes have room for the smallest font. Updates do not count
-    for the size: one short box a step should not shrink all numbers.
+    An op has numbers if at least half of its boxes have room for the smallest font. Updates do not count for the size:
+    one short box per step should not shrink all numbers.
     """
     room: dict[Op, list[float]] = {}
     for box in (box for timeline in timelines for box in _boxes(timeline)):
@@ -127,7 +127,7 @@ def _draw_labels(axes: Axes, boxes: Sequence[ActionBox], scale: Scale, labels: M
 
 
 def shows_versions(timeline: Timeline, scale: Scale, labels: Mapping[Op, float]) -> bool:
-    """Whether forwards wear the version of their weights: in streams, where most have room for it above a number."""
+    """Whether forwards show their weight version: in streams, if most have room for it above a number."""
     if not timeline.schedule.is_asynchronous or points(scale.box_height * scale.row) < _ROOM_FOR_VERSION * scale.font:
         return False
     widths = sorted(scale.on_page(e - s) for r in timeline.ranks for what, s, e in r.compute if what.op is Op.F)
@@ -136,7 +136,6 @@ def shows_versions(timeline: Timeline, scale: Scale, labels: Mapping[Op, float])
 
 
 def _draw_versions(axes: Axes, timeline: Timeline, scale: Scale) -> None:
-    """Small in the upper right corner of each forward: `v2`."""
     used = derive_versions(timeline.schedule).used
     size = _VERSION * scale.font
     for box in (box for box in _boxes(timeline) if box.op is Op.F):
@@ -155,8 +154,7 @@ def _draw_versions(axes: Axes, timeline: Timeline, scale: Scale) -> None:
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, scale: Scale) -> None:
-    """Thin bars below the boxes of the receiver, and of each rank of a collective, beside each other where they
-    overlap."""
+    """Thin bars below the boxes of the receiver, and of each rank of a collective, side by side if they overlap."""
     from matplotlib.collections import PolyCollection
 
     bars = [sorted(bars_of(trace), key=lambda bar: bar[1:]) for trace in timeline.ranks]
@@ -173,7 +171,8 @@ def _draw_lanes(axes: Axes, timeline: Timeline, scale: Scale) -> None:
 
 
 def draw_path(axes: Axes, timeline: Timeline, path: CriticalPath, scale: Scale) -> None:
-    """The critical path over the boxes: dark frames round its actions, lines along its messages and waits; O(steps)."""
+    """The critical path over the boxes: dark frames around its actions, lines along its messages and waits;
+    O(steps)."""
     from matplotlib.collections import LineCollection, PolyCollection
 
     frames, lines = [], []

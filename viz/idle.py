@@ -1,6 +1,6 @@
-"""Idle time: drawn where it is, coloured by cause, and added up beside the rows.
+"""Idle time: drawn in place, coloured by cause, and summed at the end of the rows.
 
-rank 0 |#########|    late peer    | transfer |?|#########|      as `schedules.timing.waits` puts it
+rank 0 |#########|    late peer    | transfer |?|#########|      as in `schedules.timing.waits`
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ROOM_FOR_TOTALS = 18.0  # height of a row from which on its total is written [i
 
 
 def idle_stretches(timeline: Timeline) -> list[list[Span[str]]]:
-    """Per rank, its idle time by cause, in order. Late peers and imbalance are one: which is which shows in sums only.
+    """Per rank, its idle time by cause, in order. Late peers and imbalance are one: only sums distinguish them.
 
-    In a window of a stream (see `is_window`) a rank's time begins and ends with its own actions. Of a rank that is
-    missing nobody knows.
+    In a window of a stream (see `is_window`) a rank's time begins and ends with its own actions. A missing rank has
+    none.
     """
     within = is_window(timeline)
     found: list[list[Span[str]]] = []
@@ -41,7 +41,8 @@ def idle_stretches(timeline: Timeline) -> list[list[Span[str]]]:
 
 
 def _parts(end: float, seconds: dict[str, float]) -> Iterator[Span[str]]:
-    """Stretches of one gap that ends at `end`; the fields of `Idle` stand in the order in which causes follow."""
+    """Stretches of one gap that ends at `end`; the fields of `Idle` have the order in which causes follow each
+    other."""
     at = end - sum(seconds.values())
     for cause, length in seconds.items():
         yield Span(cause, at, at + length)
@@ -49,7 +50,7 @@ def _parts(end: float, seconds: dict[str, float]) -> Iterator[Span[str]]:
 
 
 def draw_idle(axes: Axes, timeline: Timeline, scale: Scale, fill: IdleFill) -> None:
-    """Idle time as boxes: pale in the hue of the cause, or hatched alike."""
+    """Idle time as boxes: pale in the hue of the cause, or all hatched."""
     from matplotlib.collections import PolyCollection
 
     boxes, colours, causes = [], [], []
@@ -58,7 +59,7 @@ def draw_idle(axes: Axes, timeline: Timeline, scale: Scale, fill: IdleFill) -> N
             x, width = (start - timeline.start) / scale.unit, (end - start) / scale.unit
             boxes.append(corners(x, width, rank + TOP, scale.box_height))
             causes.append(cause)
-            colours.append(_mixed(cause, 0.8) if fill == "cause" else IDLE_FILL)  # pale: compute stays in front
+            colours.append(_mixed(cause, 0.8) if fill == "cause" else IDLE_FILL)  # pale: compute stands out
     if boxes:
         lines = [_mixed(cause, 0.55) for cause in causes] if fill == "cause" else IDLE_HATCH
         collection = PolyCollection(boxes, facecolors=colours, edgecolors=lines, hatch="/////", linewidths=0)
@@ -90,7 +91,7 @@ def draw_idle_bars(axes: Axes, timeline: Timeline, scale: Scale, *, limit: float
 
 
 def causes_of(timeline: Timeline) -> list[str]:
-    """The causes of idle time that show in a picture of it (0.1%, on any rank)."""
+    """The causes of idle time that are visible in a picture of it (0.1%, on any rank)."""
     idle = idle_shares(timeline)
     return [c for c in Idle._fields if any(getattr(rank, c) > 1e-3 for rank in idle)]
 
@@ -101,7 +102,7 @@ def is_window(timeline: Timeline) -> bool:
 
 
 def idle_shares(timeline: Timeline) -> list[Idle]:
-    """Per rank, what each cause takes of the makespan; in a window, of the rank's own time in it.
+    """Per rank, the share of the makespan of each cause; in a window, of the rank's own time in it.
 
     Ranks enter and leave a window one after the other, which is neither warm-up nor drain.
     """

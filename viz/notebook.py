@@ -1,9 +1,9 @@
-"""Schedules, timelines and plans where people work: in notebooks, and in a browser beside a terminal.
+"""Schedules, timelines and plans in notebooks, and in a browser from a terminal.
 
-last line of a cell ---> `as_html` ---> the page in a sandboxed frame, or a sentence where it is too large
+last line of a cell ---> `as_html` ---> the page in a sandboxed frame, or a sentence if it is too large
 show(thing)         ---> the same in a notebook; else a temporary file, a browser, and the path
 
-The package's `__init__` registers `as_html` with IPython, so that nothing in `schedules` depends on the views.
+The package's `__init__` registers `as_html` with IPython, so that `schedules` does not depend on the views.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADER, _PANEL, _ROW, _LEAST, _MOST = 300, 42, 40, 540, 900  # height of a fram
 
 
 class Exhibited(Protocol):
-    """A plan: it makes its exhibit itself."""
+    """An object that makes its own exhibit: a plan."""
 
     def exhibit(self) -> Exhibit: ...
 
@@ -35,7 +35,6 @@ Displayable: TypeAlias = Schedule | Timeline | Exhibited
 
 
 def _exhibit_of(shown: Displayable) -> Exhibit:
-    """A schedule under costs of one second, a timeline as it is; ValueError where nothing can be simulated."""
     match shown:
         case Schedule():
             costs = Costs()
@@ -49,7 +48,7 @@ def _exhibit_of(shown: Displayable) -> Exhibit:
 
 
 def as_html(shown: Displayable) -> str:
-    """The page of a thing in a frame; a sentence where there is none. What a notebook shows."""
+    """The page of a thing in a frame, or a sentence without one: what a notebook shows."""
     try:
         exhibit = _exhibit_of(shown)
     except ValueError as error:
@@ -68,8 +67,8 @@ def as_html(shown: Displayable) -> str:
 
 
 def show(shown: Displayable) -> None:
-    """Show the timeline page: below the cell of a notebook; else in a browser, where there is one, from a temporary
-    file whose path is printed."""
+    """Show the timeline page: below the cell of a notebook; else in a browser, if there is one, from a temporary file
+    whose path is printed."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if ipython is not None and hasattr(shell, "kernel"):
@@ -83,7 +82,7 @@ def show(shown: Displayable) -> None:
 
 
 def _has_screen() -> bool:
-    """Whether a browser would have a window; one that runs in the terminal would take it away."""
+    """Whether a browser would have a window, rather than take over the terminal."""
     return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 

@@ -1,7 +1,8 @@
-"""The colours of pictures: the op gives the hue, the chunk its shade, every other batch is a little paler.
+"""The colours of pictures: the op determines the hue, the chunk its shade, and every other batch is a little paler.
 
-Hues are those of Okabe and Ito ("Color Universal Design", 2008). Those of idle causes were searched for: any two differ
-by 20 of CIE 1976 or more under the common forms of colour blindness, and all show on white and on a dark ground.
+Hues are those of Okabe and Ito ("Color Universal Design", 2008). Those of idle causes were found by search: any two
+differ by 20 of CIE 1976 or more under the common forms of colour blindness, and all are visible on white and on a dark
+ground.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _ODD_BATCH = 0.36  # likewise, every other batch
 
 
 def box_colour(op: Op, *, chunk: int, num_chunks: int, batch: int) -> RGB:
-    """The colour of an action: of chunk 0 the full hue, of the last one the palest; in odd batches paler still.
+    """The colour of an action: the full hue for chunk 0, the palest for the last one; in odd batches paler still.
 
     >>> box_colour(Op.F, chunk=0, num_chunks=2, batch=0) == rgb(OP_HUES[Op.F])
     True

@@ -1,4 +1,4 @@
-"""Panels of a figure: a timeline, or its memory: a row per rank, its parts upon each other, peaks and limit as lines.
+"""Panels of a figure: a timeline, or its memory: a row per rank, its parts stacked, peaks and limit as lines.
 
 rank 0 |- - - - - - - - - - - - - - - - -|  predicted peak
        |      ___---___---___            |  activations
@@ -31,7 +31,7 @@ _SMALLEST_WORDS = 14.0  # height of a row from which on its peak is written [inc
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPanel:
-    """Memory over time of one timeline of an exhibit, of which stages' bytes are known."""
+    """Memory over time of one timeline of an exhibit, if its stages' bytes are known."""
 
     caption: str
     exhibit: Exhibit
@@ -39,7 +39,7 @@ class MemoryPanel:
 
     @cached_property
     def curves(self) -> dict[int, MemoryCurve]:
-        """By rank, less those that are missing from the timeline."""
+        """By rank, without missing ones."""
         found = self.exhibit.curves(self.timeline) or ()
         return {rank: curve for rank, curve in enumerate(found) if rank not in self.timeline.missing}
 
@@ -67,7 +67,7 @@ class MemoryPanel:
                     yield name, rank, value
 
     def draw(self, axes: Axes, scale: Scale, ceiling: float) -> None:
-        """Draw its rows, each from nothing to `ceiling` bytes."""
+        """Draw its rows, each from 0 to `ceiling` bytes."""
         for rank, curve in self.curves.items():
             self._draw_rank(axes, rank, curve, scale, ceiling)
         end = self.length / scale.unit
@@ -82,7 +82,7 @@ class MemoryPanel:
         for part, values in curve.parts.items():
             above = [a + b for a, b in zip(below, (*values, values[-1]), strict=True)]
             low, high = ([_height(rank, each, ceiling) for each in level] for level in (below, above))
-            # A hair of the same colour closes the seam between two parts.
+            # A thin line of the same colour closes the seam between two parts.
             axes.fill_between(times, low, high, step="post", color=MEMORY_HUES[part], linewidth=0.2)
             below = above
         if scale.row >= _SMALLEST_WORDS:
@@ -97,12 +97,11 @@ class MemoryPanel:
 
 
 def _height(rank: int, num_bytes: float, ceiling: float) -> float:
-    """Place of so many bytes on the axis of rows, which goes down."""
     return rank + TOP + _HEIGHT * (1 - num_bytes / ceiling)
 
 
 def ceiling_of(panels: Sequence[MemoryPanel]) -> float:
-    """Bytes at the top of each row of all panels, so that ranks compare; a limit far above what is held is left out."""
+    """Bytes at the top of each row of all panels, so that ranks compare; a limit far above the memory is left out."""
     lines = [line for panel in panels for line in panel.lines()]
     held = [curve.peak for panel in panels for curve in panel.curves.values()]
     most = max([*held, *(value for name, _, value in lines if name != "limit")], default=0.0)
@@ -130,7 +129,7 @@ class TimelinePanel:
     Arguments:
         reference: the panel with which it is compared, if any.
         is_predicted: whether the reference is its own prediction, whose end is marked.
-        sampled: of a prediction: steps simulated with durations as they vary; `timeline` has them at their medians.
+        sampled: of a prediction: steps simulated with varying durations; `timeline` has their medians.
     """
 
     caption: str
@@ -145,7 +144,7 @@ class TimelinePanel:
 
     @property
     def seconds(self) -> float:
-        """From batch to batch, as it is printed [s]."""
+        """From batch to batch, as printed [s]."""
         return self.timeline.batch_seconds if self.sampled is None else self.sampled.median
 
     @property
@@ -181,7 +180,7 @@ class TimelinePanel:
         )
 
     def _steady_state(self, unit_name: str, unit: float) -> str:
-        """Figures of a batch among others; a measured timeline shows a few batches only."""
+        """Figures per batch; a measured timeline shows only a few batches."""
         t, ratio = self.timeline, ""
         forwards = (span.what for rank in t.ranks for span in rank.compute if span.what.op is Op.F)
         if self.reference is not None and self.reference.timeline.schedule.is_asynchronous:
@@ -193,12 +192,11 @@ class TimelinePanel:
 
     @cached_property
     def path(self) -> CriticalPath:
-        """Chain that determines its end."""
         return critical_path(self.timeline)
 
     @property
     def predicted_end(self) -> float | None:
-        """Where it was predicted to end [s]; None for a stream, which goes on."""
+        """Its predicted end [s]; None for a stream, which continues."""
         if not self.is_predicted or self.reference is None:
             return None
         before = self.reference
@@ -208,7 +206,7 @@ class TimelinePanel:
 
     @property
     def predicted_ends(self) -> tuple[float, float] | None:
-        """Between what 90% of steps were predicted to end [s]; None where nobody said."""
+        """The interval with 90% of predicted ends [s]; None if not known."""
         if self.predicted_end is None or self.reference is None or self.reference.sampled is None:
             return None
         low, high = self.reference.sampled.range()
@@ -223,11 +221,11 @@ Panel = TimelinePanel | MemoryPanel
 
 
 def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Panel]:
-    """Panels of all exhibits, from above. A measured one is compared with its own prediction, any other one with the
-    first of all.
+    """Panels of all exhibits, from the top. A measured one is compared with its own prediction, others with the first
+    of all.
 
     Arguments:
-        memory: whether each timeline's memory stands below it, where stages' bytes are known.
+        memory: whether each timeline's memory is below it, if its stages' bytes are known.
     """
     panels: list[Panel] = []
     first: TimelinePanel | None = None
@@ -246,7 +244,7 @@ def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Pane
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The name and length [s] of the unit in which `seconds` is at least 1.
+    """The name and length [s] of the largest unit in which `seconds` is at least 1.
 
     >>> time_unit(0.25)
     ('ms', 0.001)

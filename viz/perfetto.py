@@ -26,10 +26,10 @@ from .rows import assign_lanes, find_arrows
 
 Event = dict[str, Any]  # as the Trace Event Format has it
 
-# Times are rounded to 1/8 us: such a number times 1000 is exact in a double, so that slices which touch here
-# still touch when the reader makes whole nanoseconds of them, and can't overlap by one.
+# Times are rounded to 1/8 us: times 1000 these are exact in a double, so that slices which touch here still touch as
+# whole nanoseconds in the reader, and can't overlap by one.
 _TICKS_PER_US = 8
-OWN_KEY = "stagewrightTimelines"  # a key that other readers skip: what the slices were made of, unrounded
+OWN_KEY = "stagewrightTimelines"  # a key that other readers skip: the exact timelines
 _COMPUTE, _RECEIVE, _TOGETHER, _MOVES = 0, 100, 200, 300  # first thread id of each kind of lane
 _LANES = {_COMPUTE: "compute", _RECEIVE: "receive", _TOGETHER: "together", _MOVES: "moves"}
 
@@ -43,7 +43,7 @@ def write_perfetto(timelines: Timeline | Sequence[tuple[str, Timeline]], path: s
         timelines: one, or several as (name, timeline) such as ("predicted", t), one below the other.
         path: of the JSON file.
 
-    Raises ValueError for an empty sequence or a name that stands twice.
+    Raises ValueError for an empty sequence or a repeated name.
     """
     named = [("", timelines)] if isinstance(timelines, Timeline) else list(timelines)
     names = [name for name, _ in named]
@@ -66,13 +66,13 @@ def write_perfetto(timelines: Timeline | Sequence[tuple[str, Timeline]], path: s
 
 
 def read_perfetto(data: Mapping[str, Any], *, source: str) -> list[tuple[str, Timeline]] | None:
-    """The named timelines of which `write_perfetto` made a file, to the last bit; None for a file of others.
+    """The exact named timelines in a file of `write_perfetto`; None for other files.
 
     Arguments:
         data: the file's JSON.
         source: its name, for errors.
 
-    Raises ValueError where one is written by this package, and cannot be read.
+    Raises ValueError for a file of this package that cannot be read.
     """
     kept = data.get(OWN_KEY)
     if kept is None:
@@ -105,8 +105,7 @@ def _facts(timeline: Timeline) -> Event:
 class _Trace:
     """The events of one timeline: metadata, then slices, then flows.
 
-    The order in the file matters where times are equal: a flow binds to the slice that is open when the flow
-    is read.
+    The order in the file matters for equal times: a flow binds to the slice that is open when the flow is read.
     """
 
     def __init__(self, name: str, timeline: Timeline, *, first_pid: int, first_arrow: int) -> None:
@@ -136,7 +135,7 @@ class _Trace:
     def _lane(
         self, rank: int, first_tid: int, spans: Sequence[Span[What]], args: Callable[[What], Event]
     ) -> Iterator[Event]:
-        """Spans on as many tracks as it takes to have none overlap; `args`: what a reader sees who clicks on one."""
+        """Spans on as many tracks as necessary for none to overlap; `args`: the details of a slice."""
         ticks = [(self._ticks(start), self._ticks(end)) for _, start, end in spans]
         for (what, _, _), (start, end), lane in zip(spans, ticks, assign_lanes(ticks), strict=True):
             self._places[rank][what] = (first_tid + lane, start, end)
@@ -191,8 +190,8 @@ class _Trace:
             self.num_arrows += 1
 
     def _action_args(self, rank: int, gaps: Mapping[Action, Idle], action: Action) -> Event:
-        """With the idle time before it [us] and its cause, the version of the weights that it uses, and by how much the
-        clock of its rank may be wrong [us]."""
+        """With the idle time before it [us] and its cause, its weight version, and the error of its rank's clock
+        [us]."""
         stage, op, index = action
         args: Event = {"action": str(action), "stage": stage}
         args |= {"update_group": index} if op is Op.U else self._part(index)
@@ -211,7 +210,7 @@ class _Trace:
         return {"message": str(message), "from_rank": src, "to_rank": dst, "update_group": index}
 
     def _part(self, index: int) -> Event:
-        """The microbatch of an index, and its slice of the sequence where there are several."""
+        """The microbatch of an index, and its slice of the sequence if there are several."""
         num_slices = self.timeline.schedule.num_slices
         if num_slices == 1:
             return {"microbatch": index}

@@ -1,9 +1,9 @@
-"""Boxes, lanes and arrows between ranks, said once for all that shows them; and their scale in pictures.
+"""Boxes, lanes and arrows between ranks, defined once for all views; and their scale in pictures.
 
 rank 0 |##0##|##1##|    |##0##|     boxes of compute
-       |       ---- ---             lanes of messages arriving, of collectives and moves under way, beside each other
+       |       ---- ---             lanes of messages arriving, of collectives and moves, side by side
 
-In a picture the boxes of row r begin at r + TOP, and its lanes, where there are any, at r + LANES.
+In a picture the boxes of row r begin at r + TOP, and its lanes, if any, at r + LANES.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class ActionBox(NamedTuple):
-    """One action on its rank, from `start` to `end` [s], which count from the timeline's own start.
+    """One action on its rank, from `start` to `end` [s] relative to the timeline's own start.
 
-    width: end less start as they were stamped [s].
-    number: of its microbatch or update; empty for an update where there is one alone.
+    width: end less start as stamped [s].
+    number: of its microbatch or update; empty for the only update.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class ActionBox(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A message, collective or move beside compute, from `start` to `end` [s] as stamped, in a lane of the rank."""
+    """A message, collective or move, from `start` to `end` [s] as stamped, in a lane of the rank."""
 
     what: Message | Collective | Action
     start: float
@@ -65,9 +65,9 @@ def boxes_of(timeline: Timeline, rank: int) -> list[ActionBox]:
 
 
 def bars_of(trace: RankTrace) -> list[Bar]:
-    """Messages that arrive on a rank, then collectives and moves, each in the lowest lane that is free."""
+    """Messages that arrive on a rank, then collectives and moves, each in the lowest free lane."""
     bars = [Bar(what, start, end, MESSAGE_HUES[what.kind], 0) for what, start, end in trace.comm]
-    bars += [Bar(what, start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE), 0) for what, start, end in trace.beside]
+    bars += [Bar(what, start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE), 0) for what, start, end in trace.transfers]
     order = sorted(range(len(bars)), key=lambda at: bars[at][1:])
     for at, lane in zip(order, assign_lanes((bars[at].start, bars[at].end) for at in order), strict=True):
         bars[at] = bars[at]._replace(lane=lane)
@@ -77,8 +77,8 @@ def bars_of(trace: RankTrace) -> list[Bar]:
 def assign_lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
     """The lane of each (start, end), so that no two spans of a lane overlap; they may touch.
 
-    The fewest lanes that will do, each span in the lowest that is free (greedy interval partitioning).
-    Starts must ascend. O(spans * log lanes).
+    The fewest possible lanes, each span in the lowest free one (greedy interval partitioning). Starts must ascend.
+    O(spans * log lanes).
 
     >>> assign_lanes([(0, 2), (1, 3), (2, 4)])
     [0, 1, 0]
@@ -96,7 +96,7 @@ def assign_lanes(spans: Iterable[tuple[float, float]]) -> list[int]:
 
 
 def find_arrows(timeline: Timeline) -> list[Delivery]:
-    """The messages of a timeline whose makers stand in it, in the order of the users' ranks and programs."""
+    """The messages of a timeline that contains their makers, in the order of the users' ranks and programs."""
     return [each for own in waits(timeline).values() for each, made, _ in own if made is not None]
 
 
@@ -123,8 +123,8 @@ def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
 
 
 def collectives_of(timeline: Timeline) -> set[Op]:
-    """Kinds of what ranks did together, and of moves of activations."""
-    return {span.what.op for trace in timeline.ranks for span in trace.beside}
+    """Kinds of collectives and of moves of activations."""
+    return {span.what.op for trace in timeline.ranks for span in trace.transfers}
 
 
 TOP = 0.07  # of a row: where its boxes begin
@@ -136,7 +136,7 @@ UNITS_AN_INCH = 100  # a page is laid out in hundredths of an inch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Scale from seconds to the page, which is measured in hundredths of an inch.
+    """Scale from seconds to the page, in hundredths of an inch.
 
     Arguments:
         unit: seconds of one unit of the x axis.
@@ -144,7 +144,7 @@ class Scale:
         width: of the axes [inch / 100].
         row: height of one rank [inch / 100].
         font: size of the words [points].
-        with_lanes: True where messages and collectives are drawn below the boxes.
+        with_lanes: whether messages and collectives are drawn below the boxes.
     """
 
     unit: float
@@ -179,12 +179,11 @@ def points(size: float) -> float:
 
 
 def corners(x: float, width: float, y: float, height: float) -> list[tuple[float, float]]:
-    """Corners of a box."""
     return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
 
 
 def style_rows(axes: Axes, num_rows: int, scale: Scale) -> None:
-    """Rows from the top, and a frame of the time axis alone."""
+    """Rows from the top, and only the frame of the time axis."""
     axes.set_ylim(num_rows, 0)
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)

@@ -1,17 +1,17 @@
-"""The page of a figure: panels below each other on one time scale, idle time beside them, the legend at the foot.
+"""The page of a figure: panels below each other on one time scale, idle time at the right, the legend at the bottom.
 
     +-----------------------------------------------------------------+
     | 1f1b: P=4 V=1 M=8                                               |  title
     | predicted: makespan 33 s, makespan bubble 27%     idle by cause |
-    | rank 0 |0|1|2|3|    | 0 | ...                     |====         |  a row a rank
+    | rank 0 |0|1|2|3|    | 0 | ...                     |====         |  a row per rank
     | measured: makespan 35 s (1.06 times ...) ...                    |
     | rank 0 |0|1|2|3|     | 0 | ...                    |=====        |
     |        0     10     20 ... time [s]               0   20   40   |
     | legend                                                          |
     +-----------------------------------------------------------------+
 
-matplotlib's constrained layout gives titles, names and axes their room; the page grows until rows have their height.
-No pyplot: it is global state.
+matplotlib's constrained layout allots room to titles, names and axes; the page grows until rows have their height. No
+pyplot: it is global state.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ Key = tuple[Any, str]  # of the legend: a handle of any of matplotlib's kinds, a
 _USUAL_FONT = 9.5  # [points]; what follows fits it, and grows and shrinks with it
 _BARS, _BARS_SHARE = 2.5, 0.2  # width of the idle bars [inch], at most this share of the page
 _HIGHEST_ROW, _LOWEST_ROW, _ROW = 60.0, 14.0, 100.0  # [inch / 100]
-_GAP, _WORDS = 0.08, 1.0  # around axes, and more than the words of a panel need [inch]
+_GAP, _WORDS = 0.08, 1.0  # margins of axes, and ample room for the words of a panel [inch]
 _NARROWEST, _SMALLEST_FONT = 3.0, 4.0
 _RANGE_HEIGHT = 0.05  # of a panel's
 _RANGE_BAND: dict[str, Any] = {"facecolor": "#202020", "alpha": 0.55, "linewidth": 0}
 _INK = "#303030"  # of the legend; what follows is in font sizes
 _HEADING = 8.0  # width of the column of headings
 _LETTER = 0.54  # mean width of a letter of DejaVu Sans
-_AROUND = 4.2  # width of a key beside its words: handle, padding and gap
+_KEY = 4.2  # width of a key without its words: handle, padding and gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +67,15 @@ class FigureStyle:
 
     Arguments:
         width: [inch].
-        dpi: pixels an inch of a PNG.
+        dpi: pixels per inch of a PNG.
         font: size of the words [points]; all others follow it.
-        title: whether the schedule and its sizes stand above all; a paper's caption says that.
+        title: whether the schedule and its sizes are above; a paper's caption has them.
         captions: whether each timeline has its name and figures above it.
-        memory: whether what each rank holds over time stands below each timeline, where stages' bytes are known.
+        memory: whether the memory of each rank is below each timeline, if its stages' bytes are known.
         critical_path: whether the chain of actions and messages that determines the end is marked, with its shares.
         idle: "cause": idle time in the hue of its cause; "hatch": all of it hatched, for print without colours.
 
-    Raises ValueError for sizes at which nothing could be read.
+    Raises ValueError for sizes too small or large to read.
     """
 
     width: float = 16.0
@@ -122,7 +122,7 @@ class Sheet:
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Axes of all panels with their words; the width that these leave gives the numbers their size."""
+        """Axes of all panels with their words; the remaining width determines the size of the numbers."""
         from matplotlib.layout_engine import ConstrainedLayoutEngine
 
         from .shown_figure import ShownFigure
@@ -156,7 +156,7 @@ class Sheet:
         figure.set_size_inches(style.width, round(height, 2))
         engine.set(rect=(0.0, foot / height, 1.0, 1.0 - foot / height))
         engine.execute(figure)
-        figure.set_layout_engine("none")  # it stays so, whatever is drawn
+        figure.set_layout_engine("none")  # drawing does not change it
 
     def _axes(self, axes: Axes, panel: Panel) -> Axes:
         title = panel.title(self.unit_name, self.unit) if self.style.captions else ""
@@ -174,13 +174,13 @@ class Sheet:
 
     @staticmethod
     def _end_of(panel: Panel) -> float:
-        """Seconds that the time axis needs for a panel: what ran, and where it was predicted to end."""
+        """Seconds that the time axis needs for a panel, including the predicted end."""
         if not isinstance(panel, TimelinePanel):
             return panel.length
         return max(panel.length, panel.predicted_end or 0.0, *(panel.predicted_ends or ()))
 
     def _legend(self) -> list[tuple[str, list[Key]]]:
-        """Lines of keys, the first ones of a group behind its heading."""
+        """Lines of keys, the first ones of a group after its heading."""
         from matplotlib.patches import Patch
 
         causes = [(Patch(facecolor=CAUSE_HUES[c]), c.replace("_", " ")) for c in Idle._fields if c in self.causes]
@@ -235,7 +235,6 @@ class Sheet:
             yield Line2D([], [], color=LINE_INK, linestyle=LINE_STYLES[name], linewidth=0.9), name
 
     def _paths(self) -> list[TimelinePanel]:
-        """Panels whose critical path is marked."""
         return [p for p in self.panels if isinstance(p, TimelinePanel) and p.length > 0 and self.style.critical_path]
 
     def draw(self) -> ShownFigure:
@@ -247,7 +246,6 @@ class Sheet:
         return self.figure
 
     def _draw_keys(self, heading: str, keys: Sequence[Key], middle: float) -> None:
-        """One line of the legend, `middle` a fraction of the figure."""
         from matplotlib.legend_handler import HandlerTuple
 
         font, left, figure = self.style.font, self.left, self.figure
@@ -288,20 +286,19 @@ class Sheet:
 
 
 def _in_order(kinds: Iterable[T], found: Iterable[Collection[T]]) -> list[T]:
-    """Members of an enumeration that are in any of what was found."""
     present = set().union(*found)
     return [kind for kind in kinds if kind in present]
 
 
 def _broken(heading: str, keys: Iterable[Key], room: float) -> Iterator[tuple[str, list[Key]]]:
-    """Lines of keys, for which there is so much room [font sizes]; words that are longer go on below."""
+    """Lines of keys within this width [font sizes]; longer words continue below."""
     from matplotlib.patches import Patch
 
     line: list[Key] = []
-    left, most = room, int((room - _AROUND) / _LETTER)
+    left, most = room, int((room - _KEY) / _LETTER)
     parts = [(handle, wrap(words, most)) for handle, words in keys]
     for key in ((handle if at == 0 else Patch(alpha=0), part) for handle, own in parts for at, part in enumerate(own)):
-        size = _AROUND + _LETTER * len(key[1])
+        size = _KEY + _LETTER * len(key[1])
         if line and size > left:
             yield heading, line
             heading, line, left = "", [], room

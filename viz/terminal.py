@@ -1,11 +1,11 @@
-"""Timelines in a terminal: a row a rank, a column a stretch of time, each exhibit below the one before on one scale.
+"""Timelines in a terminal: a row per rank, a column per interval of time, exhibits below each other on one scale.
 
     predicted:  makespan 27 s,  makespan bubble 33.3%
     rank 0 |F0F1....::::B0----F2B1----...B2----| 33%  late peer 22, drain 11     without colours
     rank 1 |  ..F0F1B0----
 
 A column shows what takes most of its time: an action, in the colour of its op and chunk, or idle time by its cause. An
-action has its number where there is room. Without colours each begins with the letter of its op.
+action has its number if there is room. Without colours each begins with the letter of its op.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _SHADE, _BLOCK = "\u2592", "\u2588"  # in colours: idle time, and bars of it
 
 
 class _Look(NamedTuple):
-    """How a piece of a row is drawn; pieces of one look are alike where columns are narrow.
+    """The look of a piece of a row; pieces of equal look are merged where columns are narrow.
 
-    fill: of columns without colours, behind the letter. style: of `rich`.
+    fill: of columns without colours, after the letter. style: of `rich`.
     """
 
     letter: str
@@ -56,7 +56,7 @@ class _Look(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A stretch of a row [s]; `label` is written where it fits."""
+    """A part of a row [s]; `label` is written where it fits."""
 
     start: float
     end: float
@@ -72,10 +72,10 @@ def render_terminal(exhibits: Sequence[Exhibit], *, width: int | None = None, co
 
     Arguments:
         width: columns, at least 40; the terminal's by default.
-        colour: with ANSI colours; False: ASCII alone. By default where standard output is a terminal, and NO_COLOR is
-            not set.
+        colour: with ANSI colours; False: ASCII only. By default if standard output is a terminal, and NO_COLOR is not
+            set.
 
-    Raises ValueError for no exhibits, and for a width below 40.
+    Raises ValueError without exhibits, and for a width below 40.
     """
     if not exhibits:
         raise ValueError("exhibits=[]: expected at least one Exhibit")
@@ -100,8 +100,6 @@ def _wants_colour() -> bool:
 
 
 class _Page:
-    """Lines of all panels: names, columns of time, and idle time at the side."""
-
     def __init__(self, panels: Sequence[TimelinePanel], width: int, colour: bool) -> None:
         self.panels, self.width = panels, width
         self.console = Console(
@@ -141,7 +139,7 @@ class _Page:
         return file.getvalue().rstrip("\n")
 
     def _wrapped(self, text: str) -> list[str]:
-        """Lines of whole figures, which stand two spaces apart."""
+        """Lines of whole figures, which are two spaces apart."""
         lines = [""]
         for part in text.split("  "):
             joined = f"{lines[-1]}  {part}" if lines[-1] else part
@@ -162,7 +160,7 @@ class _Page:
         return line.append("|").append_text(self._side(idle))
 
     def _runs(self, pieces: Sequence[_Piece]) -> Iterator[tuple[str, str]]:
-        """Neighbouring columns that show the same piece (or one look, of many small ones), as (style, text)."""
+        """Consecutive columns that show the same piece (or one look, for many small ones), as (style, text)."""
         column = self.length / self.columns if self.length > 0 else 1.0
         shown = _columns(pieces, column, self.columns)
         at = 0
@@ -211,7 +209,6 @@ class _Page:
     # --- below the rows ---
 
     def _axis(self) -> Text:
-        """The time scale of all panels."""
         length = self.length / self.unit
         line = [" "] * (self.names + 2 + self.columns + 12)
         step = _round_step(length / max(self.columns / 12, 1))
@@ -249,7 +246,7 @@ class _Page:
 
 
 def _columns(pieces: Sequence[_Piece], column: float, count: int) -> list[_Piece | None]:
-    """By column, the longest piece of the look that has most of its time; None where nothing has."""
+    """By column, the longest piece of the look with most of its time; None if idle or empty time is more."""
     times: list[dict[_Look, float]] = [{} for _ in range(count)]
     longest: list[dict[_Look, tuple[float, _Piece]]] = [{} for _ in range(count)]
     for piece in pieces:
@@ -292,12 +289,11 @@ def _words(cause: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Nothing in a name moves the cursor or changes colours."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _parts(shares: Sequence[float], room: int) -> list[int]:
-    """Columns of the parts of a bar, rounded so that their sum is right.
+    """Columns of the parts of a bar, rounded to the right sum.
 
     >>> _parts([0.25, 0.25, 0.1], 10)
     [2, 3, 1]
@@ -310,7 +306,7 @@ def _parts(shares: Sequence[float], room: int) -> list[int]:
 
 
 def _round_step(least: float) -> float:
-    """The least 1, 2 or 5 times a power of ten that is not below.
+    """The least 1, 2 or 5 times a power of ten that is at least this.
 
     >>> _round_step(0.3), _round_step(12)
     (0.5, 20.0)

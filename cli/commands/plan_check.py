@@ -51,7 +51,7 @@ class CheckOptions:
     check: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN [PLAN]")]
     """The run (folder or name, or its folders from several hosts), and the plan's file if it is not the run's own."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """Picture of the causes between the predicted and the measured step: .png, .svg, .pdf; may be given several times."""
+    """Picture of the causes between the predicted and the measured step: .png, .svg, .pdf; may be repeated."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 

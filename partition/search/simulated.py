@@ -79,8 +79,8 @@ class BuiltSchedules:
             if c.lengths:
                 first, *others = c.parts
                 ranks = count_in_flight(self.schedule(c, m), (first + kv_share, *others))
-            elif c.is_equal and known.turns is not None:
-                ranks = in_flight_of_turns(known.turns(c.pipeline, m, c.num_chunks), num_chunks=c.num_chunks)
+            elif c.is_equal and known.chunk_order is not None:
+                ranks = in_flight_of_turns(known.chunk_order(c.pipeline, m, c.num_chunks), num_chunks=c.num_chunks)
             else:
                 ranks = count_in_flight(self.schedule(c, m))
             self._flights[key] = by_place(c, ranks)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from ...schedules import Schedule, Timeline, check
-from ...schedules.lowering.course import Course, make_course
+from ...schedules.lowering.calls import RunCalls, make_run_calls
 from ...schedules.messages import Sharing
 from ...schedules.timing.records import RankRecord, assemble_stream
 from ...schedules.transform import defer_updates
@@ -40,7 +40,7 @@ class StreamUpdate(Update):
 
     def __init__(
         self,
-        course: Course,
+        course: RunCalls,
         ownership: Ownership,
         recorders: Mapping[int, RankRecorder],
         made: Sequence[StageOptimizers] = (),
@@ -213,7 +213,7 @@ class StreamUpdate(Update):
         return [weights for rank in self._ranks.values() for weights in rank.weights.values()]
 
 
-def stream_course(run: Run, mode: Mode, ownership: Ownership) -> Course:
+def stream_course(run: Run, mode: Mode, ownership: Ownership) -> RunCalls:
     """Calls of an asynchronous schedule, behind so many batches with a flush. Collective over the processes.
 
     Raises ValueError for what a weight rule cannot have, and ScheduleError for a schedule that does not repeat.
@@ -222,7 +222,7 @@ def stream_course(run: Run, mode: Mode, ownership: Ownership) -> Course:
     for ranks in sharing.parts:
         run.collectives.subgroup(ranks)  # for what is done with an empty pipeline
     late = _with_late_updates(mode.schedule, sharing)
-    return make_course(mode.schedule, sharing=sharing, flush_first=run.options.flush_first, late=late)
+    return make_run_calls(mode.schedule, sharing=sharing, flush_first=run.options.flush_first, late=late)
 
 
 def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
@@ -258,7 +258,7 @@ def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
     return late
 
 
-def _make_ranks(course: Course, ownership: Ownership, recorders: Mapping[int, RankRecorder]) -> dict[int, StreamRank]:
+def _make_ranks(course: RunCalls, ownership: Ownership, recorders: Mapping[int, RankRecorder]) -> dict[int, StreamRank]:
     schedule = course.schedule
     refuse_sparse_modules(ownership.model.root, {name for name, _ in ownership.tied()})
     peaks = check(schedule).peak_versions

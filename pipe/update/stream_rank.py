@@ -18,7 +18,7 @@ from ...comm import TensorSpec
 from ...comm.buckets import Flat
 from ...partition.model.forms import Tensors
 from ...schedules import Message, MessageKind, Op
-from ...schedules.lowering.course import Course
+from ...schedules.lowering.calls import RunCalls
 from ...schedules.program import GroupStep
 from ..batch.batches import LOWER_OR_CLIP, NO_UPDATE, Batch, GroupLoss, NonFiniteLossError
 from ..results import Known
@@ -54,7 +54,13 @@ class StreamRank(RankUpdate):
     """The update groups of one rank."""
 
     def __init__(
-        self, rank: int, *, course: Course, stages: Mapping[int, StageOptimizers], shards: Shards, ownership: Ownership
+        self,
+        rank: int,
+        *,
+        course: RunCalls,
+        stages: Mapping[int, StageOptimizers],
+        shards: Shards,
+        ownership: Ownership,
     ) -> None:
         schedule = course.schedule
         super().__init__(rank, schedule, shards)

@@ -1,4 +1,4 @@
-"""Schedules from rules over (op, stage, microbatch) in place of tables.
+"""Schedules from rules over (op, stage, microbatch) instead of tables.
 
 Constraints(rules=...)  ──ground──>  relations, limits, filters  ──solve──>  Schedule, or the rules that contradict
 """

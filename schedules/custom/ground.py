@@ -1,4 +1,4 @@
-"""Rules made concrete: the actions of a problem, what the data ask of them, and what each rule does."""
+"""Rules made concrete: the actions of a problem, their data dependencies, and the relations and limits of each rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ EXPECTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroundRule:
-    """A rule, by the user's words, with the actions that it speaks of; `limits`: stage activations at once, by rank."""
+    """A rule under the user's name for it, with its relations between actions; `limits`: stage activations at once,
+    by rank."""
 
     name: str
     relations: tuple[Relation, ...] = ()
@@ -30,8 +31,7 @@ class GroundRule:
 
 
 class Ground:
-    """The actions of a problem: in `schedule` on their ranks, in no order; by action its `rank`, and its `needs`, those
-    whose results it takes."""
+    """The actions of a problem: in `schedule` on their ranks, in no order; by action its `rank`, and its `needs`."""
 
     def __init__(self, skeleton: Schedule, *, split_backward: bool) -> None:
         backward = (Op.I, Op.W) if split_backward else (Op.B,)
@@ -47,8 +47,8 @@ class Ground:
             shared = [stage for stage, ranks in enumerate(skeleton.owners) if len(ranks) > 1]
             if shared:
                 raise ScheduleError(
-                    f"stage {shared[0]} stands on the ranks {skeleton.owners[shared[0]]}, each of which updates it: "
-                    f"expected one rank a stage where batches overlap"
+                    f"stage {shared[0]} is on the ranks {skeleton.owners[shared[0]]}, each of which updates it: "
+                    f"expected one rank per stage where batches overlap"
                 )
             groups = range(skeleton.num_batches * skeleton.groups_per_batch)
             for rank, stages in enumerate(skeleton.placement):
@@ -63,8 +63,8 @@ class Ground:
             self._add_updates()
 
     def _add_updates(self) -> None:
-        """Updates stand behind the gradients that they take in; where the rule names versions by the batch, forwards
-        behind the update that makes theirs."""
+        """An update needs the gradients that it applies; where the rule names versions by the batch, a forward needs
+        the update that makes its version."""
         rule, size, M = self.schedule.rule, self.schedule.group_size, self.schedule.num_microbatches
         for stage, op, index in list(self.rank):
             if op in LAST_USES:
@@ -77,19 +77,19 @@ class Ground:
                     self.needs[Action(stage, op, index)].append(Action(stage, Op.U, version - 1))
 
     def by_microbatch(self, action: Action) -> tuple[int, int]:
-        """Key of the order by microbatch; of slices as data have them: forwards ascending, backwards descending."""
+        """Sort key by microbatch, then slice: forwards ascending, backwards descending."""
         microbatch, piece = divmod(action.index, self.schedule.num_slices)
         return microbatch, piece if action.op is Op.F else -piece
 
     def check_op(self, action: Action, words: str) -> None:
-        """ValueError where no action of this op can be there, whatever its stage and microbatch."""
+        """ValueError if no action of this op exists, for any stage and microbatch."""
         op = action.op
         if op in (Op.I, Op.W) and not self.split_backward:
             why = "its backward is whole (B): expected B, or Constraints(..., split_backward=True)"
         elif op is Op.B and self.split_backward:
             why = "its backward is split: expected I and W in place of B, or split_backward=False"
         elif op is Op.U and not self.updates:
-            why = "updates stand in the order of asynchronous schedules alone: expected F B I W"
+            why = "only asynchronous schedules have updates in their order: expected F B I W"
         elif op not in (Op.F, Op.B, Op.I, Op.W, Op.U):
             why = "rules speak of F B I W U"
         else:
@@ -98,7 +98,7 @@ class Ground:
 
 
 def ground_rules(ground: Ground, rules: Sequence[Rule] | Mapping[str, Rule]) -> list[GroundRule]:
-    """Each rule with its actions; ValueError for what is no rule, fails, or speaks of no action at all."""
+    """Each rule with its actions; ValueError for a rule that is invalid, raises, or matches no actions."""
     if isinstance(rules, Mapping):
         named: list[tuple[str | None, Rule]] = [(str(name), rule) for name, rule in rules.items()]
     elif isinstance(rules, list | tuple):
@@ -138,12 +138,13 @@ def _ground(ground: Ground, rule: Any, name: str | None, number: int) -> GroundR
 
 
 def _at(rank: int, given: int | Callable[[int], int], words: str, *, least: int) -> int:
-    number = _in_words(words, partial(given, rank), f" on rank {rank}") if callable(given) else given
+    number = _called(words, partial(given, rank), f" on rank {rank}") if callable(given) else given
     return check_number(number, f"rule {words!r} on rank {rank} (", least=least)
 
 
 def _refuse_typos(ground: Ground, found: Sequence[Relation], words: str) -> None:
-    """ValueError for a rule that no two actions match, unless more microbatches, up to two a stage, would mend that."""
+    """ValueError for a rule that matches no two actions, unless up to two more microbatches per stage would change
+    that."""
     stages, microbatches = ground.schedule.num_stages, ground.schedule.total_indices
     if stages == 1:
         return
@@ -171,7 +172,8 @@ def _check_relation(ground: Ground, relation: Relation, words: str) -> None:
 
 
 def _orders(ground: Ground, rule: InOrder, words: str) -> list[list[list[list[Action]]]]:
-    """By rank its orders, of all its actions of some ops by the key, or of each stage; those of equal keys together."""
+    """By rank its orders, of all its actions of some ops by the key, or of each stage; actions of equal keys are
+    grouped."""
     for op in rule.ops:
         ground.check_op(Action(0, op, 0), words)
     place = {op: at for at, op in enumerate(rule.ops)}
@@ -180,14 +182,14 @@ def _orders(ground: Ground, rule: InOrder, words: str) -> list[list[list[list[Ac
         if rule.key is None:
             return ground.by_microbatch(action), place[action.op]
         given = (action.stage, action.index) if len(rule.ops) == 1 else (action.op, action.stage, action.index)
-        return _in_words(words, partial(rule.key, *given), f" at {action}")
+        return _called(words, partial(rule.key, *given), f" at {action}")
 
     orders = []
     for program in ground.schedule.programs:
         keys = {action: key_of(action) for action in program if action.op in place}
         stages = [{s} for s in sorted({a.stage for a in keys})] if rule.key is None else [{a.stage for a in keys}]
         own = [[action for action in keys if action.stage in together] for together in stages]
-        in_order = [_in_words(words, partial(sorted, each, key=keys.__getitem__)) for each in own]
+        in_order = [_called(words, partial(sorted, each, key=keys.__getitem__)) for each in own]
         orders.append([[list(equal) for _, equal in groupby(each, key=keys.__getitem__)] for each in in_order])
     return orders
 
@@ -207,11 +209,11 @@ def _relations(ground: Ground, rule: Predicate, words: str) -> Iterator[Relation
         raise ValueError(
             f"rule {words!r} takes {inspect.signature(rule)}: expected a function of two numbers, stage and microbatch"
         ) from None
-    except ValueError:  # written in C: it does not say
+    except ValueError:  # written in C, without a signature
         pass
     for stage in range(ground.schedule.num_stages):
         for k in range(ground.schedule.total_indices):
-            made = _in_words(words, partial(_listed, rule, stage, k), f" at stage {stage}, microbatch {k}")
+            made = _called(words, partial(_listed, rule, stage, k), f" at stage {stage}, microbatch {k}")
             for each in made:
                 if not isinstance(each, Relation):
                     hint = "; for `<` write before()" if isinstance(each, bool) else ""
@@ -231,8 +233,8 @@ def _listed(rule: Predicate, stage: int, index: int) -> list[Any]:
     return list(made)
 
 
-def _in_words(words: str, make: Callable[[], Any], at: str = "") -> Any:
-    """The value of the user's code; its failure names the rule."""
+def _called(words: str, make: Callable[[], Any], at: str = "") -> Any:
+    """Value of the user's code; an exception becomes a ValueError that names the rule."""
     try:
         return make()
     except Exception as error:
@@ -240,7 +242,7 @@ def _in_words(words: str, make: Callable[[], Any], at: str = "") -> Any:
 
 
 def _words_of(function: Callable[..., Any], otherwise: str) -> str:
-    """The first line of its docstring, else its name; a lambda has neither."""
+    """The first line of its docstring, else its name; `otherwise` for a lambda."""
     text = inspect.getdoc(function) if inspect.isroutine(function) else None
     name = getattr(function, "__name__", otherwise)
     if text:

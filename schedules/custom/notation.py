@@ -1,10 +1,10 @@
-"""The words in which rules about an order are written.
+"""The notation of rules about an order.
 
-F(s, m).before(B(s, m - 2))             a relation of two actions; so is after
-lambda s, m: ...                        a predicate: the relations of stage s and microbatch m, if there are any
+F(s, m).before(B(s, m - 2))             a relation of two actions; likewise after
+lambda s, m: ...                        a predicate: the relations of stage s and microbatch m, if any
 in_order(F, key=lambda s, m: ...)       each rank runs them in ascending order of the key
 in_flight(at_most=4)                    stage activations that a rank holds at once
-only_if(lambda action, so_far: ...)     a filter: may this action go next?
+only_if(lambda action, so_far: ...)     a filter: may this action run next?
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..ir import Action, Op, Relation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoFar:
-    """State in which an action is asked for; valid during the call.
+    """State in which a filter is asked about an action; valid during the call.
 
     Arguments:
-        rank: that would run it.
-        program: what this rank has run.
+        rank: the rank of the action.
+        program: the actions that this rank has run.
         in_flight: stage activations that this rank holds.
-        begun: what all ranks have begun.
+        begun: the actions that all ranks have begun.
     """
 
     rank: int
@@ -62,9 +62,9 @@ Rule = Predicate | Relation | InOrder | InFlight | OnlyIf
 def in_order(*ops: Op, key: Callable[..., Any] | None = None) -> InOrder:
     """The rule that each rank runs its actions of these ops in ascending order of `key(s, m)`; equal keys in any order.
 
-    Several ops are ordered together, by `key(op, s, m)`; without a key those of one stage by microbatch, of one
-    microbatch in the order in which they are named, and stages stand in any order to each other. Raises ValueError for
-    what is no op, or no function.
+    Several ops are ordered together, by `key(op, s, m)`. Without a key, the actions of each stage are ordered by
+    microbatch, those of one microbatch in the order in which the ops are named, and stages are independent. Raises
+    ValueError for invalid ops or keys.
     """
     if not ops or not all(isinstance(op, Op) for op in ops):
         raise ValueError(f"in_order{ops!r:.60}: expected ops, such as in_order(F) or in_order(F, key=lambda s, m: m)")
@@ -77,7 +77,7 @@ def in_flight(*, at_most: int | Callable[[int], int]) -> InFlight:
     """The rule that a rank holds at most so many stage activations at once, from F to the end of B or W: a number, or a
     function of the rank.
 
-    Raises ValueError for what is neither.
+    Raises ValueError for anything else.
     """
     if not callable(at_most):
         check_number(at_most, "in_flight(at_most=", least=1)
@@ -87,7 +87,7 @@ def in_flight(*, at_most: int | Callable[[int], int]) -> InFlight:
 def only_if(allows: Filter) -> OnlyIf:
     """The rule that an action may begin only where `allows(action, so_far)` is true, asked as the order grows.
 
-    Raises ValueError for what is no function.
+    Raises ValueError for anything but a function.
     """
     if not callable(allows):
         raise ValueError(
@@ -98,7 +98,7 @@ def only_if(allows: Filter) -> OnlyIf:
 
 
 def check_number(number: object, where: str, *, least: int) -> int:
-    """The number; ValueError where it is none, or below `least`."""
+    """The number; ValueError if it is not a whole number of at least `least`."""
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise ValueError(
             f"{where}{number!r:.60}): expected a whole number, at least {least}, or a function of the rank"

@@ -1,4 +1,4 @@
-"""Order of a problem under some rules: its graph, and cycles in it."""
+"""The graph of a problem under some rules, and its cycles."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DATA = "the data"
 
 
 class Fact(NamedTuple):
-    """A relation that a rule asks for, or the data."""
+    """A relation that a rule asks for, or the data (rule None)."""
 
     relation: Relation
-    rule: str | None  # None: the data
+    rule: str | None
 
     def __str__(self) -> str:
         why = DATA if self.rule is None else repr(self.rule)
@@ -25,7 +25,7 @@ class Fact(NamedTuple):
 
 
 class ClashError(Exception):
-    """No order exists. `lines` say at which actions; `proven`: whether all ways were tried."""
+    """No order exists. `lines` name the conflicting actions; `proven`: whether all possibilities were tried."""
 
     def __init__(self, lines: Sequence[str], *, proven: bool = True) -> None:
         super().__init__("\n".join(lines))
@@ -34,13 +34,14 @@ class ClashError(Exception):
 
 
 class Order:
-    """The graph of all actions, in numbers: those of a rank are consecutive.
+    """The graph of all actions as numbers; those of a rank are consecutive.
 
     Attributes:
         actions, rank: by number.
-        before, behind: by number, its direct predecessors, with the reasons, and successors.
+        before: by number, its direct predecessors, with the reasons.
+        successors: by number.
         limits: by rank, the stage activations at once, with the name of the rule.
-        rise, net: by number, stage activations that it adds while it runs, and those that stay behind it.
+        rise, net: by number, stage activations that it adds while it runs, and those that remain when it ends.
         filters: by name.
 
     Raises ClashError where the rules exclude each other.
@@ -52,7 +53,7 @@ class Order:
         self.number = {action: n for n, action in enumerate(self.actions)}
         self.rank = [ground.rank[action] for action in self.actions]
         self.before: list[dict[int, Fact]] = [{} for _ in self.actions]
-        self.behind: list[list[int]] = [[] for _ in self.actions]
+        self.successors: list[list[int]] = [[] for _ in self.actions]
         for action, needs in ground.needs.items():
             for need in needs:
                 self._add(Fact(need.before(action), None))
@@ -71,27 +72,27 @@ class Order:
         self.sorted()
 
     def crosses(self, first: int, then: int) -> bool:
-        """Whether a message goes from one action to the other."""
+        """Whether a message travels from one action to the other."""
         return self.rank[first] != self.rank[then] and self.before[then][first].rule is None
 
     def _add(self, fact: Fact) -> None:
         first, then = (self.number[action] for action in fact.relation)
         if first not in self.before[then]:
             self.before[then][first] = fact
-            self.behind[first].append(then)
+            self.successors[first].append(then)
 
     def sorted(self) -> list[int]:
-        """A topological order; ClashError with a short cycle where there is none."""
+        """A topological order; ClashError with a short cycle if there is none."""
         order = topological(self.before)
         if len(order) < len(self.actions):
             stuck = set(range(len(self.actions))).difference(order)
-            cycle = _shortest_cycle(self.behind, sorted(stuck))
-            raise ClashError(_without_detours([self.before[then][first] for first, then in pairwise(cycle)]))
+            cycle = _shortest_cycle(self.successors, sorted(stuck))
+            raise ClashError(_as_lines([self.before[then][first] for first, then in pairwise(cycle)]))
         return order
 
 
-def _without_detours(facts: Sequence[Fact]) -> list[str]:
-    """Words on each fact once; what follows from data alone in one step."""
+def _as_lines(facts: Sequence[Fact]) -> list[str]:
+    """Each fact once as text; consecutive facts of data become one."""
     shown: list[Fact] = []
     for fact in facts:
         last = shown[-1] if shown else None
@@ -102,13 +103,13 @@ def _without_detours(facts: Sequence[Fact]) -> list[str]:
     return [str(fact) for fact in dict.fromkeys(shown)]
 
 
-def _cycle_through(start: int, behind: Sequence[Sequence[int]], inside: set[int]) -> list[int]:
-    """A cycle of the fewest actions, its first again at its end; empty where there is none."""
+def _cycle_through(start: int, successors: Sequence[Sequence[int]], inside: set[int]) -> list[int]:
+    """A cycle with the fewest actions (breadth-first), its first again at its end; empty if there is none."""
     came: dict[int, int] = {}
     queue = deque([start])
     while queue:
         n = queue.popleft()
-        for then in behind[n]:
+        for then in successors[n]:
             if then == start:
                 path = [start, n]
                 while path[-1] != start:
@@ -120,24 +121,24 @@ def _cycle_through(start: int, behind: Sequence[Sequence[int]], inside: set[int]
     return []
 
 
-def _shortest_cycle(behind: Sequence[Sequence[int]], among: Sequence[int]) -> list[int]:
-    """A cycle of the fewest actions, its first again at its end, through one of the first 200 of `among`."""
+def _shortest_cycle(successors: Sequence[Sequence[int]], among: Sequence[int]) -> list[int]:
+    """A cycle with the fewest actions through one of the first 200 of `among`, its first again at its end."""
     inside = set(among)
-    cycles = (_cycle_through(start, behind, inside) for start in among[:200])
+    cycles = (_cycle_through(start, successors, inside) for start in among[:200])
     return min(filter(None, cycles), key=len, default=[])
 
 
 def topological(before: Sequence[Iterable[int]]) -> list[int]:
-    """Numbers, each behind its direct predecessors; those on and behind a cycle are left out."""
-    behind: list[list[int]] = [[] for _ in before]
+    """Numbers, each after its direct predecessors; those on and after a cycle are left out."""
+    successors: list[list[int]] = [[] for _ in before]
     waiting = [0] * len(before)
     for n, firsts in enumerate(before):
         for first in firsts:
-            behind[first].append(n)
+            successors[first].append(n)
             waiting[n] += 1
     order = [n for n, count in enumerate(waiting) if not count]
     for n in order:
-        for then in behind[n]:
+        for then in successors[n]:
             waiting[then] -= 1
             if not waiting[then]:
                 order.append(then)
@@ -145,7 +146,7 @@ def topological(before: Sequence[Iterable[int]]) -> list[int]:
 
 
 def earlier_ones(before: Sequence[Iterable[int]], order: Sequence[int]) -> list[int]:
-    """By number all that come before it, as bits, from its direct predecessors and a topological order."""
+    """All predecessors of each number, as bits, from its direct predecessors and a topological order."""
     earlier = [0] * len(order)
     for n in order:
         for first in before[n]:

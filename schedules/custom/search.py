@@ -1,5 +1,11 @@
-"""Orders that keep all rules: a list scheduler over time, and a search where that stands still; or the rules that
-contradict each other."""
+"""Orders that keep all rules: a list scheduler over time, and a depth-first search where that gets stuck; or the rules
+that contradict each other.
+
+List scheduling: when a rank is free, it begins the action with the least priority among those whose predecessors have
+ended and arrived. Depth-first search: the state is the set of actions that have run (bits), independent of time. All
+actions that take no limited memory run at once, since running them early never excludes an order; each forward that
+takes some is a branch, and no set is visited twice.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ class ScheduleState:
     """Actions that have run so far, and those that may begin.
 
     Attributes:
-        waiting: by number, predecessors that are not through.
+        waiting: by number, predecessors that have not ended.
         held: by rank, stage activations.
         programs: by rank, numbers in order.
         done: all of them, as bits.
@@ -38,7 +44,7 @@ class ScheduleState:
         self._own: list[list[Action]] = [[] for _ in self.held]
 
     def copy(self) -> ScheduleState:
-        """The same, to go on from in another way; filters are not asked there."""
+        """A copy to continue from in another way; filters are not asked there."""
         other = object.__new__(ScheduleState)
         other.order, other.done = self.order, self.done
         other.waiting, other.held = self.waiting.copy(), self.held.copy()
@@ -47,7 +53,7 @@ class ScheduleState:
         return other
 
     def why_not(self, n: int) -> str | None:
-        """Words on why an action may not begin though what it needs is there; None: it may."""
+        """Why an action may not begin although its inputs are there; None: it may."""
         order = self.order
         rank, action = order.rank[n], order.actions[n]
         if rank in order.limits:
@@ -80,14 +86,13 @@ class ScheduleState:
         """An action ends; returns those that waited for nothing else."""
         self.held[self.order.rank[n]] += self.order.net[n] - self.order.rise[n]
         freed = []
-        for then in self.order.behind[n]:
+        for then in self.order.successors[n]:
             self.waiting[then] -= 1
             if not self.waiting[then]:
                 freed.append(then)
         return freed
 
     def _reasons(self, able: Sequence[int]) -> list[str]:
-        """Why none of these may begin, those with one reason together."""
         by_reason: dict[str | None, list[str]] = {}
         for n in able:
             by_reason.setdefault(self.why_not(n), []).append(str(self.order.actions[n]))
@@ -96,8 +101,8 @@ class ScheduleState:
             for why, names in list(by_reason.items())[:3]
         ]
 
-    def still(self) -> list[str]:
-        """By rank that is not through, what stands in front of it."""
+    def obstacles(self) -> list[str]:
+        """By unfinished rank, what it waits for."""
         order, lines = self.order, []
         for rank, program in enumerate(self.programs):
             own = [n for n, its in enumerate(order.rank) if its == rank and not self.done >> n & 1]
@@ -108,18 +113,18 @@ class ScheduleState:
             freeing = [n for n in own if order.net[n] < 0 and self.waiting[n]]
             for n in freeing[:1] if able else own[:1]:
                 lacking, why = next((b, w) for b, w in order.before[n].items() if not self.done >> b & 1)
-                told = f" ({why.rule!r})" if why.rule is not None else ""
-                reasons.append(f"{order.actions[n]} waits for {order.actions[lacking]}{told}")
+                by_rule = f" ({why.rule!r})" if why.rule is not None else ""
+                reasons.append(f"{order.actions[n]} waits for {order.actions[lacking]}{by_rule}")
             ran = " ".join(str(order.actions[n]) for n in program[-3:]) or "nothing"
-            lines.append(f"rank {rank}, behind {ran}: {'; '.join(reasons)}")
+            lines.append(f"rank {rank}, after {ran}: {'; '.join(reasons)}")
         return lines
 
 
 def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tuple[ScheduleState, float | None]:
-    """Each rank begins what may begin as soon as it is free, the least by `priority` first.
+    """Each rank begins an action as soon as it is free and one may begin, the least by `priority` first.
 
-    An action may begin when what it needs has ended, and arrived where it ran on another rank. Returns the last state,
-    and when the last action ended [s]; None: all ranks stood still before. O(actions * log + choices).
+    An action may begin when its inputs have ended, and have arrived where they ran on another rank. Returns the last
+    state, and when the last action ended [s]; None: all ranks were stuck before. O(actions * log + choices).
     """
     state = ScheduleState(order)
     seconds = [table.of(a.op, a.stage, a.index) for a in order.actions]
@@ -129,7 +134,7 @@ def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tu
     free = [True] * len(state.held)
     # (time, an action can begin rather than ends, number)
     events = [(0.0, True, n) for n, count in enumerate(state.waiting) if not count]
-    now, through = 0.0, 0
+    now, ended = 0.0, 0
     while events:
         now = events[0][0]
         while events and events[0][0] == now:
@@ -138,9 +143,9 @@ def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tu
             if begins:
                 insort(ready[rank], (priority[n], n))
                 continue
-            through += 1
+            ended += 1
             free[rank] = True
-            for then in order.behind[n]:
+            for then in order.successors[n]:
                 arrives[then] = max(arrives[then], now + latency[n] * order.crosses(n, then))
             for then in state.end(n):
                 heappush(events, (arrives[then], True, then))
@@ -152,14 +157,13 @@ def list_schedule(order: Order, table: CostTable, priority: Sequence[int]) -> tu
                 state.begin(n)
                 free[rank] = False
                 heappush(events, (now + seconds[n], False, n))
-    return state, now if through == len(seconds) else None
+    return state, now if ended == len(seconds) else None
 
 
-def search(order: Order, priority: Sequence[int]) -> tuple[ScheduleState, bool]:
-    """A state in which all has run, found without regard to time, or one from which nothing goes on.
+def search_depth_first(order: Order, priority: Sequence[int]) -> tuple[ScheduleState, bool]:
+    """A state in which all actions have run, found without regard to time, or one from which none can continue.
 
-    Whatever does no harm runs at once; where a forward takes room that is short, each way is tried, depth first, no set
-    of actions twice. The flag says whether all ways were tried, up to MOST_STATES.
+    The flag says whether all possibilities were tried, up to MOST_STATES states.
     """
     everything = (1 << len(order.actions)) - 1
     start = ScheduleState(order)
@@ -185,7 +189,6 @@ def search(order: Order, priority: Sequence[int]) -> tuple[ScheduleState, bool]:
 
 
 def _run_harmless(state: ScheduleState, able: set[int]) -> None:
-    """Run what any order could run now: what takes no room that is short."""
     order = state.order
     going = True
     while going:
@@ -210,18 +213,18 @@ def numbered(order: Order, keys: Iterable[Any]) -> list[int]:
 
 
 def by_kind(order: Order) -> list[int]:
-    """Priority of backwards, then forwards, then weight gradients; in each, in the order of microbatches."""
+    """Priority of backwards, then forwards, then weight gradients; within each, in the order of microbatches."""
     kinds = {Op.F: 1, Op.W: 2}
     return numbered(order, [kinds.get(action.op, 0) for action in order.actions])
 
 
 def by_path(order: Order, table: CostTable, *, kinds_first: bool) -> list[int]:
-    """Priority of what has the longest path of work behind it; `kinds_first`: within the kinds of `by_kind`."""
+    """Priority of the action with the longest path of work after it; `kinds_first`: within the kinds of `by_kind`."""
     tails = [0.0] * len(order.actions)
     for n in reversed(order.sorted()):
         action = order.actions[n]
-        behind = max((tails[then] for then in order.behind[n]), default=0.0)
-        tails[n] = behind + table.of(action.op, action.stage, action.index)
+        after = max((tails[then] for then in order.successors[n]), default=0.0)
+        tails[n] = after + table.of(action.op, action.stage, action.index)
     kinds = {Op.F: 1, Op.W: 2} if kinds_first else {}
     return numbered(order, [(kinds.get(a.op, 0), -tail) for a, tail in zip(order.actions, tails, strict=True)])
 
@@ -235,7 +238,8 @@ class ContradictionError(ScheduleError):
 
 
 def contradiction(ground: Ground, rules: Sequence[GroundRule]) -> ContradictionError:
-    """The error for rules of which no order is known that keeps them all. Filters are left out: they come last."""
+    """The error for rules of which no order is known that keeps them all. Filters are ignored, since they are asked
+    last."""
     kept = [replace(rule, allows=None) for rule in rules]
     clash = _clash(ground, kept)
     assert clash is not None
@@ -265,7 +269,7 @@ def _clash(ground: Ground, rules: Sequence[GroundRule]) -> ClashError | None:
     _, end = list_schedule(order, UNIT_COSTS.table_for(ground.schedule), priority)
     if end is not None:
         return None
-    state, tried_all = search(order, priority)
+    state, tried_all = search_depth_first(order, priority)
     if state.done.bit_count() == len(order.actions):
         return None
-    return ClashError(state.still(), proven=tried_all)
+    return ClashError(state.obstacles(), proven=tried_all)

@@ -1,4 +1,4 @@
-"""Rules about an order, completed to a schedule."""
+"""Schedules that keep given rules."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..timing.costs import UNIT_COSTS, Costs, CostTable
 from .ground import Ground, GroundRule, ground_rules
 from .notation import Rule
 from .order import ClashError, Order, earlier_ones, topological
-from .search import ScheduleState, by_kind, by_path, contradiction, list_schedule, numbered, search
+from .search import ScheduleState, by_kind, by_path, contradiction, list_schedule, numbered, search_depth_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """A schedule by rules: what data need what is known, and all else is free.
+    """A schedule by rules: data dependencies are known, and everything else is free.
 
     Arguments:
         num_microbatches: M.
-        rules: see `notation`; a list, or a dict whose keys are the user's words for each.
+        rules: see `notation`; a list, or a dict whose keys name them.
         num_ranks: P; may be left out where `placement` lists the stages of each rank.
         placement: [P] the stages of each rank; "plain", stage r on rank r; "cyclic", stage s on rank s mod P; "v", two
-            chunks a rank, down the ranks and back up.
-        num_chunks: V, stages a rank, for "cyclic" (2 by default).
+            chunks per rank, down the ranks and back up.
+        num_chunks: V, stages per rank, for "cyclic" (2 by default).
         split_backward: whether the backward is I and W, or one B.
-        prefer: key of an action: where several may go next, the least goes first. By default what ends soonest.
+        prefer: key of an action: of those that may run next, the least is first. By default the one that ends soonest.
         without_backward, owners, num_slices, num_batches, weight_rule, update_every, edges: as in `Schedule`.
         name: of the schedule.
 
@@ -63,11 +63,12 @@ class Constraints:
     def solve(self, costs: Costs = UNIT_COSTS) -> Schedule:
         """A checked schedule that keeps all rules, short under `costs`; the same for the same rules.
 
-        Each rank begins what it may as soon as it is free; of several ways to choose, the one with the shortest
-        makespan. Not the shortest possible: for that, `synthesize`.
+        Each rank begins an action as soon as it may; of several priorities, the one with the shortest makespan is
+        taken. It is
+        not the shortest possible: for that, see `synthesize`.
 
-        Raises ValueError for what is no rule or speaks of no action, ContradictionError (a ScheduleError) for rules
-        that no order keeps, ScheduleError where a filter lets nothing go on.
+        Raises ValueError for invalid rules, ContradictionError (a ScheduleError) for rules that no order keeps,
+        ScheduleError where a filter lets no action continue.
         """
         ground = Ground(self._skeleton(), split_backward=self.split_backward)
         rules = ground_rules(ground, self.rules)
@@ -84,7 +85,6 @@ class Constraints:
         return schedule
 
     def _order(self, ground: Ground, rules: Sequence[GroundRule], table: CostTable) -> tuple[Order, ScheduleState]:
-        """The order with all rules in it, and the best state found in which all has run."""
         try:
             order = Order(ground, rules)
         except ClashError:
@@ -102,7 +102,7 @@ class Constraints:
             return order, best
         if order.filters:
             raise _nothing_goes(stuck)
-        state, _ = search(order, priorities[0])
+        state, _ = search_depth_first(order, priorities[0])
         if state.done.bit_count() < len(order.actions):
             raise contradiction(ground, rules)
         return order, state
@@ -144,14 +144,14 @@ class Constraints:
 
 def _nothing_goes(state: ScheduleState) -> ScheduleError:
     count = f"{state.done.bit_count()} of {len(state.order.actions)} actions"
-    lines = [f"nothing may go next, behind {count}:", *state.still()]
+    lines = [f"nothing may run next, after {count}:", *state.obstacles()]
     return ScheduleError(
-        "\n  ".join(lines) + "\nexpected a filter that lets one of these go; it is asked again when any action ends"
+        "\n  ".join(lines) + "\nexpected a filter that lets one of these run; it is asked again when any action ends"
     )
 
 
 def _check_across_ranks(state: ScheduleState, rules: Sequence[GroundRule]) -> None:
-    """Demands of rules on actions of two ranks must follow from messages and programs, or nothing makes ranks wait."""
+    """Relations between actions of two ranks must follow from messages and programs, or nothing makes ranks wait."""
     order = state.order
     across = [
         (rule, relation)
@@ -173,5 +173,5 @@ def _check_across_ranks(state: ScheduleState, rules: Sequence[GroundRule]) -> No
             raise ScheduleError(
                 f"rule {rule.name!r} wants {relation}, on the ranks {ranks[0]} and {ranks[1]}, but no message makes "
                 f"rank {ranks[1]} wait for it: expected a rule for actions of one rank, or an order of rank "
-                f"{ranks[1]} in which {relation.then} comes behind something that needs {relation.first}"
+                f"{ranks[1]} in which {relation.then} comes after something that needs {relation.first}"
             )

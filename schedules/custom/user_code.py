@@ -1,6 +1,6 @@
 """Functions that an option names: `package.module:function`, or `file.py:function`.
 
-The current folder is searched first, as under `python -m`, so that a module beside the user needs no installation.
+The current folder is searched first, as under `python -m`, so that a module there needs no installation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORM = "package.module:function or file.py:function"
 
 
 def said(option: str, value: str) -> str:
-    """An option as it is typed: `--model m.py:small`, or, where its name ends so, `schedule='m.py:zigzag'`."""
+    """An option as it is typed: `--model m.py:small`, or, if its name ends in "=", `schedule='m.py:zigzag'`."""
     return f"{option}{value!r}" if option.endswith("=") else f"--{option} {value}"
 
 
@@ -33,8 +33,8 @@ class UserCodeError(Exception):
 def load(option: str, value: str) -> Callable[..., Any]:
     """The function that an option names, see `said`.
 
-    Raises ValueError for another form, a module or function that is not there (with near matches), and for what cannot
-    be called; UserCodeError where the module's own code fails.
+    Raises ValueError for another form, for a missing module or function (with near matches), and for anything that is
+    not callable; UserCodeError where the module's own code fails.
     """
     where, colon, name = value.rpartition(":")
     if not (where and colon and name.isidentifier()):
@@ -50,7 +50,7 @@ def load(option: str, value: str) -> Callable[..., Any]:
         kind = type(function).__name__
         raise ValueError(
             f"{said(option, value)}: {name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}: expected a function; "
-            f"write `def make(): return {name}` beside it, and give {said(option, f'{where}:make')}"
+            f"write `def make(): return {name}` next to it, and give {said(option, f'{where}:make')}"
         )
     return function
 
@@ -58,7 +58,7 @@ def load(option: str, value: str) -> Callable[..., Any]:
 def call(option: str, value: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Value of the function; of `options` it gets those that it takes.
 
-    Raises ValueError where it asks for more, UserCodeError where it fails.
+    Raises ValueError where it needs more, UserCodeError where it fails.
     """
     check_call(option, value, function, num_arguments=len(arguments), options=tuple(options))
     try:
@@ -70,7 +70,7 @@ def call(option: str, value: str, function: Callable[..., Any], *arguments: Any,
 def check_call(
     option: str, value: str, function: Callable[..., Any], *, num_arguments: int, options: tuple[str, ...] = ()
 ) -> None:
-    """Raise ValueError for a function that needs other arguments, or does not take as many."""
+    """Raise ValueError for a function that needs other arguments, or takes fewer."""
     parameters = parameters_of(function)
     if parameters is None:
         return
@@ -85,7 +85,7 @@ def check_call(
     ]
     if needed:
         raise ValueError(
-            f"{said(option, value)}: needs {', '.join(needed)}, which nobody gives: expected "
+            f"{said(option, value)}: needs {', '.join(needed)}, which are not given: expected "
             f"{'a default' if len(needed) == 1 else 'defaults'}, or another function that calls this one"
         )
     if len(positional) < num_arguments and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
@@ -102,7 +102,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """None: it does not say, as what is written in C."""
+    """None: it has no signature, such as a function written in C."""
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -128,7 +128,6 @@ def _module(option: str, value: str, name: str) -> ModuleType:
 
 
 def _near(missing: str) -> str:
-    """Modules in the current folder whose names are like this one's."""
     *folders, last = missing.split(".")
     folder = Path(*folders)
     known = [each.stem for each in folder.iterdir() if each.is_dir() or each.suffix == ".py"] if folder.is_dir() else []

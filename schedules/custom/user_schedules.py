@@ -1,10 +1,10 @@
-"""Schedules that a user brings: a table, rules, or a function; each becomes a checked `Schedule` here.
+"""A user's own schedules: a table, rules, or a function; each becomes a checked `Schedule` here.
 
-FILE.csv, FILE.json          a table, or all that a schedule says
+FILE.csv, FILE.json          a table, or a whole schedule
 FILE.py:function             def mine(num_ranks, num_microbatches): returns a Schedule, Constraints, or one of
-                             def key(action): the least goes first of what may go next
-                             def may(action, so_far): whether it may go next; see `custom.only_if`
-any of these objects itself
+                             def key(action): the least runs first of those that may
+                             def may(action, so_far): whether it may run next; see `custom.only_if`
+any of these objects
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ UserScheduleLike: TypeAlias = "str | os.PathLike[str] | Schedule | Constraints |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSchedule:
-    """A schedule of the user's, before its sizes are known: a Schedule, Constraints, or a function. `words`, and the
-    `option` that gave it, are for messages."""
+    """A user's schedule, before its sizes are known. `words`, and the `option` that gave it, are for messages."""
 
     words: str
     option: str
@@ -45,13 +44,13 @@ class UserSchedule:
 
     @property
     def takes_ranks(self) -> bool:
-        """Whether it is made for a number of ranks that somebody else may know."""
+        """Whether it is built for a given number of ranks."""
         what: Any = self.what
         return not _is_ready(what) and (_is_of_actions(what) or takes(what, "num_ranks"))
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether nobody but somebody else knows it."""
+        """Whether it has no default number of ranks."""
         what: Any = self.what
         if not self.takes_ranks:
             return False
@@ -62,10 +61,10 @@ class UserSchedule:
         """The checked schedule.
 
         Arguments:
-            sizes: num_ranks, num_microbatches, num_chunks, num_slices as they are asked for; a function gets those
-                that it takes, and what has sizes of its own keeps them.
+            sizes: num_ranks, num_microbatches, num_chunks, num_slices as requested; a function gets those that it
+                takes, and a schedule with sizes of its own keeps them.
 
-        Raises ValueError for what makes no schedule, ScheduleError for a faulty one; both say which.
+        Raises ValueError for an invalid result, ScheduleError for a faulty schedule; both name its source.
         """
         asked = {name: number for name, number in sizes.items() if number is not None}
         made: Any = self.what
@@ -124,9 +123,9 @@ class UserSchedule:
 
 
 def find_user_schedule(what: UserScheduleLike, *, option: str) -> UserSchedule | None:
-    """A schedule of the user's; None: it is the name of a family.
+    """A user's schedule; None: it is the name of a family.
 
-    Raises ValueError for a file or function that is not there, and for what is none of these forms.
+    Raises ValueError for a missing file or function, and for other forms.
     """
     if isinstance(what, str) and what.endswith(".py"):
         raise ValueError(f"{said(option, what)}: expected the function in it, as in {said(option, f'{what}:function')}")
@@ -144,12 +143,12 @@ def find_user_schedule(what: UserScheduleLike, *, option: str) -> UserSchedule |
 
 
 def is_own(name: str) -> bool:
-    """Whether a word names a file, or a function, rather than a family of schedules."""
+    """Whether a word names a file or a function, rather than a family of schedules."""
     return name.endswith((".csv", ".json", ".py")) or ":" in name
 
 
 def sizes_of(schedule: Schedule) -> dict[str, int]:
-    """Sizes that `UserSchedule.build` is asked for, read off a schedule that is there."""
+    """The sizes of an existing schedule, for `UserSchedule.build`."""
     return {
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
@@ -167,7 +166,6 @@ def _is_ready(what: object) -> TypeGuard[Schedule | Constraints]:
 
 
 def _is_of_actions(function: Any) -> bool:
-    """Whether it is asked about an action: its first argument is named so."""
     return callable(function) and [each.name for each in parameters_of(function) or ()][:1] == ["action"]
 
 
@@ -181,9 +179,9 @@ def _refuse_filter_without_state(key: Callable[[Action], Any]) -> None:
 
 
 def read_schedule(path: Path) -> Schedule:
-    """The checked schedule of a file: JSON where the text begins as an object, else CSV, whatever its name ends in.
+    """The checked schedule of a file: JSON if the text begins with a brace, else CSV.
 
-    Raises ValueError for a file that cannot be read, ScheduleError for a schedule that is faulty; both name the file.
+    Raises ValueError for a file that cannot be read, ScheduleError for a faulty schedule; both name the file.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")  # with a byte order mark, as spreadsheets write it, or not

@@ -1,11 +1,11 @@
 """The critical path: the chain of actions, messages and collectives that determines when a timeline ends.
 
-    rank 0 | 0F0 | 0F1 |                       | 0B0 | 0B1 |      walked from the last end back to the start: each step
-                \\ message             message /                   is what the next one waited for
+    rank 0 | 0F0 | 0F1 |                       | 0B0 | 0B1 |      followed from the last end back to the start: each
+                \\ message             message /                   step is what the next one waited for
     rank 1       | 1F0 | 1B0 | 1F1 | 1B1 |
 
-Its steps lie end to end from the start of the timeline to its end, so that its shares add up to the makespan. Where
-several inputs came last at one time there are several such chains; the one that stays longest on its ranks is taken.
+Its steps cover the timeline without gaps, so that its shares add up to the makespan. If several inputs arrived last at
+the same time there are several such chains; the one that stays longest on its ranks is taken.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class PathKind(StrEnum):
     INPUT_GRAD = "input gradient"
     WEIGHT_GRAD = "weight gradient"
     UPDATE = "update"
-    MESSAGE = "message"  # from made to arrived, queueing included; measured, as far as its receiver waited for it
-    SUM = "all-reduce of gradients"  # from begun on the last of its ranks until it was through
+    MESSAGE = "message"  # from made to arrived, queueing included; if measured, while its receiver waited for it
+    SUM = "all-reduce of gradients"  # from its begin on the last of its ranks to its end
     GATHER = "gather of weights"  # likewise
-    MOVE = "activations away"  # from begun, on the last of its ranks, until they have left or are back
+    MOVE = "activations away"  # offload or reload, from begin to end
     BEFORE_UPDATE = "before update"  # wait: the global norm and clipping, for which an optimizer step waits
     DATA = "data"  # wait: measured only, for the batch
-    NOT_SEEN = "not seen"  # wait: what came before is not in the timeline (a window of a stream, a missing rank)
-    UNEXPLAINED = "unexplained"  # wait: measured only, all was there and nothing ran
+    NOT_SEEN = "not seen"  # wait: its input is not in the timeline (a window of a stream, a missing rank)
+    UNEXPLAINED = "unexplained"  # wait: measured only, all inputs had arrived and nothing ran
 
 
 Key = TypeVar("Key")
@@ -63,7 +63,8 @@ class PathStep(NamedTuple):
     """One step, from `start` to `end` [s].
 
     what: None for a wait.
-    rank: where it ran; of a message the receiver, of a collective the last rank that began it, of a wait who waited.
+    rank: where it ran; for a message the receiver, for a collective the last rank that began it, for a wait the waiting
+    rank.
     sender: of a message, else None.
     """
 
@@ -76,7 +77,6 @@ class PathStep(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Length [s]."""
         return self.end - self.start
 
 
@@ -93,7 +93,7 @@ class CriticalPath:
 
     @property
     def by_kind(self) -> dict[PathKind, float]:
-        """Seconds of each kind that takes any, the most first; they add up to the makespan."""
+        """Seconds of each kind above 0, the most first; they add up to the makespan."""
         return _added((step.kind, step.seconds) for step in self.steps)
 
     @property
@@ -103,7 +103,7 @@ class CriticalPath:
 
     @property
     def by_sum(self) -> dict[tuple[int, ...], float]:
-        """Seconds of all-reduces of gradients by the stages whose gradients they are, the most first."""
+        """Seconds of all-reduces of gradients by their stages, the most first."""
         return _added(
             (step.what.stages, step.seconds)
             for step in self.steps
@@ -117,7 +117,7 @@ class CriticalPath:
 
 
 def critical_path(timeline: Timeline) -> CriticalPath:
-    """The chain that determines the end of a timeline, simulated or measured; of a stream, of the whole window.
+    """The chain that determines the end of a timeline, simulated or measured; for a stream, of the whole window.
 
     O(actions + messages).
     """
@@ -127,8 +127,6 @@ def critical_path(timeline: Timeline) -> CriticalPath:
 
 
 class _PathWalk:
-    """Looks up, for each step, what it waited for."""
-
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._schedule = timeline.schedule
@@ -166,40 +164,40 @@ class _PathWalk:
         return PathKind.UNEXPLAINED if self._timeline.measured else PathKind.MESSAGE  # its own has not left
 
     def _latest_input(self, node: PathStep, start: float) -> PathStep | None:
-        """Last of what `node` waited for; None where the timeline has it not. Of equals the first in `_inputs`."""
+        """The input that `node` waited for last; None if the timeline has none. Of equals the first in `_inputs`."""
         latest = _latest(self._inputs(node))
         if _is_update(node.what) and self._schedule.has_epilogue and (latest is None or latest.end < start):
-            # Neither its rank nor its sum held it up: the global norm did, for which all ranks come together.
+            # Neither its rank nor its sum delayed it but the global norm, which synchronises all ranks.
             together = [each for each in self._gradients if each.end <= start]
             return _latest([*([] if latest is None else [latest]), *together])
         return latest
 
     def _inputs(self, node: PathStep) -> Iterator[PathStep]:
-        """Nodes that must be through before it; its rank's own program comes first."""
+        """Nodes that must end before it, its rank's own program first."""
         match node.what:
             case Message():
                 maker = self._needs.maker(node.what)
                 if node.sender is not None and maker in self._place[node.sender]:
                     made = self._action(node.sender, self._place[node.sender][maker])
                     yield made
-                    if node.start > made.end:  # measured: its receiver still computed while it was under way
+                    if node.start > made.end:  # measured: its receiver still computed during the transfer
                         yield from self._action_before(node.rank, node.start)
             case Collective():
-                behind = self._begun_behind(node.what, node.rank)
-                if behind in self._place[node.rank]:
-                    yield self._action(node.rank, self._place[node.rank][behind])
+                before = self._begun_after(node.what, node.rank)
+                if before in self._place[node.rank]:
+                    yield self._action(node.rank, self._place[node.rank][before])
             case Action(op=op) if op in MOVE_OPS:
                 yield from self._action_before(self._needs.rank(node.what), node.start)
                 if op is Op.RELOAD:
-                    yield from self._way(node.what._replace(op=Op.OFFLOAD))
+                    yield from self._move(node.what._replace(op=Op.OFFLOAD))
             case Action():
                 at = self._place[node.rank][node.what]
                 if at:
                     yield self._action(node.rank, at - 1)
                 yield from self._messages(node.what, node.rank)
                 yield from (self._collective(each, seen_by=node.rank) for each in self._awaited(node.what))
-                if node.what.op in BACKWARD_OPS:  # activations that it needs are brought back
-                    yield from self._way(node.what._replace(op=Op.RELOAD))
+                if node.what.op in BACKWARD_OPS:  # its activations are reloaded
+                    yield from self._move(node.what._replace(op=Op.RELOAD))
 
     def _messages(self, action: Action, rank: int) -> Iterator[PathStep]:
         for each, made, way in self._waits[action]:
@@ -208,13 +206,12 @@ class _PathWalk:
             elif made is not None:  # it took no time, or was not seen to arrive
                 yield PathStep(PathKind.MESSAGE, each.message, rank, made, made, each.sender)
 
-    def _way(self, move: Action) -> Iterator[PathStep]:
+    def _move(self, move: Action) -> Iterator[PathStep]:
         for rank, moves in enumerate(self._moves):
             if move in moves:
                 yield PathStep(PathKind.MOVE, move, rank, moves[move].start, moves[move].end)
 
     def _awaited(self, action: Action) -> Iterable[Collective]:
-        """The collectives that an action waits for, of those in the timeline."""
         if action.op is Op.U:
             return self._sums.get((action.stage, action.index), ())
         if action.op is not Op.F or not self._gathered:
@@ -242,8 +239,7 @@ class _PathWalk:
         end = begun[seen_by].end if seen_by in begun else max(span.end for span in begun.values())
         return PathStep(_KIND_OF_OP[each.op], each, rank, begun[rank].start, end)
 
-    def _begun_behind(self, each: Collective, rank: int) -> Action | None:
-        """The action behind which a rank began a collective; None where it began at once."""
+    def _begun_after(self, each: Collective, rank: int) -> Action | None:
         if each.op is Op.UNSHARD and each.stages[0] not in self._ahead:
             return Action(each.stages[0], Op.U, each.index)
         program = self._schedule.programs[rank][: self._positions[rank].get(each, 0)]
@@ -251,7 +247,7 @@ class _PathWalk:
 
     @cached_property
     def _gradients(self) -> list[PathStep]:
-        """Nodes that must be through before a global norm: the last backward of each rank, and all sums."""
+        """Nodes that must end before a global norm: the last backward of each rank, and all sums."""
         found = []
         for rank, spans in enumerate(self._compute):
             last = next((at for at in reversed(range(len(spans))) if not _is_update(spans[at].what)), None)
@@ -272,7 +268,7 @@ class _PathWalk:
 
     @cached_property
     def _ahead(self) -> frozenset[int]:
-        """The stages whose weights are gathered in front of the batch, and not behind an update."""
+        """The stages whose weights are gathered before the batch, not after an update."""
         begun = {each.stages[0]: each for each in self._collectives if each.op is Op.UNSHARD}
         updated = {s.what.stage: s.end for spans in self._compute for s in spans if s.what.op is Op.U}
         return frozenset(
@@ -283,11 +279,11 @@ class _PathWalk:
 
     @cached_property
     def _positions(self) -> list[dict[Collective, int]]:
-        """Per rank, the position in its program in front of which it begins each collective."""
-        behind_updates = {
+        """Per rank, the position in its program before which it begins each collective."""
+        after_updates = {
             each for each in self._collectives if each.op is Op.UNSHARD and each.stages[0] not in self._ahead
         }
-        placed = place_collectives(self._schedule, self._collectives.keys() - behind_updates)
+        placed = place_collectives(self._schedule, self._collectives.keys() - after_updates)
         return [{each: position for position, each in own} for own in placed]
 
     @cached_property

@@ -1,28 +1,45 @@
-"""Two timelines side by side: what changed, and what that cost.
+"""The difference of two timelines: what changed, and the cost of each change.
 
     makespan = compute + warm-up + late peers + ... + update      of each rank, and so of their mean:
     change   = change of compute + changes of each cause          adds up exactly
 
-Where they show other numbers of batches (a stream's prediction, and the few of its batches that were traced), it is
-seconds of a batch that are compared.
+If they show different numbers of batches (a stream's prediction, and a few traced batches), seconds per batch are
+compared. Actions are compared one by one if the same rank runs them in both; else only ranks and totals are.
 
-The actions of both are compared one by one where the same rank runs them in both; else ranks and totals are.
+Stragglers: ranks whose actions, or links whose messages, take longer than others'.
+
+    ratio of each action      its seconds over the expected ones: of the same action in another timeline, or of
+                              the median rank in its own
+    ratio of a rank           median of these, over the median of the other ranks'
+
+A rank is reported if its ratio is both large (`SLOW_RANK`, `SLOW_LINK`) and more than `DEVIATIONS` standard errors of
+the medians. The errors follow from the median absolute deviation of all ratios from their ranks' medians, which is
+robust against a few slow actions, and grow with fewer actions. Stragglers that cost less than `LEAST_SHARE` of the
+makespan are not reported.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
-from ..ir import Action, Op
+from ..ir import COMPUTE_OPS, Action, Op
 from ..timing.timeline import Idle, Timeline
 from ..timing.waits import attribute_idle
 from ..wording import count
 from .critical_path import critical_path
-from .stragglers import Straggler, find_stragglers
 
 COMPUTE = "compute"
+SLOW_RANK = 1.15
+SLOW_LINK = 1.5
+DEVIATIONS = 6.0
+FEWEST = 6  # actions or messages to judge by
+LEAST_SHARE = 0.01  # of the makespan that a straggler costs: a message of 0.1 ms that takes 0.5 does not matter
+_TO_SIGMA = 1.4826  # standard deviation of normal numbers over their median absolute deviation
+_OF_MEDIAN = 1.2533  # standard error of their median over that of their mean
 
 
 class Change(NamedTuple):
@@ -34,7 +51,7 @@ class Change(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How many more there are after [s]."""
+        """Increase [s]."""
         return self.after - self.before
 
 
@@ -48,7 +65,7 @@ class Departure(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How many more it took after [s]."""
+        """Increase [s]."""
         return self.after - self.before
 
 
@@ -57,18 +74,18 @@ class Difference:
     """Changes from one timeline to another.
 
     Arguments:
-        makespan: of both; like `causes`, `path`, `links` and `ranks` seconds a batch if `per_batch`.
+        makespan: of both; like `causes`, `path`, `links` and `ranks` seconds per batch if `per_batch`.
         batch_seconds: from batch to batch, in both; under a flush the makespan.
         bubble: of both (`Change.seconds` is a fraction).
-        causes: seconds of a rank that computes, and idles for each cause, as a mean over the ranks that were recorded;
-            they add up to the makespans, and their changes to its change.
+        causes: seconds of compute and of idle time by cause, as a mean over the recorded ranks; they add up to the
+            makespans, and their changes to its change.
         path: seconds of the critical path by kind, the largest change first; they add up likewise.
         links: seconds of messages on the critical path by link, "link 0 -> 1"; they add up to its "message".
-        ranks: [P] the causes of each rank; empty where the numbers of ranks differ, () for a rank missing in one.
-        departures: actions of both, those that depart most first.
-        stragglers: of the later one, against the earlier one and against their peers.
+        ranks: [P] the causes of each rank; empty if the numbers of ranks differ, () for a rank missing in one.
+        departures: actions of both, the largest differences first.
+        stragglers: of the later one, compared with the earlier one and with their peers.
         notes: what cannot be compared, and why.
-        per_batch: the two show other numbers of batches, by which those seconds are divided.
+        per_batch: the two show different numbers of batches, by which those seconds are divided.
     """
 
     makespan: Change
@@ -85,13 +102,13 @@ class Difference:
 
     @property
     def largest_cause(self) -> Change:
-        """The cause whose change is the largest part of the makespan's, in its direction."""
+        """The cause with the largest part of the makespan's change, in its direction."""
         sign = 1.0 if self.makespan.seconds >= 0 else -1.0
         return max(self.causes, key=lambda change: sign * change.seconds)
 
 
 def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> Difference:
-    """Changes from one timeline to another, be they simulated or measured, of one schedule or of two.
+    """Changes from one timeline to another, simulated or measured, of one schedule or of two.
 
     O(actions log actions).
     """
@@ -101,7 +118,7 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
     if per != (1, 1):
         notes.append(
             f"{count(per[0], 'batch')} in view before and {per[1]} after: makespan, causes of idle time and critical "
-            f"path are seconds a batch"
+            f"path are seconds per batch"
         )
     causes = [_causes_by_rank(each, batches) for each, batches in zip((before, after), per, strict=True)]
     num_ranks = len(before.ranks)
@@ -138,14 +155,13 @@ def compare(before: Timeline, after: Timeline, *, num_departures: int = 20) -> D
 
 
 def num_batches(timeline: Timeline) -> int:
-    """Batches in view."""
     size = timeline.schedule.batch_indices
     spans = (span.what for rank in timeline.ranks for span in rank.compute)
     return len({action.index // size for action in spans if action.op is Op.F})
 
 
 def _causes_by_rank(timeline: Timeline, batches: int) -> list[dict[str, float]]:
-    """[P] seconds a batch of compute and of each cause of idling; of each rank they add up to the makespan."""
+    """[P] seconds per batch of compute and of each cause of idle time, which add up to the makespan of each rank."""
     return [
         {name: seconds / batches for name, seconds in {COMPUTE: trace.busy, **idle._asdict()}.items()}
         for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True)
@@ -168,7 +184,6 @@ def _changes(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[C
 
 
 def _departures(before: Timeline, after: Timeline) -> list[Departure]:
-    """Actions that the same rank runs in both, the largest difference first."""
     found = []
     for rank, (old, new) in enumerate(zip(before.ranks, after.ranks, strict=True)):
         took = {span.what: span.end - span.start for span in old.compute}
@@ -181,7 +196,6 @@ def _departures(before: Timeline, after: Timeline) -> list[Departure]:
 
 
 def _what_differs(before: Timeline, after: Timeline) -> list[str]:
-    """Reasons why something cannot be compared, a sentence each."""
     old, new = before.schedule, after.schedule
     notes = []
     if old.num_ranks != new.num_ranks:
@@ -191,7 +205,7 @@ def _what_differs(before: Timeline, after: Timeline) -> list[str]:
         )
     if old.placement != new.placement:
         stages = [f"{count(each.num_stages, 'stage')} on {count(each.num_ranks, 'rank')}" for each in (old, new)]
-        notes.append(f"stages stand on other ranks ({stages[0]} before, {stages[1]} after): no action is compared")
+        notes.append(f"stages are on other ranks ({stages[0]} before, {stages[1]} after): no action is compared")
     else:
         notes += _other_actions(before, after)
     if old.num_microbatches != new.num_microbatches:
@@ -215,3 +229,124 @@ def _other_actions(before: Timeline, after: Timeline) -> list[str]:
     old, new = ({(r, a) for r, rank in enumerate(each.ranks) for a in rank.actions} for each in (before, after))
     alone = [f"{len(some)} only {name}" for some, name in ((old - new, "before"), (new - old, "after")) if some]
     return [f"{count(len(old & new), 'action')} in both, {', '.join(alone)}: the former are compared"] if alone else []
+
+
+# --- stragglers ---
+
+Who = int | tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank or link.
+
+    Arguments:
+        who: the rank, or the link as (sending rank, receiving rank).
+        ratio: by which factor its actions or messages take longer.
+        seconds: total beyond the others' pace [s].
+        against: "the other timeline", or "its peers" (then an uneven cut of the model shows, too).
+        number: of actions or messages that were compared.
+    """
+
+    who: Who
+    ratio: float
+    seconds: float
+    against: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.who}" if isinstance(self.who, int) else f"link {self.who[0]} -> {self.who[1]}"
+
+
+def find_stragglers(timeline: Timeline, *, expected: Timeline | None = None) -> tuple[Straggler, ...]:
+    """The ranks, then the links that straggle, those that cost most first.
+
+    Arguments:
+        expected: a timeline of the same placement to compare with; None: the other ranks and links of this one.
+    """
+    against = "its peers" if expected is None else "the other timeline"
+    ranks, links = (
+        _odd_ones(_samples(taken(timeline), None if expected is None else taken(expected)), least, against)
+        for taken, least in ((_action_seconds, SLOW_RANK), (_message_seconds, SLOW_LINK))
+    )
+    surely = [each for each in links if each.seconds / each.number > _clock_error(timeline, each.who)]
+    return tuple(each for each in (*ranks, *surely) if each.seconds >= LEAST_SHARE * timeline.makespan)
+
+
+Samples = dict[Who, list[tuple[float, float]]]  # seconds of each, and their ratio to the expected ones
+_Taken = Mapping[Who, Sequence[tuple[object, object, float]]]  # by who: (what, its kind, seconds)
+
+
+def _action_seconds(timeline: Timeline) -> _Taken:
+    return {
+        rank: [(what, what.op, end - start) for what, start, end in trace.compute if what.op in COMPUTE_OPS]
+        for rank, trace in enumerate(timeline.ranks)
+    }
+
+
+def _message_seconds(timeline: Timeline) -> _Taken:
+    owner = timeline.schedule.owner  # all makers of a message are on the same ranks
+    found: dict[Who, list[tuple[object, object, float]]] = {}
+    for rank, trace in enumerate(timeline.ranks):
+        for message, made, arrived in trace.comm:
+            sender = owner(message.src, message.index)
+            found.setdefault((sender, rank), []).append((message, message.kind, arrived - made))
+    return found
+
+
+def _samples(taken: _Taken, expected: _Taken | None) -> Samples:
+    if expected is None:
+        like = _typical(taken)
+        usual = {who: {what: like[kind] for what, kind, _ in own} for who, own in taken.items()}
+    else:
+        usual = {who: {what: seconds for what, _, seconds in own} for who, own in expected.items()}
+    return {
+        who: [
+            (seconds, seconds / usual[who][what])
+            for what, _, seconds in own
+            if seconds > 0 and usual.get(who, {}).get(what, 0.0) > 0
+        ]
+        for who, own in taken.items()
+    }
+
+
+def _typical(taken: _Taken) -> dict[object, float]:
+    """By kind, the median over ranks (or links) of the medians of each."""
+    by_kind: dict[object, list[float]] = {}
+    for own in taken.values():
+        kinds: dict[object, list[float]] = {}
+        for _, kind, seconds in own:
+            kinds.setdefault(kind, []).append(seconds)
+        for kind, found in kinds.items():
+            by_kind.setdefault(kind, []).append(median(found))
+    return {kind: median(found) for kind, found in by_kind.items()}
+
+
+def _odd_ones(samples: Samples, least: float, against: str) -> list[Straggler]:
+    logs = {who: [math.log(ratio) for _, ratio in own] for who, own in samples.items() if len(own) >= FEWEST}
+    middle = {who: median(own) for who, own in logs.items()}
+    apart = [abs(each - middle[who]) for who, own in logs.items() for each in own]
+    sigma = _TO_SIGMA * median(apart) if apart else 0.0
+    found = []
+    for who, own in logs.items():
+        others = [middle[other] for other in middle if other != who]
+        if not others:
+            continue
+        usual = median(others)
+        excess = middle[who] - usual
+        of_others = sum(len(logs[other]) for other in middle if other != who)
+        error = _OF_MEDIAN * sigma * math.sqrt(1 / len(own) + _OF_MEDIAN**2 / of_others)
+        few = len(own) / (len(own) - 2)  # small samples are closer to their own median than to the true one
+        if excess > max(math.log(least), DEVIATIONS * error * few):
+            ratio = math.exp(excess)
+            # Each compared with its own seconds at the others' pace.
+            over = sum(seconds * (1 - math.exp(usual) / own_ratio) for seconds, own_ratio in samples[who])
+            found.append(Straggler(who=who, ratio=ratio, seconds=over, against=against, number=len(own)))
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def _clock_error(timeline: Timeline, who: Who) -> float:
+    if isinstance(who, int) or not timeline.clock_error:
+        return 0.0
+    return timeline.clock_error[who[0]] + timeline.clock_error[who[1]]

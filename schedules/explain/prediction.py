@@ -1,13 +1,12 @@
-"""A predicted step held against measured ones, by cause.
+"""A predicted step compared with measured ones, by cause.
 
     predicted -> compute -> between actions -> messages -> sums -> update -> spread -> not explained -> around the step
                  \\_________ one input after the other as it was measured ________/                      -> measured
 
-The step is simulated again and again, each time with the inputs of one more cause as they were measured, in this order;
-what the step changes by is that cause's. Behind them come the durations of each step's own actions in place of
-their medians (ranks wait for the longest of them). What then is left to the measured actions no input explains. Last
-comes what lies around them, the runtime's own and that of the training loop. So the
-causes add up to the difference of the steps, whatever it is; in another order each might be a little more or less.
+The step is simulated repeatedly, each time with the measured inputs of one more cause in this order; the change of the
+step is attributed to that cause. Then follow the durations of each step's own actions instead of their medians (ranks
+wait for the longest), the remainder that no input explains, and the time around the actions, of the runtime and the
+training loop. So the causes add up to the difference of the steps; in another order each might be slightly different.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from ..wording import count
 from .difference import Change, num_batches
 
 _MOST_STEPS = 15  # of a run's traced ones, the newest
-_MOST_REPLAYED = 5  # of these in the middle, with the durations of their own actions
-_MOST_ALONE = 12  # inputs that are replaced one by one, to see what each does
-_OFF = 0.05  # ratio from which on an input is wrong
-_MATTERS = 0.01  # share of the step from which on it is worth measuring again
-_AROUND = Cause.OUTSIDE.value
+_MOST_REPLAYED = 5  # median steps that are simulated with the durations of their own actions
+_MOST_ALONE = 12  # inputs whose effect is simulated one by one
+_OFF = 0.05  # relative error of a wrong input
+_MATTERS = 0.01  # share of the step that is worth measuring again
+_OUTSIDE = Cause.OUTSIDE.value
 _FROM_INPUTS = (Cause.COMPUTE, Cause.OVERHEAD, Cause.MESSAGES, Cause.SUMS, Cause.UPDATE)
 
 
 class InputCheck(NamedTuple):
     """One input as it was predicted and measured [s].
 
-    times: the rank that has the most of it has it so many times a step.
-    alone: what the step would change by if this input alone were as measured [s]; None where that is not worth asking.
+    times: occurrences per step on the rank that has most.
+    alone: change of the step if only this input were as measured [s]; None if it was not simulated.
     """
 
     what: Input
@@ -59,25 +58,24 @@ class InputCheck(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds more than predicted, of all of them in a step on that rank."""
+        """Measured less predicted seconds per step, of all occurrences on that rank."""
         return (self.measured - self.predicted) * self.times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionCheck:
-    """A predicted step beside measured ones.
+    """A predicted step and measured ones.
 
     Arguments:
-        predicted: seconds a step, as simulated.
-        measured: seconds a step, median over the traced steps, with what the runtime does around its actions where
-            that was recorded.
+        predicted: seconds per step, as simulated.
+        measured: seconds per step, median over the traced steps, including the runtime around its actions if recorded.
         causes: [C] in the order of `Cause`, each with the step before and after it: the first begins at `predicted`,
             the last ends at the measured step, and each begins where the one before ends.
         inputs: each that was measured.
-        ranks: [P] seconds a step of each rank, predicted and in the middle one of the measured steps: "compute",
-            "between actions", "messages" (waited for on their way), "update" (with what is left of sums and the norm),
-            "waits" and "around the step" add up to the step; () for a rank of which nothing was recorded.
-        num_steps: traced steps that were looked at.
+        ranks: [P] seconds per step of each rank, predicted and in the median measured step: "compute", "between
+            actions", "messages" (waits for transfers), "update" (including the rest of sums and the norm), "waits" and
+            "around the step" add up to the step; () for a rank without a record.
+        num_steps: traced steps that were evaluated.
         notes: what is not known, a sentence each.
     """
 
@@ -91,23 +89,22 @@ class PredictionCheck:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the measured step, with what the training loop adds where that is known."""
+        """Seconds of the measured step, with the overhead of the training loop if known."""
         return self.causes[-1].after
 
     def cause(self, name: Cause) -> Change:
-        """The part of one cause."""
         return next(each for each in self.causes if each.name == name.value)
 
     def matters_alone(self, each: InputCheck) -> bool:
-        """Whether an input changes the step by 1% when it alone is as measured."""
+        """Whether an input alone changes the step by 1%."""
         return abs(each.alone or 0.0) >= _MATTERS * self.predicted
 
     @property
     def wrong(self) -> tuple[InputCheck, ...]:
-        """Inputs to measure again, those first that change the step most.
+        """Inputs to measure again, those that change the step most first.
 
-        They are off by 5% or more, and alone worth 1% of the step; where a cause is worth that and none of its inputs
-        is alone, the one of them that has most seconds.
+        They are off by 5% or more, and each alone is worth 1% of the step; for a cause worth 1% of which no single
+        input is, the input with the most seconds.
         """
         off = [each for each in self.inputs if abs(each.measured - each.predicted) >= _OFF * each.predicted]
         found = [each for each in off if self.matters_alone(each)]
@@ -132,9 +129,9 @@ def check_prediction(
         predicted: simulated from `costs` and `links`.
         measured: steps of the same schedule, in the order in which they ran; the newest 15 count.
         known: costs that the run measured itself; see `measured_inputs`.
-        step_seconds: of a step as the training loop sees it; what it has beyond the timelines is a cause of its own.
+        step_seconds: of a step in the training loop; the difference to the timelines is a cause of its own.
 
-    About 25 simulations at most. Raises ValueError for no measured step, or steps of another schedule.
+    At most about 25 simulations. Raises ValueError without measured steps, or for steps of another schedule.
     """
     schedule = predicted.schedule
     _refuse_others(schedule, measured)
@@ -150,7 +147,7 @@ def check_prediction(
 
     before = predicted_inputs(schedule, costs, links)
     seen = measured_inputs(steps, known, planned=costs)
-    # Sums over ranks that no plan knows, of tied weights, are new to the simulation.
+    # Sums that no plan contains, of tied weights, are new to the simulation.
     seen = {each: seconds for each, seconds in seen.items() if each in before or each.kind in ("sum", "held")}
     totals = [predicted.batch_seconds]
     values: dict[Input, float] = {}
@@ -184,7 +181,7 @@ def check_prediction(
 
 
 def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
-    """The steps that took neither most nor least, in the order of their seconds; their median is that of all."""
+    """The median steps in the order of their seconds; their median is that of all."""
     ordered = sorted(steps, key=lambda each: each.batch_seconds)
     aside = max(0, (len(ordered) - _MOST_REPLAYED + 1) // 2)
     return ordered[aside : len(ordered) - aside]
@@ -227,7 +224,7 @@ def _inputs(
 
 
 def _times(schedule: Schedule) -> Callable[[Input], float]:
-    """How many times a step the rank that has the most of an input has it."""
+    """Occurrences of an input per step on the rank that has most."""
     batches, groups = schedule.num_batches, max(1, schedule.groups_per_batch)
     by_op: Counter[tuple[int, Op]] = Counter()
     by_stage: Counter[int] = Counter()
@@ -255,13 +252,13 @@ def _times(schedule: Schedule) -> Callable[[Input], float]:
 def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple[Change, ...], ...]:
     schedule = predicted.schedule
     whole, own = costs.table_for(schedule), costs.free_of_overhead.table_for(schedule)
-    around = {
+    overhead = {
         action: whole.of(action.op, action.stage, action.index) - own.of(action.op, action.stage, action.index)
         for trace in predicted.ranks
         for action in trace.actions
         if action.op in COMPUTE_OPS
     }
-    sides = [_by_rank(predicted, around), _by_rank(measured, {})]
+    sides = [_by_rank(predicted, overhead), _by_rank(measured, {})]
     lacking = {*predicted.missing, *measured.missing}
     return tuple(
         () if rank in lacking else tuple(Change(name, old[name], new[name]) for name in old)
@@ -270,18 +267,18 @@ def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple
 
 
 def _by_rank(timeline: Timeline, overhead: Mapping[Action, float]) -> list[dict[str, float]]:
-    """[P] seconds a batch, by name; of each action `overhead` is a part [s]."""
+    """[P] seconds per batch, by name; `overhead` is part of an action [s]."""
     batches, found = max(1, num_batches(timeline)), []
     for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
-        around = sum(overhead.get(span.what, 0.0) for span in trace.compute)
+        between = sum(overhead.get(span.what, 0.0) for span in trace.compute)
         parts = {
-            "compute": trace.busy - around,
-            "between actions": idle.unexplained + around,
+            "compute": trace.busy - between,
+            "between actions": idle.unexplained + between,
             "messages": idle.transfer,
             "update": idle.update,
             "waits": idle.data + idle.warm_up + idle.drain + idle.late_peer + idle.imbalance,
         }
-        found.append({name: seconds / batches for name, seconds in parts.items()} | {_AROUND: timeline.around})
+        found.append({name: seconds / batches for name, seconds in parts.items()} | {_OUTSIDE: timeline.around})
     return found
 
 
@@ -294,7 +291,7 @@ def _notes(steps: Sequence[Timeline], before: dict[Input, float], seen: dict[Inp
     if unseen:
         links = ", ".join(f"{each.at[0]}-{each.at[1]}" for each in unseen[:8])
         more = f" and {len(unseen) - 8} more" if len(unseen) > 8 else ""
-        notes.append(f"nobody waited for a message of link {links}{more}: taken as predicted")
+        notes.append(f"no rank waited for a message of link {links}{more}: taken as predicted")
     if note := clock_note(steps[-1]):
-        notes.append(f"messages between hosts are known as well as their clocks: {note}")
+        notes.append(f"messages between hosts are as accurate as their clocks: {note}")
     return notes

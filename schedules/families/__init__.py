@@ -1,1 +1,1 @@
-"""The families of schedules: pure functions that say who computes what in which order, those of one idea in a file."""
+"""The families of schedules: pure functions that return the order of a named schedule, one idea per file."""

@@ -1,8 +1,8 @@
 """Batches that follow each other without a flush: PipeDream, PipeDream-2BW and PACI.
 
-Every rank runs one forward and one backward in turn, for ever, behind a warm-up; an update (U) stands right behind the
-last backward of its group. With R replicas of a stage, replica q takes the microbatches q, q + R, ... of a batch. What
-differs is when a stage updates and which version of its weights a forward uses.
+After a warm-up, every rank alternates forwards and backwards without end; an update (U) comes right after the last
+backward of its group. With R replicas of a stage, replica q takes the microbatches q, q + R, ... of a batch. The
+families differ in when a stage updates and which version of its weights a forward uses.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from ..ir import Action, Op, Schedule
 from ..kinds import at_least
-from .recognise import Family
+from .family import Family
 from .warmup import plain_warmup, replica_counts
 
 
 def check_update_every(update_every: int, num_microbatches: int, counts: Sequence[int]) -> None:
-    """Raise ValueError unless each replica of each stage adds to every update of so many microbatches."""
+    """Raise ValueError unless each replica of each stage contributes to every update of so many microbatches."""
     common = math.lcm(*counts)
     if num_microbatches % common:
         raise ValueError(
@@ -57,7 +57,7 @@ def build_stream(
     """
     if warmups is None:
         warmups = [plain_warmup(counts, stage) for stage in range(len(counts))]
-    # Batches under way at once.
+    # Batches in flight at once.
     deepest = math.ceil(max(warmup * count for warmup, count in zip(warmups, counts, strict=True)) / num_microbatches)
     if num_batches is None:
         num_batches = 2 * deepest + 6
@@ -65,8 +65,8 @@ def build_stream(
         raise ValueError(f"num_batches={num_batches!r}: expected a whole number, at least 1")
     placement: list[tuple[int, ...]] = []
     programs = []
-    # In microbatches of all replicas. It never grows along the stages: no stage waits for a forward that the one before
-    # makes behind a backward that waits for this stage. Under 2BW a forward is at most one batch ahead, see `two_bw`.
+    # In microbatches of all replicas. It never grows along the stages, or a stage would wait for a forward that the
+    # stage before runs after a backward that waits for this stage. Under 2BW it is at most one batch, see `two_bw`.
     reach = most_ahead
     for stage, count in enumerate(counts):
         reach = min(reach, warmups[stage] * count)
@@ -96,7 +96,7 @@ def _program(stage: int, own: Sequence[int], *, reach: float, group_size: int, n
     program: list[Action] = []
     updates = 0
 
-    def update_behind(index: int) -> None:
+    def update_after(index: int) -> None:
         nonlocal updates
         while updates < num_groups and last_of.get(updates, -1) <= index:
             program.append(Action(stage, Op.U, updates))
@@ -108,9 +108,9 @@ def _program(stage: int, own: Sequence[int], *, reach: float, group_size: int, n
             program.append(Action(stage, Op.F, own[forwards]))
             forwards += 1
         program.append(Action(stage, Op.B, index))
-        update_behind(index)
+        update_after(index)
     if not own:
-        update_behind(0)
+        update_after(0)
     return tuple(program)
 
 
@@ -132,16 +132,16 @@ def pipedream(
         rank 1 | .  F0 F1 .  B0 U F2 B1 U F3 B2 U ...         the same F3 uses version 2 here
         rank 2 | .  .  F0 B0 U F1 B1 U F2 B2 U ...            and version 3 here
 
-    A forward uses the newest weights of its stage, its backward the same: a rank keeps one version more than its
-    warm-up is deep. With vertical sync all stages use the version that the input stage saw; then every rank keeps P.
+    A forward uses the newest weights of its stage, and its backward the same: a rank keeps one version more than its
+    warm-up is deep. With vertical sync all stages use the version that the input stage used; then every rank keeps P.
 
     Arguments:
-        update_every: microbatches between two updates; it divides M. Replicas share their gradients at each update,
-            so it is a multiple of the replica counts (by default their least common multiple), and wait for each other
-            even where sums take no time.
+        update_every: microbatches between two updates; it divides M. Replicas sum their gradients at each update, so it
+            is a multiple of the replica counts (by default their least common multiple), and they wait for each other
+            even if sums take no time.
         vertical_sync: see above.
         replicas: of each stage, `sum(replicas) == num_ranks`; one each by default.
-        num_batches: that the program spans; enough to show the steady state by default.
+        num_batches: in the program; by default enough to show the steady state.
 
     Raises ValueError for options that do not fit.
     """
@@ -174,8 +174,8 @@ def two_bw(
         rank 0 | F0 F1 .  B0 F2 B1 U F3 B2 F4 B3 U F5 ...     P=2, M=2: F2 and F3 (batch 1) use version 0,
         rank 1 | .  F0 B0 F1 B1 U F2 B2 F3 B3 U F4 B4 ...     F4 and F5 (batch 2) version 1
 
-    All microbatches of batch t use version max(t - 1, 0) on every stage, in forward and backward, and one update a
-    batch makes version t + 1 from version t: W(t+1) = W(t) - update(gradient at W(t-1)). Two versions are enough.
+    All microbatches of batch t use version max(t - 1, 0) on every stage, in forward and backward, and one update per
+    batch makes version t + 1 from version t: W(t+1) = W(t) - update(gradient at W(t-1)). Two versions suffice.
 
     M must be at least the warm-up of rank 0: batch t + 2 begins on version t + 1, which needs the last backward of
     batch t; rank 0 runs that backward `warm-up` forwards later, and those must belong to batch t + 1.
@@ -183,7 +183,7 @@ def two_bw(
     Arguments:
         warmup: forwards ahead of the backwards, by stage. "plain": P - 1 - s, as 1F1B, without a bubble when messages
             take no time. "eager": twice that (where M allows), which hides messages of up to half of F + B each way,
-            at the price of as many more activations. Or S numbers.
+            for as many more activations. Or S numbers.
         replicas, num_batches: as in `pipedream`; M need not be a multiple of the replicas.
 
     Raises ValueError for options that do not fit, and for M below the warm-up.
@@ -206,7 +206,7 @@ def _warmups(warmup: Warmup, counts: Sequence[int], num_microbatches: int) -> li
     plain = [plain_warmup(counts, stage) for stage in range(num_stages)]
     if not isinstance(warmup, list | tuple):
         if warmup not in ("plain", "eager"):
-            raise ValueError(f"warmup={warmup!r}: expected 'plain', 'eager', or one number a stage")
+            raise ValueError(f"warmup={warmup!r}: expected 'plain', 'eager', or one number per stage")
         # Replicas start with fewer where they have fewer; a stage of one rank has all M.
         least = max([depth for depth, count in zip(plain, counts, strict=True) if count == 1] + [max(counts)])
         if num_microbatches < least:
@@ -243,24 +243,25 @@ def paci(
     replicas: Sequence[int] | None = None,
     num_batches: int | None = None,
 ) -> Schedule:
-    """1F1B without a flush and without a stash, where few updates bound how far weights drift (Elam et al., 2026).
+    """1F1B without a flush or a stash, where few updates bound the drift of the weights (Elam et al., 2026).
 
         rank 0 | F0 F1 F2 .  .  B0 F3 B1 U F4 B2 ...      P=3, M=2: one update between F2 and B2, none between F1 and B1
         rank 1 | .  F0 F1 .  B0 F2 B1 U F3 B2 F4 ...      one between F2 and B2, too
         rank 2 | .  .  F0 B0 F1 B1 U F2 B2 F3 B3 ...      never one
 
-    A stage has one set of weights, which it updates in place behind the backward of each `update_every`-th (K-th)
-    microbatch. Forward and backward alike read what is there when they run: a microbatch whose forward ran before an
-    update and whose backward runs behind it uses the activations that its forward kept, and the new weights.
+    A stage has one set of weights, updated in place after the backward of each `update_every`-th (K-th) microbatch.
+    Forward
+    and backward read the current weights: a microbatch with an update between its forward and backward uses the
+    activations of its forward, and the new weights.
 
-    Of n microbatches in flight at a stage, n - 1 backwards run between the forward and the backward of the last, so
-    that these are at most ceil((n - 1)/K) updates apart: with K >= P - 1 none or one. The checker proves it.
+    Of n microbatches in flight at a stage, n - 1 backwards run between the forward and the backward of the last, so at
+    most ceil((n - 1)/K) updates: with K >= P - 1 none or one. The checker proves it.
 
     Arguments:
         update_every: microbatches between two updates, K; it divides M, and is M by default. A multiple of the replica
-            counts, since replicas share their gradients at each update, for which they wait for each other.
+            counts, since replicas sum their gradients at each update.
         replicas: of each stage, `sum(replicas) == num_ranks`; one each by default.
-        num_batches: that the program spans; enough to show the steady state by default.
+        num_batches: in the program; by default enough to show the steady state.
 
     Raises ValueError for options that do not fit.
     """

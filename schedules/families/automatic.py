@@ -1,7 +1,7 @@
 """Orders made for costs and a memory limit: of some candidates the one with the least span. Stages have one owner each.
 
-Candidates are orders of F and I whose W are placed by `orders.listing.refill`, lists by its policies, and orders with W
-by the rules of ZB's authors (`with_weights`).
+Candidates are orders of F and I whose W are placed by `orders.listing.refill`, list schedules of some policies, and
+orders with W by the rules of ZB's authors (`with_weights`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FILLS = (1.0, 0.5, 0.0)  # a W goes into a gap of at least this part of its sec
 
 
 def read_costs(costs: Costs | None, *, num_stages: int) -> CostTable:
-    """Costs by stage; all 1 where there are none. ValueError for what is no Costs, and for actions without time."""
+    """Costs by stage, 1 by default. Raises ValueError for anything but Costs, and for actions that take no time."""
     if not isinstance(costs, Costs | None):
         raise ValueError(
             f"costs={costs!r:.60}: expected Costs(forward=..., input_grad=..., weight_grad=..., latency=...)"
@@ -41,7 +41,7 @@ def read_costs(costs: Costs | None, *, num_stages: int) -> CostTable:
 
 
 def read_memory(limit: float | None, kept: float, *, default: int, least: int) -> float:
-    """The memory limit of a rank; ValueError where no order meets it, or `kept` is no part of an activation."""
+    """The memory limit of a rank; ValueError if no order meets it, or for a `kept` outside of 0 to 1."""
     for name, number in (("memory_limit", default if limit is None else limit), ("kept", kept)):
         if not isinstance(number, Real) or isinstance(number, bool):
             raise ValueError(f"{name}={number!r}: expected a number")
@@ -60,7 +60,7 @@ def read_memory(limit: float | None, kept: float, *, default: int, least: int) -
 def pose(
     placement: StagePlacement, num_microbatches: int, table: CostTable, *, memory_limit: float, kept: float = 1.0
 ) -> OrderEvaluator:
-    """The problem of these costs, in which a limit counts stage activations."""
+    """The problem of these costs, with a limit in stage activations."""
     M, rank_of = num_microbatches, placement.rank_of
     S = len(rank_of)
     crosses = [here != there for here, there in pairwise(rank_of)]
@@ -81,8 +81,8 @@ def pose(
 def best_order(
     name: str, evaluator: OrderEvaluator, candidates: Iterable[Orders], *, seconds: float = math.inf
 ) -> Schedule:
-    """The schedule with the least span, of these the least makespan, of these the first; of those that are made in so
-    many seconds (wall clock), one at least."""
+    """The schedule with the least span, then the least makespan, then the first; of the candidates made in so many
+    seconds (wall clock), at least one."""
     until = time.monotonic() + seconds
     best, least = Orders(), (math.inf, math.inf)
     work = max(evaluator.problem.work)
@@ -99,12 +99,12 @@ def best_order(
 
 
 def named(evaluator: OrderEvaluator, schedules: Iterable[Schedule]) -> Iterator[Orders]:
-    """Those that are in the limit, as they are."""
+    """Schedules within the limit, unchanged."""
     return filter(evaluator.fits, map(evaluator.orders, schedules))
 
 
 def refills(evaluator: OrderEvaluator, programs: Iterable[Iterable[Action]]) -> Iterator[Orders]:
-    """F and I in this order, with W as `_FILLS` says; none where memory does not suffice."""
+    """F and I in this order, with W as in `_FILLS`; only orders that fit the memory."""
     orders = evaluator.codes(programs)
     P, most = len(orders), evaluator.num_stages * evaluator.num_microbatches
     for fill in _FILLS:
@@ -114,8 +114,8 @@ def refills(evaluator: OrderEvaluator, programs: Iterable[Iterable[Action]]) -> 
 
 
 def lists(evaluator: OrderEvaluator, ahead: Sequence[int]) -> Iterator[Orders]:
-    """Each rank takes what is there, a backward first or a forward first, forwards of a stage at most so many ahead;
-    of several stages also what is due first."""
+    """List schedules: backwards first or forwards first, with a limited number of forwards ahead per stage; with
+    several stages per rank also in the order of due times."""
     P, most = evaluator.problem.num_ranks, evaluator.num_stages * evaluator.num_microbatches
     lister = Lister(evaluator)
     plain = Policy(ahead=tuple(ahead), backlog=(most,) * P, fill=(1.0,) * P)
@@ -126,12 +126,14 @@ def lists(evaluator: OrderEvaluator, ahead: Sequence[int]) -> Iterator[Orders]:
 
 
 def with_weights(evaluator: OrderEvaluator, order: Iterable[Action]) -> Iterator[Orders]:
-    """Orders that the rules for W of ZB's authors lead to, from F and I of all ranks in the order of their placing.
+    """Orders by the rules for W of ZB's authors, from F and I of all ranks in the order of their placing.
 
-    A W goes into each gap that is long enough, for memory, and into a short gap in which its rank would become the one
-    that has idled most so far: before the I of a rank's first stage in any case, before its other I and before F in one
-    try each with and without. A try is made again with the idle time that it led to, as long as that helps: then a rank
-    may idle until it is as far below the most as it was at the end. Nothing comes where memory does not suffice.
+    A W fills each gap that is long enough, makes room in memory, and fills a short gap if its rank would otherwise
+    become
+    the one that has idled most so far: before the I of a rank's first stage always, before its other I and before F
+    once with and once without. Each variant is repeated with the idle time that it led to, as long as that helps: a
+    rank may then idle until it is as far below the most as at the end. Variants that do not fit the memory are left
+    out.
     """
     (placed,), placement = evaluator.codes([order]), evaluator.problem.placement
     M, SM = evaluator.num_microbatches, evaluator.num_stages * evaluator.num_microbatches
@@ -154,11 +156,11 @@ def with_weights(evaluator: OrderEvaluator, order: Iterable[Action]) -> Iterator
 def _place_weights(
     evaluator: OrderEvaluator, placed: Sequence[int], short: Sequence[bool], allowed: Sequence[float]
 ) -> tuple[Orders, list[float]] | None:
-    """Programs and seconds in which each rank idles; None where memory does not let all be placed.
+    """Programs and seconds of idle time by rank; None if they do not fit the memory.
 
     Arguments:
-        short: by code of F and I, whether a W may go before it into a short gap.
-        allowed: [P] seconds that a rank may idle without a W in a short gap, though no other rank did so yet.
+        short: by code of F and I, whether a W may fill a short gap before it.
+        allowed: [P] seconds that a rank may idle before short gaps are filled, even if no other rank has idled as long.
     """
     seconds, change, limits = evaluator.seconds, evaluator.change, evaluator.limits
     P, SM = len(limits), evaluator.num_stages * evaluator.num_microbatches

@@ -1,7 +1,7 @@
-"""Stage s on rank s mod P, with a flush: one stage a rank, or V chunks.
+"""Stage s on rank s mod P, with a flush: one stage per rank, or V chunks.
 
 GPipe (Huang et al., 2019): all forwards, then all backwards. 1F1B, also called PipeDream-Flush (Narayanan et al., 2021)
-or DAPPLE (Fan et al., 2021). Eager 1F1B: twice the warm-up, so that messages travel while ranks compute.
+or DAPPLE (Fan et al., 2021). Eager 1F1B: twice the warm-up, so that messages overlap with compute.
 
 Interleaved 1F1B (Narayanan et al., 2021, Megatron-LM PTD-P). GIS, the generalised interleaved schedule (Wan et al.,
 2025, PipeOffload): half its warm-up. Interleaved zero bubble, torch.distributed.pipelining's form of ZB-H1. Looped BFS
@@ -14,8 +14,16 @@ from collections.abc import Sequence
 from numbers import Integral
 
 from ..ir import Action, Op, Schedule
-from .recognise import Family
-from .warmup import Turns, in_turn, microbatch_groups, one_by_one, plain_warmup, put_off_weights, replica_counts
+from .family import Family
+from .warmup import (
+    ChunkOrder,
+    microbatch_groups,
+    on_cyclic_ranks,
+    one_by_one,
+    plain_warmup,
+    put_off_weights,
+    replica_counts,
+)
 
 
 def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -28,14 +36,14 @@ def gpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """
     whole = range(num_microbatches)
     programs = (one_by_one(rank, whole, warmup=num_microbatches) for rank in range(num_ranks))
-    return in_turn("gpipe", programs, num_microbatches=num_microbatches)
+    return on_cyclic_ranks("gpipe", programs, num_microbatches=num_microbatches)
 
 
 GPIPE = Family(name="gpipe", build=gpipe, aliases=("schedulegpipe",))
 
 
 def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int] | None = None) -> Schedule:
-    """Each rank starts a backward as soon as it can: P-1-r forwards ahead, then one and one.
+    """Each rank starts a backward as soon as it can: P-1-r forwards ahead, then alternating.
 
         rank 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3       P=3, M=4, unit time
         rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -62,9 +70,9 @@ def one_f_one_b(*, num_ranks: int, num_microbatches: int, replicas: Sequence[int
     )
 
 
-def _1f1b_turns(num_ranks: int, num_microbatches: int, num_chunks: int) -> Turns:
-    every = [(chunk, k) for chunk in range(num_chunks) for k in range(num_microbatches)]  # of the one chunk
-    return Turns(every, every, range(num_ranks - 1, -1, -1))
+def _order_of_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> ChunkOrder:
+    every = [(chunk, k) for chunk in range(num_chunks) for k in range(num_microbatches)]  # with one chunk
+    return ChunkOrder(every, every, range(num_ranks - 1, -1, -1))
 
 
 ONE_F_ONE_B = Family(
@@ -72,12 +80,12 @@ ONE_F_ONE_B = Family(
     build=one_f_one_b,
     aliases=("schedule1f1b", "pipedream-flush", "dapple"),
     full_after=1,
-    turns=_1f1b_turns,
+    chunk_order=_order_of_1f1b,
 )
 
 
 def eager_1f1b(*, num_ranks: int, num_microbatches: int) -> Schedule:
-    """1F1B with 2(P-1-r) forwards ahead: behind a slow link there is always one more microbatch to work on.
+    """1F1B with 2(P-1-r) forwards ahead: after a slow link there is always one more microbatch to work on.
 
         rank 0 | F0 F1 F2 F3 .  B0 .  B1 .  B2 .  B3       P=3, M=4, unit time
         rank 1 | .  F0 F1 F2 B0 F3 B1 .  B2 .  B3 .
@@ -88,7 +96,7 @@ def eager_1f1b(*, num_ranks: int, num_microbatches: int) -> Schedule:
     """
     whole = range(num_microbatches)
     programs = (one_by_one(rank, whole, warmup=2 * (num_ranks - 1 - rank)) for rank in range(num_ranks))
-    return in_turn("eager-1f1b", programs, num_microbatches=num_microbatches)
+    return on_cyclic_ranks("eager-1f1b", programs, num_microbatches=num_microbatches)
 
 
 EAGER_1F1B = Family(name="eager-1f1b", build=eager_1f1b, aliases=("1f1b-eager",), full_after=2)
@@ -118,16 +126,18 @@ def interleaved(
             f"groups={sizes} for num_ranks={num_ranks}, num_microbatches={num_microbatches}: expected sizes of at "
             f"least {smallest} that add up to {num_microbatches}, none larger than the first"
         )
-    programs = map(_turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2).program, range(num_ranks))
-    return in_turn("interleaved", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    programs = map(
+        _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2).program, range(num_ranks)
+    )
+    return on_cyclic_ranks("interleaved", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
-def _turns(sizes: Sequence[int], *, num_ranks: int, num_chunks: int, ahead: int) -> Turns:
-    """Group by group, in it chunk by chunk, in it by microbatch; backwards from the last chunk.
+def _interleaved_order(sizes: Sequence[int], *, num_ranks: int, num_chunks: int, ahead: int) -> ChunkOrder:
+    """Group by group, within it chunk by chunk, within it by microbatch; backwards from the last chunk.
 
     Arguments:
         sizes: of the groups.
-        ahead: forwards that each rank is further ahead of its backwards than the next one.
+        ahead: forwards by which each rank is further ahead of its backwards than the next one.
     """
     warmups = [(num_chunks - 1) * sizes[0] + ahead * (num_ranks - 1 - rank) for rank in range(num_ranks)]
 
@@ -139,12 +149,12 @@ def _turns(sizes: Sequence[int], *, num_ranks: int, num_chunks: int, ahead: int)
             first += size
         return found
 
-    return Turns(turns(range(num_chunks)), turns(range(num_chunks - 1, -1, -1)), warmups)
+    return ChunkOrder(turns(range(num_chunks)), turns(range(num_chunks - 1, -1, -1)), warmups)
 
 
-def _default_turns(num_ranks: int, num_microbatches: int, num_chunks: int) -> Turns:
+def _default_order(num_ranks: int, num_microbatches: int, num_chunks: int) -> ChunkOrder:
     sizes = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
-    return _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2)
+    return _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2)
 
 
 INTERLEAVED = Family(
@@ -152,27 +162,28 @@ INTERLEAVED = Family(
     build=interleaved,
     aliases=("interleaved1f1b", "interleaved-1f1b", "scheduleinterleaved1f1b"),
     full_after=3,
-    turns=_default_turns,
+    chunk_order=_default_order,
 )
 
 
 def gis(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Interleaved 1F1B whose gradient of the inputs leaves before that of the weights is made.
+    """Interleaved 1F1B whose input gradients leave before the weight gradients are computed.
 
         rank 0 | 0F0 0F1 2F0 2F1 .   2I0 2W0 .   2I1 2W1 0I0 0W0 0I1 0W1       P=2, V=2, M=2, unit time
         rank 1 | .   1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1 .
 
-    The way back of a gradient is shorter by the W, so that P-1-r forwards ahead are enough where interleaved 1F1B needs
-    twice as many. With equal stages, free links and M >= P: makespan M V (F+I+W) + (P-1)(F+I), of one chunk each. Where
-    P divides M rank r holds V P - r chunk activations.
+    A gradient returns earlier by the W, so that P-1-r forwards ahead suffice where interleaved 1F1B needs twice as
+    many. With equal stages, free links and M >= P: makespan M V (F+I+W) + (P-1)(F+I), of one chunk each. Where P
+    divides M rank r holds V P - r chunk activations.
 
     Groups of fewer than P microbatches hold less and wait: V P - r becomes (V-1) g + P - r, at the cost of
-    (P-g)(V-1)(F+I-W) when F = I = W. With other costs only the half-memory form GIS-H, g = P/2, costs just that, where
-    W is at least the difference of F and I and at most the smaller of them; between the two it costs less where I > F.
+    (P-g)(V-1)(F+I-W) when F = I = W. With other costs only the half-memory form GIS-H, g = P/2, costs exactly that,
+    where W is at least the difference of F and I and at most the smaller of them; between the two it costs less where I
+    > F.
 
     Arguments:
-        group_size: g, least number of microbatches that pass a chunk before the next chunk's turn, P by default and at
-            least P/2: with fewer, ranks wait for each other for ever.
+        group_size: g, least number of microbatches that pass a chunk before the next chunk, P by default and at least
+            P/2: with fewer, ranks would deadlock.
     """
     smallest = (num_ranks + 1) // 2
     size = num_ranks if group_size is None else group_size
@@ -182,16 +193,16 @@ def gis(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2, group_siz
             f"of the ranks, GIS-H; with fewer, ranks would wait for each other for ever)"
         )
     sizes = microbatch_groups(at_least=size, num_microbatches=num_microbatches)
-    order = _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
+    order = _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
     programs = (put_off_weights(order.program(rank), delay=0) for rank in range(num_ranks))
-    return in_turn("gis", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return on_cyclic_ranks("gis", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 GIS = Family(name="gis", build=gis, splits_backward=True, full_after=3)
 
 
 def interleaved_zb(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """ZB-H1 over V chunks a rank: half the warm-up of interleaved 1F1B, and rank r puts off r W into its drain.
+    """ZB-H1 over V chunks per rank: half the warm-up of interleaved 1F1B, and rank r delays r W into its drain.
 
         rank 0 | 0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1       P=2, V=2, M=2, unit time
         rank 1 | .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
@@ -201,9 +212,9 @@ def interleaved_zb(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2
     of torch's ScheduleInterleavedZeroBubble, which takes fewer numbers of microbatches.
     """
     sizes = microbatch_groups(at_least=num_ranks, num_microbatches=num_microbatches)
-    order = _turns(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
+    order = _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=1)
     programs = (put_off_weights(order.program(rank), delay=rank) for rank in range(num_ranks))
-    return in_turn("interleaved-zb", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return on_cyclic_ranks("interleaved-zb", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 INTERLEAVED_ZB = Family(
@@ -221,7 +232,7 @@ def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
         rank 0 | 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1       P=2, V=2, M=2, unit time
         rank 1 | .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 .
 
-    One gather and one reduction of a chunk's weights a batch; every rank holds M*V chunk activations.
+    One gather and one reduction of a chunk's weights per batch; every rank holds M*V chunk activations.
     """
     programs = []
     for rank in range(num_ranks):
@@ -229,7 +240,7 @@ def looped_bfs(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
         program = [Action(stage, Op.F, k) for stage in stages for k in range(num_microbatches)]
         program += [Action(stage, Op.B, k) for stage in reversed(stages) for k in range(num_microbatches)]
         programs.append(tuple(program))
-    return in_turn("looped-bfs", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return on_cyclic_ranks("looped-bfs", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 LOOPED_BFS = Family(name="looped-bfs", build=looped_bfs, aliases=("loopedbfs", "scheduleloopedbfs"))

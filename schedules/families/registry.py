@@ -20,7 +20,7 @@ from ..ir import Schedule, ScheduleError
 from ..kinds import at_least
 from ..placement import FAMILY_PLACEMENTS
 from ..wording import count
-from .recognise import Family
+from .family import Family
 
 _IN_ORDER = (
     "gpipe 1f1b eager-1f1b interleaved looped-bfs pipedream 2bw paci zb-h1 zb-h2 zb-1p zb-2p interleaved-zb gis "
@@ -29,7 +29,7 @@ _IN_ORDER = (
 
 
 def _found() -> dict[str, Family]:
-    """The families that stand in the modules of `families`; those that `_IN_ORDER` does not name come last."""
+    """The families in the modules of `families`; those not in `_IN_ORDER` come last."""
     modules = (import_module(f".{each.name}", builders.__name__) for each in iter_modules(builders.__path__))
     families = [each for module in modules for each in vars(module).values() if isinstance(each, Family)]
     place = {name: at for at, name in enumerate(_IN_ORDER.split())}
@@ -161,7 +161,7 @@ def _of_package(key: str) -> Family:
 
 
 def family(name: str) -> Family:
-    """The family behind `name` (any case, torch's class names too); ValueError if there is none.
+    """The family of this name (any case, torch's class names too); ValueError if there is none.
 
     >>> family("ScheduleInterleaved1F1B").name
     'interleaved'
@@ -181,7 +181,7 @@ def family(name: str) -> Family:
 
 
 def canonical_name(name: str) -> str:
-    """The registered name behind `name`; ValueError if there is none.
+    """The registered name of an alias; ValueError if there is none.
 
     >>> canonical_name("DAPPLE")
     '1f1b'
@@ -205,7 +205,7 @@ def build(
         num_ranks: P >= 1.
         num_microbatches: M >= 1.
         num_chunks: V >= 1, chunks per rank; only schedules that interleave take any number (default 2 there).
-        options: of the one builder, see its docstring. Only schedules over slices of the sequence take more than 1 for
+        options: of the builder, see its docstring. Only schedules over slices of the sequence take more than 1 for
             `num_slices` (default 2 there).
 
     Raises ValueError for an unknown name or option and for sizes that do not fit.
@@ -226,7 +226,7 @@ def build(
         looping = ", ".join(each.name for each in FAMILIES.values() if each.takes_chunks)
         stages = "one stage" if chosen.num_chunks == 1 else count(chosen.num_chunks, "stage")
         raise ValueError(
-            f"num_chunks={num_chunks} for schedule {chosen.name!r}: it has {stages} a rank; "
+            f"num_chunks={num_chunks} for schedule {chosen.name!r}: it has {stages} per rank; "
             f"expected {chosen.num_chunks}, or a schedule that interleaves ({looping})"
         )
     if num_slices is not None and chosen.takes_slices:
@@ -244,5 +244,5 @@ def build(
             f"its options are {', '.join(chosen.options) or 'none'}"
         )
     if "replicas" in options and not isinstance(options["replicas"], list | tuple | None):
-        raise ValueError(f"replicas={options['replicas']!r}: expected one count a stage, such as (2, 1)")
+        raise ValueError(f"replicas={options['replicas']!r}: expected one count per stage, such as (2, 1)")
     return chosen.build(**sizes, **options)

@@ -1,7 +1,8 @@
-"""Microbatches that are cut along the sequence, where each slice attends to those before it.
+"""Microbatches cut along the sequence, where each slice attends to earlier ones.
 
-TeraPipe (Li et al., 2021): GPipe over slices. Seq1F1B (Sun et al., 2024): 1F1B over slices, interleaved, too, and with
-the split backward of ZB-H1. SlimPipe (Li et al., 2025): one microbatch at a time over many slices and V chunks a rank.
+TeraPipe (Li et al., 2021): GPipe over slices. Seq1F1B (Sun et al., 2024): 1F1B over slices, also interleaved, and with
+the split backward of ZB-H1. SlimPipe (Li et al., 2025): one microbatch at a time over many slices and V chunks per
+rank.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..ir import Action, Op, Schedule
-from .recognise import Family
-from .warmup import in_turn, microbatch_groups, one_by_one, pair_up, put_off_weights
+from .family import Family
+from .warmup import microbatch_groups, on_cyclic_ranks, one_by_one, pair_up, put_off_weights
 
 
 def backward_order(*, num_microbatches: int, num_slices: int) -> list[int]:
-    """Indices of all slices as backwards take them: microbatch by microbatch, from the last slice to the first.
+    """Indices of all slices in the order of backwards: microbatch by microbatch, from the last slice to the first.
 
     >>> backward_order(num_microbatches=2, num_slices=3)
     [2, 1, 0, 5, 4, 3]
@@ -39,14 +40,14 @@ def terapipe(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> S
     """
     last = backward_order(num_microbatches=num_microbatches, num_slices=num_slices)
     programs = (one_by_one(rank, range(len(last)), backwards=last, warmup=len(last)) for rank in range(num_ranks))
-    return in_turn("terapipe", programs, num_microbatches=num_microbatches, num_slices=num_slices)
+    return on_cyclic_ranks("terapipe", programs, num_microbatches=num_microbatches, num_slices=num_slices)
 
 
 TERAPIPE = Family(name="terapipe", build=terapipe)
 
 
 def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 2, num_chunks: int = 1) -> Schedule:
-    """Each rank starts a backward as soon as it can: behind the last slice of the first microbatch.
+    """Each rank starts a backward as soon as it can: after the last slice of the first microbatch.
 
         rank 0 | F0 F1 F2 .  B1 F3 B0 .  B3 B2       P=2, M=2, n=2, unit time: microbatch 1 is
         rank 1 | .  F0 F1 B1 F2 B0 F3 B3 B2 .        slices 2 and 3
@@ -55,7 +56,7 @@ def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 2, num_c
     F and B of one slice: the bubble of 1F1B over n. Rank r holds min(M n, P-1-r + n) slices, where 1F1B holds
     min(M, P-r) microbatches of n each.
 
-    With V chunks a rank microbatches pass through a chunk in groups of at least P slices: makespan (M n V + P-1)(F+B)
+    With V chunks per rank microbatches pass through a chunk in groups of at least P slices: makespan (M n V + P-1)(F+B)
     where M n >= P, and rank r holds (V-1) g + 2(P-1-r) + n slices where M allows, g of them in the first group. A group
     is one microbatch where n >= P; that is SlimPipe's order.
 
@@ -82,14 +83,14 @@ def seq1f1b(*, num_ranks: int, num_microbatches: int, num_slices: int = 2, num_c
             first += size
         programs.append(pair_up(forwards, backwards, warmup=warmup))
     sizes = {"num_microbatches": num_microbatches, "num_chunks": num_chunks, "num_slices": num_slices}
-    return in_turn("seq1f1b", programs, **sizes)
+    return on_cyclic_ranks("seq1f1b", programs, **sizes)
 
 
 SEQ1F1B = Family(name="seq1f1b", build=seq1f1b, aliases=("seq-1f1b",))
 
 
 def seq_zb_h1(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> Schedule:
-    """Seq1F1B with a split backward: rank r puts off r W, as under ZB-H1.
+    """Seq1F1B with a split backward: rank r delays r W, as in ZB-H1.
 
         rank 0 | F0 F1 F2 F3 .  .  I1 W1 I0 W0 I3 W3 I2 W2       P=3, M=2, n=2, unit time: microbatch 1 is
         rank 1 | .  F0 F1 F2 .  I1 F3 I0 W1 I3 W0 I2 W3 W2       slices 2 and 3
@@ -107,7 +108,7 @@ def seq_zb_h1(*, num_ranks: int, num_microbatches: int, num_slices: int = 2) -> 
         warmup = num_ranks - 1 - rank + num_slices - 1
         whole = one_by_one(rank, range(len(last)), backwards=last, warmup=warmup)
         programs.append(put_off_weights(whole, delay=rank))
-    return in_turn("seq-zb-h1", programs, num_microbatches=num_microbatches, num_slices=num_slices)
+    return on_cyclic_ranks("seq-zb-h1", programs, num_microbatches=num_microbatches, num_slices=num_slices)
 
 
 SEQ_ZB_H1 = Family(name="seq-zb-h1", build=seq_zb_h1, splits_backward=True)
@@ -121,8 +122,8 @@ def slimpipe(*, num_ranks: int, num_microbatches: int, num_slices: int | None = 
 
     With equal stages, equal slices and free links: makespan (M n V + P-1)(F+B), F and B of one slice on one chunk;
     rank r holds min(M n V, n V + 2(P-1-r)) of them, little more than one microbatch on all its chunks. The paper also
-    evens out what slices of a causal model cost, by an exchange of queries, keys and values between ranks; that is
-    not done here.
+    balances the costs of slices of a causal model, by exchanging queries, keys and values between ranks; that is not
+    done here.
 
     Arguments:
         num_slices: n, at least P; P by default.

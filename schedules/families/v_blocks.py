@@ -3,12 +3,12 @@
 Hanayo (Liu et al., 2023, wave-like pipeline parallelism): several times. V-Half and V-Min (Qi et al., 2024,
 controllable memory): once, a V, as one repeated building block:
 
-    rank 0 | F0 .  .  .  .  F1 I1 .  .  .  .  I0          a block: the way of one microbatch, down, up, down and up
+    rank 0 | F0 .  .  .  .  F1 I1 .  .  .  .  I0          a block: one microbatch, down, up, down and up
     rank 1 | .  F0 .  .  F1 .  .  I1 .  .  I0 .           (of 3 ranks; F0, I0 of the first chunk, F1, I1 of the second)
     rank 2 | .  .  F0 F1 .  .  .  .  I1 I0 .  .
 
-A microbatch follows every six slots, as long as F, I and W of two chunks; two W fit in what is left. How many slots
-each step of the way takes decides how long an activation is held, hence how many are alive at once.
+A microbatch follows every six slots, as long as F, I and W of two chunks; two W fit into the remaining slots. The
+number of slots per step determines how long an activation is held, hence how many are alive at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..ir import Action, Op, Schedule
 from ..placement import StagePlacement
 from ..timing.costs import Costs
 from .automatic import best_order, pose, read_costs, refills
-from .recognise import Family
+from .family import Family
 
 _PERIOD = 6
 Steps = tuple[int, int, int, int]
@@ -31,10 +31,10 @@ Block = Callable[[int, int], Steps]  # P, rank -> slots of F0, F1, I1, I0
 def repeat_block(
     name: str, block: Block, num_microbatches: int, *, num_ranks: int, memory_limit: int, costs: Costs | None
 ) -> Schedule:
-    """The block once a microbatch, squeezed: each F and I in its order as soon as it can, and W in the gaps.
+    """The block once per microbatch, compressed: each F and I in its order as soon as it can run, and W in the gaps.
 
-    Where two steps of a block fall into one slot of the period, the block of one rank more is taken without its last
-    rank: the last two stages of the way down and the first two of the way up are left out.
+    Where two steps of a block coincide modulo the period, the block of one rank more is taken without its last rank:
+    the last two stages on the way down and the first two on the way up are left out.
     """
     table = read_costs(costs, num_stages=2 * num_ranks)
     ranks = range(num_ranks)
@@ -47,7 +47,6 @@ def repeat_block(
 
 
 def _repeated(slots: Sequence[Steps], num_microbatches: int, backward: Op) -> tuple[tuple[Action, ...], ...]:
-    """By rank, the actions of all microbatches in the order of their slots."""
     programs = []
     for rank, own in enumerate(slots):
         down, up = rank, 2 * len(slots) - 1 - rank
@@ -58,15 +57,15 @@ def _repeated(slots: Sequence[Steps], num_microbatches: int, backward: Op) -> tu
 
 
 def v_half(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
-    """Two chunks a rank in a V; a step of the first chunk takes two slots, one of the second chunk one.
+    """Two chunks per rank in a V; a step of the first chunk takes two slots, one of the second chunk one.
 
-    All ranks hold at most 2 floor((P+2)/2) chunk activations, of 2P under 1F1B, and wait less than under `v-min`.
-    Where F = I = W, makespan and longest span are (6M + 3P - 4) F for odd P, (6M + 3P - 5) F for even P, of one chunk,
-    for P > 2, M >= P and free links. (The paper's further search over warm-up and drain has 2 F less where P is even.)
-    With other costs the bubble does not grow with M as long as W + 2I >= 2F and W + 2F >= 2I.
+    All ranks hold at most 2 floor((P+2)/2) chunk activations, of 2P under 1F1B, and wait less than under `v-min`. Where
+    F = I = W, makespan and longest span are (6M + 3P - 4) F for odd P, (6M + 3P - 5) F for even P, of one chunk, for P
+    > 2, M >= P and free links. (The paper's further search over warm-up and drain has 2 F less where P is even.) With
+    other costs the bubble does not grow with M as long as W + 2I >= 2F and W + 2F >= 2I.
 
     Arguments:
-        costs: of one chunk's action each, for the places of the W; F, I and W of 1 where not given.
+        costs: of one chunk's action each, for placing the W; F, I and W of 1 by default.
 
     Raises ValueError for costs that are not above 0.
     """
@@ -79,15 +78,16 @@ def v_half(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None)
 
 
 def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) -> Schedule:
-    """Two chunks a rank in a V, each step of a microbatch's way right behind the one before: activations live shortest.
+    """Two chunks per rank in a V, each step of a microbatch right after the one before: activations live shortest.
 
-    All ranks hold at most 2 floor((P+4)/3) chunk activations, of 2P under 1F1B; no steady order does with much less.
-    Where F = I = W, makespan and longest span are (6M + 4P - 5) F, of one chunk, for P > 1 and free links. (The paper's
+    All ranks hold at most 2 floor((P+4)/3) chunk activations, of 2P under 1F1B; no steady order needs much less. Where
+    F = I = W, makespan and longest span are (6M + 4P - 5) F, of one chunk, for P > 1 and free links. (The paper's
     further search over warm-up and drain has 2 F less where 3 divides P.) With other costs ranks wait for each other in
-    each round, so that the bubble grows with M: then take `v-half` or `zb-v`.
+    each round,
+    so that the bubble grows with M: then take `v-half` or `zb-v`.
 
     Arguments:
-        costs: of one chunk's action each, for the places of the W; F, I and W of 1 where not given.
+        costs: of one chunk's action each, for placing the W; F, I and W of 1 by default.
 
     Raises ValueError for costs that are not above 0.
     """
@@ -105,15 +105,17 @@ V_HALF, V_MIN = (
 )
 
 
-# Slots that F0, F1, I1 and I0 take from rank to rank: of V-Min, of V-Half turned round, of ZB-V likewise.
+# Slots of F0, F1, I1 and I0 from rank to rank: V-Min, V-Half with chunks exchanged, ZB-V likewise.
 _STEPS = ((1, 1, 1, 1), (1, 2, 1, 2), (1, 5, 1, 5))
 _FULLEST = 6  # blocks that are tried under a limit
 
 
 def fitting_blocks(num_ranks: int, num_microbatches: int, memory_limit: float) -> Iterator[Schedule]:
-    """Schedules of F and B whose blocks hold about as much as a limit in chunk activations lets them, between those of
-    `v-min` and of `zb-v`: the first ranks take steps of one kind, the others of the next (the idea of the adaptive
-    schedules of controllable memory); where the way turns it pauses so that fewest steps fall into one slot."""
+    """Schedules of F and B whose blocks fill a limit in chunk activations, between those of `v-min` and of `zb-v`.
+
+    The first `turn` ranks take steps of one kind, the others of the next (as the adaptive schedules of controllable
+    memory); pauses at the turns are chosen so that the fewest steps coincide.
+    """
     kinds = [(fast, slow, turn) for fast, slow in pairwise(_STEPS) for turn in range(num_ranks)]
     sizes = sorted(((_alive(_slots(num_ranks, *kind, (1, 1, 1))), kind) for kind in kinds), reverse=True)
     placement = StagePlacement.snake(num_ranks=num_ranks)
@@ -125,7 +127,6 @@ def fitting_blocks(num_ranks: int, num_microbatches: int, memory_limit: float) -
 
 
 def _slots(P: int, fast: Steps, slow: Steps, turn: int, pauses: tuple[int, ...]) -> list[Steps]:
-    """By rank, the slots of F0, F1, I1 and I0."""
     kinds = [fast if rank < turn else slow for rank in range(P - 1)]
     ways: list[list[int]] = []
     for op, start in enumerate((0, *pauses)):
@@ -141,16 +142,16 @@ def _alive(slots: list[Steps]) -> float:
 
 
 def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """Each rank takes a backward if there is one, and of several what is nearest to the end of its way.
+    """Each rank prefers a backward, and of several the one nearest to its end.
 
         rank 0 | 0F0 0F1 .   3F0 3B0 3F1 3B1 0B0 .   0B1       P=2, V=2, M=2, unit time
         rank 1 | .   1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 .
 
-    A wave is two chunks: V = 2w of the paper. Where the way turns, two stages of one rank follow each other, without a
-    message. The order is a list schedule for B = 2F with at most 2P microbatches under way. The paper's bubble for
-    M = P and B = 2F, (2P-2)/(3Pw+P-1), is not that of this order: one wave takes 2P (F+B) + 2(P-1) B, where B is at
-    least 2F (a third of idle time for P=4, not 0.4); of more waves neither form holds (0.213 for P=4, w=2, 0.222 by
-    the paper's). With more microbatches than P it waits more than interleaved 1F1B does.
+    A wave is two chunks: V = 2w of the paper. At each turn two consecutive stages are on one rank, without a message.
+    The order is a list schedule for B = 2F with at most 2P microbatches in flight. The paper's bubble for M = P and B =
+    2F, (2P-2)/(3Pw+P-1), is not that of this order: one wave takes 2P (F+B) + 2(P-1) B, where B is at least 2F (a third
+    of idle time for P=4, not 0.4); of more waves neither form holds (0.213 for P=4, w=2, 0.222 by the paper's). With
+    more microbatches than P it waits more than interleaved 1F1B does.
     """
     placement = StagePlacement.snake(num_ranks=num_ranks, num_chunks=num_chunks)
     programs = _waves(placement, num_microbatches, most=2 * num_ranks)
@@ -158,10 +159,11 @@ def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sch
 
 
 def _waves(placement: StagePlacement, num_microbatches: int, *, most: int) -> tuple[tuple[Action, ...], ...]:
-    """Actions that can start first come first; of those that start at once a backward, and the one nearest to its end.
+    """List scheduling: the action that can start first; of those that start together a backward, then the one nearest
+    its end.
 
     Arguments:
-        most: microbatches of a stage that are under way at once.
+        most: microbatches of a stage that are in flight at once.
     """
     rank_of, P, S = placement.rank_of, len(placement), len(placement.rank_of)
     seconds = {Op.F: 1.0, Op.B: 2.0}

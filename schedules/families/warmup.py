@@ -1,4 +1,4 @@
-"""The 1F1B rule: how many forwards a rank runs ahead of its backwards, and the order that follows; chunks in turn."""
+"""The 1F1B rule: how many forwards a rank runs ahead of its backwards, and the resulting order, also over chunks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..ir import Action, Op, Schedule
 from ..placement import StagePlacement
 
 
-class Turns(NamedTuple):
-    """Order of a schedule in which all ranks take their chunks in the same turns, and `pair_up` makes the programs.
+class ChunkOrder(NamedTuple):
+    """An order of chunks that is the same on all ranks, from which `pair_up` makes the programs.
 
     Arguments:
-        forwards, backwards: chunk and microbatch of each in turn.
+        forwards, backwards: chunk and microbatch of each in order.
         warmups: [P] forwards of a rank ahead of its backwards.
     """
 
@@ -34,7 +34,7 @@ class Turns(NamedTuple):
 
 
 def replica_counts(replicas: Sequence[int] | None, num_ranks: int) -> list[int]:
-    """The ranks of each stage, one each where nothing is given; ValueError unless they make `num_ranks` in all."""
+    """The ranks of each stage, one by default; ValueError unless they add up to `num_ranks`."""
     if replicas is None:
         return [1] * num_ranks
     counts = list(replicas)
@@ -59,7 +59,7 @@ def plain_warmup(counts: Sequence[int], stage: int) -> int:
 
 
 def pair_up(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> tuple[Action, ...]:
-    """`warmup` forwards, then one forward and one backward in turn, then the rest of the backwards.
+    """`warmup` forwards, then forwards and backwards alternating, then the remaining backwards.
 
     forwards   F0 F1 F2 F3     warmup=2:  F0 F1 | F2 B0 F3 B1 | B2 B3
     backwards  B0 B1 B2 B3
@@ -79,14 +79,14 @@ def one_by_one(
     """`pair_up` for one stage.
 
     Arguments:
-        indices, backwards: in the order of the forwards, and of the backwards where that is another.
+        indices, backwards: in the order of the forwards, and of the backwards if that differs.
         op: of the backwards.
     """
     last = indices if backwards is None else backwards
     return pair_up([Action(stage, Op.F, k) for k in indices], [Action(stage, op, k) for k in last], warmup=warmup)
 
 
-def in_turn(
+def on_cyclic_ranks(
     name: str,
     programs: Iterable[tuple[Action, ...]],
     *,
@@ -94,7 +94,7 @@ def in_turn(
     num_chunks: int = 1,
     num_slices: int = 1,
 ) -> Schedule:
-    """The schedule of these programs, whose stage s stands on rank s mod P."""
+    """The schedule of these programs, with stage s on rank s mod P."""
     of_ranks = tuple(programs)
     return Schedule(
         name=name,
@@ -106,12 +106,11 @@ def in_turn(
 
 
 def microbatch_groups(*, at_least: int, num_microbatches: int) -> tuple[int, ...]:
-    """Sizes of the groups that pass through one chunk before the next chunk's turn.
+    """Sizes of the groups that pass through one chunk before the next chunk.
 
-    A group smaller than P leaves ranks idle at each change of chunk, and one larger than P holds
-    more activations. So: as many groups as fit with at least that many in each, the sizes as
-    even as possible, larger ones first (a later group may not be larger than the first: the
-    warm-up is made for the first).
+    A group smaller than P leaves ranks idle at each change of chunk, and a larger one holds more activations. So: as
+    many groups as fit with at least that many in each, as even as possible, larger ones first (no later group may be
+    larger than the first, for which the warm-up is made).
 
     >>> microbatch_groups(at_least=4, num_microbatches=11)
     (6, 5)
@@ -124,7 +123,7 @@ def microbatch_groups(*, at_least: int, num_microbatches: int) -> tuple[int, ...
 
 
 def put_off_weights(program: Sequence[Action], *, delay: int) -> tuple[Action, ...]:
-    """Each backward split: the gradient of the inputs at once, that of the weights `delay` backwards later.
+    """Each backward split: the input gradient at once, the weight gradient `delay` backwards later.
 
     program    F0 F1 B0 F2 B1 B2      delay=1:  F0 F1 I0 F2 I1 W0 I2 W1 | W2
     """

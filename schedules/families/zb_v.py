@@ -1,4 +1,4 @@
-"""ZB-V (Qi et al., 2024, section 6): zero bubble at the memory of 1F1B, with two chunks a rank in a V."""
+"""ZB-V (Qi et al., 2024, section 6): zero bubble at the memory of 1F1B, with two chunks per rank in a V."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..orders.evaluate import OrderEvaluator, Orders
 from ..placement import StagePlacement
 from ..timing.costs import Costs
 from .automatic import best_order, lists, named, pose, read_costs, read_memory, refills, with_weights
-from .recognise import Family
+from .family import Family
 from .v_blocks import fitting_blocks, v_half, v_min
 from .warmup import put_off_weights
 
@@ -19,11 +19,10 @@ from .warmup import put_off_weights
 def v_rounds(evaluator: OrderEvaluator, memory_limit: float) -> Iterator[Orders]:
     """The orders that the authors of ZB-V search among, for a V of two chunks (Qi et al., section 6, and their code).
 
-    The first microbatch goes down and back. Before it comes back a rank admits further ones as long as they end in time
-    and leave memory for the way back; then the ranks even out what they have, and run rounds: each an I, of the earlier
-    stage where that may run, then an F, of the later stage where that may run. W: see `with_weights`.
-
-    Nothing comes where sizes, costs or memory do not fit the rounds. O(M P^2) each.
+    Until the first microbatch returns, a rank admits further ones as long as they end in time and leave memory for the
+    way back; then the ranks equalise their counts, and run rounds: each an I, of the earlier stage if it may run, then
+    an F, of the later stage if it may run. For the W see `with_weights`. Empty if sizes, costs or memory do not fit the
+    rounds. O(M P^2) each.
     """
     rounds = _Rounds(evaluator)
     try:
@@ -55,7 +54,6 @@ class _Rounds:
         return self.last - rank
 
     def arrival(self, stage: int, k: int) -> float:
-        """When the input of a forward is there."""
         return self.ends[stage - 1][k] + self.evaluator.problem.forward_delay[stage - 1]
 
     def seconds(self, stage: int, k: int) -> float:
@@ -108,7 +106,7 @@ class _Rounds:
                 on_the_way_back = not on_the_way_back
 
     def gradients(self) -> None:
-        """One input gradient of each rank: those that go up to the first rank are chosen before any is placed."""
+        """One input gradient per rank; those of first chunks are all chosen before any is placed."""
         done = self.gradients_done
         up = [
             rank
@@ -142,20 +140,19 @@ def zb_v(
     kept: float = 1.0,
     seconds: float = math.inf,
 ) -> Schedule:
-    """Two chunks a rank in a V: no bubble in a rank's span where F = I = W, with as much memory as 1F1B's first rank.
+    """Two chunks per rank in a V: no bubble in a rank's span where F = I = W, at the memory of 1F1B's first rank.
 
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .       P=2, M=3, unit time
         rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
     Without costs and limit it is the handcrafted order of the paper (and of torch's ScheduleZBVZeroBubble), and each
     rank holds 2P chunk activations when M >= 2P-1. Its makespan is then M 2 (F+I+W) + (P-1) F for F = I = W, of one
-    chunk each, and free links; with other costs the span has a bubble, 8(P-1) for F, I, W = 10, 11, 7. With costs the
-    same order of F and I has its W where they fit, and other orders are tried as well, those of the authors' search
-    among them (`v_rounds`): what has the least span is taken. First and last stage are on rank 0: tied embeddings need
-    no message.
+    chunk each, and free links; with other costs the span has a bubble, 8(P-1) for F, I, W = 10, 11, 7. With costs, that
+    order of F and I with W where they fit is one of several candidates, those of the authors' search among them
+    (`v_rounds`), and the least span is taken. First and last stage are on rank 0: tied embeddings need no message.
 
     Arguments:
-        memory_limit: most chunk activations of a rank at once, at least 2; 2P where not given.
+        memory_limit: most chunk activations of a rank at once, at least 2; 2P by default.
         costs: of one chunk's action each.
         kept, seconds: see `zb_automatic`.
 
@@ -176,7 +173,7 @@ def zb_v(
 
 
 def handcrafted(num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """The order of the paper, made for 2P-1 microbatches at least and cut to as many as there are."""
+    """The paper's order, made for at least 2P-1 microbatches and cut to the given number."""
     return tuple(
         tuple(
             Action(rank if chunk == 0 else 2 * num_ranks - 1 - rank, op, k)
@@ -188,7 +185,6 @@ def handcrafted(num_ranks: int, num_microbatches: int) -> tuple[tuple[Action, ..
 
 
 def _steps(P: int, rank: int, M: int) -> list[tuple[Op, int, int]]:
-    """(op, chunk, microbatch) of a rank."""
     F, I, W = Op.F, Op.I, Op.W
     steps: list[tuple[Op, int, int]] = []
     done = {(op, chunk): 0 for op in (F, I, W) for chunk in (0, 1)}
@@ -214,7 +210,7 @@ def _steps(P: int, rank: int, M: int) -> list[tuple[Op, int, int]]:
 
 
 def _candidates(evaluator: OrderEvaluator, limit: float) -> Iterator[Orders]:
-    """The paper's order with its W where they fit, its search, blocks that fit, then lists where rank r starts r
+    """The paper's order with refilled W, the authors' search, fitting blocks, then lists where rank r starts r
     microbatches fewer, or one."""
     P, M = evaluator.problem.num_ranks, evaluator.num_microbatches
     if limit >= 2 * P:

@@ -1,1 +1,1 @@
-"""From a compute order to one with communication, and from a finite program to a stream of calls."""
+"""From a compute order to programs with communication, and from a finite program to a stream of calls."""

@@ -1,22 +1,23 @@
 """Lowering: from a compute order to one with communication.
 
-Two passes over the compute order of each rank. The first finds the messages of each directed link, in
-the order in which the sender makes them. The second puts each send right after the step that makes it,
-and each receive (the posting of it, not the waiting: a step waits for what it needs) as early as
+Two passes over the compute order of each rank. The first finds the messages of each directed link, in the order in
+which the sender makes them. The second places each send right after the step that makes it, and posts each receive
+(without
+waiting: a step waits for its inputs) as early as
 
     at most `Sharing.receives_ahead` receives of a link are posted and not yet consumed,
 
-allows, so that receive buffers do not grow with M; and earlier where a transport that holds a rank at a send until it
-is received would else stand still (see `progress`). A link is first in, first out: receives are posted in the
-order of the sends, and one that is consumed late lets later ones pass only by being posted before them.
+allows, so that receive buffers do not grow with M; and earlier where ranks would otherwise deadlock over a transport
+that blocks a send until it is received (see `progress`). A link is first in, first out: receives are posted in the
+order of the sends, and for one that is consumed late, later ones pass only by being posted before them.
 
     rank 1 of a 1F1B:  1RECV_F0 1RECV_F1 1F0 1RECV_F2 1B0 1SEND_B0 1F1 1RECV_F3 1B1 1SEND_B1 ...
 
-Collectives, such as the sums of shared gradients behind a stage's last backward, stand where `collectives` places them.
+Collectives, such as all-reduces of shared gradients after a stage's last backward, are placed by `collectives`.
 
-A program with updates in it (U) also gets a `GroupStep` after the last backward of each update group, where the losses
-of the group arrive and gradients that several ranks share leave; the update waits for what it needs of them. Where each
-rank updates parts alone, they leave behind the update, and another step waits for those of the others (UNSHARD).
+A program with updates (U) also has a `GroupStep` after the last backward of each update group, where the losses of the
+group arrive and shared gradients leave; the update waits for its inputs from there. Where each rank updates a shard,
+the shards leave after the update, and another step waits for those of the other ranks (UNSHARD).
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def lower(
     """Insert sends and receives.
 
     Arguments:
-        sharing: what else travels, and how far ahead receives are posted.
+        sharing: other communication, and how far ahead receives are posted.
         calls: per rank, the call in which each action runs, ascending. A receive is then posted no earlier than in the
-            call in which its message is sent, since until then nobody knows its shapes.
+            call in which its message is sent, since its shapes are not known before.
 
     O(actions + messages).
     """
@@ -50,18 +51,16 @@ def lower(
 
 
 class _Exchange:
-    """The work of all ranks, the messages of all links, and which work makes and consumes each."""
-
     def __init__(self, schedule: Schedule, sharing: Sharing, calls: Sequence[Sequence[int]] | None) -> None:
         ranks = range(schedule.num_ranks)
         self.schedule, self.sharing = schedule, sharing
         # Per rank, each step of work with the position of the action that it goes with.
         self.work_at: list[list[tuple[Work, int]]]
         if schedule.is_asynchronous:
-            size, versions, tells = schedule.group_size, derive_versions(schedule), map(sharing.part_partners, ranks)
+            size, versions, partners = schedule.group_size, derive_versions(schedule), map(sharing.part_partners, ranks)
             self.work_at = [
-                _with_group_steps(program, size, sharing, versions, tells=bool(others))
-                for program, others in zip(schedule.programs, tells, strict=True)
+                _with_group_steps(program, size, sharing, versions, is_sharded=bool(others))
+                for program, others in zip(schedule.programs, partners, strict=True)
             ]
         else:
             placed = place_collectives(schedule, sharing.collectives)
@@ -78,7 +77,7 @@ class _Exchange:
         self.shared: list[dict[Message, tuple[Work, ...]]] = [{} for _ in ranks]
         self._find()
         # Per rank, the call of each step of work; and the call in which each message is sent.
-        after = schedule.num_batches  # behind the end of a program: with the drain
+        after = schedule.num_batches  # at the end of a program: with the drain
         self.calls = (
             None
             if calls is None
@@ -93,7 +92,6 @@ class _Exchange:
         return self.schedule.owner(message.src, message.index) if message.kind in STAGE_KINDS else message.src
 
     def _add(self, message: Message, made_by: Work, sender: int, consumed_by: Work | None, receiver: int) -> None:
-        """A message, consumed by a step of its receiver, or (None) at the very end."""
         self.outputs[sender].setdefault(made_by, []).append((message, receiver))
         self.on_link.setdefault((sender, receiver), []).append(message)
         if consumed_by is None:
@@ -104,13 +102,13 @@ class _Exchange:
     def _find(self) -> None:
         needs = Dependencies(self.schedule)
         for rank, work in enumerate(self.work):
-            loss_behind = _last_forwards(self.schedule, rank) if self.sharing.loss else {}
+            loss_after = _last_forwards(self.schedule, rank) if self.sharing.loss else {}
             for step in work:
                 if isinstance(step, GroupStep):
                     self._share_gradients(rank, step)
                     continue
                 if isinstance(step, Collective):
-                    continue  # no messages: its ranks meet in a process group
+                    continue  # no messages: its ranks share a process group
                 for message, _, _, user, receiver in needs.departures(step):
                     self._add(message, step, rank, user, receiver)
                     for end, actions in ((rank, needs.makers(message)), (receiver, needs.users(message))):
@@ -120,8 +118,8 @@ class _Exchange:
                     for peer in self.sharing.part_partners(rank):
                         message = Message(MessageKind.WEIGHTS, rank, peer, step.index)
                         self._add(message, step, rank, GroupStep(Op.UNSHARD, step.index), peer)
-                if step in loss_behind:
-                    self._share_loss(rank, step, loss_behind[step])
+                if step in loss_after:
+                    self._share_loss(rank, step, loss_after[step])
 
     def _share_loss(self, rank: int, made_by: Work, group: int) -> None:
         for receiver in range(self.schedule.num_ranks):
@@ -149,14 +147,13 @@ class _Exchange:
 
 
 def _with_group_steps(
-    program: tuple[Action, ...], size: int, sharing: Sharing, versions: Versions, *, tells: bool
+    program: tuple[Action, ...], size: int, sharing: Sharing, versions: Versions, *, is_sharded: bool
 ) -> list[tuple[Work, int]]:
-    """The work of a rank of a stream, each step with the position of the action that it goes with.
+    """The work of a rank of a stream, each step with the position of the action that it belongs to.
 
-    REDUCE_GRAD and GRAD_NORM stand behind the last backward of their group (of `size` microbatches) on the rank, with
-    its update, where the rank has no backward in it. UNSHARD stands in front of the first action that uses a version
-    which the update, or a later one, has made; at the end, where there is none. `tells`: whether the rank tells others
-    what it has updated.
+    REDUCE_GRAD and GRAD_NORM come after the last backward of their group (of `size` microbatches) on the rank, or with
+    its update, if the rank has no backward in it. UNSHARD comes before the first action that uses a version which the
+    update, or a later one, has made, or at the end. `is_sharded`: whether the rank sends its updated shards.
     """
     last: dict[int, int] = {}  # update group -> position of its last backward
     for position, action in enumerate(program):
@@ -165,7 +162,7 @@ def _with_group_steps(
     ops = (Op.REDUCE_GRAD, Op.GRAD_NORM) if sharing.norm else (Op.REDUCE_GRAD,)
     work: list[tuple[Work, int]] = []
     finished: set[int] = set()
-    to_unshard = dict.fromkeys(action.index for action in program if action.op is Op.U) if tells else {}
+    to_unshard = dict.fromkeys(action.index for action in program if action.op is Op.U) if is_sharded else {}
     for position, action in enumerate(program):
         group = action.index if action.op is Op.U else action.index // size
         if action.op is Op.U and group not in finished:
@@ -183,7 +180,6 @@ def _with_group_steps(
 
 
 def _with_collectives(program: tuple[Action, ...], placed: Sequence[tuple[int, Collective]]) -> list[tuple[Work, int]]:
-    """The actions of a rank with their positions, and its collectives in front of the actions that they precede."""
     work: list[tuple[Work, int]] = []
     done = 0
     for position, collective in placed:
@@ -194,7 +190,6 @@ def _with_collectives(program: tuple[Action, ...], placed: Sequence[tuple[int, C
 
 
 def _last_forwards(schedule: Schedule, rank: int) -> dict[Action, int]:
-    """The last forward of the last stage in each update group on this rank -> group."""
     last = schedule.num_stages - 1
     forwards = (a for a in schedule.programs[rank] if a.op is Op.F and a.stage == last)
     by_group = {action.index // schedule.group_size: action for action in forwards}
@@ -241,7 +236,7 @@ def _lower_rank(rank: int, exchange: _Exchange) -> RankProgram:
 
 
 class _Incoming:
-    """The posting side of one link: messages in the sender's order, and where each is consumed."""
+    """The receiving side of one link: messages in the sender's order, and the position at which each is consumed."""
 
     def __init__(
         self,
@@ -254,14 +249,13 @@ class _Incoming:
     ) -> None:
         self.peer, self._messages, self._ahead, self._sent_in = peer, messages, ahead, sent_in
         self.outstanding = self._next = 0
-        # The earliest place at which message j or a later one is consumed: it must be posted by then.
+        # Message j must be posted by the earliest position at which it or a later one is consumed.
         deadline = [consumed_at[message] for message in messages]
         for j in range(len(deadline) - 2, -1, -1):
             deadline[j] = min(deadline[j], deadline[j + 1])
         self._deadline = deadline
 
     def post(self, at: int, call: int | None) -> list[Transfer]:
-        """The receives to post before position `at`, in `call`."""
         posted = []
         while self._next < len(self._messages):
             message = self._messages[self._next]
@@ -276,7 +270,7 @@ class _Incoming:
 
 
 def _proofs(exchange: _Exchange, rank: int) -> dict[Message, tuple[Message, ...]]:
-    """Proofs of receipt: by message that arrives at `rank`, our messages that its sender had consumed before.
+    """By message that arrives at `rank`, its own messages that the arrival proves received.
 
     A send is proved received by the first message that the peer sends back after the step which consumed it.
     """

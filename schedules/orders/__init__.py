@@ -1,1 +1,1 @@
-"""Orders of F, I and W: the problem, what an order takes, and orders by lists. Families and searches stand above."""
+"""Orders of F, I and W: the problem, the times of an order, and list scheduling. Used by families and searches."""

@@ -1,15 +1,19 @@
-"""The inner loop of all search: what an order of the actions takes, to the last bit what `simulate` says.
+"""The inner loop of all search: the times of an order, bit-equal to those of `simulate`, and local search over orders.
 
 An action is one number, its *code* (op * S + stage) * M + microbatch, with the ops F, I, W, B in this order; an order
-is a list of codes a rank. Since each action has at most one input from another rank, no event queue is needed: a rank
-runs until its next input is missing, and who makes that input wakes it.
+is a list of codes per rank. With `arrived[x]` the end of action x plus its delay to the next rank,
 
-Local search over orders: an action slides along its rank, past others that do not depend on it; annealing keeps it.
+    end(a) = max(end of the action before a on its rank, arrived[input of a]) + seconds(a)
+
+Each action has at most one input from another rank, so no event queue is needed: a rank runs until its next input is
+missing, and the rank that makes this input wakes it. O(actions) per order.
+
+`SlideSearch` is simulated annealing: one action slides along its rank, past others that do not depend on it.
 
     rank 0 | F0 F1 I0 W0 F2 I1        W0 slides two to the right:        rank 0 | F0 F1 I0 F2 I1 W0
 
-Most slides take an action of the critical path, since nothing else can shorten it. Orders that deadlock or exceed the
-memory limit are never kept.
+A slide that makes the value worse by d is accepted with probability exp(-d / temperature). Most slides take an action
+of the critical path, since no other can shorten it. Orders that deadlock or exceed the memory limit are never accepted.
 """
 
 from __future__ import annotations
@@ -22,22 +26,22 @@ from random import Random
 from ..ir import Action, Op, Schedule
 from .problem import Problem
 
-OPS = (Op.F, Op.I, Op.W, Op.B)
+ORDER_OPS = (Op.F, Op.I, Op.W, Op.B)
 
 Orders = list[list[int]]
 _NOT_YET = -1.0
 
 
-# When each rank starts its first action, and when each of its actions ends, in its order [s].
+# By rank, the start of its first action, and the end of each of its actions in order [s].
 OrderTimes = tuple[list[float], list[list[float]]]
 
 
 class OrderEvaluator:
-    """The figures of one problem, flat.
+    """The costs of one problem as flat lists.
 
-    Attributes, each by code: `seconds`; `delay`, from the end until the result has arrived; `slot`, where the arrival
-    is noted (-1: of a W, nobody waits), `need`, the slot that an action waits for (-1: none); `rank`; `change`, of
-    what its rank holds [memory]. `limits`, by rank, see `Problem.limits`.
+    Attributes, each by code: `seconds`; `delay`, from the end until the result arrives; `slot`, where the arrival is
+    noted (-1: no action waits for a W), `need`, the slot that an action waits for (-1: none); `rank`; `change` of the
+    memory that its rank holds. `limits`, by rank, see `Problem.limits`.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -45,12 +49,12 @@ class OrderEvaluator:
         S, M = problem.num_stages, problem.num_microbatches
         self.num_stages, self.num_microbatches = S, M
         self.num_slots = 2 * S * M  # forwards, gradients
-        self.seconds = [n for op in OPS for row in problem.seconds[op] for n in row]
-        self.rank = [problem.rank_of[s] for _ in OPS for s in range(S) for _ in range(M)]
+        self.seconds = [n for op in ORDER_OPS for row in problem.seconds[op] for n in row]
+        self.rank = [problem.rank_of[s] for _ in ORDER_OPS for s in range(S) for _ in range(M)]
         self.delay: list[float] = []
         self.slot: list[int] = []
         self.need: list[int] = []
-        for op in OPS:
+        for op in ORDER_OPS:
             for s in range(S):
                 for k in range(M):
                     forward, gradient = s * M + k, (S + s) * M + k
@@ -58,7 +62,7 @@ class OrderEvaluator:
                         case Op.F:
                             wiring = problem.forward_delay[s], forward, forward - M if s else -1
                         case Op.W:
-                            wiring = 0.0, -1, -1  # its I stands on its own rank, in front of it
+                            wiring = 0.0, -1, -1  # its I comes before it on the same rank
                         case _:
                             wiring = problem.gradient_delay[s], gradient, gradient + M if s < S - 1 else forward
                     self.delay.append(wiring[0])
@@ -71,20 +75,20 @@ class OrderEvaluator:
         self.change = [*held, *freed, *(-k for k in kept), *(-h for h in held)]
 
     def code(self, op: Op, stage: int, microbatch: int) -> int:
-        return (OPS.index(op) * self.num_stages + stage) * self.num_microbatches + microbatch
+        return (ORDER_OPS.index(op) * self.num_stages + stage) * self.num_microbatches + microbatch
 
     def action(self, code: int) -> Action:
         rest, microbatch = divmod(code, self.num_microbatches)
         op, stage = divmod(rest, self.num_stages)
-        return Action(stage, OPS[op], microbatch)
+        return Action(stage, ORDER_OPS[op], microbatch)
 
     def codes(self, programs: Iterable[Iterable[Action]]) -> Orders:
-        """Actions as codes; KeyError for one of another op or stage."""
-        code_of = {(s, op): self.code(op, s, 0) for op in OPS for s in range(self.num_stages)}
+        """Actions as codes; KeyError for another op or stage."""
+        code_of = {(s, op): self.code(op, s, 0) for op in ORDER_OPS for s in range(self.num_stages)}
         return [[code_of[s, op] + k for s, op, k in program] for program in programs]
 
     def orders(self, schedule: Schedule) -> Orders:
-        """The programs of a schedule as codes; ValueError where it is not one of this problem."""
+        """The programs of a schedule as codes; ValueError for a schedule of another problem."""
         problem = self.problem
         sizes = (schedule.total_indices, schedule.num_slices)
         if schedule.placement != problem.placement or sizes != (problem.num_microbatches, 1):
@@ -111,19 +115,19 @@ class OrderEvaluator:
         return self.play_on(orders, ([0.0] * len(orders), [[] for _ in orders]))
 
     def play_on(self, orders: Sequence[Sequence[int]], played: OrderTimes) -> OrderTimes | None:
-        """When each action ends, where some beginning of each order was `played` already; None for a deadlock.
+        """When each action ends, given the ends of a prefix of each order in `played`; None for a deadlock.
 
-        No action of those beginnings may need one behind them. `played` becomes the answer.
+        No action of the prefixes may need one after them. `played` is completed in place.
         """
         seconds, delay, slot, need = self.seconds, self.delay, self.slot, self.need
         firsts, ends = played
         arrived = [_NOT_YET] * self.num_slots
         for order, own in zip(orders, ends, strict=True):
-            for code, end in zip(order, own):  # noqa: B905 - only the beginnings
+            for code, end in zip(order, own):  # noqa: B905 - only the prefixes
                 fills = slot[code]
                 if fills >= 0:
                     arrived[fills] = end + delay[code]
-        blocked = [-1] * self.num_slots  # the rank that stands before a slot
+        blocked = [-1] * self.num_slots  # the rank that waits for a slot
         ready = list(range(len(orders)))
         left = sum(map(len, orders)) - sum(map(len, ends))
         while ready:
@@ -152,7 +156,7 @@ class OrderEvaluator:
         return None if left else played
 
     def value(self, orders: Sequence[Sequence[int]]) -> float:
-        """The objective of an order [s]; infinite where it deadlocks. Memory is not looked at."""
+        """The objective of an order [s]; infinite for a deadlock. Memory is not checked."""
         times = self.play(orders)
         return float("inf") if times is None else self.value_of(times)
 
@@ -170,7 +174,7 @@ class OrderEvaluator:
         return max(end - first for end, first in zip(last, firsts, strict=True))
 
     def has_room(self, rank: int, order: Sequence[int]) -> bool:
-        """Whether a rank never holds more than it may."""
+        """Whether a rank stays within its memory limit."""
         limit, change = self.limits[rank], self.change
         if limit == math.inf:
             return True
@@ -185,7 +189,6 @@ class OrderEvaluator:
         return all(map(self.has_room, range(len(orders)), orders))
 
     def peaks(self, orders: Sequence[Sequence[int]]) -> list[float]:
-        """[P] the most memory that each rank holds at once."""
         # Forwards have the lowest codes, and only they take memory.
         first_after = self.num_stages * self.num_microbatches
         change = self.change
@@ -202,12 +205,12 @@ class OrderEvaluator:
 
 # --- slides ---
 
-_SIDE = 0.1  # weight of the average rank beside the one that counts
+_SIDE = 0.1  # weight of the average rank relative to the one that determines the value
 _CRITICAL = 0.8  # part of the slides that begin on the critical path
 _FAR = 0.3  # part of the slides that may go far
-_SWAPS = 0.3  # part of the moves where memory is limited that exchange two actions of one op
-_TOGETHER = 0.6  # part of the slides there that an action of a chunk makes on several ranks
-_EXCHANGES = 0.05  # part of the moves that let two microbatches change places everywhere, where these differ
+_SWAPS = 0.3  # with limited memory, part of the moves that exchange two actions of one op
+_TOGETHER = 0.6  # likewise, part of the slides that an action of a chunk makes on several ranks
+_EXCHANGES = 0.05  # with unequal microbatches, part of the moves that exchange two of them everywhere
 
 
 class SlideSearch:
@@ -217,14 +220,14 @@ class SlideSearch:
         self.evaluator = evaluator
         problem = self.problem = evaluator.problem
         S, M = problem.num_stages, problem.num_microbatches
-        # Place of an action on its microbatch's way through the pipeline and back; a W stands beside its I.
+        # Position of an action on the path of its microbatch through the pipeline and back; a W is next to its I.
         way = [(s, 2 * S - 1 - s, 2 * S - 0.5 - s, 2 * S - 1 - s) for s in range(S)]
         self.way = [way[s][op] for op in range(4) for s in range(S) for _ in range(M)]
         self.ends_way = [op == 2 for op in range(4) for s in range(S) for _ in range(M)]
-        alike = problem.same_microbatches  # none gains by going before another
+        alike = problem.same_microbatches  # none gains by preceding another
         self.alike = alike or M == 1
         self.group = [(0, 1, 2, 1)[op] * S + s if alike else -1 for op in range(4) for s in range(S) for _ in range(M)]
-        # Chunks whose memory is limited: little moves alone.
+        # Several chunks and limited memory: single actions can hardly move.
         self.swaps = min(evaluator.limits) < math.inf and max(map(len, problem.placement)) > 1
         self.seconds = sum(evaluator.seconds[: 2 * S * M]) / (2 * S * M)
 
@@ -263,7 +266,7 @@ class SlideSearch:
     def _moved(
         self, orders: Orders, times: OrderTimes, critical: list[tuple[int, int]], random: Random
     ) -> tuple[Orders, OrderTimes] | None:
-        """The orders after a random move, and their times; None where it deadlocks or exceeds the memory."""
+        """The orders after a random move, and their times; None for a deadlock or too much memory."""
         if not self.alike and random.random() < _EXCHANGES:
             changed = self._exchanged(orders, random)
             found = self.evaluator.play(changed) if self.evaluator.fits(changed) else None
@@ -291,7 +294,7 @@ class SlideSearch:
     def _moved_together(
         self, changed: Orders, order: list[int], rank: int, moved: tuple[int, int], random: Random
     ) -> tuple[Orders, OrderTimes] | None:
-        """The same action of a chunk slides as far on some ranks in a row."""
+        """The same action of a chunk slides equally far on several consecutive ranks."""
         S, M, placement = self.problem.num_stages, self.problem.num_microbatches, self.problem.placement
         (code, distance), changed[rank] = moved, order
         (op, stage), k = divmod(code // M, S), code % M
@@ -309,21 +312,20 @@ class SlideSearch:
         return None if found is None else (changed, found)
 
     def _exchanged(self, orders: Orders, random: Random) -> Orders:
-        """Two microbatches in each other's places on all ranks."""
         M = self.problem.num_microbatches
         one, other = random.sample(range(M), 2)
         step = {one: other - one, other: one - other}
         return [[code + step.get(code % M, 0) for code in order] for order in orders]
 
     def _side(self, times: OrderTimes) -> float:
-        """A second figure, for orders of one value: how soon the ranks are through on average [s]."""
+        """A second objective, for orders of equal value: how soon the ranks end on average [s]."""
         firsts, ends = times
         if self.problem.objective == "makespan":
             return sum(own[-1] for own in ends) / len(ends)
         return sum(own[-1] - first for first, own in zip(firsts, ends, strict=True)) / len(ends)
 
     def slide(self, rank: int, order: list[int], at: int, distance: int) -> list[int] | None:
-        """The order with one action moved so far, or as far as it may; None where it may not move at all."""
+        """The order with one action moved by this distance, or as far as possible; None if it cannot move."""
         way, group, M = self.way, self.group, self.problem.num_microbatches
         code = order[at]
         own_way, own_group, microbatch = way[code], group[code], code % M
@@ -352,8 +354,8 @@ class SlideSearch:
         return moved if self.evaluator.has_room(rank, moved) else None
 
     def swap(self, rank: int, order: list[int], at: int, step: int) -> list[int] | None:
-        """The order with an action in the place of the next one of its op and another stage, and that one in its place:
-        what is held stays much the same, where a limit lets nothing slide. None where there is none."""
+        """The order with an action and the next one of its op and another stage exchanged, which keeps memory about
+        equal where a limit prevents slides; None if there is none."""
         S, M = self.problem.num_stages, self.problem.num_microbatches
         op, stage = divmod(order[at] // M, S)
         to = at + step
@@ -367,7 +369,7 @@ class SlideSearch:
         else:
             return None
         low, high = min(at, to), max(at, to)
-        if op:  # a W stays behind its I
+        if op:  # a W stays after its I
             size = S * M
             own = {order[high] - size, order[low] + size}
             if any(code in own for code in order[low + 1 : high]):
@@ -399,7 +401,6 @@ class SlideSearch:
         return path
 
     def _maker(self, orders: Orders, slot: int) -> tuple[int, int]:
-        """Rank and position of the action that fills a slot, the input of another."""
         S, M = self.problem.num_stages, self.problem.num_microbatches
         rank = self.problem.rank_of[slot // M % S]
         order = orders[rank]
@@ -409,7 +410,7 @@ class SlideSearch:
         return rank, next(at for at, other in enumerate(order) if other in codes)
 
     def _replay(self, orders: Orders, times: OrderTimes, changed: int, before: list[int]) -> OrderTimes | None:
-        """When each action ends now that one rank has another order; what came before the first change stays."""
+        """When each action ends after the order of one rank has changed; times before the first change are reused."""
         after = orders[changed]
         first = next(at for at, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
         firsts, ends = times

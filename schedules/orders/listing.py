@@ -1,11 +1,15 @@
 """List scheduling with look-ahead: an order built by walking through time, each rank deciding when it is free.
 
-    what a free rank does      an I that is there, or an F if its stage may run further ahead and memory allows,
-                               in the gap before the next input a W; a W at once where memory or the backlog asks for it
+    a free rank runs     an I that has arrived, or an F if its stage may run further ahead and memory allows;
+                         a W in the gap before the next input; a W at once where memory or the backlog requires it
 
-Numbers in a `Policy` steer it, so that searching among policies searches among whole orders: a spread of first ones,
-then small changes of the better. It never ends in a deadlock: the oldest microbatch always finds the memory for the
-rest of its way.
+A `Policy` is a vector of numbers that steers these decisions, so that a search over policies searches over whole
+orders: first a spread of them, then small changes of the better ones.
+
+Invariant (no deadlock): an F runs only if the microbatches in flight on its rank can still end one after the other.
+With
+L the limit, g_k the memory that microbatch k holds and l_k what its remaining forwards here need: processed from the
+oldest, l_k <= L - sum of g_j over those not yet ended (`Lister.safe`). O(actions * log P + actions * V) per order.
 """
 
 from __future__ import annotations
@@ -30,12 +34,13 @@ class Policy:
 
     Arguments:
         ahead: [S] forwards of a stage that may be without their I at once, at least 1.
-        backlog: [P] W that a rank may put off.
-        fill: a W goes into a gap of at least this part of its seconds, by rank.
-        patience: a rank leaves an F for an I, or an F of a later stage, that comes within this part of the F's seconds.
-        forward_first: whether an F that may run goes before an I that may.
-        due: if given, the F or I goes first that is due first: a microbatch each round of the busiest rank's work, from
-            this part of its way's seconds on. It takes the place of the two rules before.
+        backlog: [P] W that a rank may delay.
+        fill: by rank, a W fills a gap of at least this part of its seconds.
+        patience: a rank leaves an F for an I, or an F of a later stage, that arrives within this part of the F's
+            seconds.
+        forward_first: whether an F that may run precedes an I that may.
+        due: if given, the F or I that is due first runs first, instead of the two rules above: a microbatch is due each
+            round of the busiest rank's work, counted from this part of its path's seconds.
         sequence: the order in which microbatches enter.
     """
 
@@ -56,34 +61,34 @@ class Lister:
         problem = self.problem = evaluator.problem
         self.limits = problem.limits
         self.held = [n for row in problem.held for n in row]
-        self.ways = self._ways()
-        # Up to here a forward leaves enough for the other forwards of any one microbatch, so that it is always safe.
+        self.path_seconds = self._path_seconds()
+        # Below this a forward leaves enough for the other forwards of any microbatch, and is always safe.
         largest = [max(row) for row in problem.held]
         self.roomy = [
             limit - sum(sorted(largest[s] for s in own)[1:])
             for limit, own in zip(self.limits, problem.placement, strict=True)
         ]
 
-    def _ways(self) -> list[float]:
-        """Seconds of the first microbatch's way up to each F, then up to each I."""
+    def _path_seconds(self) -> list[float]:
+        """Seconds of the first microbatch before each F, then before each I."""
         problem, S = self.problem, self.problem.num_stages
-        ways, now = [0.0] * (2 * S), 0.0
+        seconds, now = [0.0] * (2 * S), 0.0
         for s in range(S):
-            ways[s] = now
+            seconds[s] = now
             now += problem.seconds[Op.F][s][0] + problem.forward_delay[s]
         for s in reversed(range(S)):
-            ways[S + s] = now
+            seconds[S + s] = now
             now += problem.seconds[Op.I][s][0] + problem.gradient_delay[s]
-        return ways
+        return seconds
 
     def build(self, policy: Policy) -> Orders:
         return _List(self, policy).run()
 
     def safe(self, rank: int, stage: int, nf: list[int], sequence: tuple[int, ...]) -> bool:
-        """Whether, once `stage` has run its next forward, the microbatches under way can still end one after the other.
+        """Whether the microbatches in flight can still end one after the other once `stage` has run its next forward.
 
-        Those whose forwards here have all run give back what they hold; then the oldest of the others finds the memory
-        for the forwards that it has yet to run here, gives all back, and so on. All ranks take the same one for oldest.
+        Those whose forwards here have all run return their memory; then the oldest of the others must find enough for
+        its remaining forwards here, returns all of it, and so on. All ranks agree on which one is oldest.
         """
         own = self.problem.placement[rank]
         M, held = self.problem.num_microbatches, self.held
@@ -104,14 +109,14 @@ class Lister:
 
 
 class _List:
-    """One order as it grows. What is chosen, and what follows from that, are two functions alone: calls take time.
+    """One order as it grows; `_choose` and `_take` are single functions, since calls take time.
 
     Attributes:
-        there: when the input of a forward, and then of an input gradient, is there, by code.
+        there: by code, when the input of a forward, and then of an input gradient, arrives.
         done: by stage, forwards that have run, then input gradients.
         waiting, begun: by rank, codes of W that may run, and how many of them have run.
         memory, left: by rank, what it holds, and how many of its actions have not run.
-        free, wake: by rank, when its last action ends, and when it decides next: then, or when an input comes.
+        free, wake: by rank, when its last action ends, and when it decides next: then, or when an input arrives.
     """
 
     def __init__(self, lister: Lister, policy: Policy) -> None:
@@ -121,7 +126,7 @@ class _List:
         self.S, self.M, self.SM = S, M, S * M
         self.sequence = policy.sequence or tuple(range(M))
         self.period = max(problem.work) / M
-        self.due = None if policy.due is None else [way * policy.due for way in lister.ways]
+        self.due = None if policy.due is None else [seconds * policy.due for seconds in lister.path_seconds]
         self.there = [0.0] * M + [_NOT_YET] * (2 * S * M - M)
         self.done = [0] * (2 * S)
         self.deepest_first = [tuple(sorted(own, reverse=True)) for own in problem.placement]
@@ -149,7 +154,7 @@ class _List:
         return self.orders
 
     def _choose(self, rank: int, now: float) -> int:  # noqa: PLR0912 - one loop: calls inside take half as long again
-        """The code of what a free rank runs; -1: it waits, until `wake`."""
+        """The code of the action that a free rank runs; -1: it waits, until `wake`."""
         there, done, sequence, due, period = self.there, self.done, self.sequence, self.due, self.period
         S, M, SM, policy, lister = self.S, self.M, self.SM, self.policy, self.lister
         held, memory = lister.held, self.memory[rank]
@@ -206,7 +211,6 @@ class _List:
         return -1
 
     def _take(self, rank: int, code: int, now: float) -> None:
-        """A rank runs an action; who waits for it may decide sooner."""
         ev, M, SM, wake = self.ev, self.M, self.SM, self.wake
         end = now + ev.seconds[code]
         if code >= 2 * SM:
@@ -238,15 +242,15 @@ class _List:
 def refill(
     evaluator: OrderEvaluator, orders: Orders, *, fill: Sequence[float], backlog: Sequence[int]
 ) -> Orders | None:
-    """The order with its W placed anew, F and I as they stand; None where memory does not suffice so.
+    """The order with its W placed anew and F and I unchanged; None if that exceeds the memory.
 
-        F0 F1 I0 .  I1 .  I2          F0 F1 I0 W0 I1 W1 I2 W2        a W goes in front of an F or I that would wait for
-                                                                     most of its seconds, or that has no memory
+        F0 F1 I0 .  I1 .  I2          F0 F1 I0 W0 I1 W1 I2 W2        a W precedes an F or I that would wait for most of
+                                                                     its seconds, or that lacks memory
 
     Arguments:
         orders: without B.
-        fill: by rank, a W goes into a gap of at least this part of its seconds.
-        backlog: by rank, W that may be put off.
+        fill: by rank, a W fills a gap of at least this part of its seconds.
+        backlog: by rank, W that may be delayed.
     """
     problem = evaluator.problem
     SM = problem.num_stages * problem.num_microbatches
@@ -296,15 +300,15 @@ def refill(
 # --- policies to try ---
 
 _AHEAD = (1.0, 2.0, 1.5, 2.25, 3.0)  # forwards ahead of their I, in stages until the end
-_BACKLOG = (1.0, None, 0.0, 2.0, 3.0)  # W put off, in ranks before this one; None: any number
+_BACKLOG = (1.0, None, 0.0, 2.0, 3.0)  # delayed W per rank before this one; None: any number
 _FILL = (1.0, 0.7, 0.4, 0.0)
-_SHIFT = (0, -1)  # forwards more than that
+_SHIFT = (0, -1)  # additional forwards
 _DUE = (None, 0.0)
-_FEW = 12  # policies of the first handful
+_FEW = 12  # policies that are tried first
 
 
 def first_policies(problem: Problem, random: Random) -> Iterator[Policy]:
-    """A spread of policies that do well with equal stages, the most common ones first."""
+    """A spread of policies that suit equal stages, the most common ones first."""
     has_chunks = problem.num_stages > problem.num_ranks
     shifts, dues = (_SHIFT, _DUE) if has_chunks else (_SHIFT[:1], _DUE[:1])
     grid = list(product(_AHEAD, _BACKLOG, _FILL, shifts, dues, (False, True), (0.0, 0.5)))
@@ -328,7 +332,7 @@ def first_policies(problem: Problem, random: Random) -> Iterator[Policy]:
 
 
 def _sequences(problem: Problem) -> list[tuple[int, ...] | None]:
-    """Orders in which microbatches that differ may enter: as they come, the longest first, the shortest first."""
+    """Orders in which unequal microbatches may enter: as they are, the shortest first, the longest first."""
     if problem.same_microbatches:
         return [None]
     M = problem.num_microbatches
@@ -338,7 +342,7 @@ def _sequences(problem: Problem) -> list[tuple[int, ...] | None]:
 
 
 def changed(policy: Policy, problem: Problem, random: Random) -> Policy:
-    """The policy with one change, or a few."""
+    """The policy with one or two changes."""
     for _ in range(1 + int(random.random() * 2)):
         policy = _change(policy, problem, random)
     return policy
@@ -372,7 +376,7 @@ def _change(policy: Policy, problem: Problem, random: Random) -> Policy:
 def changed_weights(
     fill: tuple[float, ...], backlog: tuple[int, ...], problem: Problem, random: Random
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The gaps that W go into and the W that wait, by rank, with one change."""
+    """`fill` and `backlog` of a policy with one change."""
     P = problem.num_ranks
     if random.random() < 0.5:
         most = problem.num_microbatches * problem.num_stages // P
@@ -386,7 +390,7 @@ def changed_weights(
 
 
 def _line(number: int, random: Random) -> list[int]:
-    """Whole numbers along the ranks: one alone, some neighbours, or a slope."""
+    """Changes along the ranks: of one, of some neighbours, or a slope."""
     step = random.choice((-1, 1)) * (1 if random.random() < 0.6 else 1 + int(random.random() * 4))
     kind = random.random()
     if kind < 0.4:

@@ -1,10 +1,9 @@
-"""The record that all searchers share: what is to be put in order, what it takes, and what must not be exceeded."""
+"""The problem that all searchers share: actions to put in order, with costs and memory limits."""
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -34,17 +33,17 @@ class Problem:
     Arguments:
         placement: [P] tuples: the stages of each rank, each on exactly one.
         num_microbatches: M.
-        seconds: [S][M] of F, I and W, and of an I and its W run as one action (B): what is sent on leaves at its end.
+        seconds: [S][M] of F, I and W, and of an I and its W run as one action (B), whose result leaves at its end.
         forward_delay: [S] seconds from the end of F(s) until its result is at stage s+1; 0 on one rank, and at the end.
         gradient_delay: [S] seconds from the end of I(s) until its result is at stage s-1; likewise.
         held: [S][M] memory that a forward takes as it starts.
-        kept: [S][M] what of that stays when the I has ended, until the end of the W; the same as `held` where all is
+        kept: [S][M] the part of it that stays from the end of the I until the end of the W; equal to `held` if all is
             freed at W.
         memory_limit: [P] most that each rank may hold at once, in the unit of `held`; None: no limit.
-        update: [S] seconds of the optimizer step of a stage, behind its rank's last action.
-        norm: seconds for which all ranks come together in front of the updates; None: they do not.
-        objective: "makespan", until the last end of any rank; "span", the most that lies between a rank's first start
-            and its last end. Each action starts as soon as it can, as in `simulate`.
+        update: [S] seconds of the optimizer step of a stage, after its rank's last action.
+        norm: seconds for which all ranks synchronise before the updates; None: they do not.
+        objective: "makespan", until the last end of any rank; "span", the longest time between a rank's first start and
+            its last end. Each action starts as soon as it can, as in `simulate`.
 
     Raises ValueError for tables that do not fit together, costs below 0, forwards of 0, ScheduleError for a placement
     that does not hold each stage once.
@@ -72,7 +71,7 @@ class Problem:
         if self.memory_limit is not None and len(self.memory_limit) != self.num_ranks:
             raise ValueError(
                 f"memory_limit has {len(self.memory_limit)} numbers for {self.num_ranks} ranks: "
-                f"expected one number, or one a rank"
+                f"expected one number, or one per rank"
             )
 
     def _check_tables(self) -> None:
@@ -81,10 +80,10 @@ class Problem:
         columns = {name: getattr(self, name) for name in ("forward_delay", "gradient_delay", "update")}
         for name, table in tables.items():
             if len(table) != S or any(len(row) != M for row in table):
-                raise ValueError(f"{name}: expected {S} rows of {M} numbers, one a stage and microbatch")
+                raise ValueError(f"{name}: expected {S} rows of {M} numbers, one per stage and microbatch")
         for name, column in columns.items():
             if len(column) != S:
-                raise ValueError(f"{name} has {len(column)} numbers for {S} stages: expected one a stage")
+                raise ValueError(f"{name} has {len(column)} numbers for {S} stages: expected one per stage")
         for name, numbers in ({name: [*chain(*table)] for name, table in tables.items()} | columns).items():
             wrong = next((n for n in numbers if not (n >= 0 and math.isfinite(n))), None)
             if wrong is not None:
@@ -119,16 +118,15 @@ class Problem:
 
     @property
     def same_microbatches(self) -> bool:
-        """Whether all microbatches are alike, so that none gains by going before another."""
+        """Whether all microbatches have equal costs and memory."""
         tables = (*self.seconds.values(), self.held, self.kept)
         return all(row.count(row[0]) == len(row) for table in tables for row in table)
 
     @property
     def smallest_memory(self) -> tuple[float, ...]:
-        """[P] what each rank must hold at least: its part of the largest microbatch, one after the other.
+        """[P] the least that each rank must hold: its part of the largest microbatch, one microbatch at a time.
 
-        Where a rank has several stages, its forwards of one microbatch all come before the first of their backwards,
-        since the chain turns at its end.
+        All forwards of a microbatch on a rank precede the first of their backwards, since the chain turns at its end.
         """
         return tuple(
             max(math.fsum(self.held[s][k] for s in own) for k in range(self.num_microbatches)) for own in self.placement
@@ -136,16 +134,13 @@ class Problem:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """[P] the most that each rank may hold, with what rounding may add; infinite without a limit."""
+        """[P] the most that each rank may hold, with a margin for rounding; infinite without a limit."""
         if self.memory_limit is None:
             return (math.inf,) * self.num_ranks
         return tuple(map(with_rounding, self.memory_limit))
 
-    def fits(self, peaks: Sequence[float]) -> bool:
-        return all(map(operator.le, peaks, self.limits))
-
     def check_memory(self) -> None:
-        """Raises MemoryLimitError, with the smallest limit that can be met, where there is no schedule."""
+        """Raise MemoryLimitError, with the smallest limit that can be met, if there is no schedule."""
         limits = self.memory_limit
         if limits is None:
             return
@@ -159,7 +154,7 @@ class Problem:
 
 
 def fits(amount: float, limit: float) -> bool:
-    """Whether an amount of memory is within a limit, but for rounding."""
+    """Whether an amount of memory is within a limit, up to rounding."""
     return amount <= with_rounding(limit)
 
 

@@ -1,46 +1,49 @@
-"""Lower bounds that know memory: what no order of a problem's actions can beat.
+"""Lower bounds that account for memory: no order of a problem's actions can be faster.
 
-Symbols: the stages of a rank are its chunks, in the order of the chain; h is what a forward takes, L a rank's limit.
+Symbols: the stages of a rank are its chunks, in the order of the chain; h is the memory of a forward, L a rank's limit,
+c the latency, P, V, S, M as always.
 
-**Order.** Where all microbatches are alike, some best schedule runs the F of each stage in the order of the
-microbatches, and so its I and its W: give the j-th F, I and W in time to microbatch j. Everything that waits is kept,
-since the j-th smallest of numbers x_k >= y_k is at least the j-th smallest y; memory counts how many there were. Where
-they differ, "the j-th in time" is meant below wherever a microbatch j is named, with the least seconds and the least
-memory of any; and the ways of each microbatch's own costs are tried, too.
+**Order.** If all microbatches are equal, some best schedule runs the F of each stage in the order of the microbatches,
+and
+so its I and its W: assign the j-th F, I and W in time to microbatch j. All dependencies still hold, since the j-th
+smallest of numbers x_k >= y_k is at least the j-th smallest y; memory depends on counts only. If microbatches differ,
+"microbatch j" below means "the j-th in time", with the least seconds and the least memory of any; in addition the
+critical paths of each microbatch's own costs are evaluated (`_by_microbatch`).
 
 **Heads**: the least time before an action, the largest of
 
-- its chain: F(s-1, j), or F(s, j) and I(s+1, j), and the action of its own kind before it;
-- memory: when F(s, j) of chunk c starts, the chunks up to c have begun j + 1 forwards each, since the chain comes
-  through them first; so h (j+1) each, less L, must be free by then. I and W free no sooner than their heads allow;
-- work: what must have run on its rank before it, behind the rank's first start; and of that, all I and W and those
-  forwards that cannot come sooner, behind the rank's first possible I.
+- its chain: F(s-1, j), or F(s, j) and I(s+1, j), and the previous action of its own kind; - memory: when F(s, j) of a
+chunk starts, the chunks up to it have begun j + 1 forwards each, since the chain visits them
+  first; so h (j+1) per chunk, less L, must be free by then. I and W free memory no sooner than their heads allow;
+- work: the work that must precede it on its rank, after the rank's first start; and, after the rank's first possible I,
+  all of that work but forwards that can come sooner.
 
-**Tails**: the least time behind an action, the same read backwards. There W takes memory and F gives it back: at the
-end of I(s, j) the chunks up to c have still to end M - j of them (I(c', i) waits for I(s, i)), so h (M-j) each, less L,
-are of forwards that have not begun; at the end of a W likewise, with what is kept behind an I.
+**Tails**: the least time after an action, by the same argument in reverse time. There W takes memory and F returns it:
+at the end of I(s, j) the chunks up to it have M - j microbatches left (I(c', i) waits for I(s, i)), so h (M-j) each,
+less L, belongs to forwards that have not begun; at the end of a W likewise, with `kept` instead of h.
 
-**Bound**: heads and tails, and the one-machine bound of each rank over all its actions (`machine_bound`): the least
-head of a set, all its work, and its least tail. Known bounds are cases of it, for one chunk and equal stages (q ranks
-behind, k activations fit):
+**Bound**: with these heads and tails, the one-machine bound of each rank over all its actions (`machine_bound`): the
+least head of a set + all its work + its least tail. Known bounds are special cases for one chunk and equal stages (q
+ranks after this one, k activations fit):
 
-    head    a round trip of q stages must pass before the first I, and k forwards at most fill it
-    tail    behind the last F its round trip must pass, and only what is kept till then fills it
+    head    a round trip of q stages precedes the first I, and at most k forwards fill it
+    tail    a round trip follows the last F, and only the W that are still held fill it
     last    before the last F of the last rank M - k weight gradients have run there: (P-1)(F+I+2c) - (k-1) W of bubble
-    window  F(0, j+k) waits for W(0, j): a whole round trip for every k microbatches
+    window  F(0, j+k) waits for W(0, j): a round trip for every k microbatches
 
-**Turns**, beside it: in front of a chunk's first I none of what it and the chunks before it hold is free, so that L
-bounds the work there; behind a chunk's last F likewise. The rest of the rank's work lies between (for equal costs, V
-and k activations the 6P - 1 - 3k of bubble of Qi et al., 2024).
+**Phases** (`_bound_by_phases`): before a chunk's first I nothing is free of what it and earlier chunks hold, so L
+bounds the work until then; likewise after a chunk's last F. The rank's other work lies in between (for equal costs, V
+and k activations this is the bubble 6P - 1 - 3k of Qi et al., 2024).
 
-**Area**, beside it: an activation is held from the start of its F to the end of its W, over a round trip at least; L
-times the time between a rank's first start and last end is more than all of these together (Little's law). Behind
-the first start memory fills no faster than forwards run, in front of the last end it empties no faster than weight
-gradients do, which takes from that area.
+**Area** (`_area`): an activation is held from the start of its F to the end of its W, at least a round trip; L times
+the time between a rank's first start and last end is at least the sum (Little's law). Memory fills no faster than
+forwards run after the first start, and empties no faster than weight gradients run before the last end, which reduces
+that area.
 
-A span is measured from a rank's first start. Where each rank's first chunk stands behind first chunks alone (plain,
-cyclic and V) and microbatches are alike, every action before that start is the first of its rank, and the start is
-known.
+A span is measured from a rank's first start. It is known where all earlier stages of the chain are first chunks too
+(plain, cyclic and V) and microbatches are equal: then every earlier action is the first of its rank.
+
+Complexity: O(T S M log(S M)) for the spans of T ranks.
 """
 
 from __future__ import annotations
@@ -58,18 +61,17 @@ _NEVER = -math.inf
 _MOST_TARGETS = 64  # pairs of ranks: beyond, spans of the first and of the busiest rank alone
 
 
-def least_seconds(problem: Problem) -> float:
+def problem_bound(problem: Problem) -> float:
     """Seconds of the problem's objective that no order can beat.
 
-    Raises MemoryLimitError where no order fits the memory at all. O(T S M log(S M)), where the spans of T ranks are
-    looked at.
+    Raises MemoryLimitError if no order fits the memory. O(T S M log(S M)), for the spans of T ranks.
     """
     problem.check_memory()
     reach = _Reach(problem)
     own_update = [math.fsum(problem.update[s] for s in stages) for stages in problem.placement]
     together = problem.norm if problem.norm is not None and (problem.norm > 0 or any(problem.update)) else None
     first = problem.rank_of[0]
-    if together is not None:  # all ranks come together: the last of all, the norm, then the own update
+    if together is not None:  # all ranks synchronise: the last end of all, the norm, then the own update
         last = reach.bound([0.0] * problem.num_ranks)
         more = own_update[first] if problem.objective == "span" else max(own_update)
         return max(last + together + more, max(least_work(problem)) + together)
@@ -84,16 +86,12 @@ def least_seconds(problem: Problem) -> float:
 
 
 def least_work(problem: Problem) -> list[float]:
-    """[P] the least seconds that each rank computes."""
     least = _least_tables(problem)
     return [math.fsum(n for s in own for table in least.values() for n in table[s]) for own in problem.placement]
 
 
 def _least_tables(problem: Problem) -> dict[Op, Table]:
-    """F, I and W, no longer than a whole backward allows.
-
-    A schedule with B in place of I and W is no better than one in which an I and the rest of the B run.
-    """
+    """F, I and W, no longer than a whole backward allows: B is no better than that I and the rest of B as W."""
     whole = problem.seconds[Op.B]
     input_grad = tuple(tuple(map(min, i, b)) for i, b in zip(problem.seconds[Op.I], whole, strict=True))
     weight_grad = tuple(
@@ -104,11 +102,11 @@ def _least_tables(problem: Problem) -> dict[Op, Table]:
 
 
 class _Freed:
-    """Memory given back on a rank so far, by time: the first time by which some amount is."""
+    """Memory freed on a rank, by time; returns the first time by which some amount is free."""
 
     def __init__(self) -> None:
         self.events: list[tuple[float, float]] = []
-        self._at = 0  # events before it are those of the last answer
+        self._at = 0  # the last answer counted the events before it
         self._amount = 0.0
 
     def add(self, time: float, amount: float) -> None:
@@ -120,7 +118,6 @@ class _Freed:
             insort(self.events, event)
 
     def time_of(self, needed: float) -> float:
-        """Infinite where it never is."""
         if needed <= 0:
             return _NEVER
         events = self.events
@@ -136,7 +133,7 @@ class _Freed:
 
 
 def _least_forwards(chunks: Sequence[_Stage], amount: float) -> float:
-    """The least work of forwards that take some memory [s]."""
+    """The least work of forwards that take this much memory [s]."""
     if amount <= 0:
         return 0.0
     if len(chunks) == 1:
@@ -155,7 +152,7 @@ class _Stage:
 
 
 class _Reach:
-    """Heads and tails of all actions of a problem, [S][M] of each op; tails with the ends that count."""
+    """Heads and tails of all actions of a problem, [S][M] of each op."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -168,7 +165,7 @@ class _Reach:
     # --- before an action ---
 
     def _excess(self, stage: _Stage, count: int) -> float:
-        """Memory beyond the limit if each chunk up to this one had so many activations."""
+        """Memory beyond the limit if each chunk up to this one has `count` activations."""
         return sum(self.stages[c].held for c in stage.chunks) * count - self.limits[stage.rank]
 
     def _find_heads(self) -> dict[Op, list[list[float]]]:
@@ -188,7 +185,7 @@ class _Reach:
                 freeing = self._least_freeing(each, excess)
                 work = sum(self.stages[c].forward for c in each.chunks) * (j + 1) - each.forward
                 head = max(head, freed[s].time_of(excess), begun[each.rank] + work + freeing)
-                if freeing > 0:  # none of that, nor forwards that cannot come sooner, before the rank's first I
+                if freeing > 0:  # it follows the rank's first I, as do forwards that cannot come sooner
                     opening = I[max(self.problem.placement[each.rank])][0]
                     work = sum(
                         self.stages[c].forward * (j + (c < s) - bisect_left(F[c], opening, 0, j + (c < s)))
@@ -215,7 +212,7 @@ class _Reach:
         return heads
 
     def _least_freeing(self, stage: _Stage, amount: float) -> float:
-        """The least work on a rank that gives back some memory of the chunks up to a stage [s]."""
+        """The least work on a rank that frees this much memory of the chunks up to a stage [s]."""
         if amount <= 0:
             return 0.0
         if len(stage.chunks) == 1 and stage.held == stage.kept:
@@ -236,11 +233,14 @@ class _Reach:
             return math.ceil(excess / own[0].kept) * own[0].weight_grad if own[0].kept > 0 else 0.0
         return excess * min((c.weight_grad / c.kept for c in own if c.kept > 0), default=0.0)
 
-    # --- behind an action ---
+    # --- after an action ---
 
     def tails(self, ends: Sequence[float]) -> dict[Op, list[list[float]]]:
-        """Least seconds behind each action, until the end that counts, `ends` seconds behind a rank's last action: -inf
-        where that does not count."""
+        """Least seconds from the end of each action to the end that counts.
+
+        Arguments:
+            ends: [P] seconds from a rank's last action to the end that counts; -inf: this rank does not count.
+        """
         S, M = len(self.stages), self.problem.num_microbatches
         tails: dict[Op, list[list[float]]] = {op: [[_NEVER] * M for _ in range(S)] for op in self.tables}
         F, I, W = tails[Op.F], tails[Op.I], tails[Op.W]
@@ -280,18 +280,17 @@ class _Reach:
                 alone[s].add(F[s][j] + each.forward, each.kept)
         return tails
 
-    # --- what follows ---
+    # --- bounds ---
 
     def bound(self, ends: Sequence[float]) -> float:
-        """Seconds from the first start of all to the last end that counts."""
         tails = self.tails(ends)
         found = [0.0]
         for stages in self.problem.placement:
             if self.alike:
                 found.append(machine_bound(self._jobs(stages, tails, largest_first=True)))
-                found.append(self._turns(sorted(stages), tails))
+                found.append(self._bound_by_phases(sorted(stages), tails))
                 continue
-            # Of some j-th and later ones, no less than the smallest ones; of the j-th and earlier ones likewise.
+            # The j-th and all later ones take at least as long as the smallest ones; likewise the earlier ones.
             heads_only = {op: [[min(row)] * len(row) for row in rows] for op, rows in tails.items()}
             found.append(machine_bound(self._jobs(stages, heads_only, largest_first=True)))
             found.append(machine_bound(self._jobs(stages, tails, largest_first=False)))
@@ -300,7 +299,7 @@ class _Reach:
         return max(found)
 
     def _by_microbatch(self, ends: Sequence[float]) -> list[float]:
-        """The bound of each rank with the ways of each microbatch's own costs, whatever the order and the memory."""
+        """The bound of each rank from the paths of each microbatch's own costs, for any order and memory."""
         problem, stages = self.problem, range(len(self.stages))
         jobs: list[list[Job]] = [[] for _ in problem.placement]
         for k in range(problem.num_microbatches):
@@ -312,15 +311,15 @@ class _Reach:
                 heads.append(head)
                 head += I[s] + problem.gradient_delay[s]
             tail = _NEVER
-            behind = []
+            after = []
             for s in stages:
                 tail = max(tail, W[s] + ends[self.stages[s].rank])
-                behind.append(tail)
+                after.append(tail)
                 tail += I[s] + problem.gradient_delay[s + 1] if s < stages[-1] else I[s]
             for s in reversed(stages):
                 own = jobs[self.stages[s].rank]
                 own.append(Job(to_forward[s], F[s], tail))
-                own.append(Job(heads[-1 - s], I[s], behind[s]))
+                own.append(Job(heads[-1 - s], I[s], after[s]))
                 own.append(Job(heads[-1 - s] + I[s], W[s], ends[self.stages[s].rank]))
                 tail += F[s] + (problem.forward_delay[s - 1] if s else 0.0)
         return [machine_bound(job for job in own if job.tail > _NEVER) for own in jobs]
@@ -334,21 +333,24 @@ class _Reach:
                 jobs += [Job(head, work, tail) for head, work, tail in rows if tail > _NEVER]
         return jobs
 
-    def _turns(self, own: Sequence[int], tails: dict[Op, list[list[float]]]) -> float:
-        """Seconds by what memory lets a rank work in front of a chunk's first I, and behind a chunk's last F."""
+    def _bound_by_phases(self, own: Sequence[int], tails: dict[Op, list[list[float]]]) -> float:
+        """Seconds by the work that memory allows before a chunk's first I, and after a chunk's last F."""
         M, chunks = self.problem.num_microbatches, [self.stages[s] for s in own]
         forwards, gradients = [c.forward for c in chunks], [c.input_grad + c.weight_grad for c in chunks]
         last = [0.0 if c.weight_grad == 0 else c.weight_grad / c.kept if c.kept else math.inf for c in chunks]
         total = M * sum(forwards + gradients)
         fronts = [(self.heads[Op.F][own[0]][0], 0.0)]
         fronts += [(self.heads[Op.I][s][0], self._most_work(chunks, at, forwards, 0.0)) for at, s in enumerate(own)]
-        behind = [(tails[Op.F][s][-1], self._most_work(chunks, at, gradients, max(last))) for at, s in enumerate(own)]
-        pairs = [(head + tail, work + more) for head, work in fronts for tail, more in behind]
+        ends = [(tails[Op.F][s][-1], self._most_work(chunks, at, gradients, max(last))) for at, s in enumerate(own)]
+        pairs = [(head + tail, work + more) for head, work in fronts for tail, more in ends]
         return max((seconds + total - work for seconds, work in pairs if work < total), default=0.0)
 
     def _most_work(self, chunks: Sequence[_Stage], at: int, parts: Sequence[float], rate: float) -> float:
-        """The most seconds of work while nothing that the chunks up to one hold is free: of these their part, of later
-        chunks all, each no more often than the chunk before; or as many seconds for each unit of memory as `rate`."""
+        """The most work while nothing that the chunks up to `at` hold is free [s].
+
+        Per unit of memory, `parts` of the chunks up to `at` and all work of later ones, each chunk no more often than
+        the one before; at least `rate` seconds.
+        """
         limit, work, held = self.limits[chunks[0].rank], 0.0, 0.0
         if len(amounts := {n for c in chunks for n in (c.held, c.kept)}) == 1 and (amount := amounts.pop()) > 0:
             limit = amount * (limit // amount) if limit < math.inf else limit
@@ -359,7 +361,7 @@ class _Reach:
         return limit * rate
 
     def starts(self) -> dict[int, float]:
-        """The first start of ranks, as far as it is known [s]: those whose spans are worth a look."""
+        """The first start of ranks, where it is known and their spans are worth evaluating [s]."""
         problem = self.problem
         first_of = [min(stages) for stages in problem.placement]
         found: dict[int, float] = {}
@@ -378,7 +380,7 @@ class _Reach:
         return found
 
     def areas(self, ends: Sequence[float]) -> list[float]:
-        """By rank, seconds from its first start to its end, by the area that its activations need in its memory."""
+        """By rank, seconds from its first start to its end, by the area of its activations in memory and time."""
         return [self._area(rank) + end for rank, end in enumerate(ends)]
 
     def _area(self, rank: int) -> float:
@@ -391,7 +393,7 @@ class _Reach:
         most = max(each.held for each in own)
         if most <= 0 or any(len({*problem.held[s], *problem.kept[s]}) > 1 for s in problem.placement[rank]):
             return area / limit
-        # In the first forwards memory is not yet full, nor is it in the last weight gradients.
+        # Memory is not full during the first forwards, nor during the last weight gradients.
         number = min(int(limit / most), problem.num_microbatches * len(own))
         filling = min(each.forward for each in own)
         emptying = min(each.weight_grad for each in own)
@@ -399,12 +401,12 @@ class _Reach:
         return (area + ramp * (filling + emptying)) / limit
 
     def _lifetimes(self, stage: int) -> float:
-        """Memory of a stage's activations, times how long they do at least."""
+        """Memory of a stage's activations times their least lifetimes."""
         problem, tables = self.problem, self.tables
-        behind = range(stage + 1, problem.num_stages)
-        travel = math.fsum(problem.forward_delay[s - 1] + problem.gradient_delay[s] for s in behind)
+        later = range(stage + 1, problem.num_stages)
+        travel = math.fsum(problem.forward_delay[s - 1] + problem.gradient_delay[s] for s in later)
         area = 0.0
         for k in range(problem.num_microbatches):
-            trip = travel + math.fsum(tables[Op.F][s][k] + tables[Op.I][s][k] for s in (stage, *behind))
+            trip = travel + math.fsum(tables[Op.F][s][k] + tables[Op.I][s][k] for s in (stage, *later))
             area += problem.held[stage][k] * trip + problem.kept[stage][k] * tables[Op.W][stage][k]
         return area

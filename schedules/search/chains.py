@@ -1,13 +1,18 @@
-"""Cut, ranks and order of a chain of layers at once: annealing that carries a parent's order over to the child.
+"""Cut, ranks and order of a chain of layers at once: simulated annealing in which a child inherits its parent's order.
 
-    layers  | e e e f f | g g g | f f |     stages on any ranks, as many a rank as there may be
-    ranks   |     0     |   1   |  0  |     order of F and I on each rank; W go into its gaps
+    layers  | e e e f f | g g g | f f |     stages on any ranks, any number of them per rank
+    ranks   |     0     |   1   |  0  |     order of F and I on each rank; W fill its gaps
 
-A *change* of the cut or of the ranks destroys the balance of work, since one layer is a good part of a rank's work. So
-small moves first bring the child's bound below what would be taken: that costs a hundredth of an evaluation. Then each
-F and I of the child stands where its first layer stood in the parent's time, which cannot deadlock; or ranks take what
-is there, the earliest of that time first. Chains of such steps begin anew, so that no seed has to be lucky; the same
-seed goes the same way, however long it may go on.
+With cost = value + _SIDE * (mean of the ranks - ideal work), temperature T and u uniform in (0, 1], a child replaces
+its parent if its cost is below the parent's cost - T ln(u): the rule exp(-d / T), drawn first so that evaluation can
+stop at this limit. A child is made in three steps, and evaluated in O(S M):
+
+1. change: move a boundary, move or exchange ranks, add or remove a stage, which destroys the balance of work;
+2. repair: small random moves until the largest (head + M * work) of a rank, a lower bound, is below the limit;
+3. order: each F and I takes the time that its first layer had in the parent, which cannot deadlock; or each rank takes
+   what has arrived, the earliest by that time first. Then some moves of single actions.
+
+Chains restart from the beginning. The same seed takes the same path.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from random import Random
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from ..ir import Action, Schedule
 from ..orders.evaluate import OrderEvaluator
@@ -27,26 +32,33 @@ from ..placement import StagePlacement
 from .request import Cut, Request
 from .search import split
 
-_ENDS = 3  # of chains, that are handed on
+_ENDS = 3  # best results of chains that are returned
 _TRIES = 20  # order moves of a child without a better one
 _ORDERS = 20_000  # of the shortest chain
-_FEWEST = 3  # stages more than two a rank: chains fall into few stages, perfect in order and poor in balance
+_FEWEST = 3  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
 _HOT, _COLD = 0.006, 0.0003  # temperatures of a chain, in parts of a rank's work
-_HOT_ORDER, _COLD_ORDER = 0.0015, 0.00005  # of the order moves behind it
-_SIDE = 0.3  # weight of the average rank beside the one that counts
-_NEAR = 0.01  # a child so near to what would be taken is worth some order moves
-_MARGINS = (0.0, 0.002, 0.004, 0.006)  # that the repaired bound stays below that
+_HOT_ORDER, _COLD_ORDER = 0.0015, 0.00005  # of the order moves after it
+_SIDE = 0.3  # weight of the average rank relative to the one that determines the value
+_NEAR = 0.01  # a child within this part above the limit is worth some order moves
+_MARGINS = (0.0, 0.002, 0.004, 0.006)  # of the repaired bound below the limit
 _OVERS = (1.0, 1.15, 1.4, 2.0, 4.0)  # a W may be so many times as long as its gap
 _REPAIRS = 20
 
-# By code the seconds of F and I, the delay of their input and its code; by stage the seconds of W, and what is held; by
-# rank its work.
-Tables = tuple[list[float], list[float], list[int], list[float], list[float], list[float]]
+
+class Tables(NamedTuple):
+    """Costs by code (of F and I), by stage (seconds of W, memory) and by rank (work); `need`: the code of the input."""
+
+    seconds: list[float]
+    delay: list[float]
+    need: list[int]
+    weights: list[float]
+    held: list[float]
+    work: list[float]
 
 
 class Arranged(NamedTuple):
-    """A cut and the rank of each of its stages, the order of F and I on each rank (codes as in `evaluate`), how far its
-    W overrun gaps, the orders with W, and when codes and ranks end. `cost`: the value, and a little of the average."""
+    """An evaluated state. Orders of F and I have codes as in `orders.evaluate`; `over`: by rank, how many times its gap
+    a W may last; `written`: orders with W; `ends`, `last`: by code and by rank."""
 
     cut: list[int]
     ranks: list[int]
@@ -61,8 +73,8 @@ class Arranged(NamedTuple):
 
 
 class ChainSearch:
-    """Layers ([4][L] of F, I, W [s], and what is held) on P ranks within their limits, as `request` asks; `played`:
-    orders that were evaluated, and changes that came to none."""
+    """A search for layers ([4][L] of F, I, W [s], and memory) on P ranks; `played`: evaluations and rejected
+    changes."""
 
     def __init__(
         self, layers: Sequence[Sequence[float]], request: Request, limits: Sequence[float], random: Random
@@ -80,8 +92,7 @@ class ChainSearch:
     def run(
         self, cut: Cut, problem: Problem, schedule: Schedule, is_over: Callable[[], bool]
     ) -> list[tuple[Cut, StagePlacement, Schedule]]:
-        """Chains from a schedule of a cut until it is over, which is asked before each step; the best ends, the very
-        best first."""
+        """Chains from the schedule of a cut until `is_over`, asked before each step; returns the best results."""
         self.is_over = is_over
         start = self._begun(cut, problem, schedule)
         ends, number = [start] if start is not None else [], 0
@@ -100,7 +111,6 @@ class ChainSearch:
         return min((each for each in tries if each is not None), key=lambda each: each.cost, default=None)
 
     def _written(self, state: Arranged) -> tuple[Cut, StagePlacement, Schedule]:
-        """As others know it, with its W."""
         M, S = self.M, len(state.ranks)
         placed = StagePlacement(tuple(s for s in range(S) if state.ranks[s] == rank) for rank in range(self.P))
         programs = tuple(
@@ -109,9 +119,9 @@ class ChainSearch:
         return tuple(state.cut), placed, Schedule(name="auto", placement=placed, programs=programs, num_microbatches=M)
 
     def loads(self, cut: Sequence[int], ranks: Sequence[int]) -> list[float]:
-        """By rank, its work behind its earliest start; far more where one microbatch has no room."""
+        """By rank, its work after its earliest start; far more if one microbatch does not fit."""
         work, held, head = [0.0] * self.P, [0.0] * self.P, [-1.0] * self.P
-        for rank, start, end in zip(ranks, cut, cut[1:]):  # noqa: B905 - the last one ends it
+        for rank, start, end in zip(ranks, cut, cut[1:]):  # noqa: B905 - the last boundary is an end
             if head[rank] < 0.0:
                 head[rank] = 0.0 if self.is_span else self.F[start]
             work[rank] += self.work[end] - self.work[start]
@@ -129,7 +139,7 @@ class ChainSearch:
         work = [0.0] * self.P
         for rank, *parts in zip(ranks, F, I, W, strict=True):
             work[rank] += M * sum(parts)
-        return [n for each in (*F, *I) for n in [each] * M], delay, need, W, held, work
+        return Tables([n for each in (*F, *I) for n in [each] * M], delay, need, W, held, work)
 
     def play(
         self,
@@ -141,13 +151,12 @@ class ChainSearch:
         tables: Tables | None = None,
         most: float = math.inf,
     ) -> Arranged | None:
-        """Each rank keeps its order, and its W go where they fit: the longest that does, else the shortest if it takes
-        up to `over` times the gap, and whatever makes room for an F. None where that deadlocks, or as soon as there is
-        no room or a rank has idled too long for the value to be `most`."""
+        """Evaluates orders of F and I, with W in gaps (the longest that fits, else the shortest up to `over` gaps) and
+        where an F needs room. None for a deadlock, too much memory, or a value of at least `most`."""
         self.played += 1
         M, SM = self.M, len(ranks) * self.M
         seconds, delay, need, weights, held, work = tables = tables or self._tables(cut, ranks)
-        idle = [math.inf if self.is_span else most * (1.0 + 1e-12) - each for each in work]  # that a rank may, still
+        idle = [math.inf if self.is_span else most * (1.0 + 1e-12) - each for each in work]  # still allowed
         ends, blocked, left = [-1.0] * (2 * SM) + [0.0], [-1] * (2 * SM), 2 * SM
         owed: list[list[float]] = [[] for _ in orders]  # seconds of W that may run, the shortest first
         whose: list[list[int]] = [[] for _ in orders]  # their codes
@@ -192,36 +201,33 @@ class ChainSearch:
             free[rank] = now
         if left:
             return None
-        log = [[*each, *codes] for each, codes in zip(log, whose, strict=True)]
-        return self._valued((cut, ranks, orders, over, tables, log, ends), [f + sum(w) for f, w in zip(free, owed)])  # noqa: B905
-
-    def _valued(self, state: tuple[Any, ...], free: list[float]) -> Arranged:
-        orders, seconds, ends = state[2], state[4][0], state[6]
-        first = [ends[own[0]] - seconds[own[0]] if self.is_span else 0.0 for own in orders]
-        last = [now - start for now, start in zip(free, first, strict=True)]
-        return Arranged._make([*state, last, max(last), max(last) + _SIDE * (sum(last) / self.P - self.ideal)])
+        written = [[*each, *codes] for each, codes in zip(log, whose, strict=True)]
+        starts = [ends[order[0]] - seconds[order[0]] if self.is_span else 0.0 for order in orders]
+        last = [now + sum(left) - start for now, left, start in zip(free, owed, starts, strict=True)]
+        cost = max(last) + _SIDE * (sum(last) / self.P - self.ideal)
+        return Arranged(cut, ranks, orders, over, tables, written, ends, last, max(last), cost)
 
     def _carried(self, parent: Arranged, cut: Sequence[int]) -> list[float]:
-        """By code, when each F and I would run if it stood where its first layer stood in the parent's time."""
+        """By code, the time in the parent of the first layer of each F and I."""
         M, ends, old = self.M, parent.ends, parent.cut
-        before, first, behind = len(parent.ranks) * M, 0, 0
+        before, first, last = len(parent.ranks) * M, 0, 0
         keys: tuple[list[float], list[float]] = [], []  # of F, of I
         for start, end in pairwise(cut):
             while old[first + 1] <= start:
                 first += 1
-            while old[behind + 1] < end:
-                behind += 1
+            while old[last + 1] < end:
+                last += 1
             shift = self.F[start] - self.F[old[first + 1]]
             keys[0].extend(ends[first * M + k] + shift for k in range(M))
-            shift = self.I[old[behind]] - self.I[end]
-            keys[1].extend(ends[before + behind * M + k] + shift for k in range(M))
+            shift = self.I[old[last]] - self.I[end]
+            keys[1].extend(ends[before + last * M + k] + shift for k in range(M))
         return keys[0] + keys[1]
 
     def _listed(  # noqa: PLR0915 - one loop, as `play`: calls inside take half as long again
         self, cut: list[int], ranks: list[int], keys: Sequence[float], over: float, most: float
     ) -> list[list[int]] | None:
-        """List scheduling: a free rank runs what has the least key of what is there, else a W for its gap. An F that
-        leaves no room for a whole microbatch has to be of the oldest one. None as soon as a rank has idled too long."""
+        """List scheduling by `keys`; W fill gaps. An F that leaves no room for a whole microbatch must be of the oldest
+        one. None as soon as a rank has idled too long."""
         M, S, SM = self.M, len(ranks), len(ranks) * self.M
         seconds, delay, _, weights, held, work = self._tables(cut, ranks)
         idle = [math.inf if self.is_span else most - each for each in work]  # that a rank may
@@ -278,7 +284,7 @@ class ChainSearch:
         return orders
 
     def _moved(self, state: Arranged, most: float) -> Arranged | None:
-        """One action earlier, mostly one that a gap waits for; or how far the W of a rank overrun gaps."""
+        """One action earlier, mostly one that a gap waits for; or another `over` for a rank."""
         random, over, orders = self.random, state.over, state.orders
         if random.random() < 0.04:
             over = list(over)
@@ -298,7 +304,7 @@ class ChainSearch:
         return rank, _put(order, at, at + (far if random.random() < 0.5 else -far))
 
     def _waited_for(self, state: Arranged) -> tuple[int, list[int]]:
-        """An order in which what keeps a rank waiting comes earlier, or something else fills the gap."""
+        """An order in which the action that a rank waits for comes earlier, or another action fills the gap."""
         random, ends, last, (seconds, delay, need, *_) = self.random, state.ends, state.last, state.tables
         rank = last.index(max(last)) if random.random() < 0.6 else int(random.random() * self.P)
         order, now, gaps = state.orders[rank], 0.0, []
@@ -330,7 +336,6 @@ class ChainSearch:
         return self._anywhere(state)
 
     def _changed(self, cut: list[int], ranks: list[int]) -> tuple[list[int], list[int]]:
-        """A boundary, a rank, two ranks, one stage more or one fewer."""
         random, cut, ranks, S = self.random, list(cut), list(ranks), len(ranks)
         kind, stage, other = random.random(), int(random.random() * S), int(random.random() * S)
         if kind < 0.45:
@@ -350,8 +355,8 @@ class ChainSearch:
         return _joined(cut, ranks)
 
     def _repaired(self, cut: list[int], ranks: list[int], limit: float) -> tuple[list[int], list[int]] | None:
-        """Small random moves of the heaviest rank's stages that lower the bound, until it is below the limit; None
-        where they do not get there. Moves elsewhere would take the child away from its parent for nothing."""
+        """Random moves of the heaviest rank's stages that lower the bound until it is below the limit; None if that
+        fails."""
         random, S, loads = self.random, len(ranks), self.loads(cut, ranks)
         for _ in range(_REPAIRS):
             if (value := max(loads)) <= limit:
@@ -371,7 +376,6 @@ class ChainSearch:
         return None
 
     def _chain(self, now: Arranged, many: int) -> Arranged:
-        """The best of so many orders, ever colder."""
         random, best, begun = self.random, now, self.played
         while (done := (self.played - begun) / many) < 1.0 and not self.is_over():
             heat = _HOT * (_COLD / _HOT) ** done
@@ -384,7 +388,7 @@ class ChainSearch:
         return best
 
     def _child(self, now: Arranged, limit: float) -> Arranged | None:
-        """Another cut or other ranks, for less than the limit; None where it comes to more."""
+        """Another cut or other ranks with a cost below the limit; None if it is higher."""
         random = self.random
         cut, ranks = self._changed(now.cut, now.ranks)
         while random.random() < 0.25:
@@ -392,7 +396,7 @@ class ChainSearch:
         new = self._repaired(cut, ranks, max(1.003 * self.ideal, limit - self.ideal * random.choice(_MARGINS)))
         fewest = min(2 * self.P + _FEWEST, len(now.ranks))
         if new is None or new == (now.cut, now.ranks) or len(set(new[1])) < self.P or len(new[1]) < fewest:
-            self.played += 1  # a chain comes to its end in any case
+            self.played += 1  # so that a chain ends in any case
             return None
         keys, own = self._carried(now, new[0]), new[1]
         orders: list[list[int]] = [[] for _ in range(self.P)]
@@ -417,7 +421,6 @@ class ChainSearch:
         return child if child.cost < limit else None
 
     def _orders(self, now: Arranged, steps: int, hot: float, cold: float) -> Arranged:
-        """Order moves alone: the best of all where it ends cold, else the last."""
         best = now
         for step in range(steps):
             if self.is_over():
@@ -437,14 +440,11 @@ def _put(order: list[int], at: int, to: int) -> list[int]:
     return new
 
 
-def _shift(cut: list[int], at: int, by: int) -> bool:
-    """Whether a boundary could move so far, and it has."""
-    may = 0 < at < len(cut) - 1 and cut[at - 1] < cut[at] + by < cut[at + 1]
-    cut[at] += by if may else 0
-    return may
+def _shift(cut: list[int], at: int, by: int) -> None:
+    if 0 < at < len(cut) - 1 and cut[at - 1] < cut[at] + by < cut[at + 1]:
+        cut[at] += by
 
 
 def _joined(cut: Sequence[int], ranks: Sequence[int]) -> tuple[list[int], list[int]]:
-    """With neighbours of one rank in one stage."""
     firsts = [s for s in range(len(ranks)) if s == 0 or ranks[s] != ranks[s - 1]]
     return [*(cut[s] for s in firsts), cut[-1]], [ranks[s] for s in firsts]

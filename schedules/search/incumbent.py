@@ -1,4 +1,4 @@
-"""The best answer so far, of one search or of several, and what may still be spent on a better one."""
+"""The best answer so far, of one search or of several, and the remaining budget for a better one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Generic, Literal, TypeVar
+
+from ..kinds import above_zero, at_least, option
 
 Stopped = Literal["optimal", "seconds", "evaluations", "tried"]
 Answer = TypeVar("Answer")
 
-_CLOSE = 1e-9  # a value so near to the bound, in parts of it, meets it: limits of memory leave as much for rounding
+_CLOSE = 1e-9  # relative distance to the bound that meets it; memory limits have the same margin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A point of a search: the best value so far [s], its gap, and what it took.
+    """A point of a search: the best value so far [s], its gap, and the effort.
 
     Arguments:
         seconds: since the search began.
         evaluations: orders that were tried.
         value: of the objective [s].
         gap: (value - lower bound) / lower bound.
-        source: what found it: a family, "given", "policy", "weights", "slides".
+        source: the finder: a family, "given", "policy", "weights", "slides".
     """
 
     seconds: float
@@ -41,14 +44,24 @@ class Budget:
     evaluations: int | None = None
     seed: int = 0
 
+    @classmethod
+    def read(cls, *, seconds: float, evaluations: int | None, seed: object) -> Budget:
+        """The budget that a user gives; ValueError for invalid numbers."""
+        option("seconds", seconds, above_zero("a time budget above 0"))
+        if evaluations is not None:
+            option("evaluations", evaluations, at_least(1, "a whole number above 0, or None"))
+        if not isinstance(seed, Integral):  # Random(None) would be another search each time
+            raise ValueError(f"seed={seed!r}: expected a whole number")
+        return cls(seconds=seconds, evaluations=evaluations, seed=int(seed))
+
     def after(self, evaluations: int) -> Budget:
-        """As much again, behind so many evaluations."""
+        """As much again, after so many evaluations."""
         return self if self.evaluations is None else replace(self, evaluations=evaluations + self.evaluations)
 
 
 class Incumbent(Generic[Answer]):
-    """The best answer so far, and what may still be spent on a better one. No answer can be below the bound [s]; it is
-    0 where nobody asked. `history`: each improvement."""
+    """The best answer so far, and the remaining budget. No answer can be below the bound [s] (0: not known). `history`:
+    each improvement."""
 
     def __init__(self, budget: Budget, *, bound: float, on_progress: Callable[[Progress], None] | None = None) -> None:
         self.budget, self.bound, self.on_progress = budget, bound, on_progress
@@ -69,7 +82,7 @@ class Incumbent(Generic[Answer]):
 
     @property
     def stopped(self) -> Stopped:
-        """Why it would end now; "tried": for want of something to try."""
+        """Why it would end now; "tried": there is nothing left to try."""
         if self.promises_nothing(self.bound):
             return "optimal"
         most = self.budget.evaluations
@@ -78,11 +91,11 @@ class Incumbent(Generic[Answer]):
         return "seconds" if self.elapsed >= self.budget.seconds else "tried"
 
     def promises_nothing(self, bound: float) -> bool:
-        """Whether what cannot be below a bound cannot be better than what there is."""
+        """Whether nothing above this bound can be better than the best value."""
         return self.value <= bound * (1 + _CLOSE)
 
     def share(self, searches: int) -> Budget:
-        """The budget of the next search, of so many that are to come."""
+        """The budget of the next of `searches` remaining searches."""
         most = self.budget.evaluations
         return replace(
             self.budget,
@@ -90,7 +103,7 @@ class Incumbent(Generic[Answer]):
             evaluations=None if most is None else max(1, (most - self.evaluations) // searches),
         )
 
-    def tell(self, value: float, source: str, *, spent: int = 0) -> None:
+    def note(self, value: float, source: str, *, spent: int = 0) -> None:
         """A search has found a value that may be an improvement, after so many evaluations that are not counted yet."""
         if self.history and value >= self.history[-1].value:
             return
@@ -106,6 +119,6 @@ class Incumbent(Generic[Answer]):
             self.on_progress(point)
 
     def offer(self, value: float, answer: Answer, source: str, *, spent: int = 0) -> None:
-        self.tell(value, source, spent=spent)
+        self.note(value, source, spent=spent)
         if value < self.value:
             self.value, self.answer = value, answer

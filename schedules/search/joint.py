@@ -15,36 +15,36 @@ from typing import cast
 import numpy as np
 
 from ..ir import Schedule
-from ..kinds import above_zero, at_least, option
+from ..kinds import at_least, option
 from ..orders.problem import MemoryLimitError, Objective, fits
 from ..placement import StagePlacement, place
 from ..timing.costs import Costs
-from .bounds import least_seconds
+from .bounds import problem_bound
 from .chains import ChainSearch
 from .incumbent import Budget
 from .request import ANY, Cut, Request, numbers
 from .synthesize import Synthesis, solve
 
-_PROBE = 8  # a cut is first tried with this part of the evaluations
-_BOUNDS = 20  # bounds that are looked at, for each cut that may be tried
-_FEW = 16  # orders of what chains begin with
-_FINALS = 4  # cuts that then have all of them
+_PROBE = 8  # a cut is first tried with one in so many evaluations
+_BOUNDS = 20  # bounds that are evaluated for each cut that may be tried
+_FEW = 16  # evaluations for the start of chains
+_FINALS = 4  # cuts that then have all evaluations
 _COUNTS = {"cuts": 60, "evaluations": 400}  # where only one of them is given
 _BUDGET = {"seconds": 60.0, "seed": 0}
-_AROUND = 0.1  # part of the time for cuts around the first ones, where chains of any go on
-_POLISH = 0.1  # part of the time that is left for the orders of what chains found
-_CLOSE = 1e-9  # a bound so near to the best value, in parts of it, promises nothing
+_NEARBY = 0.1  # part of the time for cuts near the first ones, if chains follow
+_POLISH = 0.1  # part of the time reserved for the orders of the chains' results
+_CLOSE = 1e-9  # relative distance of a bound below the best value that is not worth trying
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of a chain: what cannot be cut.
+    """One layer of a chain, which is not cut further.
 
     Arguments:
         forward, input_grad, weight_grad: F, I and W of one microbatch [s].
-        activation: what its forward holds until the end of its W, in the unit of the memory limit.
+        activation: memory from its forward until the end of its W, in the unit of the memory limit.
 
-    Raises ValueError for what is no finite number of at least 0, and for a forward of 0.
+    Raises ValueError for anything but finite numbers of at least 0, and for a forward of 0.
     """
 
     forward: float
@@ -81,8 +81,8 @@ class JointSynthesis:
 
     Arguments:
         best: cut, placement and schedule chosen together.
-        separate: partition first, schedule after: on each placement the cut whose largest stage is smallest, with
-            the same evaluations for its schedule; the best of these.
+        separate: partition first, schedule after: on each placement the cut whose largest stage is smallest, with the
+            same evaluations for its schedule; the best of these.
         cuts_tried: (cut, placement) pairs for which schedules were searched.
         lower_bound: seconds that no cut, placement and schedule can beat.
     """
@@ -94,12 +94,12 @@ class JointSynthesis:
 
     @property
     def gain(self) -> float:
-        """How much longer partition first takes, as a part of the best value; never below 0."""
+        """How much longer partition first takes, relative to the best value; never below 0."""
         return self.separate.value / self.best.value - 1.0
 
     @property
     def gap(self) -> float:
-        """(best value - lower bound) / lower bound: the best possible value is at most this part below."""
+        """(best value - lower bound) / lower bound: an upper bound of the possible improvement."""
         return max(0.0, self.best.value - self.lower_bound) / self.lower_bound
 
 
@@ -116,28 +116,27 @@ def synthesize_jointly(
 ) -> JointSynthesis:
     """Search for the cut, the placement and the schedule of one flush batch that together take least.
 
-    It begins with the cut whose largest stage is smallest, on each placement, and schedules it. From there it moves
-    boundaries by one layer, one or two of them at once, and tries next what promises most by its lower bound; cuts
-    whose bound is not below the best value are never tried. The best of them then have the evaluations of the first
-    ones, which are never better than the result. With "any" it goes on among all cuts and placements, unequal numbers
-    of stages a rank among them (see `chains`). With counts it is the same on every machine, if `seconds` does not end
-    it first.
+    On each placement it schedules the cut whose largest stage is smallest. From there it moves one or two boundaries by
+    one layer, and tries next the cut with the most promising lower bound; cuts whose bound is not below the best value
+    are skipped. The best cuts then have as many evaluations as the first ones. With "any" it continues among all cuts
+    and placements, also with unequal numbers of stages per rank (see `chains`). With counts the result is the same on
+    every machine, if `seconds` does not end it first.
 
     Arguments:
         layers: in the order of the chain.
         num_ranks: P.
         num_microbatches: M.
         latency: of a message between two ranks [s].
-        memory_limit: most that a rank may hold, one number or one a rank, in the unit of `Layer.activation`; None: no
+        memory_limit: most that a rank may hold, one number or one per rank, in the unit of `Layer.activation`; None: no
             limit.
-        placements: that may be chosen: "plain", "cyclic" (two stages a rank), "v", "any".
+        placements: to choose from: "plain", "cyclic" (two stages per rank), "v", "any".
         objective: "makespan" or "span".
-        budget: `seconds=60.0`, at most about so long it searches (wall clock); `cuts`, at most so many (cut, placement)
-            pairs it tries besides the first ones, and `evaluations`, orders for the schedule of each first cut, and of
-            the most promising others, their product under "any": 60 and 400 where one is given, else under "any" as
-            many as there is time for; `seed=0` of the random choices.
+        budget: `seconds=60.0`, approximate (wall clock); `cuts`, (cut, placement) pairs tried besides the first ones,
+            and `evaluations`, orders for the schedule of each first cut and of the most promising others, their product
+            under "any": 60 and 400 if only one is given; if neither is, "any" runs until the time is over; `seed=0`.
 
-    Raises ValueError for whatever does not fit, MemoryLimitError (a ValueError) where it finds no cut within the limit.
+    Raises ValueError for arguments that do not fit, MemoryLimitError (a ValueError) if it finds no cut within the
+    limit.
 
     >>> layers = [Layer(forward=f, input_grad=f, weight_grad=f) for f in (1, 1, 1, 1, 3)]
     >>> found = synthesize_jointly(layers, num_ranks=2, num_microbatches=4, placements=["plain"])
@@ -152,9 +151,6 @@ def synthesize_jointly(
     evaluations = option("evaluations", evaluations, at_least(1, "a whole number above 0"))
     if not (isinstance(num_ranks, int | np.integer) and 1 <= num_ranks <= len(layers)):
         raise ValueError(f"num_ranks={num_ranks!r} for {len(layers)} layers: expected 1 to {len(layers)}")
-    option("seconds", seconds, above_zero("a time budget above 0"))
-    if not isinstance(seed, int | np.integer):  # Random(None) would be another search each time
-        raise ValueError(f"seed={seed!r}: expected a whole number")
     if not placements or isinstance(placements, str):
         raise ValueError(f"placements={placements!r}: expected at least one name, such as ['plain', 'v']")
     request = Request(
@@ -170,13 +166,13 @@ def synthesize_jointly(
         objective=objective,
         activations=tuple(layer.activation for layer in layers),
     )
-    search = _CutSearch(layers, request, Budget(seconds=seconds, evaluations=evaluations, seed=int(seed)))
+    search = _CutSearch(layers, request, Budget.read(seconds=seconds, evaluations=evaluations, seed=seed))
     return search.run(tuple(dict.fromkeys(placements)), cuts, bool(budget.keys() & _COUNTS.keys()))
 
 
 class _CutSearch:
-    """A search among cuts. The request is for stages of one layer each, on no placement yet; the budget has the seconds
-    of all, and the evaluations of one schedule."""
+    """A search among cuts. The request is for stages of one layer each, without a placement; the budget has the seconds
+    of all searches, and the evaluations of one schedule."""
 
     def __init__(self, layers: Sequence[Layer], request: Request, budget: Budget) -> None:
         assert request.num_ranks is not None
@@ -206,7 +202,7 @@ class _CutSearch:
             )
         separate = self.best()
         may_go_on = ANY in placements and len(self.layers) > self.num_ranks > 1
-        until = self.until - (1.0 - _AROUND) * self.budget.seconds * (may_go_on and not is_counted)
+        until = self.until - (1.0 - _NEARBY) * self.budget.seconds * (may_go_on and not is_counted)
         bounds = self.explore(starts, cuts, until)
         tried = sorted((key for key in bounds if key in self.found), key=lambda key: self.found[key].value)
         for name, cut in tried[: _FINALS + len(starts)]:
@@ -217,11 +213,11 @@ class _CutSearch:
         chains = ChainSearch(layers, self.request, self.limits, Random(self.budget.seed))
         if may_go_on:
             self.anywhere(chains, cuts * self.evaluations if is_counted else None)
-        bound = self.least_seconds()
+        bound = self.cut_bound()
         return JointSynthesis(best=self.best(), separate=separate, cuts_tried=cuts_tried, lower_bound=bound)
 
     def anywhere(self, chains: ChainSearch, most: int | None) -> None:
-        """Chains from three stages a rank, or the best so far where these do not fit; then orders for their best."""
+        """Chains from three stages per rank, or the best so far if these do not fit; then orders for their results."""
         best = self.best()
         start = best.cut, best.synthesis
         chunks = min(3, len(self.layers) // self.num_ranks)
@@ -243,10 +239,10 @@ class _CutSearch:
             self.schedule(placed, cut, many, start=schedule, searches=len(elites) - number)
 
     def explore(self, starts: Sequence[tuple[str, Cut]], cuts: int, until: float) -> dict[tuple[str, Cut], float]:
-        """Try cuts next to those that were tried, in the order of what they promise; returns their lower bounds.
+        """Try neighbours of cuts that were tried, in the order of their promise; returns their lower bounds.
 
-        A cut is taken to be as far above its bound as the last one tried on the way to it. Cuts whose bound is not
-        below the best value are not tried, but may lead to others.
+        The expected value of a cut is its bound times the value-to-bound ratio of the last tried cut on the path to it.
+        Cuts whose bound is not below the best value are not tried, but may lead to others.
         """
         bounds = {key: self.bound(*key) for key in starts}
         waiting = [(self.found[key].value, *key, 1.0) for key in starts]
@@ -266,7 +262,7 @@ class _CutSearch:
                     heapq.heappush(waiting, (bound * above, name, other, above))
         return bounds
 
-    def least_seconds(self) -> float:
+    def cut_bound(self) -> float:
         """Seconds that nothing can beat: the r-th rank to start has the forwards of r layers before it."""
         P, M, is_span = self.num_ranks, self.request.num_microbatches, self.request.objective == "span"
         F, latency = self.sums[0], cast(float, self.request.costs.latency)
@@ -287,7 +283,7 @@ class _CutSearch:
         return replace(self.pieces.joined(cut), placement=placement)
 
     def bound(self, name: str, cut: Cut) -> float:
-        return least_seconds(self.asked(name, cut).problem())
+        return problem_bound(self.asked(name, cut).problem())
 
     def schedule(
         self,
@@ -298,8 +294,7 @@ class _CutSearch:
         start: Schedule | None = None,
         searches: int = 1,
     ) -> None:
-        """Search for the schedule of a cut, the first of so many searches; what it found before stays where that is no
-        worse."""
+        """Search for the schedule of a cut, the first of `searches` remaining ones; keeps the better result."""
         seconds = max(0.0, (self.until - time.monotonic()) / searches)
         budget = replace(self.budget, seconds=seconds, evaluations=evaluations)
         request = self.asked(placement, cut)
@@ -309,7 +304,6 @@ class _CutSearch:
             self.found[placement, cut] = found
 
     def excess(self, name: str, cut: Cut) -> float:
-        """Memory of one microbatch beyond the limits of its ranks."""
         held = [self.sums[3][end] - self.sums[3][start] for start, end in pairwise(cut)]
         ranks = place(name, num_ranks=self.num_ranks)
         needed = [math.fsum(held[s] for s in own) for own in ranks]
@@ -319,7 +313,7 @@ class _CutSearch:
     # --- the first cut ---
 
     def first_cut(self, name: str) -> Cut | None:
-        """The cut whose largest stage is smallest, the most even one of these; by moves within the memory."""
+        """The cut whose largest stage is smallest, then the most even one; moved until it fits the memory."""
         placement = place(name, num_ranks=self.num_ranks)
         if sum(map(len, placement)) > len(self.layers):
             return None
@@ -330,13 +324,19 @@ class _CutSearch:
         return cut
 
     def even_cut(self, placement: StagePlacement) -> Cut | None:
-        """The least largest stage, then the least sum of squares, where no stage alone exceeds its rank's memory."""
+        """The cut with the least largest stage, then the least sum of squares, in which each stage fits its rank's
+        memory.
+
+        Dynamic programme over boundaries: f[s, e], the best value of the first s stages if they end at layer e, is the
+        best over the start b of the last stage of max(f[s-1, b], work(b, e)); then of f[s-1, b] + work(b, e)^2. O(S
+        L^2).
+        """
         rank_of = placement.rank_of
         work, held, limits = self.work, self.sums[3], self.limits
         L, S = len(self.layers), len(rank_of)
 
         def least(power: float) -> tuple[float, Cut] | None:
-            """By the largest stage; or, where that is given, by the sum of squares of stages up to it."""
+            """By the largest stage; or, if `power` limits it, by the sum of squares."""
             best: dict[int, tuple[float, Cut]] = {0: (0.0, (0,))}
             for stage in range(S):
                 ends: dict[int, tuple[float, Cut]] = {}
@@ -356,7 +356,7 @@ class _CutSearch:
         return None if found is None else found[1]
 
     def smallest_memory(self) -> float:
-        """The least limit, the same for all ranks, that one microbatch fits with one stage a rank."""
+        """The least limit, equal for all ranks, that fits one microbatch with one stage per rank."""
         held, L = self.sums[3], len(self.layers)
         best: list[float] = [held[end] for end in range(L + 1)]
         for _ in range(1, self.num_ranks):
@@ -368,7 +368,6 @@ class _CutSearch:
 
 
 def _neighbours(cut: Cut) -> Iterator[Cut]:
-    """Cuts in which one or two boundaries stand one layer further."""
     inner = range(1, len(cut) - 1)
     moves: list[tuple[tuple[int, int], ...]] = [((at, by),) for at in inner for by in (-1, 1)]
     moves += [((a, i), (b, j)) for a, b in combinations(inner, 2) for i in (-1, 1) for j in (-1, 1)]

@@ -1,6 +1,6 @@
 """The question put to `synthesize`: one problem, or one for each placement that it may choose.
 
-A model is a chain of pieces; stages are made of them: neighbours joined, or each one divided.
+A model is a chain of pieces. Stages are made of them: consecutive ones joined, or each one divided.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..orders.problem import MemoryLimitError, Objective, Problem, Table
 from ..placement import PLACEMENTS, place, read_placement
 from ..timing.costs import COST_OF_OP, Costs, Row
 from ..timing.links import Links
-from .bounds import least_seconds
+from .bounds import problem_bound
 
 ANY = "any"
 Cut = tuple[int, ...]  # [S + 1] the first piece of each stage, and the number of pieces
 
-_WHOLE = ("norm", "tied", "index_factors")  # of costs, not one a stage
-_ONCE = ("latency", "overhead", "message_overhead", "sum_busy")  # an action or a sum, however long
-_SECONDS = ("reduce_grad", "update", "offload", "reload")  # that add up, as the ops do
+_WHOLE = ("norm", "tied", "index_factors")  # costs without a number per stage
+_ONCE = ("latency", "overhead", "message_overhead", "sum_busy")  # once per action or sum of any length
+_SECONDS = ("reduce_grad", "update", "offload", "reload")  # proportional to the stage, like the ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The question put to `synthesize`, which says what it is made of."""
+    """The arguments of `synthesize`, documented there."""
 
     num_ranks: int | None = None
     num_microbatches: int
@@ -45,9 +45,9 @@ class Request:
     links: Links | None = None
 
     def problem(self) -> Problem:
-        """The problem on a placement that is given; ValueError for whatever does not fit.
+        """The problem on a given placement; ValueError for arguments that do not fit.
 
-        Messages that queue for a link are not looked at.
+        Queueing of messages on links is ignored.
         """
         M = option("num_microbatches", self.num_microbatches, at_least(1))
         placed = read_placement(self.placement, self.num_ranks, self.num_chunks)
@@ -59,10 +59,10 @@ class Request:
         rank_of = placed.rank_of
 
         def delay(src: int, dst: int) -> float:
-            """Seconds between stages of two ranks: the sender's latency, and what a free link takes."""
+            """Seconds between stages of two ranks: the sender's latency, and the seconds of a free link."""
             if not 0 <= dst < S or rank_of[src] == rank_of[dst]:
                 return 0.0
-            return _behind(table.latency[src], self.links, rank_of, src, dst)
+            return _message_seconds(table.latency[src], self.links, rank_of, src, dst)
 
         held = _rows("activations", self.activations, S, M)
         share = numbers("kept_share", self.kept_share, S, "stage", is_share=True)
@@ -84,9 +84,9 @@ class Request:
         return problem
 
     def problems(self) -> list[Posed]:
-        """All that it may be, in the order of PLACEMENTS.
+        """One problem for each possible placement, in the order of PLACEMENTS.
 
-        Raises ValueError for whatever does not fit, MemoryLimitError where none of them can meet the limit.
+        Raises ValueError for arguments that do not fit, MemoryLimitError if no placement can meet the limit.
         """
         if self.placement != ANY:
             return [self._posed()]
@@ -115,14 +115,14 @@ class Request:
 
     def _posed(self) -> Posed:
         problem = self.problem()
-        return Posed(request=self, problem=problem, bound=least_seconds(problem))
+        return Posed(request=self, problem=problem, bound=problem_bound(problem))
 
     # --- pieces of a model, and stages of them ---
 
     def pieces(self) -> Request:
-        """With numbers for as many pieces as there are where several are given, else for a piece a rank.
+        """With numbers for each of the given pieces, or for one piece per rank.
 
-        Raises ValueError where two of them have several numbers, but not as many.
+        Raises ValueError if two of them have different numbers of pieces.
         """
         given = {each.name: getattr(self.costs, each.name) for each in fields(Costs) if each.name not in _WHOLE}
         given |= {"activations": self.activations, "kept_share": self.kept_share}
@@ -144,7 +144,8 @@ class Request:
         return cast(tuple[float, ...], self.kept_share)
 
     def stages(self, number: int) -> Request | None:
-        """The same model in so many stages of equally many pieces, or of equal parts of one; None where neither goes.
+        """The same model in so many stages of equally many pieces, or of equal parts of one; None if neither is
+        possible.
 
         >>> halves = Request(num_ranks=2, num_microbatches=1, costs=Costs(forward=[2.0, 6.0])).pieces().stages(4)
         >>> halves.costs.forward, halves.activations
@@ -162,7 +163,7 @@ class Request:
         return self.divided(number // common).joined(tuple(range(0, N * number // common + 1, N // common)))
 
     def divided(self, parts: int) -> Request:
-        """Each piece in so many equal ones; each has the latency, overhead and shares of the whole."""
+        """Each piece in so many equal ones, each with the latency, overhead and shares of the whole."""
         N = len(self._held)
         costs = self._costs(tuple((at // parts,) for at in range(N * parts)), 1.0 / parts)
         held = tuple(_together([_row(each)], 1.0 / parts) for each in self._held for _ in range(parts))
@@ -170,9 +171,9 @@ class Request:
         return replace(self, costs=costs, activations=held, kept_share=share)
 
     def joined(self, cut: Cut) -> Request:
-        """Stages of neighbouring pieces: all adds up, but latency, overhead and shares, of which the largest counts.
+        """Stages of consecutive pieces: everything adds up except latency, overhead and shares, whose maximum counts.
 
-        Where microbatches are unequal, the share that is kept is a part of their mean.
+        With unequal microbatches the kept share is relative to their mean.
         """
         groups = tuple(tuple(range(start, end)) for start, end in pairwise(cut))
         held = tuple(_together([_row(self._held[at]) for at in own], 1.0) for own in groups)
@@ -183,7 +184,7 @@ class Request:
         return replace(self, costs=self._costs(groups, 1.0), activations=held, kept_share=share)
 
     def _costs(self, groups: Sequence[Sequence[int]], part: float) -> Costs:
-        """Costs of stages that each have a part of all pieces of a group."""
+        """Costs of stages that each have this part of all pieces of a group."""
         given = self.costs
         table = replace(given.free_of_overhead, tied=()).table(num_stages=len(self._held))
         new: dict[str, object] = {"norm": given.norm, "tied": given.tied}
@@ -201,7 +202,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posed:
-    """A request on a placement, none of whose schedules can beat `bound` [s]."""
+    """A request on a placement, with a `bound` that none of its schedules can beat [s]."""
 
     request: Request
     problem: Problem
@@ -213,35 +214,35 @@ class Posed:
 
 
 def _check_links(links: Links) -> None:
-    """Raises ValueError for what is one number a stage, whatever the stages."""
+    """ValueError for numbers that depend on the stages, which are not known yet."""
     for name in ("activation_bytes", "gradient_bytes"):
         if isinstance(getattr(links, name), Sequence):
-            raise ValueError(f"{name} with several numbers beside placement='any': expected one for all messages")
+            raise ValueError(f"{name} with several numbers and placement='any': expected one for all messages")
     if links.sums:
-        raise ValueError("links with sums beside placement='any': expected a placement, whose stages they are of")
+        raise ValueError("links with sums and placement='any': expected a placement, whose stages they are of")
 
 
 def numbers(
     name: str, value: float | Sequence[float], number: int, each: str, *, is_share: bool = False
 ) -> tuple[float, ...]:
-    """One number for each of so many; shares are at most 1."""
+    """A number for each; shares are at most 1."""
     given = (value,) * number if isinstance(value, int | float | np.number) else tuple(value)
     most = 1.0 if is_share else sys.float_info.max
     if len(given) != number or not all(isinstance(n, int | float | np.number) and 0 <= n <= most for n in given):
         expected = "a part from 0 to 1" if is_share else "a finite number of at least 0"
-        raise ValueError(f"{name}={value!r:.60}: expected {expected}, or {number}, one a {each}")
+        raise ValueError(f"{name}={value!r:.60}: expected {expected}, or {number}, one per {each}")
     return tuple(map(float, given))
 
 
 def _rows(name: str, value: float | Sequence[float | Sequence[float]], S: int, M: int) -> Table:
-    """[S][M] of one number, one a stage, or a row a stage."""
+    """[S][M] of one number, one per stage, or a row per stage."""
     each = [value] * S if isinstance(value, int | float | np.number) else list(value)
     if len(each) != S:
-        raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {S}, one a stage")
+        raise ValueError(f"{name}={value!r:.60}: expected a finite number of at least 0, or {S}, one per stage")
     return tuple(numbers(f"{name} of stage {s}", row, M, "microbatch") for s, row in enumerate(each))
 
 
-def _behind(latency: float, links: Links | None, rank_of: Sequence[int], src: int, dst: int) -> float:
+def _message_seconds(latency: float, links: Links | None, rank_of: Sequence[int], src: int, dst: int) -> float:
     if links is None:
         return latency
     way = links.way(rank_of[src], rank_of[dst])
@@ -256,7 +257,7 @@ def _row(value: float | Row) -> Row:
 
 
 def _together(rows: Sequence[Row], part: float) -> float | Row:
-    """A part of the sum of rows by action index; one number where each has one alone."""
+    """A part of the sum of rows by action index; one number if each row has one."""
     length = max(map(len, rows))
     row = tuple(part * math.fsum(each[k % len(each)] for each in rows) for k in range(length))
     return row if length > 1 else row[0]

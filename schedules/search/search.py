@@ -1,11 +1,12 @@
-"""The search itself: starts, then rounds of policies and of slides, until the bound is met or the budget is spent.
+"""The search itself: starting orders, then rounds of policies and slides, until the bound is met or the budget is
+spent.
 
-And a short one for each batch, where microbatches differ in size from batch to batch (`BatchOrders`):
+And a short one for each batch, for microbatches whose sizes differ from batch to batch (`BatchOrders`):
 
-    batch t:  sizes -> costs, memory -> a short search from what did well on batch t-1 -> the order of batch t
+    batch t:  sizes -> costs, memory -> a short search from the best of batch t-1 -> the order of batch t
 
-Microbatches have no names that last: what was found for one batch is carried over by size, so that the j-th largest
-microbatch of the new batch stands where the j-th largest of the old one stood.
+Results of one batch are transferred by size: the j-th largest microbatch of the new batch takes the place of the j-th
+largest of the old one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from ..families.recognise import Family
+from ..families.family import Family
 from ..families.registry import FAMILIES
 from ..families.v_blocks import fitting_blocks
 from ..ir import Schedule, chain
@@ -30,14 +31,14 @@ from .incumbent import Budget, Incumbent, Progress
 _POLICIES = 24  # policies of a round
 _REFILLS = 16  # times that the W of one order are placed anew, in a round
 _SLIDES = 40  # slides of a round, for each policy
-_LONG, _LONG_STEPS, _HOT = 0.3, 10_000, 3.0  # part of the slides of a small problem that swaps, which are long and hot
-_SMALL = 500  # actions of a problem in which slides find what policies cannot
-_BEFORE = 6  # policies that come before the named schedules, where there is a start
+_LONG, _LONG_STEPS, _HOT = 0.3, 10_000, 3.0  # part of the slides of small problems with swaps that are long and hot
+_SMALL = 500  # actions of a problem in which slides find orders that policies cannot
+_BEFORE = 6  # policies before the named schedules, if there is a start
 _NEAR = 1.1  # a named schedule within this of the best is worth a second try
 _ELITES = 4
-# Actions that a search may put in order, all its orders together: what a few of these take does not grow with a batch.
+# Actions of all orders of a search together, so that its time does not grow with the batch.
 _COLD, _WARM = 400_000, 40_000
-_FEWEST = 24  # orders that are tried anyway
+_FEWEST = 24  # orders that are tried in any case
 
 
 class _BudgetError(Exception):
@@ -45,10 +46,10 @@ class _BudgetError(Exception):
 
 
 class OrderingSearch:
-    """One search, with families that are made for `costs`, unless `has_named` is False: building them takes a while.
+    """One search; if `has_named`, with the named families, those made for `costs` among them.
 
-    Attributes: `incumbent`, the best orders so far; `elites`, those of the least values, the best first, with each B as
-    I and W; `policies`, the best ones, the very best first.
+    Attributes: `incumbent`, the best orders so far; `elites`, the best few, with each B as I and W; `policies`,
+    likewise.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class OrderingSearch:
         self._policies: list[tuple[float, int, Policy]] = []
 
     def run(self, starts: Sequence[Orders] = (), policies: Sequence[Policy] = ()) -> Orders:
-        """The best orders that it finds; the given starts come first, then the given policies."""
+        """The best orders that it finds, from the given starts and policies."""
         try:
             self._begin(starts, policies)
             while True:
@@ -127,7 +128,7 @@ class OrderingSearch:
             self._blocks()
 
     def _blocks(self) -> None:
-        """Blocks of a V between those of the families, as full as a limit lets them be."""
+        """Blocks of a V between those of the families that fill the limit."""
         problem, P = self.problem, self.problem.num_ranks
         if problem.memory_limit is None or problem.placement != StagePlacement.snake(num_ranks=P):
             return
@@ -137,7 +138,7 @@ class OrderingSearch:
                 self._refill_as(self.evaluator.orders(schedule), fill=fill)
 
     def _half(self) -> float:
-        """Half of the seconds that are left."""
+        """Half of the remaining seconds."""
         return (self.incumbent.budget.seconds - self.incumbent.elapsed) / 2
 
     def _round(self) -> None:
@@ -155,7 +156,6 @@ class OrderingSearch:
         self._slide()
 
     def _refill_as(self, orders: Orders, *, fill: float) -> None:
-        """The W of an order placed anew, by one rule for all ranks."""
         P = self.problem.num_ranks
         found = refill(self.evaluator, split(self.evaluator, orders), fill=(fill,) * P, backlog=(self._any,) * P)
         if found is None:
@@ -164,7 +164,6 @@ class OrderingSearch:
             self._offer(found, "weights")
 
     def _refill(self) -> None:
-        """The W of one of the best orders, placed anew."""
         P = self.problem.num_ranks
         orders = self._elites[int(self.random.random() * len(self._elites))][2]
         fill, backlog = (self.random.choice((0.4, 0.6, 0.8)),) * P, (self._any,) * P
@@ -183,7 +182,7 @@ class OrderingSearch:
         at = min(int(self.random.expovariate(0.7)), len(self._elites) - 1)
         _, _, orders = self._elites[at]
         size = sum(map(len, orders))
-        if size < _SMALL and self.random.random() < 0.3:  # from somewhere else
+        if size < _SMALL and self.random.random() < 0.3:  # from another start
             policy = self.random.choice(self._policies)[2]
             for _ in range(5):
                 policy = changed(policy, self.problem, self.random)
@@ -227,7 +226,7 @@ class OrderingSearch:
             raise _BudgetError
 
     def _fuse(self) -> Orders:
-        """The best orders; an I and its W run as one, rank by rank, where that takes no longer."""
+        """The best orders, with an I and its W run as one, rank by rank, if that takes no longer."""
         best = self.incumbent.answer
         assert best is not None
         for rank, order in enumerate(fuse(self.evaluator, best)):
@@ -239,12 +238,12 @@ class OrderingSearch:
         return best
 
 
-# --- where it begins ---
+# --- starting orders ---
 
 
 def named_orders(evaluator: OrderEvaluator, *, seconds: float = math.inf) -> Iterator[tuple[str, Orders]]:
-    """Orders of the families that stand on this placement and fit the memory, and the same with each B as I and W; as
-    many as are built in about so many seconds (wall clock)."""
+    """Orders of the families on this placement that fit the memory, and the same with each B as I and W; those that are
+    built in about so many seconds (wall clock)."""
     until = time.monotonic() + seconds
     for family in FAMILIES.values():
         yield from _fitting(evaluator, family, {}, until)
@@ -253,8 +252,8 @@ def named_orders(evaluator: OrderEvaluator, *, seconds: float = math.inf) -> Ite
 
 
 def made_orders(evaluator: OrderEvaluator, costs: Costs, *, seconds: float = math.inf) -> Iterator[tuple[str, Orders]]:
-    """The same of families that are made for costs and a memory limit, which takes longer. What is made as if all were
-    kept until W fits in any case."""
+    """The same for families that are made for costs and a memory limit, which takes longer. An order made as if all
+    memory were kept until W always fits."""
     problem = evaluator.problem
     until = time.monotonic() + seconds
     for family in FAMILIES.values():
@@ -286,7 +285,7 @@ def _fitting(
     try:
         schedule = family.build(**sizes, **options)
         orders = evaluator.orders(schedule)
-    except ValueError:  # a family that has no schedule of these sizes, or not on this placement
+    except ValueError:  # no schedule of these sizes, or not on this placement
         return
     if schedule.edges == chain(problem.num_stages) and evaluator.fits(orders):
         yield family.name, orders
@@ -295,7 +294,7 @@ def _fitting(
 
 
 def split(evaluator: OrderEvaluator, orders: Orders) -> Orders:
-    """The same order with I and W in the place of each B."""
+    """The same order with I and W instead of each B."""
     first = 3 * evaluator.num_stages * evaluator.num_microbatches
     size = first // 3
     return [
@@ -305,7 +304,7 @@ def split(evaluator: OrderEvaluator, orders: Orders) -> Orders:
 
 
 def fuse(evaluator: OrderEvaluator, orders: Orders) -> Orders:
-    """The same order with a B in the place of each I that has its W right behind."""
+    """The same order with a B instead of each I directly followed by its W."""
     size = evaluator.num_stages * evaluator.num_microbatches
     fused = []
     for order in orders:
@@ -324,8 +323,8 @@ def fuse(evaluator: OrderEvaluator, orders: Orders) -> Orders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundOrder:
-    """The order found for one batch, by the name "auto", or the fixed one, where nothing is faster. Values are of the
-    objective [s]; that of the fixed one is None where it does not fit the memory."""
+    """The order found for one batch, named "auto", or the fixed one if nothing is faster. Values are of the objective
+    [s]; `fixed_value` is None if it does not fit the memory."""
 
     schedule: Schedule
     value: float
@@ -336,13 +335,14 @@ class FoundOrder:
 class BatchOrders:
     """Orders of batch after batch, of the same stages on the same ranks.
 
-    Where the fixed schedule fits a batch's memory, no order is slower than it. The same problems in the same order find
-    the same schedules on every machine: the search looks at no clock.
+    If the fixed schedule fits a batch's memory, no order is slower than it. The same problems in the same order give
+    the same
+    schedules on every machine: the search does not depend on time.
 
     Arguments:
         fixed: the schedule to beat; its placement and number of microbatches are those of all batches.
-        cold, warm: orders that are tried for the first batch, and for each further one; None: as many as take about
-            a second and a tenth of it, the fewer the more actions a batch has (500 and 52 for P=8, M=32).
+        cold, warm: orders that are tried for the first batch, and for each further one; None: for about a second and a
+            tenth of it, fewer for larger batches (500 and 52 for P=8, M=32).
         seed: of random choices.
     """
 
@@ -395,12 +395,11 @@ def by_size(problem: Problem) -> list[int]:
 
 
 def _policy_for(policy: Policy, moved_to: dict[int, int]) -> Policy:
-    """The policy with each microbatch in the place of one of its size."""
     sequence: Sequence[int] = range(len(moved_to)) if policy.sequence is None else policy.sequence
     return replace(policy, sequence=tuple(moved_to[k] for k in sequence))
 
 
 def relabelled(evaluator: OrderEvaluator, orders: Orders, moved_to: dict[int, int]) -> Orders:
-    """The orders with other microbatches in the places of these."""
+    """The orders with microbatches replaced."""
     M = evaluator.num_microbatches
     return [[code - code % M + moved_to[code % M] for code in order] for order in orders]

@@ -1,6 +1,6 @@
 """`synthesize`: the best schedule that can be found for given costs and memory in a given time.
 
-One search for each placement, and they share a budget. Where links queue, the simulator has the last word on an order.
+One search per placement, with a shared budget. Where links queue, the simulator decides between orders.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain as joined
 from itertools import pairwise
-from numbers import Integral
 
 from ..ir import Schedule
-from ..kinds import above_zero, at_least, option
 from ..orders.evaluate import OrderEvaluator, Orders
 from ..orders.problem import Objective, Problem
 from ..timing.costs import Costs
@@ -26,17 +24,17 @@ from .incumbent import Budget, Incumbent, Progress, Stopped
 from .request import Posed, Request
 from .search import OrderingSearch, made_orders, named_orders
 
-_JUDGED = 0.1  # part of a search's time in which its orders, and the named ones, are simulated on links that queue
-_KEPT = 0.25  # part of the time for orders that fit even if all were kept until W, where less is
+_JUDGED = 0.1  # part of a search's time for simulating its best orders and the named ones on links that queue
+_KEPT = 0.25  # part of the time for orders that would fit even if all memory were kept until W
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A placement that was looked at.
+    """A placement that was considered.
 
     Arguments:
         placement: "plain", "cyclic", "v", or "given".
-        lower_bound: what no schedule on it can beat [s].
+        lower_bound: seconds that no schedule on it can beat.
         value: of the best schedule that was found on it [s]; None: none that could win.
     """
 
@@ -50,18 +48,18 @@ class Synthesis:
     """A schedule that `synthesize` found.
 
     Arguments:
-        problem: what was to be put in order, on the placement of the schedule.
-        costs: of its stages [s]: those that were given, or what follows from them for the stages of the placement.
-        schedule: the best order, by the name "auto".
+        problem: the problem on the placement of the schedule.
+        costs: of its stages [s]: the given ones, or derived from them for the stages of the placement.
+        schedule: the best order, named "auto".
         timeline: of that schedule, simulated.
         value: of the objective: the makespan or the span [s].
-        lower_bound: what no schedule of the problem can beat [s].
-        stopped: why the search ended: "optimal", when the bound was met; "seconds" or "evaluations", when these were
-            spent, or "tried", when all was that is worth a try: then it is the best so far.
+        lower_bound: seconds that no schedule of the problem can beat.
+        stopped: why the search ended: "optimal", the bound is reached; "seconds" or "evaluations", these are spent;
+            "tried", nothing is left to try.
         history: each improvement, the first to the last.
         seconds: that the search took.
         evaluations: orders that it tried.
-        placements: that were looked at, the one with the least bound first.
+        placements: that were considered, the one with the least bound first.
     """
 
     problem: Problem
@@ -86,7 +84,7 @@ class Synthesis:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the bound was met, so that nothing better exists."""
+        """Whether the value equals the bound, so that nothing better exists."""
         return self.stopped == "optimal"
 
     @property
@@ -100,7 +98,7 @@ class Synthesis:
     def summary(self) -> str:
         """One line: value, gap, and why it ended."""
         why = {
-            "optimal": "optimal: the lower bound is met",
+            "optimal": "optimal: it equals the lower bound",
             "seconds": "best so far, the time was over",
             "evaluations": "best so far, the evaluations were spent",
             "tried": "best of all that was tried",
@@ -132,48 +130,44 @@ def synthesize(
 ) -> Synthesis:
     """Search for the schedule of one flush batch that takes least.
 
-    It begins with every named family that stands on this placement and fits the memory, so that none of them is better,
-    and ends when its lower bound is met or its budget is spent. The same seed and `evaluations` lead to the same
-    schedule on every machine, if `seconds` does not end it first.
+    It begins with every named family that has this placement and fits the memory, so that none of them is better, and
+    ends when its lower bound is reached or its budget is spent. The same seed and `evaluations` give the same schedule
+    on every machine, if `seconds` does not end it first.
 
     Arguments:
         num_ranks: P; may be left out where `placement` lists the stages of each rank.
         num_microbatches: M.
         costs: of one stage action each [s].
-        memory_limit: most that a rank may hold, one number or one a rank, in the unit of `activations`; None: no limit.
-        placement: "plain" (stage r on rank r), "cyclic" (`num_chunks` stages a rank, stage s on rank s mod P),
-            "v" (two stages a rank, down the ranks and back), the stages of each rank, or "any": the best of the first
-            three. Then costs and activations are of the model in P equal parts, one a rank, which stand as they are
-            under "plain" and are divided into V equal stages each under the others, messages apart; or, where they have
-            more numbers, of so many pieces, neighbours of which make a stage. A placement of whose stages these make no
-            equal number is left out. The limit keeps their unit: one activation of a P-th of the model, or bytes.
+        memory_limit: most that a rank may hold, one number or one per rank, in the unit of `activations`; None: no
+            limit.
+        placement: "plain" (stage r on rank r), "cyclic" (`num_chunks` stages per rank, stage s on rank s mod P), "v"
+            (two stages per rank, down the ranks and back), the stages of each rank, or "any": the best of the first
+            three. Then costs and activations are those of the model in P equal parts, one per rank, which the others
+            divide into V equal stages each, except for messages; or, if they have more numbers, of so many pieces, of
+            which consecutive ones make a stage. Placements whose number of stages does not fit are left out. The limit
+            keeps its unit: one activation of a P-th of the model, or bytes.
         num_chunks: V, for "cyclic" (2 by default).
         objective: "makespan", when the optimizer step synchronises all ranks; "span", when steps may overlap.
-        activations: what a forward of a stage takes until the end of its W (or B), one number or one a stage: 1, so
-            that limits count stage activations, or bytes. A stage may have a row in place of its number, one number a
-            microbatch.
-        kept_share: part of that which stays between I and W (0 to 1), one number or one a stage.
-        links: ways between ranks. The search takes each message for alone on its way; where messages have sizes, or
-            sums share the ways, its best orders and all named ones are then compared as they queue.
+        activations: memory from a forward of a stage until the end of its W (or B), one number or one per stage: 1, so
+            that limits count stage activations, or bytes. A stage may have a row instead, one number per microbatch.
+        kept_share: part of that which stays between I and W (0 to 1), one number or one per stage.
+        links: the network between ranks. The search ignores queueing; where messages have sizes, or sums share the
+            links, its best orders and all named ones are then simulated.
         start: a schedule to begin with, besides the named ones.
         seconds: at most so long it searches (wall clock).
-        evaluations: at most so many orders it tries, each that differs by one action included, and as many again
-            where less is kept, so that this never makes it worse; None: as many as there is time for.
+        evaluations: at most so many orders it tries, counting each slide, and as many again if `kept_share` is below 1,
+            so that a smaller share is never worse; None: as many as there is time for.
         seed: of its random choices.
-        on_progress: is told each improvement.
+        on_progress: called with each improvement.
 
-    Raises ValueError for whatever does not fit, MemoryLimitError (a ValueError) for a limit that no schedule can meet,
-    with the smallest that can.
+    Raises ValueError for arguments that do not fit, MemoryLimitError (a ValueError) for a limit that no schedule can
+    meet, with the smallest that can be met.
 
     >>> found = synthesize(num_ranks=4, num_microbatches=8, costs=Costs(), memory_limit=4)
     >>> found.value, found.is_optimal, found.timeline.peak_activations
     (27.0, True, (4, 4, 4, 4))
     """
-    option("seconds", seconds, above_zero("a time budget above 0"))
-    if evaluations is not None:
-        option("evaluations", evaluations, at_least(1, "a whole number above 0, or None"))
-    if not isinstance(seed, Integral):  # Random(None) would be another search each time
-        raise ValueError(f"seed={seed!r}: expected a whole number")
+    budget = Budget.read(seconds=seconds, evaluations=evaluations, seed=seed)
     if not isinstance(costs, Costs):
         raise ValueError(f"costs={costs!r}: expected Costs(forward=..., input_grad=..., weight_grad=...)")
     request = Request(
@@ -188,7 +182,6 @@ def synthesize(
         kept_share=kept_share,
         links=links,
     )
-    budget = Budget(seconds=seconds, evaluations=evaluations, seed=int(seed))
     return solve(request, budget, start=start, on_progress=on_progress)
 
 
@@ -197,9 +190,9 @@ Judged = tuple[Posed, Timeline]
 
 
 class Portfolio:
-    """Searches for one answer, which share a budget.
+    """Searches for one answer with a shared budget.
 
-    Attributes: `values`, by placement, the best that was found there [s], None where nothing could win.
+    Attributes: `values`, by placement, the best value that was found there [s], None if nothing could win.
     """
 
     def __init__(
@@ -225,7 +218,7 @@ class Portfolio:
         return self.start is not None and posed.problem.placement == self.start.placement
 
     def search_as_asked(self) -> None:
-        """Search for orders that fit as they are, on each placement, then with what others did not need."""
+        """Search on each placement with the memory as given, then again on the best one with the remaining budget."""
         incumbent, many = self.incumbent, len(self.problems)
         for at, posed in enumerate(self.problems):
             if at == 0 or not (incumbent.is_over or incumbent.promises_nothing(posed.bound)):
@@ -238,7 +231,8 @@ class Portfolio:
             self._plain(posed, timeline.schedule, left=1)
 
     def search_as_if_all_were_kept(self) -> None:
-        """Search for orders that fit even if all is kept until W, with as many evaluations: less is never worse."""
+        """Search for orders that fit even if all memory is kept until W, with as many evaluations, so that less is
+        never worse."""
         if self.keeping:
             self.incumbent.budget = self.budget.after(self.incumbent.evaluations)
         for at, posed in enumerate(self.keeping):
@@ -249,10 +243,9 @@ class Portfolio:
     def _plain(
         self, posed: Posed, start: Schedule | None, *, left: int, problem: Problem | None = None
     ) -> float | None:
-        """Search for orders that fit as they are, with what `left` searches have to share; returns the best value [s],
-        None where none of them can win."""
+        """One of `left` remaining searches; returns the best value [s], None if nothing can win."""
         queues = _queues(posed.request.links, posed.problem)
-        search = self._search(posed, problem or posed.problem, left, tells=not queues)
+        search = self._search(posed, problem or posed.problem, left, reports=not queues)
         share = search.incumbent.budget
         until = self.incumbent.elapsed + share.seconds
         if queues:
@@ -279,21 +272,21 @@ class Portfolio:
                 values.append(self._judge(posed, evaluator, each, name))
         return min(values) if min(values) < math.inf else None
 
-    def _search(self, posed: Posed, problem: Problem, left: int, *, tells: bool) -> OrderingSearch:
+    def _search(self, posed: Posed, problem: Problem, left: int, *, reports: bool) -> OrderingSearch:
         incumbent = self.incumbent
 
-        def tell(point: Progress) -> None:
-            incumbent.tell(point.value, point.source, spent=point.evaluations)
+        def note(point: Progress) -> None:
+            incumbent.note(point.value, point.source, spent=point.evaluations)
 
-        on_progress = tell if tells else None
+        on_progress = note if reports else None
         return OrderingSearch(
             problem, incumbent.share(left), bound=posed.bound, costs=posed.request.costs, on_progress=on_progress
         )
 
     def _judge(self, posed: Posed, evaluator: OrderEvaluator, orders: Orders, source: str) -> float:
-        """Offer an order for what it is worth once simulated.
+        """Offer an order at its simulated value.
 
-        Returns its value [s]; infinite where it takes too long even if nothing is in its way.
+        Returns that value [s]; infinite if the order is too slow even without queueing.
         """
         if evaluator.value(orders) >= self.incumbent.value:
             return math.inf
@@ -311,7 +304,7 @@ def solve(
     start: Schedule | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Synthesis:
-    """The search behind `synthesize`."""
+    """`synthesize` with its arguments as records."""
     began = time.monotonic()
     problems = request.problems()
     budget = replace(budget, seconds=max(0.0, budget.seconds + began - time.monotonic()))
@@ -345,7 +338,7 @@ def _keeps_less(problem: Problem) -> bool:
 
 
 def _queues(links: Links | None, problem: Problem) -> bool:
-    """Whether links may take longer than each message alone: these, or all-reduces of gradients, may share them."""
+    """Whether messages may queue on links, for each other or for all-reduces of gradients."""
     if links is None:
         return False
     if links.sums:

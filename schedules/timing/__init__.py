@@ -1,1 +1,1 @@
-"""Time: costs, the event-driven simulator, timelines, lower bounds, and why a rank was idle."""
+"""Time: costs, the event-driven simulator, timelines, lower bounds, and the causes of idle time."""

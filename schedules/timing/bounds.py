@@ -1,4 +1,4 @@
-"""A lower bound of the makespan: what no order of the same work can beat."""
+"""A lower bound of the makespan: no order of the same work can be faster."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
     """The largest (earliest possible start + work + shortest possible tail) of any set of actions of one rank [s].
 
         head              work          tail
-        - - - - - - - - - F F F B B B - - - -     all actions of a rank: the first microbatch must come through the
-                                                  stages before, the last gradient through them again
-        F - - - - - - - - B B B                   the backwards of the first rank: one microbatch's whole way and back
+        - - - - - - - - - F F F B B B - - - -     all actions of a rank: the first microbatch passes the stages before,
+                                                  the last gradient passes them again
+        F - - - - - - - - B B B                   the backwards of the first rank: the round trip of one microbatch
 
-    It holds for every order of the same actions on the same placement, since one of the set starts first and one
-    ends last. Tried are all sets, each action with the head and tail of its own microbatch (`machine_bound`).
-    With links, the messages of one link or network card are such a set, too. Moves of activations count for nothing.
-    O(actions + U * (S + edges * log(edges)) + P * U * V * log(U * V)), of U microbatches of unequal costs.
+    It holds for every order of the same actions on the same placement, since one of the set starts first and one ends
+    last. All sets are evaluated, each action with the head and tail of its own microbatch (`machine_bound`). With
+    links, the messages of one link or network card are such a set, too. Moves of activations are ignored. O(actions + U
+    * (S + edges * log(edges)) + P * U * V * log(U * V)), of U microbatches of unequal costs.
     """
     table = costs.table_for(schedule)
-    if table.norm is not None and schedule.has_epilogue:  # all ranks come together in front of their updates
+    if table.norm is not None and schedule.has_epilogue:  # all ranks synchronise before their updates
         own_update = max(
             sum(table.of(Op.U, s, 0) for s in stages if schedule.trains(s)) for stages in schedule.placement
         )
         return lower_bound(schedule, replace(costs, update=0.0, norm=None), links) + table.norm + own_update
-    ways = _Ways(schedule, table, links)
-    sets = [ways.jobs(rank) for rank in range(schedule.num_ranks)]
-    return max(machine_bound(jobs) for jobs in (*sets, *ways.loads))
+    paths = _PathBounds(schedule, table, links)
+    sets = [paths.jobs(rank) for rank in range(schedule.num_ranks)]
+    return max(machine_bound(jobs) for jobs in (*sets, *paths.loads))
 
 
-def least_seconds(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:
-    """Seconds that no order of this work on this placement can beat: of a flush batch `lower_bound`, in a stream
-    the largest own work of any rank, a batch."""
+def schedule_bound(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:
+    """Seconds per batch that no order of this work on this placement can beat: for a flush batch `lower_bound`, for a
+    stream the largest own work of any rank."""
     if schedule.is_asynchronous or schedule.num_batches > 1:
         return ideal_makespan(schedule, costs) / schedule.num_batches
     return lower_bound(schedule, costs, links)
 
 
 class Job(NamedTuple):
-    """Work for one machine: actions of one op and stage on a rank, or messages of one wire over a link: `head` must
-    pass before it starts, `tail` comes after [s]."""
+    """Work for one machine: actions of one op and stage on a rank, or messages of one wire over a link. It starts no
+    earlier than `head`, and `tail` follows it [s]."""
 
     head: float
     work: float
@@ -61,7 +61,7 @@ class Job(NamedTuple):
 def machine_bound(jobs: Iterable[Job]) -> float:
     """The largest (least head + all work + least tail) of any set of jobs of one machine [s].
 
-    It is what the machine takes when it may interrupt a job for one with a longer tail: Jackson's preemptive schedule
+    This is the time of the machine if it may interrupt a job for one with a longer tail: Jackson's preemptive schedule
     reaches that bound (Carlier, 1982). O(n log n).
 
     >>> machine_bound([Job(0, 2, 5), Job(1, 4, 6), Job(3, 1, 0)])
@@ -85,14 +85,14 @@ def machine_bound(jobs: Iterable[Job]) -> float:
     return bound
 
 
-class _LongestWay:
-    """The longest way of one microbatch up to and behind the forward and the gradient of each stage.
+class _LongestPaths:
+    """The longest paths of one microbatch to and from the forward and the gradient of each stage.
 
     Arguments:
         index: of the microbatch.
-        activations, gradients: (maker, user, delay) each; they lead from lower stages to higher ones, and back.
+        activations, gradients: (maker, user, delay) each; from lower stages to higher ones, and back.
         present: ops and stages of which the schedule has actions.
-        update: by stage, seconds that come after any gradient of it.
+        update: by stage, seconds that follow any gradient of it.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class _LongestWay:
     ) -> None:
         stages = range(len(update))
         self.forward = forward = [table.of(Op.F, s, index) for s in stages]
-        # The op that makes the gradient: the cheaper one where a stage has both.
+        # The op that computes the gradient: the cheaper one if a stage has both.
         self.gradient = gradient = [
             min((table.of(op, s, index) for op in (Op.B, Op.I) if (op, s) in present), default=0.0) for s in stages
         ]
@@ -119,27 +119,27 @@ class _LongestWay:
         for src, dst, delay in sorted(gradients, key=lambda way: -way[1]):
             self.to_gradient[dst] = max(self.to_gradient[dst], self.to_gradient[src] + gradient[src] + delay)
 
-        # The weight gradient comes after, too, unless a whole backward may have made the gradient.
-        self.behind_gradient = list(update)
+        # The weight gradient follows, too, unless a whole backward may have computed the gradient.
+        self.after_gradient = list(update)
         for s in stages:
             if (Op.W, s) in present and (Op.B, s) not in present:
-                self.behind_gradient[s] += table.of(Op.W, s, index)
+                self.after_gradient[s] += table.of(Op.W, s, index)
         for src, dst, delay in sorted(gradients, key=lambda way: way[0]):
-            way = delay + gradient[dst] + self.behind_gradient[dst]
-            self.behind_gradient[src] = max(self.behind_gradient[src], way)
+            way = delay + gradient[dst] + self.after_gradient[dst]
+            self.after_gradient[src] = max(self.after_gradient[src], way)
 
-        self.behind_forward = [g + way for g, way in zip(gradient, self.behind_gradient, strict=True)]
+        self.after_forward = [g + way for g, way in zip(gradient, self.after_gradient, strict=True)]
         for src, dst, delay in sorted(activations, key=lambda way: -way[0]):
-            way = delay + forward[dst] + self.behind_forward[dst]
-            self.behind_forward[src] = max(self.behind_forward[src], way)
+            way = delay + forward[dst] + self.after_forward[dst]
+            self.after_forward[src] = max(self.after_forward[src], way)
 
     def made(self, stage: int) -> float:
-        """When the gradient of a stage is there at the earliest [s]."""
+        """The earliest time of the gradient of a stage [s]."""
         return self.to_gradient[stage] + self.gradient[stage]
 
 
-class _Ways:
-    """Ways of all microbatches, one for those of equal costs, and what ranks and links have to do."""
+class _PathBounds:
+    """Paths of all microbatches, one for those of equal costs, and the work of ranks and links."""
 
     def __init__(self, schedule: Schedule, table: CostTable, links: Links | None) -> None:
         self.schedule, self.table, self.links = schedule, table, links
@@ -159,8 +159,8 @@ class _Ways:
         delay = {wire: self._delay(wire) for wire in wires}
         activations = [(w.src, user, delay[w]) for w in wires if w.kind is MessageKind.ACT for user in w.users]
         gradients = [(m, w.dst, delay[w]) for w in wires if w.kind is MessageKind.GRAD for m in w.makers]
-        self.ways = [
-            _LongestWay(
+        self.paths = [
+            _LongestPaths(
                 table, index, activations=activations, gradients=gradients, present=self.present, update=self.update
             )
             for index in self.kinds
@@ -168,7 +168,7 @@ class _Ways:
         self.loads = [] if links is None else self._loads(links, wires)
 
     def _update(self, stage: int) -> float:
-        """Seconds of sums and optimizer steps that come after any gradient of `stage`."""
+        """Seconds of sums and optimizer steps that follow any gradient of `stage`."""
         update = [seconds * self.schedule.trains(s) for s, seconds in enumerate(self.table.update)]
         own = update[stage] + self._summing(stage)
         if self.schedule.has_epilogue:
@@ -183,14 +183,14 @@ class _Ways:
         return self.table.reduce_grad[stage] if is_summed else 0.0
 
     def _pairs(self, wire: Wire) -> Counter[tuple[int, int, int]]:
-        """How many messages of each kind of microbatch each pair of ranks sends over a wire."""
+        """Numbers of messages between each pair of ranks over a wire, by kind of microbatch."""
         owner = self.schedule.owner
         indices = range(self.schedule.total_indices)
         pairs = Counter((owner(wire.src, k), owner(wire.dst, k), self.kind_of[k]) for k in indices)
         return Counter({key: count for key, count in pairs.items() if key[0] != key[1]})
 
     def _delay(self, wire: Wire) -> float:
-        """The least seconds from stage to stage: none where some rank holds both."""
+        """The least seconds from stage to stage; 0 if some rank holds both."""
         if set(self.schedule.owners[wire.src]) & set(self.schedule.owners[wire.dst]):
             return 0.0
         delay = self.table.latency[wire.src]
@@ -200,17 +200,17 @@ class _Ways:
         return delay + min(way.latency + self.sizes[wire] * way.seconds_per_byte for way in ways)
 
     def _loads(self, links: Links, wires: Sequence[Wire]) -> list[list[Job]]:
-        """Messages and sums that each link and network card carries."""
+        """Messages and sums on each link and network card."""
         loads: dict[object, list[Job]] = {}
         for wire in wires:
             for (src, dst, kind), count in self._pairs(wire).items():
-                way, each = links.way(src, dst), self.ways[kind]
+                way, each = links.way(src, dst), self.paths[kind]
                 if wire.kind is MessageKind.ACT:
                     head = each.to_forward[wire.src] + each.forward[wire.src]
-                    tail = max(each.forward[user] + each.behind_forward[user] for user in wire.users)
+                    tail = max(each.forward[user] + each.after_forward[user] for user in wire.users)
                 else:
                     head = max(each.made(maker) for maker in wire.makers)
-                    tail = each.gradient[wire.dst] + each.behind_gradient[wire.dst]
+                    tail = each.gradient[wire.dst] + each.after_gradient[wire.dst]
                 seconds = count * self.sizes[wire] * way.seconds_per_byte
                 job = Job(head, seconds, self.table.latency[wire.src] + way.latency + tail)
                 for name in links.channels(src, dst):
@@ -225,28 +225,28 @@ class _Ways:
         return list(loads.values())
 
     def _first_made(self, stage: int) -> float:
-        return min(way.made(stage) for way in self.ways)
+        return min(way.made(stage) for way in self.paths)
 
     def jobs(self, rank: int) -> list[Job]:
         jobs = []
         for (op, stage, kind), count in self.counts[rank].items():
-            cost, way = self.table.of(op, stage, self.kinds[kind]), self.ways[kind]
+            cost, way = self.table.of(op, stage, self.kinds[kind]), self.paths[kind]
             match op:
                 case Op.F:
-                    jobs.append(Job(way.to_forward[stage], count * cost, way.behind_forward[stage]))
+                    jobs.append(Job(way.to_forward[stage], count * cost, way.after_forward[stage]))
                 case Op.B | Op.I:
-                    jobs.append(Job(way.to_gradient[stage], count * cost, way.behind_gradient[stage]))
+                    jobs.append(Job(way.to_gradient[stage], count * cost, way.after_gradient[stage]))
                 case Op.W:
                     head = way.to_gradient[stage] + self.table.of(Op.I, stage, self.kinds[kind])
                     jobs.append(Job(head, count * cost, self.update[stage]))
-                case Op.U:  # all but the last have the last behind them
+                case Op.U:  # the last one follows all others
                     head = self._first_made(stage) + self._summing(stage)
                     jobs += [Job(head, (count - 1) * cost, cost), Job(head, cost, 0.0)]
         return jobs
 
 
 def _kinds(table: CostTable, num_indices: int) -> tuple[list[int], list[int]]:
-    """Indices whose costs differ, one for all that are equal; and by index, which of them it equals."""
+    """One index for each group of indices with equal costs; and by index, its group."""
     if not table.varies:
         return [0], [0] * num_indices
     numbers: dict[Hashable, int] = {}

@@ -1,4 +1,4 @@
-"""Costs of actions and the latency of messages: what the simulator takes."""
+"""Costs of actions and the latency of messages: the input of the simulator."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds of ONE stage action (of a chunk, where a rank has several).
+    """Seconds of ONE stage action (of a chunk, if a rank has several).
 
-    Each is one number for all stages or a sequence with one per stage; of F, B, I and W a stage may have a row in
-    place of its number, with one number per action index: microbatches of unequal size. Where only one of
-    `backward` and (`input_grad`, `weight_grad`) is given, the other follows from
-    `backward = input_grad + weight_grad` (halves, when `backward` alone is known).
+    Each is one number for all stages or a sequence with one per stage; for F, B, I and W a stage may have a row instead
+    of
+    its number, with one number per action index: microbatches of unequal size. If only one of `backward` and
+    (`input_grad`, `weight_grad`) is given, the other follows from `backward = input_grad + weight_grad` (halves, if
+    only `backward` is known).
 
     Arguments:
         forward: F [s].
-        backward: B [s]; 2 * forward when no backward cost is given.
+        backward: B [s]; 2 * forward by default.
         input_grad, weight_grad: I and W [s].
-        index_factors: by action index, how many times those seconds F, B, I and W take at every stage. A row, and
-            these, have a number for each index of a batch (each batch takes them again) or of the whole program.
-        overhead: time of a rank around each F, B, I and W of the stage, on top of theirs: what the runtime does between
-            two actions [s]. Messages leave behind it. Of an I and its W that run as one (`run_as_one`) W alone has it.
-        message_overhead: likewise around each F, B and I, for the messages that it takes in and hands on [s].
+        index_factors: by action index, factors of F, B, I and W at every stage. A row, and these, have a number for
+            each index of a batch (repeated for each batch) or of the whole program.
+        overhead: added to each F, B, I and W of the stage: the runtime between two actions [s]. Messages leave after
+            it. Of an I and its W that run as one (`run_as_one`) only W has it.
+        message_overhead: added to each F, B and I, for the messages that it receives and sends [s].
         latency: of a message that leaves the stage [s]; it delays, and occupies no lane.
-        reduce_grad: sum of the stage's gradients over its replicas, if it has any [s]. It begins when the last of them
-            begins it (see `collectives`), on a lane of its own beside compute; the update waits for it.
-        sum_busy: share of the seconds of a stage's sums, and of its weights' gathers, for which the processors of their
-            ranks are busy with them (0 to 1): an action beside one gets on at the rate of what is left (`links`). Of
-            weights that several stages share the largest of theirs. It goes for sums that links have, too.
-        tied: sums of the gradients of weights that several stages share, as (stages, seconds [s]) pairs; likewise,
-            under flush schedules, where the stages stand on several ranks.
+        reduce_grad: all-reduce of the stage's gradients over its replicas, if any [s]. It begins when the last of them
+            begins it (see `collectives`), and overlaps with compute; the update waits for it.
+        sum_busy: share of the processor that a stage's all-reduces and gathers of weights take on their ranks (0 to 1):
+            an action that overlaps with one is slower (`links`). For weights of several stages the largest of theirs.
+            It also applies to sums of links.
+        tied: all-reduces of the gradients of weights that several stages share, as (stages, seconds [s]) pairs; under
+            flush schedules, if the stages are on several ranks.
         update: optimizer step of the stage, the epilogue of a flush schedule [s].
         offload, reload: activations of one microbatch of the stage over its rank's link to the host, and back [s]. They
             occupy that direction of the link, and no compute lane.
-        norm: global gradient norm and clipping, for which all ranks wait before they update [s]; None: each
-            rank updates by itself.
-        around: time of a step beside its actions, sums and updates: the batch that is read and checked in front of
-            them, the results behind them [s]. Nothing goes on beside it.
+        norm: global gradient norm and clipping, for which all ranks wait before they update [s]; None: each rank
+            updates independently.
+        around: time of a step outside of its actions, sums and updates: reading the batch before, and the results after
+            them [s]. Nothing overlaps with it.
 
-    Raises ValueError for what is no finite number of seconds of at least 0, no share, or for a half-given split.
+    Raises ValueError for anything but finite seconds of at least 0, shares from 0 to 1, and for half of a split.
 
     >>> Costs(forward=1.0, backward=3.0).table(num_stages=2).column(Op.W)
     (1.5, 1.5)
@@ -99,7 +100,7 @@ class Costs:
             )
 
     def to_json(self) -> str:
-        """One JSON object: what was given, in seconds."""
+        """One JSON object with the given costs, in seconds."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return json.dumps({name: value for name, value in given.items() if value is not None})
 
@@ -118,11 +119,11 @@ class Costs:
 
     @property
     def free_of_overhead(self) -> Costs:
-        """The same without what lies around actions."""
+        """The same without overhead around actions."""
         return replace(self, overhead=0.0, message_overhead=0.0)
 
     def table_for(self, schedule: Schedule) -> CostTable:
-        """The same costs over the stages and action indices of a schedule."""
+        """The costs of the stages and action indices of a schedule."""
         return self.table(
             num_stages=schedule.num_stages,
             num_indices=schedule.batch_indices,
@@ -138,10 +139,10 @@ class Costs:
         num_batches: int = 1,
         as_one: Mapping[int, Collection[int]] | None = None,
     ) -> CostTable:
-        """The same costs, one number per stage each, or a row by action index.
+        """The costs as a table: one number per stage each, or a row by action index.
 
         Arguments:
-            num_indices: of a batch; where given, a row must have as many numbers, or num_batches times as many.
+            num_indices: of a batch; if given, a row must have as many numbers, or num_batches times as many.
             as_one: by stage, the indices of I that run with their W as one backward.
 
         Raises ValueError for costs of another number of stages, or of indices.
@@ -177,9 +178,10 @@ class Costs:
         by_op = {Op.F: forward, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
         if self.index_factors is not None:
             by_op = {op: tuple(together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
-        around = _around(column("overhead"), column("message_overhead"), as_one or {}, (num_indices or 1) * num_batches)
+        number = (num_indices or 1) * num_batches
+        overhead = _overhead_rows(column("overhead"), column("message_overhead"), as_one or {}, number)
         by_op = {
-            op: tuple(together(row, own, add) for row, own in zip(rows, around[op], strict=True))
+            op: tuple(together(row, own, add) for row, own in zip(rows, overhead[op], strict=True))
             for op, rows in by_op.items()
         }
         return CostTable(
@@ -195,19 +197,19 @@ class Costs:
         )
 
 
-def _around(
+def _overhead_rows(
     overhead: Sequence[float], of_messages: Sequence[float], as_one: Mapping[int, Collection[int]], number: int
 ) -> dict[Op, list[Row]]:
-    """By op and stage, seconds around its actions; of an I whose W runs with it, by index."""
+    """Overhead of actions by op and stage; for an I whose W runs with it, by index."""
     both: list[Row] = [(own + more,) for own, more in zip(overhead, of_messages, strict=True)]
-    around: dict[Op, list[Row]] = {Op.F: both, Op.B: both, Op.I: [*both], Op.W: [(own,) for own in overhead]}
+    by_op: dict[Op, list[Row]] = {Op.F: both, Op.B: both, Op.I: [*both], Op.W: [(own,) for own in overhead]}
     for stage, indices in as_one.items():
-        around[Op.I][stage] = tuple(of_messages[stage] if k in indices else both[stage][0] for k in range(number))
-    return around
+        by_op[Op.I][stage] = tuple(of_messages[stage] if k in indices else both[stage][0] for k in range(number))
+    return by_op
 
 
 def columns(rows: Iterable[Sequence[float]]) -> list[float | Sequence[float]]:
-    """[S] for `Costs`: one number where a row has the same one for all action indices."""
+    """[S] for `Costs`: one number if a row is constant."""
     return [row[0] if len(set(row)) == 1 else row for row in rows]
 
 
@@ -216,10 +218,11 @@ def by_stage(value: float | Sequence[float], num_stages: int) -> tuple[float, ..
 
 
 def _spread(name: str, value: float | Sequence[Value], num_stages: int) -> tuple[Value | float, ...]:
-    """One each for all stages."""
     each = (value,) * num_stages if isinstance(value, float) else tuple(value)
     if len(each) != num_stages:
-        raise ValueError(f"{name} has {len(each)} numbers for {num_stages} stages: expected one number, or one a stage")
+        raise ValueError(
+            f"{name} has {len(each)} numbers for {num_stages} stages: expected one number, or one per stage"
+        )
     return each
 
 
@@ -231,7 +234,7 @@ def _check_length(name: str, row: Sequence[float], allowed: set[int]) -> None:
 
 
 def together(one: Row, other: Row, how: Callable[[float, float], float]) -> Row:
-    """Two rows number by number, the shorter one again and again."""
+    """Two rows combined number by number, the shorter one repeated."""
     length = max(len(one), len(other))
     return tuple(how(one[k % len(one)], other[k % len(other)]) for k in range(length))
 
@@ -241,8 +244,6 @@ def _several(value: object) -> Iterable[object] | None:
 
 
 def _one_or_several(read: Callable[[str, object], object]) -> Callable[[str, object], object]:
-    """Reads one thing, or a sequence as a tuple of such."""
-
     def convert(name: str, value: object) -> object:
         several = _several(value)
         return read(name, value) if several is None else tuple(read(name, each) for each in several)
@@ -276,14 +277,14 @@ def _ties(name: str, value: object) -> tuple[tuple[tuple[int, ...], float], ...]
 def _seconds(name: str, number: object) -> float:
     if not isinstance(number, Real) or not (float(number) >= 0 and math.isfinite(number)):
         raise ValueError(
-            f"{name}={number!r}: expected a finite number of seconds, at least 0 (one number, or one a stage)"
+            f"{name}={number!r}: expected a finite number of seconds, at least 0 (one number, or one per stage)"
         )
     return float(number)
 
 
 def _share(name: str, number: object) -> float:
     if not isinstance(number, Real) or not 0 <= float(number) <= 1:
-        raise ValueError(f"{name}={number!r}: expected a share from 0 to 1 (one number, or one a stage)")
+        raise ValueError(f"{name}={number!r}: expected a share from 0 to 1 (one number, or one per stage)")
     return float(number)
 
 
@@ -300,8 +301,8 @@ _CONVERT: Mapping[str, Callable[[str, object], object]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """`Costs` spread over the stages: S seconds or shares each, and by op and stage a row of seconds by action index:
-    one number for all, or one for each; beyond the last they begin again."""
+    """`Costs` of S stages: S seconds or shares each, and by op and stage a row of seconds by action index, of length 1
+    if constant, repeated beyond its end."""
 
     rows: Mapping[Op, Rows]
     latency: tuple[float, ...]
@@ -319,7 +320,7 @@ class CostTable:
 
     @property
     def varies(self) -> bool:
-        """Whether some action takes longer at one index than at another."""
+        """Whether an action takes longer at one index than at another."""
         return any(len(set(row)) > 1 for rows in self.rows.values() for row in rows)
 
     def of(self, op: Op, stage: int, index: int) -> float:
@@ -327,13 +328,13 @@ class CostTable:
         return row[index % len(row)]
 
     def row(self, op: Op, stage: int) -> Row:
-        """Seconds of the actions of one op and stage, by index; one number where it is the same for all."""
+        """Seconds of the actions of one op and stage, by index; one number if constant."""
         if op not in self.rows:
             raise ValueError(f"{op.value} has no cost of its own: expected one of F B I W U")
         return self.rows[op][stage]
 
     def column(self, op: Op) -> tuple[float, ...]:
-        """Seconds of `op`, by stage; ValueError where they differ by action index."""
+        """Seconds of `op`, by stage; ValueError if they differ by action index."""
         rows = [self.row(op, stage) for stage in range(len(self.latency))]
         for stage, row in enumerate(rows):
             if len(set(row)) > 1:
@@ -347,5 +348,5 @@ class CostTable:
         return tuple(fmean(self.row(op, stage)) for stage in range(len(self.latency)))
 
 
-# The time of grids and tables.
+# One unit of time per action, as in grids and tables.
 UNIT_COSTS = Costs(forward=1.0, backward=1.0, input_grad=1.0, weight_grad=1.0)

@@ -1,16 +1,17 @@
-"""Inputs of a simulation one by one: what the costs and links say of each, what measured steps say of it, and costs and
-links in which some of them are replaced.
+"""The inputs of a simulation one by one: their predicted values, and costs and links in which some are replaced.
 
-    action of a stage        F, B, I, W                                median of its spans
-    overhead of a stage      between F, B or I and the next action     median where nothing was waited for
-    message from r to q      made on r until its user begins on q      median where q waited for it, less r's overhead
-    sum, gather of a stage   begun on the last rank until through      median
-    sum on the processor     seconds of it that keep ranks from        by how much longer actions beside it took, a
-                             computing                                 second beside it, times its own seconds
-    update of a stage, norm  the optimizer's step, and before it       median
-    around a step            in front of its actions and behind them   median
+action of a stage        F, B, I, W                                  median of its spans
+overhead of a stage      between F, B or I and the next action       median over actions that waited for nothing
+message from r to q      made on r until its user begins on q        median over messages that q waited for, without
+                                                                     the overhead of r
+sum, gather of a stage   begun on the last rank until complete       median
+sum on the processor     seconds of it during which its ranks        extra seconds of actions that ran alongside, per
+                         do not compute                              second of overlap, times the seconds of the sum
+update of a stage, norm  the optimizer step, and the norm before it  median
+around a step            before its first and after its last action  median
 
-Each is measured in the sense in which the simulator takes it: a step that is simulated from costs gives these back.
+Measured values (right column) have the meaning that the simulator gives them: measuring a simulated step returns the
+inputs that it was simulated from.
 """
 
 from __future__ import annotations
@@ -79,17 +80,17 @@ class Input(NamedTuple):
 Values = Mapping[Input, float]
 
 
-class Routes:
-    """Ways of messages between ranks in a schedule, as its costs and links have them."""
+class PairRoutes:
+    """The routes of messages between each pair of ranks in a schedule, under its costs and links."""
 
     def __init__(self, schedule: Schedule, costs: Costs, links: Links | None) -> None:
         self._latency = costs.table_for(schedule).latency
         wiring = ScheduleWiring(schedule, costs.table_for(schedule), links)
         self.by_pair: dict[tuple[int, int], list[MessageRoute]] = {}
-        for each in wiring.passages:
+        for each in wiring.routes:
             self.by_pair.setdefault((each.sender, each.receiver), []).append(each)
-        self.sums = {each.stages: each.seconds for each in wiring.meetings if each.op is Op.REDUCE_GRAD}
-        self.gathers = {each.stages: each.seconds for each in wiring.meetings if each.op is Op.UNSHARD}
+        self.sums = {each.stages: each.seconds for each in wiring.joint_steps if each.op is Op.REDUCE_GRAD}
+        self.gathers = {each.stages: each.seconds for each in wiring.joint_steps if each.op is Op.UNSHARD}
 
     def seconds(self, pair: tuple[int, int]) -> float:
         """Seconds of a message between two ranks on free links: of the slowest stage that sends there [s]."""
@@ -99,16 +100,16 @@ class Routes:
         )
 
     def delay(self, pair: tuple[int, int]) -> float:
-        """The part of it that stages, not ways, say [s]."""
+        """The part of `seconds` that depends on the stages and not on the links [s]."""
         return max(self._latency[each.stage] for each in self.by_pair[pair])
 
 
 def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> dict[Input, float]:
-    """All inputs of a simulation [s]; of actions that differ by microbatch the mean of a rank's own, of
-    messages on free links."""
+    """All inputs of a simulation [s]: for actions that differ by microbatch their mean on a rank, for messages the
+    seconds on free links."""
     table = costs.free_of_overhead.table_for(schedule)
     overhead = around_actions(costs, schedule.num_stages)
-    ways = Routes(schedule, costs, links)
+    routes = PairRoutes(schedule, costs, links)
     found: dict[Input, float] = {}
     for rank, program in enumerate(schedule.compute_programs):
         own: dict[tuple[Op, int], list[float]] = defaultdict(list)
@@ -118,14 +119,14 @@ def predicted_inputs(schedule: Schedule, costs: Costs, links: Links | None) -> d
         for op, stage in sorted(own, key=lambda pair: (pair[1], "FBIW".index(pair[0].value))):
             found[action_input(schedule, op, stage, rank)] = fmean(own[op, stage])
     found |= {Input(Cause.OVERHEAD, "overhead", (stage,)): seconds for stage, seconds in enumerate(overhead)}
-    found |= {Input(Cause.MESSAGES, "message", pair): ways.seconds(pair) for pair in sorted(ways.by_pair)}
-    found |= {Input(Cause.SUMS, "sum", stages): seconds for stages, seconds in ways.sums.items()}
+    found |= {Input(Cause.MESSAGES, "message", pair): routes.seconds(pair) for pair in sorted(routes.by_pair)}
+    found |= {Input(Cause.SUMS, "sum", stages): seconds for stages, seconds in routes.sums.items()}
     found |= {
         Input(Cause.SUMS, "held", stages): table.sum_busy[stages[0]] * seconds
-        for stages, seconds in ways.sums.items()
+        for stages, seconds in routes.sums.items()
         if len(stages) == 1
     }
-    found |= {Input(Cause.SUMS, "gather", stages): seconds for stages, seconds in ways.gathers.items()}
+    found |= {Input(Cause.SUMS, "gather", stages): seconds for stages, seconds in routes.gathers.items()}
     trained = [stage for stage in range(schedule.num_stages) if schedule.has_backward and schedule.trains(stage)]
     found |= {Input(Cause.UPDATE, "update", (stage,)): table.of(Op.U, stage, 0) for stage in trained}
     found[Input(Cause.UPDATE, "norm", ())] = table.norm or 0.0
@@ -138,21 +139,22 @@ def calibrate(
 ) -> tuple[Costs, Links | None]:
     """Costs and links with these inputs in place of their own.
 
-    Of a stage of which I and W were seen B is their sum, and where B alone was, and the schedule splits no backward of
-    the stage, they are parts of it as before.
+    Where I and W of a stage were measured, B becomes their sum. Where only B was measured and the schedule splits no
+    backward of the stage, I and W keep their shares of it.
 
     Arguments:
-        queueing: whether messages and sums go on to queue on links and cards. What was measured has the waits of its
-            own step in it: to tell that step again nothing may queue; for other orders of the same work something
-            does, and the routes of a `PlaceNetwork` are slower by the mean over the messages between two places.
+        queueing: whether messages and sums still queue on links and cards. Measured messages include the queueing of
+            their own step: to reproduce that step nothing may queue. For other orders of the same work they do queue,
+            and the routes of a `PlaceNetwork` become slower by the mean ratio over the messages between two places.
     """
     found = _with_costs(schedule, costs, links, seen)
     messages = {(each.at[0], each.at[1]): seconds for each, seconds in seen.items() if each.kind == "message"}
-    if messages and queueing:
-        links = _with_slower_routes(Routes(schedule, costs, links), links, messages)
-    elif messages:
-        found = replace(found, latency=0.0)  # it stands in the ways
-        links = _with_free_ways(Routes(schedule, costs, links), links, messages)
+    pair_routes = PairRoutes(schedule, costs, links) if messages else None
+    if pair_routes is not None and queueing:
+        links = _with_slower_routes(pair_routes, links, messages)
+    elif pair_routes is not None:
+        found = replace(found, latency=0.0)  # part of the links
+        links = _with_free_links(pair_routes, links, messages)
     return found, None if links is None else _with_sums(links, seen, queueing=queueing)
 
 
@@ -161,7 +163,6 @@ def _with_costs(schedule: Schedule, costs: Costs, links: Links | None, seen: Val
     changed: dict[str, Any] = {}
 
     def column(name: str) -> list[float]:
-        """[S] seconds or shares that are to be changed."""
         found: list[float] = changed.setdefault(name, list(by_stage(getattr(costs, name), number)))
         return found
 
@@ -186,7 +187,6 @@ def _with_costs(schedule: Schedule, costs: Costs, links: Links | None, seen: Val
 
 
 def _actions(schedule: Schedule, costs: Costs, seen: Values) -> dict[str, Any]:
-    """F, B, I and W as they were seen."""
     table = costs.free_of_overhead.table_for(schedule)
     rows = {op: list(table.rows[op]) for op in COST_OF_OP}
     ops: dict[int, set[Op]] = defaultdict(set)
@@ -210,7 +210,7 @@ def _actions(schedule: Schedule, costs: Costs, seen: Values) -> dict[str, Any]:
 
 
 def _overheads(costs: Costs, num_stages: int, seen: Values) -> dict[str, Any]:
-    """Seconds around actions as they were seen; those of messages among them are as before, as far as there is room."""
+    """Replaces the overhead per stage; the share for messages is kept, or reduced where it no longer fits."""
     whole, busy = list(around_actions(costs, num_stages)), by_stage(costs.message_overhead, num_stages)
     own = {each.at[0]: seconds for each, seconds in seen.items() if each.kind == "overhead"}
     if not own:
@@ -224,36 +224,37 @@ def _overheads(costs: Costs, num_stages: int, seen: Values) -> dict[str, Any]:
     }
 
 
-def _with_slower_routes(passages: Routes, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links | None:
-    """Routes that take as many times longer as messages between their places did, on a mean."""
+def _with_slower_routes(
+    pair_routes: PairRoutes, links: Links | None, seen: Mapping[tuple[int, int], float]
+) -> Links | None:
     if links is None or not isinstance(network := links.network, PlaceNetwork):
         return links
     both: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for ranks, seconds in seen.items():
-        if ranks in passages.by_pair and (pair := network.pair(*ranks)) is not None:
-            both[pair].append((passages.seconds(ranks), seconds))
+        if ranks in pair_routes.by_pair and (pair := network.pair(*ranks)) is not None:
+            both[pair].append((pair_routes.seconds(ranks), seconds))
     routes = dict(network.routes)
     for pair, found in both.items():
-        (was, now), way = map(fmean, zip(*found, strict=True)), routes[pair]
+        (was, now), link = map(fmean, zip(*found, strict=True)), routes[pair]
         routes[pair] = (
-            replace(way, latency=way.latency * now / was, seconds_per_byte=way.seconds_per_byte * now / was)
+            replace(link, latency=link.latency * now / was, seconds_per_byte=link.seconds_per_byte * now / was)
             if was > 0
-            else replace(way, latency=now)
+            else replace(link, latency=now)
         )
     return replace(links, network=replace(network, routes=routes))
 
 
-def _with_free_ways(passages: Routes, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links:
-    """Ways that take what was seen, and that no two messages share."""
-    ways: dict[tuple[int, int], Link] = {}
-    for pair in passages.by_pair:
-        way = Link() if links is None else links.way(*pair)
-        delayed = replace(way, latency=way.latency + passages.delay(pair))
-        ways[pair] = Link(latency=seen[pair]) if pair in seen else delayed
+def _with_free_links(routes: PairRoutes, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links:
+    """Links that take the measured seconds and that no two messages share."""
+    network: dict[tuple[int, int], Link] = {}
+    for pair in routes.by_pair:
+        link = Link() if links is None else links.way(*pair)
+        delayed = replace(link, latency=link.latency + routes.delay(pair))
+        network[pair] = Link(latency=seen[pair]) if pair in seen else delayed
     if links is None:
-        return Links(network=ways)
-    around = {pair for each in links.sums for pair in each.ways or ()} - ways.keys()
-    return replace(links, network=ways | {pair: links.way(*pair) for pair in around})
+        return Links(network=network)
+    of_sums = {pair for each in links.sums for pair in each.ways or ()} - network.keys()
+    return replace(links, network=network | {pair: links.way(*pair) for pair in of_sums})
 
 
 def _with_sums(links: Links, seen: Values, *, queueing: bool) -> Links:
@@ -273,13 +274,12 @@ def _with_sums(links: Links, seen: Values, *, queueing: bool) -> Links:
 
 
 def action_input(schedule: Schedule, op: Op, stage: int, rank: int) -> Input:
-    """The input of an op of a stage, as this rank runs it."""
+    """The input for an op of a stage on this rank."""
     at = (stage,) if len(schedule.owners[stage]) == 1 else (stage, rank)
     return Input(Cause.COMPUTE, op.value, at)
 
 
 def _on_rank(schedule: Schedule, row: Row, at: tuple[int, ...], seconds: float) -> Row:
-    """Seconds of a stage's actions, by index where those of one of its ranks are replaced."""
     if len(at) == 1:
         return (seconds,)
     stage, rank = at
@@ -288,5 +288,5 @@ def _on_rank(schedule: Schedule, row: Row, at: tuple[int, ...], seconds: float) 
 
 
 def around_actions(costs: Costs, num_stages: int) -> tuple[float, ...]:
-    """[S] seconds around each F, B and I of a stage, messages included."""
+    """[S] overhead per F, B and I of a stage, including that of messages [s]."""
     return tuple(map(add, by_stage(costs.overhead, num_stages), by_stage(costs.message_overhead, num_stages)))

@@ -1,25 +1,25 @@
-r"""Links: sizes of messages, the ways that they take between ranks, and sums over several ranks.
+r"""Links: sizes of messages, the network that carries them, and all-reduces over several ranks.
 
     rank 0 ----\                   /---- rank 2      A message occupies its pair's link, and the network cards at
                [card 0] --- [card 1]                 both ends, for bytes * seconds_per_byte, and arrives `latency`
     rank 1 ----/                   \---- rank 3      after that. 0 -> 2 and 1 -> 3 queue: they share both cards.
 
-First ready, first served: a message is ready when its maker ends (of those ready at one time, the one that the lower
-rank sent comes first), and waits until all that it occupies is free. Those that are ready later queue after it, also
-where they could go first. A card sends and receives at the same time.
+First come, first served: a message is ready when its maker ends (of those ready at one time, the one from the lower
+rank is first), and waits until everything that it occupies is free. Later messages queue after it, even if they could
+start earlier. A card sends and receives at the same time.
 
-A message leaves no earlier than one latency after its receive is posted (see `receives_ahead`), unless these keep its
-link busy for the latency there and back, or the link has no rate. Cards count it from when it is ready and posted.
+A message leaves no earlier than one latency after its receive is posted (see `receives_ahead`), unless the posted
+receives keep its link busy for a round trip, or the link has no rate. Cards count it from when it is ready and posted.
 
-A rank's processor while all-reduces of gradients take a share of it:
+The processor of a rank while an all-reduce takes a share of it:
 
     processor   |   F3   |  B2 at half rate  |  B3   |
-    sum                  |  busy share 1/2   |
+    all-reduce           |  busy share 1/2   |
 
-While something that takes a share b of the processor is under way, an action gets on at rate 1 - b: it lasts longer by
-b times the seconds beside it, whenever in it these are. Under several at once the largest share counts, since seconds
-that were measured at the same time have the wait for each other in them. A processor that is shared fairly would slow
-down what takes more than half of it instead, by as much: both are through at the same time.
+While collectives take a share b of the processor, an action runs at rate 1 - b. With several at once the largest share
+counts, since seconds measured at the same time include the wait for each other. (Fair sharing would slow down a
+collective
+that takes more than half instead, by as much: both end at the same time.)
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def _check(**numbers: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way from one rank to another, in one direction.
+    """A link from one rank to another, in one direction.
 
     Arguments:
         latency: of a message, after its last byte has left [s].
-        seconds_per_byte: of the slowest part of the way; 0: no limit.
-        sending, receiving: network cards on the way out and in, which it shares with all ways that name them.
-        blocks: whether a rank computes on only when its message has left.
+        seconds_per_byte: of the slowest part of the path; 0: no limit.
+        sending, receiving: network cards at both ends, shared by all links that name them.
+        blocks: whether a rank continues computing only when its message has left.
     """
 
     latency: float = 0.0
@@ -68,12 +68,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLevel:
-    """The ways inside a group of ranks that no smaller group joins.
+    """The links inside a group of ranks that no smaller group joins.
 
     Arguments:
         num_ranks: consecutive ranks of a group.
         latency, seconds_per_byte: see `Link`.
-        ranks_per_card: consecutive ranks that share one network card on these ways; None: each pair has its own link.
+        ranks_per_card: consecutive ranks that share one network card on these links; None: each pair has its own link.
     """
 
     num_ranks: int
@@ -88,7 +88,7 @@ class LinkLevel:
                 raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
 
     def way(self, src: int, dst: int) -> Link:
-        """The way from rank to rank."""
+        """The link from rank to rank."""
         if self.ranks_per_card is None:
             return Link(latency=self.latency, seconds_per_byte=self.seconds_per_byte)
         sending, receiving = ((self.num_ranks, rank // self.ranks_per_card) for rank in (src, dst))
@@ -97,20 +97,20 @@ class LinkLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllReduce:
-    """Gradients of a stage that several ranks add up in front of each of its updates.
+    """All-reduce of the gradients of a stage over several ranks before each of its updates.
 
-    It is ready when the last rank of the stage begins it (behind its backwards of the update group, see `collectives`);
-    the stage's updates wait for it. Compute goes on meanwhile, where the program lets it.
+    It is ready when the last rank of the stage begins it (after its backwards of the update group, see `collectives`),
+    and the stage's updates wait for it. It overlaps with compute, if the program allows.
 
     Arguments:
         stage: whose gradients.
-        seconds: that it takes once all that it occupies is free [s].
-        ways: that it occupies, as (sending rank, receiving rank), with their cards; None: both sides of the cards of
-            its ranks, as a ring of them does.
-        gather: of bringing the weights together, of which each rank updates a part, over the same ways [s]; 0: each
-            rank updates all of them.
-        unshards: whether they are gathered in front of a batch's first forward, one stage ahead, since ranks keep parts
-            alone between two batches; else behind each update.
+        seconds: duration once everything that it occupies is free [s].
+        ways: links that it occupies, as (sending rank, receiving rank), with their cards; None: both directions of the
+            cards of its ranks, as a ring does.
+        gather: all-gather of the weights, of which each rank updates a shard, over the same links [s]; 0: each rank
+            updates all of them.
+        unshards: whether they are gathered before a batch's first forward, one stage ahead, since ranks keep only
+            shards between batches; else after each update.
     """
 
     stage: int
@@ -125,13 +125,15 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceNetwork:
-    """Places of a pipeline on one rank or several each; every rank has a card, on which all that it sends queues.
+    """Places of a pipeline on one or several ranks each; every rank has a card, on which everything that it sends
+    queues.
 
     Arguments:
         places: [P] ranks of each.
-        routes: of messages between two places, the lower one first, whichever of their ranks share a microbatch; those
-            back take the route with the higher one first where there is one. ON_CARD as `sending`: they take `cards`.
-        cards: [P] by rank of each, the card of its host, which other places may share; sums over several take these.
+        routes: of messages between two places, the lower one first, for any of their ranks; in the reverse direction,
+            the route with the higher one first if there is one. ON_CARD as `sending`: they take `cards`.
+        cards: [P] by rank of each, the card of its host, which other places may share; all-reduces over several take
+            these.
     """
 
     places: tuple[tuple[int, ...], ...]
@@ -146,7 +148,7 @@ class PlaceNetwork:
             raise ValueError(f"cards={self.cards!r:.60}: expected one for each rank of {len(self.places)} places")
 
     def pair(self, src: int, dst: int) -> tuple[int, int] | None:
-        """The two places of these ranks as their route has them; None where there is none between them."""
+        """The two places of these ranks in the order of their route; None without one."""
         here, there = self._place.get(src, -1), self._place.get(dst, -1)
         pairs = (here, there), (min(here, there), max(here, there))
         return next((pair for pair in pairs if pair in self.routes), None)
@@ -164,7 +166,7 @@ class PlaceNetwork:
         return (ON_CARD, self.cards[place][self.places[place].index(rank)])
 
     def cards_of_sum(self, ranks: Sequence[int]) -> list[Hashable]:
-        """Those that a sum of a place's ranks takes, whether all of these are simulated or one for all."""
+        """The cards of an all-reduce of a place's ranks, whether all of them are simulated or one for all."""
         own = self.cards[self._place[ranks[0]]] if self.cards else ()
         return [*ranks, *((ON_CARD, card) for card in dict.fromkeys(own) if len({*own}) > 1)]
 
@@ -178,13 +180,13 @@ class Links:
     """Sizes of messages, and the network that carries them.
 
     Arguments:
-        network: one way for all pairs of ranks; levels, the innermost first, each a multiple of the one before; the
-            way of each pair that sends; or places of a pipeline.
+        network: one link for all pairs of ranks; levels, the innermost first, each a multiple of the one before; the
+            link of each pair that sends; or places of a pipeline.
         activation_bytes: of the messages over each edge of the stage graph: one number, or one per edge, in the order
             of `schedule.stage_edges` (S - 1 in a chain).
-        gradient_bytes: of those back over it, likewise; None: as many as of activations.
-        index_factors: by action index, how many times those bytes a message has, as slices of unequal length; they
-            begin again behind the last one. None: all are alike.
+        gradient_bytes: of the messages back over it, likewise; None: as many as of activations.
+        index_factors: by action index, factors of those bytes, as for slices of unequal length, repeated beyond the
+            last; None: all are equal.
         sums: at most one per stage.
 
     Raises ValueError for numbers that are negative or not finite, levels that do not fit, and two sums of a stage.
@@ -213,7 +215,7 @@ class Links:
                 raise ValueError(f"levels of {sizes} ranks: expected at least one, each a multiple of the one before")
         stages = [each.stage for each in self.sums]
         if len(set(stages)) < len(stages):
-            raise ValueError(f"sums of the stages {stages}: expected at most one a stage")
+            raise ValueError(f"sums of the stages {stages}: expected at most one per stage")
 
     def on(self, places: Sequence[Sequence[int]]) -> Links:
         """The same with each place of the network on these ranks, [P]."""
@@ -221,7 +223,7 @@ class Links:
         return replace(self, network=replace(self.network, places=tuple(map(tuple, places))))
 
     def way(self, src: int, dst: int) -> Link:
-        """The way from rank `src` to rank `dst`; ValueError where there is none."""
+        """The link from rank `src` to rank `dst`; ValueError if there is none."""
         match self.network:
             case Link():
                 return self.network
@@ -238,13 +240,13 @@ class Links:
         raise ValueError(f"no way from rank {src} to rank {dst}: expected one in the network of the links")
 
     def channels(self, src: int, dst: int, way: Link | None = None) -> list[Hashable]:
-        """Names of what a message from rank to rank occupies: its pair's link, and a side of each network card."""
+        """Names of everything that a message occupies: its pair's link, and a direction of each network card."""
         way = way or self.way(src, dst)
         cards = [(side, card) for side, card in (("out", way.sending), ("in", way.receiving)) if card is not None]
         return [(src, dst), *cards]
 
     def channels_of_sum(self, each: AllReduce, ranks: Iterable[int]) -> list[Hashable]:
-        """Names of what a sum of these ranks occupies, and the weights that are gathered after it."""
+        """Names of everything that an all-reduce of these ranks occupies, and the gather after it."""
         if each.ways is None:
             own = list(dict.fromkeys(ranks))
             cards = self.network.cards_of_sum(own) if isinstance(self.network, PlaceNetwork) else own
@@ -255,8 +257,8 @@ class Links:
 def wire_bytes(schedule: Schedule, links: Links, wires: Iterable[Wire]) -> dict[Wire, float]:
     """Bytes of each message over each wire of a schedule, before `index_factors`.
 
-    A message for several consumers has as much as the largest of their edges: the tensors of one are among those of
-    another, as in a model that hands everything on.
+    A message for several consumers has the bytes of the largest of their edges: the tensors of one are assumed to be
+    among those of another.
     """
     edges = schedule.stage_edges
     back = links.activation_bytes if links.gradient_bytes is None else links.gradient_bytes
@@ -279,9 +281,9 @@ def _spread(name: str, value: Bytes, number: int) -> tuple[float, ...]:
     return tuple(map(float, given))
 
 
-class Route:
-    """A way of messages of one size. Each of the channels, by number, carries one message at a time; `free_at` says
-    when it is free [s]."""
+class Transit:
+    """A message route in a simulation: each of its channels carries one message at a time; `free_at`: when they are
+    free [s]."""
 
     __slots__ = ("_channels", "_free_at", "blocks", "latency", "seconds")
 
@@ -291,15 +293,15 @@ class Route:
         self.seconds, self.latency, self._channels, self._free_at = seconds, latency, channels, free_at
         self.blocks = blocks
 
-    def slower(self, times: float) -> Route:
-        return Route(self.seconds * times, self.latency * times, self._channels, self._free_at, self.blocks)
+    def slower(self, times: float) -> Transit:
+        return Transit(self.seconds * times, self.latency * times, self._channels, self._free_at, self.blocks)
 
     def free_from(self, now: float) -> float:
-        """The time at which all channels are free, at or after `now` [s]."""
+        """The first time at which all channels are free, at or after `now` [s]."""
         return max([now, *(self._free_at[channel] for channel in self._channels)])
 
     def carry(self, now: float) -> float:
-        """Occupy the channels from the time at which all are free, at or after `now`; returns the arrival [s]."""
+        """Occupy the channels from the first time at which all are free, at or after `now`; returns the arrival [s]."""
         for channel in self._channels:
             now = max(now, self._free_at[channel])
         now += self.seconds
@@ -317,23 +319,23 @@ class Taken(NamedTuple):
 
 
 def seconds_left(taken: Iterable[Taken], start: float, end: float) -> float:
-    """Seconds of a whole processor that an action got which ran from one moment to the other [s].
+    """Seconds of a whole processor that an action received in this interval [s].
 
     >>> seconds_left([Taken(2.0, 6.0, 0.5)], 0.0, 4.0)
     3.0
     """
-    beside = [each for each in taken if each.start < end and each.end > start]
-    if not beside:
+    overlapping = [each for each in taken if each.start < end and each.end > start]
+    if not overlapping:
         return end - start
-    moments = sorted({start, end, *(at for each in beside for at in each[:2] if start < at < end)})
+    moments = sorted({start, end, *(at for each in overlapping for at in each[:2] if start < at < end)})
     return sum(
-        (b - a) * (1 - max((each.share for each in beside if each.start <= a and b <= each.end), default=0.0))
+        (b - a) * (1 - max((each.share for each in overlapping if each.start <= a and b <= each.end), default=0.0))
         for a, b in pairwise(moments)
     )
 
 
 class Processor:
-    """Shares that are taken of one rank's processor."""
+    """Shares of one rank's processor that are taken."""
 
     __slots__ = ("_taken",)
 
@@ -344,9 +346,9 @@ class Processor:
         self._taken.append(taken)
 
     def end(self, start: float, seconds: float) -> float:
-        """When an action ends that starts then and takes so many seconds of a whole processor [s].
+        """When an action ends that starts then and needs this many seconds of a whole processor [s].
 
-        It holds as long as nothing else is taken before it. Actions are asked about in the order in which they run.
+        Valid until another share is taken before that. Actions are asked about in the order in which they run.
         """
         now, left = start, seconds
         self._taken = [each for each in self._taken if each.end > start]

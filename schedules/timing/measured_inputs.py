@@ -1,7 +1,7 @@
-"""Inputs of a simulation as measured steps show them, in the sense in which the simulator takes them.
+"""Inputs of a simulation from measured steps, with the meaning that the simulator gives them.
 
-rank 0   |  B0  |     B1     |  B2  |        B1 ran beside a sum and took 2 s longer than B0, B2, ...: the sum's
-sum             |------------|               share of the processor is 2 s over the seconds beside it
+rank 0   |  B0  |     B1     |  B2  |        B1 overlapped with a sum and took 2 s longer than B0, B2, ...: the sum's
+sum             |------------|               share of the processor is 2 s over the seconds of overlap
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .waits import find_gaps, waits
 def measured_inputs(
     timelines: Sequence[Timeline], known: Costs | None = None, *, planned: Costs | None = None
 ) -> dict[Input, float]:
-    """Inputs that measured steps of one schedule show, medians [s]; those that they do not show are not among them.
+    """Medians of the inputs that measured steps of one schedule show [s]; others are not included.
 
     Arguments:
         timelines: at least one.
-        known: costs that the run measured itself over all of its steps: they know what goes on between actions, waits
-            left out, and whether there is a norm.
-        planned: where the steps do not show what goes on around the actions of a stage (one that always waits), as much
-            as these say is taken for no part of its messages.
+        known: costs that the run measured over all of its steps: they include overhead between actions, without waits,
+            and whether there is a norm.
+        planned: where the steps do not show the overhead of a stage (one that always waits), theirs is subtracted from
+            its messages.
     """
     found: dict[Input, list[float]] = defaultdict(list)
     seen = measured_shares(timelines)
@@ -49,9 +49,9 @@ def measured_inputs(
         found[Input(Cause.OVERHEAD, "overhead", (stage,))].append(seconds)
     if planned is not None:
         between = dict(enumerate(around_actions(planned, timelines[0].schedule.num_stages))) | between
-    ways = [way for timeline in timelines for way in _ways(timeline)]
-    seen_whole = {pair for pair, _, _, whole in ways if whole}
-    for pair, maker, took, whole in ways:
+    messages = [message for timeline in timelines for message in _awaited_messages(timeline)]
+    seen_whole = {pair for pair, _, _, whole in messages if whole}
+    for pair, maker, took, whole in messages:
         if whole or pair not in seen_whole:
             found[Input(Cause.MESSAGES, "message", pair)].append(max(0.0, took - between.get(maker.stage, 0.0)))
     if known is None or known.norm is not None:
@@ -66,20 +66,20 @@ def measured_inputs(
     return {each: median(seconds) for each, seconds in found.items()}
 
 
-def durations_beside(
+def durations_of_transfers(
     timelines: Sequence[Timeline], busy: Sequence[Mapping[Action, float]]
 ) -> Iterator[tuple[int, str, tuple[int, ...], float]]:
     """Messages, sums and norms of measured steps one by one: the step's number, "messages", "sums" or "norm", the
-    stages that the message leaves or whose gradients are summed, seconds, which rounding takes below 0.
+    stages that the message leaves or whose gradients are summed, seconds, which rounding may make negative.
 
     Arguments:
-        busy: by timeline, seconds for which actions kept their ranks busy, what came behind them included: that is no
-            part of the message that an action makes. Of one that is missing what mostly comes between two.
+        busy: by timeline, the seconds of each action with the overhead after it, which is not part of its message; for
+            a missing action the median overhead.
     """
     between = _overheads(timelines, None)
     for number, (timeline, seconds_of) in enumerate(zip(timelines, busy, strict=True)):
         took = {span.what: span.end - span.start for trace in timeline.ranks for span in trace.compute}
-        for _, maker, seconds, whole in _ways(timeline):
+        for _, maker, seconds, whole in _awaited_messages(timeline):
             if whole:
                 usual = took[maker] + between.get(maker.stage, 0.0)
                 yield number, "messages", (maker.stage,), seconds + took[maker] - seconds_of.get(maker, usual)
@@ -92,11 +92,11 @@ def durations_beside(
 
 
 def seconds_around(timeline: Timeline, known: Costs | None = None) -> float:
-    """Seconds of a measured step that its actions, sums and updates do not show [s], waiting for its batch among them;
-    0 where nobody stamped the step.
+    """Seconds of a measured step outside of its actions, sums and updates, including the wait for its batch [s]; 0 if
+    the step has no time stamps.
 
-    Without a norm, as `known` costs tell, what lies between the last backward or sum and the first update belongs to
-    them; else to the norm.
+    Without a norm (by `known`) the time between the last backward or sum and the first update belongs to it; else to
+    the norm.
     """
     around = timeline.around + (timeline.first_action - timeline.start)
     if not timeline.around or known is None or known.norm is not None:
@@ -106,9 +106,9 @@ def seconds_around(timeline: Timeline, known: Costs | None = None) -> float:
 
 
 def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs:
-    """Costs with the durations of a measured step's own actions, one by one, as they would be on a whole processor.
+    """Costs with the durations of a measured step's own actions, as they would be on a whole processor.
 
-    Of a stream of more batches than were measured those come again and again.
+    For a stream with more batches than were measured these are repeated.
     """
     size = schedule.batch_indices
     seen: dict[tuple[Op, int, int], list[float]] = defaultdict(list)
@@ -129,7 +129,6 @@ def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs
 
 
 def _actions(timeline: Timeline, shares: Sequence[float]) -> Iterator[tuple[Input, float]]:
-    """F, B, I, W and updates, as they would be on a whole processor."""
     for rank, actions in enumerate(whole_seconds(timeline, shares)):
         for (stage, op, _), seconds in actions:
             if op in COMPUTE_OPS:
@@ -149,7 +148,7 @@ def _overheads(timelines: Sequence[Timeline], known: Costs | None) -> dict[int, 
 
 
 def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
-    """(stage of the action before, seconds) where a rank went on without a wait, and began no sum."""
+    """(stage of the action before, seconds) where a rank continued without a wait, and began no sum."""
     joined = run_as_one(timeline.schedule)
     for trace, gaps in zip(timeline.ranks, find_gaps(timeline), strict=True):
         ends, begun = [span.end for span in trace.compute], [each.start for each in trace.collectives]
@@ -166,9 +165,9 @@ def _between(timeline: Timeline) -> Iterator[tuple[int, float]]:
                 yield before.what.stage, gap.unexplained
 
 
-def _ways(timeline: Timeline) -> Iterator[tuple[tuple[int, int], Action, float, bool]]:
+def _awaited_messages(timeline: Timeline) -> Iterator[tuple[tuple[int, int], Action, float, bool]]:
     """Messages that were waited for: (sender, receiver), the action that made it, seconds from then until its user
-    began, and whether its receiver waited from before it was made: else only those that were late are seen."""
+    began, and whether its receiver waited from before it was made (else only late messages are seen)."""
     waited = waits(timeline)
     for trace in timeline.ranks:
         previous = timeline.start
@@ -183,20 +182,18 @@ def _ways(timeline: Timeline) -> Iterator[tuple[tuple[int, int], Action, float, 
 
 
 def _together(timeline: Timeline) -> Iterator[tuple[Input, float]]:
-    """Sums and gathers, each from when the last of its ranks began it."""
-    for what, (begun, through) in under_way(timeline).items():
+    for what, (begun, ended) in collective_times(timeline).items():
         kind = "gather" if what.op is Op.UNSHARD else "sum"
-        yield Input(Cause.SUMS, kind, what.stages), max(0.0, through - begun)
+        yield Input(Cause.SUMS, kind, what.stages), max(0.0, ended - begun)
 
 
 def _norm(timeline: Timeline, between: Mapping[int, float]) -> float | None:
-    """Seconds of the global norm; None where some rank updated before it."""
     return None if len(timeline.ranks) == 1 else _before_updates(timeline, between)
 
 
 def _before_updates(timeline: Timeline, between: Mapping[int, float]) -> float | None:
-    """Seconds from the last backward and sum of all ranks to the first update; None where one came before. Those around
-    an action (`between`, by stage) are no part of it."""
+    """Seconds from the last backward and sum of all ranks to the first update, without the overhead of an action
+    (`between`, by stage); None if an update came before."""
     if not timeline.schedule.has_epilogue or timeline.missing:
         return None
     updates = [span.start for trace in timeline.ranks for span in trace.compute if span.what.op is Op.U]
@@ -212,18 +209,18 @@ def _before_updates(timeline: Timeline, between: Mapping[int, float]) -> float |
     return min(updates) - max(ends)
 
 
-def under_way(timeline: Timeline) -> dict[Collective, tuple[float, float]]:
-    """When each sum and gather began on the last of its ranks, and was through [s]."""
+def collective_times(timeline: Timeline) -> dict[Collective, tuple[float, float]]:
+    """When each sum and gather began on the last of its ranks, and when it ended [s]."""
     spans: dict[Collective, list[Span[Collective]]] = defaultdict(list)
     for trace in timeline.ranks:
         for span in trace.collectives:
             spans[span.what].append(span)
-    # A rank sees that it is through when it looks: the first one to see it is the nearest to the truth.
+    # A rank notices the end when it looks: the first one to notice it is the most accurate.
     return {what: (max(s.start for s in each), min(s.end for s in each)) for what, each in spans.items()}
 
 
 def whole_seconds(timeline: Timeline, shares: Sequence[float]) -> list[list[tuple[Action, float]]]:
-    """By rank its actions with the seconds that each would have taken of a whole processor; `shares` as `sum_busy`."""
+    """By rank its actions with the seconds that each would have taken on a whole processor; `shares` as `sum_busy`."""
     found = []
     for together, trace in zip(_by_rank(timeline), timeline.ranks, strict=True):
         taken = [Taken(a, b, share) for what, a, b in together if (share := max(shares[s] for s in what.stages)) > 0]
@@ -232,14 +229,14 @@ def whole_seconds(timeline: Timeline, shares: Sequence[float]) -> list[list[tupl
 
 
 def measured_shares(timelines: Iterable[Timeline]) -> dict[int, float]:
-    """By stage the share of the processor that its sums took of what ran beside them, 0 to 1.
+    """By stage the share of the processor that its sums took from overlapping actions, 0 to 1.
 
-    By as much actions took longer than those of the same stage and op on that rank with no sum beside them (their
-    median). A stage is missing where no such action ran beside its sums.
+    Such actions took longer than the median of the same stage and op on that rank without overlap. A stage without
+    overlapping actions is missing.
     """
     usual: dict[tuple[int, int, Op], list[float]] = defaultdict(list)
-    # (rank, stage, op), its seconds, those beside sums, and these by sum
-    beside: list[tuple[tuple[int, int, Op], float, float, dict[Collective, float]]] = []
+    # (rank, stage, op), its seconds, those that overlap with sums, and these by sum
+    overlaps: list[tuple[tuple[int, int, Op], float, float, dict[Collective, float]]] = []
     for timeline in timelines:
         for rank, (together, trace) in enumerate(zip(_by_rank(timeline), timeline.ranks, strict=True)):
             for (stage, op, _), start, end in trace.compute:
@@ -249,13 +246,13 @@ def measured_shares(timelines: Iterable[Timeline]) -> dict[int, float]:
                 if parts:
                     all_of_it = [Taken(a, b, 1.0) for _, a, b in together]
                     union = end - start - seconds_left(all_of_it, start, end)
-                    beside.append(((rank, stage, op), end - start, union, parts))
+                    overlaps.append(((rank, stage, op), end - start, union, parts))
                 else:
                     usual[rank, stage, op].append(end - start)
     medians = {key: median(seconds) for key, seconds in usual.items()}
     longer: dict[int, float] = defaultdict(float)
     seconds: dict[int, float] = defaultdict(float)
-    for key, took, union, parts in beside:
+    for key, took, union, parts in overlaps:
         if key not in medians or union <= 0:
             continue
         for what, part in parts.items():
@@ -266,13 +263,12 @@ def measured_shares(timelines: Iterable[Timeline]) -> dict[int, float]:
 
 
 def _by_rank(timeline: Timeline) -> list[list[tuple[Collective, float, float]]]:
-    """Sums under way on each rank: from when to when [s]."""
-    moments = under_way(timeline)
-    return [[(span.what, *moments[span.what]) for span in trace.collectives] for trace in timeline.ranks]
+    times = collective_times(timeline)
+    return [[(span.what, *times[span.what]) for span in trace.collectives] for trace in timeline.ranks]
 
 
 def median_costs(timeline: Timeline) -> Costs:
-    """Costs of a timeline's own actions: the median of each stage and op. Messages and norms cost nothing in it."""
+    """The median of each stage and op in a timeline. Messages and norms cost nothing."""
     found: dict[tuple[Op, int], list[float]] = {}
     for trace in timeline.ranks:
         for (stage, op, _), start, end in trace.compute:

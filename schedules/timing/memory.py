@@ -1,16 +1,16 @@
-"""Memory over time: what each rank of a timeline holds, by what it is for.
+"""Memory over time: the bytes that each rank of a timeline holds, by use.
 
     weights       all versions of its stages, from the start
     gradients     of a stage, from the end of its first backward to the end of its update (in a stream always)
     optimizer, buffers    from the start
-    activations   of a microbatch, from the start of F to the end of B or W, but not while they are away; what B makes
-                  anew or needs beyond the workspace, while it runs
+    activations   of a microbatch, from the start of F to the end of B or W, except while offloaded; those that B
+                  recomputes or needs beyond the workspace, while it runs
     workspace     while an action of the stage runs, or its update
-    messages      receives from when they are posted, sends until they are known to be received, as the lowered
-                  program has them; all-reduces of gradients while they are under way
+    messages      receives from their posting, sends until they are known to be received, as in the lowered program;
+                  all-reduces of gradients while they run
 
-Plans count their peaks in `partition/memory.py`, which says what a stage holds; here are the same figures, moment
-by moment.
+Plans count their peaks in `partition/memory.py`, which defines what a stage holds; these are the same figures over
+time.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class StageBytes:
     Arguments:
         weights: one version of them.
         gradients: one set of them.
-        optimizer: state; where it is divided over replicas, a rank's part.
+        optimizer: state; a rank's shard, if it is sharded over replicas.
         buffers: of the model.
         activations: kept of one microbatch from F to B.
-        again: beyond the workspace for the backward that runs, such as activations that it makes anew.
-        workspace: that an action needs for itself while it runs.
+        again: beyond the workspace during a backward, such as recomputed activations.
+        workspace: of an action while it runs.
         output: of a message to another stage, and of the gradient back.
         summing: held while gradients are summed, or weights gathered, over several ranks.
-        update: that the optimizer needs for itself while it steps.
+        update: of the optimizer while it steps.
 
-    Raises ValueError for what is no finite number of at least 0.
+    Raises ValueError for anything but finite numbers of at least 0.
     """
 
     weights: float = 0.0
@@ -87,8 +87,8 @@ class MemoryCurve:
     """Bytes on one rank over time: a step curve.
 
     Arguments:
-        times: ascending [s]; two that are equal enclose what was there for an instant.
-        parts: [len(times)] bytes of each part from this time to the next. Parts that are never there are left out.
+        times: ascending [s]; two equal ones enclose an instantaneous value.
+        parts: [len(times)] bytes of each part from this time to the next. Parts that are always 0 are left out.
     """
 
     times: tuple[float, ...]
@@ -106,20 +106,20 @@ class MemoryCurve:
 
 
 def memory_curves(timeline: Timeline, stages: Sequence[StageBytes]) -> tuple[MemoryCurve, ...]:
-    """[P] what each rank of a timeline holds, simulated or measured.
+    """[P] the memory of each rank of a timeline, simulated or measured.
 
     Arguments:
         stages: [S] in order.
 
-    Raises ValueError where these are not as many as the schedule has stages. O(actions + messages).
+    Raises ValueError for another number of stages than the schedule has. O(actions + messages).
     """
     schedule = timeline.schedule
     if len(stages) != schedule.num_stages:
-        raise ValueError(f"bytes of {len(stages)} stages for a schedule of {schedule.num_stages}: expected one a stage")
+        raise ValueError(f"bytes of {len(stages)} stages for a schedule of {schedule.num_stages}: expected as many")
     needs = Dependencies(schedule)
     versions = timeline.peak_versions if schedule.is_asynchronous else (1,) * schedule.num_ranks
     ahead = receives_ahead(max(stage.output for stage in stages))
-    if schedule.is_asynchronous:  # what a batch sends is posted no earlier than with it
+    if schedule.is_asynchronous:  # receives of a batch are posted no earlier than with it
         ahead = min(ahead, schedule.num_microbatches * max(map(len, schedule.placement)))
     return tuple(
         _Rank(timeline, program, stages, needs, num_versions=max(1, kept)).curve()
@@ -131,8 +131,6 @@ _PARTS = tuple(MemoryPart)
 
 
 class _Rank:
-    """Changes of what one rank holds, in the order of its program."""
-
     def __init__(
         self,
         timeline: Timeline,
@@ -151,10 +149,10 @@ class _Rank:
         self._num_versions = num_versions
 
     def curve(self) -> MemoryCurve:
-        import numpy as np  # simulating and printing schedules need none
+        import numpy as np  # simulating and printing schedules do not need it
 
         self._begin()
-        self._move(Op.OFFLOAD)  # at one moment what has left is gone before anything else comes
+        self._move(Op.OFFLOAD)  # of equal times, memory is freed first
         self._run()
         self._sum()
         self._move(Op.RELOAD)
@@ -172,7 +170,7 @@ class _Rank:
             self._changes.append((time, tuple(changes.get(part, 0.0) for part in _PARTS)))
 
     def _begin(self) -> None:
-        """There from the start: of a window of a stream, activations whose F lies before it, too."""
+        """Memory from the start, with the activations of forwards before a window of a stream."""
         actions = self._trace.actions
         begun = {(stage, index) for stage, op, index in actions if op is Op.F}
         before = [a.stage for a in actions if a.op in LAST_USES and (a.stage, a.index) not in begun]
@@ -189,11 +187,10 @@ class _Rank:
         )
 
     def _run(self) -> None:
-        """Actions, and the messages that are there beside them."""
         spans = {span.what: span for span in self._trace.compute}
         self._with_backward = {what.stage for what in spans if what.op is not Op.F}
-        now, level = self._timeline.start, 0.0  # level: bytes of messages, in front of the first action
-        is_before = True  # the first action: receives are posted at once; of a window, all that is there by then
+        now, level = self._timeline.start, 0.0  # level: bytes of messages before the first action
+        is_before = True  # the first action: receives are posted at once; of a window, everything until then
         for step, added, removed in message_changes(self._program):
             come, gone = self._size(added), self._size(removed)
             span = spans.pop(step, None) if isinstance(step, Action) else None
@@ -208,11 +205,11 @@ class _Rank:
                 self._act(span)
                 now = span.end
             elif isinstance(step, Action) and step.op not in MOVE_OPS:
-                break  # behind the window
+                break  # after the window
             else:
                 self._change(now, {MemoryPart.MESSAGES: come})
             self._change(now, {MemoryPart.MESSAGES: -gone})
-        for span in spans.values():  # the updates behind a flush
+        for span in spans.values():  # the updates after a flush
             self._act(span)
 
     def _size(self, messages: Collection[Message]) -> float:
@@ -241,31 +238,29 @@ class _Rank:
         self._change(end, over)
 
     def _sum(self) -> None:
-        """Buffers of all-reduces of gradients, and of weights that are gathered, while they are under way."""
-        for collective, begun, through in self._trace.collectives:
+        for collective, begun, ended in self._trace.collectives:
             size = max((self._stages[s].summing for s in collective.stages if s in self._own), default=0.0)
             self._change(begun, {MemoryPart.MESSAGES: size})
-            self._change(through, {MemoryPart.MESSAGES: -size})
+            self._change(ended, {MemoryPart.MESSAGES: -size})
 
     def _move(self, op: Op) -> None:
-        """Activations that have left, or begin to come back."""
-        for (stage, its, _), begun, through in self._trace.moves:
+        for (stage, its, _), begun, ended in self._trace.moves:
             size, is_out = self._stages[stage].activations, op is Op.OFFLOAD
             if its is op:
-                self._change(through if is_out else begun, {MemoryPart.ACTIVATIONS: -size if is_out else size})
+                self._change(ended if is_out else begun, {MemoryPart.ACTIVATIONS: -size if is_out else size})
 
 
 def _corners(times: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Indices of the points that a step curve needs: at each time the last one, and before it the highest where that
-    is higher than what it stands between."""
+    """Indices of the points that a step curve needs: at each time the last one, and the highest if it is above its
+    neighbours."""
     import numpy as np
 
     total = values.sum(axis=1)
     kept: list[int] = []
     starts = np.flatnonzero(np.r_[True, times[1:] != times[:-1]])
-    for first, behind in zip(starts.tolist(), [*starts[1:].tolist(), len(times)], strict=True):
-        last = behind - 1
-        high = first + int(total[first:behind].argmax())
+    for first, after in zip(starts.tolist(), [*starts[1:].tolist(), len(times)], strict=True):
+        last = after - 1
+        high = first + int(total[first:after].argmax())
         before = total[kept[-1]] if kept else 0.0
         if total[high] > max(before, total[last]):
             kept.append(high)

@@ -1,4 +1,4 @@
-"""Records of measured steps, a rank each, put together as the Timeline of all ranks."""
+"""Records of measured steps, one per rank, assembled to the Timeline of all ranks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TypeVar
 
 from ..dependencies import Dependencies
 from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Schedule
-from ..lowering.course import Course
+from ..lowering.calls import RunCalls
 from ..messages import STAGE_KINDS, Message
-from ..program import indices_a_batch
+from ..program import indices_per_batch
 from .timeline import RankTrace, Span, Timeline, What
 
 Moment = TypeVar("Moment")
-_REALLY_WAITED = 20e-6  # [s]: below this, a message was there before it was needed
+_REALLY_WAITED = 20e-6  # [s]: below this, a message arrived before it was needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +24,10 @@ class RankRecord:
     """One rank's step, in seconds of the host's clock.
 
     Arguments:
-        arrivals: (message, wait began, message there).
-        collectives: from begun on this rank to through.
+        arrivals: (message, wait began, message arrived).
+        collectives: from when this rank began them to their end.
         data: when this rank began to wait for a batch, and had it.
-        step: when this rank's step began and ended, with all that it does besides; None where nobody stamped it.
+        step: when this rank's step began and ended, including everything outside of its actions; None: not stamped.
         offset: to add to this rank's times to compare them with rank 0's (hosts differ) [s].
         error: most that the offset may be wrong by [s].
     """
@@ -45,16 +45,15 @@ _NOTHING = RankRecord(compute=(), arrivals=())
 
 
 def was_waited_for(message: Message, began: float, there: float) -> bool:
-    """Whether a message of a microbatch was seen to arrive: one that came early was not."""
+    """Whether a rank waited for a message of a microbatch; the arrival of an early one is not seen."""
     return message.kind in STAGE_KINDS and there - began >= _REALLY_WAITED
 
 
 def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) -> Timeline:
-    """The measured Timeline of all ranks, beginning at 0; of a rank without a record nothing is known.
+    """The measured Timeline of all ranks, beginning at 0; ranks without a record are missing.
 
-    The comm lane of a rank shows the messages that it really had to wait for: from when they were made on the other
-    rank, or from when this one began to wait where that is later, until they were there. One that came early was not
-    seen to arrive, and what was under way while the rank computed may have been there long before it was waited for.
+    The comm lane of a rank shows the messages that it had to wait for: from when they were made on the other rank, or
+    from when this one began to wait if that is later, until they arrived. The arrival of an early message is not seen.
     """
     needs = Dependencies(schedule)
     known = [_NOTHING if record is None else record for record in records]
@@ -89,19 +88,19 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
         ranks=tuple(ranks),
         measured=True,
         clock_error=errors if any(errors) else (),
-        around=0.0 if schedule.is_asynchronous else _around(known, min(waits, default=math.inf)),
+        around=0.0 if schedule.is_asynchronous else _step_overhead(known, min(waits, default=math.inf)),
         missing=tuple(rank for rank, record in enumerate(records) if record is None),
     )
     return timeline.shifted(-timeline.start)
 
 
-def _around(records: Sequence[RankRecord], waits: float) -> float:
-    """Seconds of a step in front of its first action, or of the first wait for data, and behind its last action [s].
+def _step_overhead(records: Sequence[RankRecord], waits: float) -> float:
+    """Seconds of a step before its first action, or the first wait for data, and after its last action [s].
 
-    In front they are those of the rank that begins first, behind those of the one that ends last: neither waits there
-    for what another rank computes.
+    The former are those of the rank that begins first, the latter those of the one that ends last: neither waits there
+    for other ranks.
     """
-    first: tuple[float, float] | None = None  # when it began to act, and how long its step had gone on by then
+    first: tuple[float, float] | None = None  # when its first action began, and the step's seconds before it
     last: tuple[float, float] | None = None
     for record in records:
         if record.step is None or not record.compute:
@@ -118,7 +117,7 @@ def _around(records: Sequence[RankRecord], waits: float) -> float:
 def as_it_ran(schedule: Schedule, records: Sequence[RankRecord | None]) -> Schedule:
     """The schedule in the order in which it ran: a run may have a schedule for each batch.
 
-    A rank of which nothing is known, or not all of its work, keeps its program.
+    A rank without a complete record keeps its program.
     """
     if schedule.num_batches > 1 or schedule.rule.is_asynchronous or schedule.compute_programs != schedule.programs:
         return schedule
@@ -132,26 +131,25 @@ def as_it_ran(schedule: Schedule, records: Sequence[RankRecord | None]) -> Sched
 
 
 def _work(program: Sequence[Action]) -> list[tuple[int, int, bool]]:
-    """Forwards, and backwards whole or in halves."""
     return sorted((s, k, op is Op.F) for s, op, k in program if op is Op.F or op in LAST_USES)
 
 
-def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Timeline:
-    """The measured Timeline of a few batches of a stream: the oldest one of which anything was recorded becomes
-    batch 0. Where the stream began among them, behind batches with a flush, these are left out."""
-    schedule = course.schedule
+def assemble_stream(calls: RunCalls, records: Sequence[RankRecord | None]) -> Timeline:
+    """The measured Timeline of a few batches of a stream: the oldest recorded batch becomes batch 0. If the stream
+    began among them, after batches with a flush, those are left out."""
+    schedule = calls.schedule
 
     def batch(what: Action | Collective | Message) -> int:
-        return what.index // indices_a_batch(schedule, what)
+        return what.index // indices_per_batch(schedule, what)
 
     batches = [batch(span.what) for record in records if record is not None for span in record.compute]
     last = max(batches, default=0)
-    since = 0 if course.is_alone(last) else course.flush_first
+    since = 0 if calls.is_alone(last) else calls.flush_first
     first = min((each for each in batches if each >= since), default=0)
 
     def moved(spans: Sequence[Span[What]]) -> tuple[Span[What], ...]:
         return tuple(
-            Span(what._replace(index=what.index - first * indices_a_batch(schedule, what)), start, end)
+            Span(what._replace(index=what.index - first * indices_per_batch(schedule, what)), start, end)
             for what, start, end in spans
             if batch(what) >= since
         )
@@ -169,15 +167,15 @@ def assemble_stream(course: Course, records: Sequence[RankRecord | None]) -> Tim
         return min((span.start for span in record.compute if batch(span.what) >= since), default=math.inf)
 
     rebased = [None if record is None else moved_record(record) for record in records]
-    return assemble_timeline(course.stream_of(last).unrolled(last - first + 1), rebased)
+    return assemble_timeline(calls.stream_of(last).unrolled(last - first + 1), rebased)
 
 
 def launches(
     ends: Sequence[Moment], begun: Iterable[Moment], *, between: Callable[[Moment, Moment], float]
 ) -> set[int]:
-    """Numbers of the actions behind which sums or gathers were begun; -1 for those in front of the first.
+    """Numbers of the actions after which sums or gathers were begun; -1: before the first.
 
-    What goes on between such an action and the next one is no overhead: gradients are put together and sent off.
+    The time between such an action and the next is no overhead: gradients are packed and sent.
 
     Arguments:
         ends: of a rank's actions in order.

@@ -1,7 +1,7 @@
 """Seconds of a step when durations vary: many simulated steps, their median and their range.
 
-A step ends when its last rank ends: it is a maximum of sums of durations. So its mean lies above what the means of its
-actions give, and it varies less than each of them.
+A step ends when its last rank ends: it is a maximum of sums of durations. So its mean is above the step simulated with
+mean durations, and its relative spread is smaller than that of single actions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .costs import Costs, CostTable
 from .links import Links
 from .simulate import run_once
 from .spread import OpRatios, Spread
-from .wiring import OPS, ScheduleWiring
+from .wiring import LANE_OPS, ScheduleWiring
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,23 +79,22 @@ class StepSamples:
         return ascending[low] + (at - low) * (ascending[high] - ascending[low])
 
     def range(self, share: float = SHARE) -> tuple[float, float]:
-        """Seconds between which this share of steps lies, as many below as above."""
+        """The interval that holds this share of steps, with as many below as above [s]."""
         return self.quantile((1 - share) / 2), self.quantile((1 + share) / 2)
 
     def holds(self, steps: Sequence[float], share: float = SHARE) -> float:
-        """Part of these measured steps, in seconds, that lies within the range; ValueError for none."""
+        """Share of these measured steps, in seconds, within the range; ValueError without any."""
         if not steps:
             raise ValueError("steps=(): expected the seconds of at least one measured step")
         low, high = self.range(share)
         return fmean(low <= seconds <= high for seconds in steps)
 
     def __str__(self) -> str:
-        """The median and the range, for people."""
         return with_range(self.median, self.range())
 
 
 def with_range(seconds: float, ends: tuple[float, float]) -> str:
-    """A predicted step and where most steps lie, for people.
+    """A predicted step and its range, for people.
 
     >>> with_range(0.412, (0.401, 0.447))
     '412 ms (90%: 401 ms .. 447 ms)'
@@ -113,16 +112,15 @@ def simulate_spread(
     samples: int | None = None,
     seed: int = 0,
 ) -> StepSamples:
-    """Seconds and bubbles of so many simulated steps, whose durations are drawn from `spread`.
+    """Seconds and bubbles of simulated steps whose durations are drawn from `spread`.
 
-    They are steps like those that told the spread: each is one of these as a whole, its own ratios drawn anew where the
-    schedule has another number of microbatches than it had. Each is what `simulate` says for its durations; of ratios
-    of 1 alone, for these costs. Of an asynchronous schedule a sample is a whole program, whose batches are all drawn
-    from one step. The same seed gives the same samples.
+    Each sample is one of the measured steps of the spread as a whole, with its ratios resampled where the schedule
+    has another number of microbatches. For an asynchronous schedule a sample is a whole program, whose batches are all
+    drawn from one step. Ratios of 1 reproduce `simulate`. The same seed gives the same samples.
 
     Arguments:
         costs, links: see `simulate`.
-        samples: simulated steps; None: 200, of programs of more than 10,000 actions fewer, down to 19.
+        samples: simulated steps; None: 200, fewer for programs of more than 10,000 actions, at least 19.
 
     Raises ValueError as `simulate` does, and for a spread of another number of stages. O(samples * actions * log P).
 
@@ -141,14 +139,14 @@ def simulate_spread(
     seconds, bubbles = [], []
     draws = _StepDraws(schedule, table, spread, seed)
     for _ in range(samples):
-        timeline = run_once(wiring, draws.table(), messages=False, beside=draws.beside)
+        timeline = run_once(wiring, draws.table(), messages=False, ratios=draws.of_transfers)
         seconds.append(timeline.batch_seconds)
         bubbles.append(timeline.bubble)
     return StepSamples(seconds=tuple(sorted(seconds)), bubbles=tuple(sorted(bubbles)))
 
 
 def samples_of(num_actions: int) -> int:
-    """Steps of a program of so many actions that are simulated where nobody says how many.
+    """Default number of simulated steps for a program of so many actions.
 
     >>> [samples_of(number) for number in (32, 10_000, 40_000, 1_000_000)]
     [200, 200, 50, 19]
@@ -157,7 +155,8 @@ def samples_of(num_actions: int) -> int:
 
 
 class _StepDraws:
-    """Cost tables with durations drawn for one step after the other; ratios of 1 leave the given one."""
+    """Cost tables with the durations of one drawn step after another: seconds = cost * ratio of the step * ratio of the
+    action."""
 
     def __init__(self, schedule: Schedule, table: CostTable, spread: Spread, seed: int) -> None:
         import numpy as np  # simulating one step needs none
@@ -165,9 +164,9 @@ class _StepDraws:
         self._table, self._norm = table, spread.norm
         self._random = np.random.default_rng(seed)
         self._number_of_step, self._own = 0, [np.array(each) for each in spread.step_messages]
-        self._beside = {"messages": np.array(spread.messages), "sums": np.array(spread.sums)}
+        self._of_transfers = {"messages": np.array(spread.messages), "sums": np.array(spread.sums)}
         self._ops = sorted(
-            {Op.U, *(op for program in schedule.compute_programs for _, op, _ in program)}, key=OPS.index
+            {Op.U, *(op for program in schedule.compute_programs for _, op, _ in program)}, key=LANE_OPS.index
         )
         num_stages, num_indices = schedule.num_stages, schedule.total_indices
         for op, stages in (each for ratios in (spread.actions, *spread.steps) for each in ratios.items()):
@@ -183,7 +182,7 @@ class _StepDraws:
         def lists(ratios: OpRatios) -> list[Sequence[float]]:
             return [(ratios[op][stage] if op in ratios else ()) or (1.0,) for op, stage in rows]
 
-        # The ratios of all rows stand in one array: `first` and `number` say where those of a row are.
+        # One array for the ratios of all rows: those of a row begin at `first`, `number` of them.
         own = lists(spread.actions)
         number = np.array([len(each) for each in own])
         self._ratios = np.concatenate([np.array(each) for each in own])
@@ -206,20 +205,24 @@ class _StepDraws:
             norm *= self._norm[int(self._random.integers(len(self._norm)))]
         return replace(self._table, rows={**self._table.rows, **rows}, norm=norm)
 
-    def beside(self, kind: str, number: int) -> list[float]:
-        """Ratios of as many messages, or sums, each as likely as any other; none where they do not vary. Messages are
-        those of the step that is drawn, each as often as any other: drawn anew they would vary twice."""
+    def of_transfers(self, kind: str, number: int) -> list[float]:
+        """Ratios for a number of messages or sums; empty where they do not vary. Messages take those of the drawn step
+        in random order, since drawing each of them again would count their variance twice."""
         import numpy as np
 
         if kind == "messages" and self._own and len(own := self._own[self._number_of_step]):
             return list(np.resize(self._random.permutation(own), number).tolist())
-        ratios = self._beside[kind]
+        ratios = self._of_transfers[kind]
         found: list[float] = ratios[self._random.integers(len(ratios), size=number)].tolist() if len(ratios) else []
         return found
 
     def _of_step(self) -> NDArray[np.float64]:
-        """Ratios of all actions in one measured step, as far from their means as they were there, and wider as the
-        square root of N over a chi-squared number of N - 1 degrees says: what N steps do not tell of their variance."""
+        """Ratios of all actions of one drawn step.
+
+        With x the logarithms of a measured step and m their means over N steps: exp(m + w (x - m)). The factor w, the
+        square root of N over a chi-squared number of N - 1 degrees, widens the draw for the unknown variance (Student's
+        distribution).
+        """
         import numpy as np
 
         if not self._steps:
@@ -235,7 +238,7 @@ class _StepDraws:
         return np.exp(np.array(logs))
 
     def _for_batches(self, own: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-        """Logarithms by index: of a batch of as many actions as were measured those, else some of them."""
+        """Logarithms by index: those of the step where it has as many, else a random choice of them."""
         import numpy as np
 
         num_indices = self._shape[1]

@@ -1,11 +1,11 @@
-"""How much durations vary: the last measured steps, kept whole, or what a profile says of single actions.
+"""Variation of durations: the last measured steps, kept whole, or a profile's figures for single actions.
 
     seconds of an action  =  its cost  *  its ratio in the step that is drawn  *  a ratio of its own (a profile's)
                              (Costs)
 
-Ranks of one host share its load: what slows one may slow all of them, or give the others more; so a step is drawn with
-all of its ratios. Messages, sums and the norm have ratios of their own: of messages those of which the steps'
-timelines show that their receiver waited from before they were made, since of others only the late ones are seen.
+Ranks of one host share its load, which may slow all of them or favour the others; so a step is drawn with all of its
+ratios. Messages, sums and the norm have ratios of their own: for messages, of those whose receiver waited from before
+they were made, since of others only the late ones are seen.
 """
 
 from __future__ import annotations
@@ -21,43 +21,41 @@ from statistics import NormalDist, fmean
 
 from ..ir import Action, Op
 from .costs import CostTable
-from .measured_inputs import durations_beside
+from .measured_inputs import durations_of_transfers
 from .timeline import Timeline
-from .wiring import OPS
+from .wiring import LANE_OPS
 
 Ratios = tuple[float, ...]
 OpRatios = Mapping[Op, Sequence[Sequence[float]]]  # by op, for each stage
-LEAST_STEPS = 10  # of a measurement: below, what differs between steps is anybody's guess
-_LEAST_DRAWN = 4  # Student's distribution has a variance from three degrees of freedom on
-_BESIDE = ("messages", "sums", "norm")
-_LEAST_RATIO = 1e-3  # of what goes on beside actions
-_NUM_ALIKE = 64  # ratios that stand for a distribution
-_MOST_RATIOS = 256  # kept of a list beside actions; more of them are put together
+LEAST_STEPS = 10  # of a measurement: fewer do not show the variation between steps
+_LEAST_DRAWN = 4  # Student's distribution has a variance from three degrees of freedom
+_TRANSFERS = ("messages", "sums", "norm")
+_LEAST_RATIO = 1e-3  # of messages, sums and norms
+_NUM_ALIKE = 64  # ratios that represent a distribution
+_MOST_RATIOS = 256  # of messages, sums or norms; more of them are averaged in groups
 _MOST_ACTIONS = 100_000  # of all steps that are kept, if these are more than LEAST_STEPS
 
 
-# An action of a measured step, and the seconds that it kept its rank busy, the overhead behind it included.
+# An action of a measured step, and its seconds with the overhead after it.
 TimedAction = tuple[Action, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Ratios of durations to the costs that stand for them.
+    """Ratios of durations to the costs that represent them.
 
     Arguments:
-        actions: by op, for each stage, of an action by itself, each equally likely; of an op without them, and of an
-            empty one: none varies.
-        steps: measured steps, each equally likely: by op, for each stage, of its actions in the order of their numbers
-            in the batch; of an op without them: 1. None or one: steps are alike. The fewer there are, the wider they
-            are drawn, as Student's distribution is wider than the normal one: two or three would be drawn from one
-            without a variance.
-        messages, sums, norm: of each message, of a sum (or gather) in one step, of the global norm; empty: they do not
-            vary.
-        step_messages: by measured step, of its own messages, which are slow together; empty, and of a step without
-            them: `messages`.
+        actions: by op, for each stage, equally likely ratios of single actions; none varies for a missing op or empty
+            list.
+        steps: measured steps, each equally likely: by op, for each stage, the ratios of its actions in the order of
+            their numbers in the batch; 1 for a missing op. None or one: steps are equal. The fewer there are, the wider
+            they are drawn (Student's distribution); two or three would have no variance.
+        messages, sums, norm: ratios of each message, of a sum (or gather) in one step, of the global norm; empty: they
+            do not vary.
+        step_messages: by measured step, the ratios of its own messages, which are slow together; empty: `messages`.
 
-    Raises ValueError for ratios that are no finite numbers above 0, stages that are as many for one op as not for
-    another, two or three steps, and messages of another number of steps.
+    Raises ValueError for anything but finite ratios above 0, ops with different numbers of stages, two or three steps,
+    and messages of another number of steps.
 
     >>> noise = Spread(actions={Op.F: [[0.9, 1.0, 1.3]]}, steps=[{Op.F: [[1.0, 1.1 + n]]} for n in range(4)])
     >>> Spread.from_json(noise.to_json()) == noise
@@ -79,21 +77,21 @@ class Spread:
             raise ValueError(f"ratios of {numbers} stages: expected as many for each op")
         if 1 < len(steps) < _LEAST_DRAWN:
             raise ValueError(
-                f"a spread of {len(steps)} measured steps: expected at least {_LEAST_DRAWN}, which tell how far steps "
-                f"vary, or steps=() for steps that are alike"
+                f"a spread of {len(steps)} measured steps: expected at least {_LEAST_DRAWN}, which show how far steps "
+                f"vary, or steps=() for equal steps"
             )
         own = tuple(_ratios(f"messages in step {number}", each) for number, each in enumerate(self.step_messages))
         if own and len(own) != len(steps):
             raise ValueError(f"step_messages of {len(own)} steps: expected one list for each of {len(steps)} steps")
         object.__setattr__(self, "step_messages", own)
-        for name in _BESIDE:
+        for name in _TRANSFERS:
             object.__setattr__(self, name, _ratios(name, getattr(self, name)))
         object.__setattr__(self, "actions", actions)
         object.__setattr__(self, "steps", steps)
 
     @classmethod
     def of_half_ranges(cls, stages: Sequence[float]) -> Spread:
-        """Actions alone vary, all of a stage alike, and steps do not: all that a profile knows.
+        """A spread of single actions, equal for all of a stage; steps do not vary: all that a profile measures.
 
         Arguments:
             stages: [S] half the interquartile range of an action's seconds over their median.
@@ -104,15 +102,15 @@ class Spread:
         [0.91, 1.1]
         """
         if any(not (isinstance(each, Real) and 0 <= float(each) < math.inf) for each in stages):
-            raise ValueError(f"half ranges {list(stages)!r:.60}: expected finite numbers of at least 0, one a stage")
+            raise ValueError(f"half ranges {list(stages)!r:.60}: expected finite numbers of at least 0, one per stage")
         own = [_alike(float(each)) for each in stages]
         return cls(actions=dict.fromkeys((Op.F, Op.B, Op.I, Op.W), own))
 
     def to_json(self) -> str:
         """One JSON object."""
         actions, *steps = ({op.value: stages for op, stages in each.items()} for each in (self.actions, *self.steps))
-        beside = {name: getattr(self, name) for name in (*_BESIDE, "step_messages")}
-        return json.dumps({"actions": actions, "steps": steps, **beside})
+        others = {name: getattr(self, name) for name in (*_TRANSFERS, "step_messages")}
+        return json.dumps({"actions": actions, "steps": steps, **others})
 
     @classmethod
     def from_json(cls, text: str) -> Spread:
@@ -131,12 +129,11 @@ class Spread:
 def estimate_spread(
     ranks: Sequence[Sequence[Sequence[TimedAction]]], table: CostTable, timelines: Sequence[Timeline] = ()
 ) -> Spread | None:
-    """The spread of measured steps around these costs; None for fewer than LEAST_STEPS, which do not tell it.
+    """The spread of measured steps around these costs; None for fewer than LEAST_STEPS.
 
     Arguments:
-        ranks: [P][N] what each rank ran in each step, in its order; the newest steps of all ranks belong together.
-        timelines: of these steps, or some of them; of none, and of fewer than LEAST_STEPS, what goes on beside actions
-            is taken not to vary.
+        ranks: [P][N] the actions of each rank in each step, in its order; the newest steps of all ranks correspond.
+        timelines: of these steps, or some of them; with fewer than LEAST_STEPS, messages, sums and norm do not vary.
     """
     number = min((len(steps) for steps in ranks if steps), default=0)
     newest = [steps[len(steps) - number :] for steps in ranks if steps]
@@ -147,15 +144,16 @@ def estimate_spread(
     if len(whole) < LEAST_STEPS:
         return None
     most = max(LEAST_STEPS, _MOST_ACTIONS // sum(map(len, steps[whole[-1]].values())))
-    stages, ops = range(len(table.latency)), [op for op in OPS if any(op is each for each, _ in actions)]
+    stages, ops = range(len(table.latency)), [op for op in LANE_OPS if any(op is each for each, _ in actions)]
     by_stage = [{op: [steps[n].get((op, stage), ()) for stage in stages] for op in ops} for n in whole[-most:]]
-    beside, by_step = _beside(timelines, ran, table)
+    transfers, by_step = _transfers(timelines, ran, table)
     own = [_put_together(by_step.get(n, ())) for n in whole[-most:]]
-    return Spread(actions={}, steps=by_stage, step_messages=own if any(own) else (), **beside)
+    return Spread(actions={}, steps=by_stage, step_messages=own if any(own) else (), **transfers)
 
 
 def _ratios_of_step(ranks: Sequence[Sequence[TimedAction]], table: CostTable) -> dict[tuple[Op, int], Ratios]:
-    """Ratios of one step by op and stage. Those of a stream, whose actions are of two batches, stand as in one."""
+    """Ratios of one step by op and stage. Those of a stream, whose actions are of two batches, are ordered as in
+    one."""
     ratios: dict[tuple[Op, int], dict[int, float]] = defaultdict(dict)
     for (stage, op, index), seconds in (ran for rank in ranks for ran in rank):
         cost = table.of(op, stage, index)
@@ -167,20 +165,20 @@ def _ratios_of_step(ranks: Sequence[Sequence[TimedAction]], table: CostTable) ->
     }
 
 
-def _beside(
+def _transfers(
     timelines: Sequence[Timeline], ran: Sequence[Sequence[Sequence[TimedAction]]], table: CostTable
 ) -> tuple[dict[str, Ratios], dict[int, list[float]]]:
-    """Ratios of messages, sums and the norm, by the field of a `Spread`; of messages by the step that ran them, too.
+    """Ratios of messages, sums and the norm, by the field of a `Spread`; of messages also by the step that ran them.
 
-    A message that is there as soon as its rank is free takes next to no time: left out, the others would be too long.
+    A message that arrives before its rank is free takes almost no time: it counts, or the others would be too long.
     """
-    found: dict[str, list[float]] = {name: [] for name in _BESIDE}
+    found: dict[str, list[float]] = {name: [] for name in _TRANSFERS}
     own: dict[int, list[float]] = defaultdict(list)
     if len(timelines) >= LEAST_STEPS:
         busy: list[dict[Action, float]] = [{} for _ in timelines]
         if len(timelines) <= len(ran) and not timelines[0].schedule.is_asynchronous:  # of a stream each is of several
             busy = [{key: took for rank in step for key, took in rank} for step in ran[len(ran) - len(timelines) :]]
-        for number, kind, stages, seconds in durations_beside(timelines, busy):
+        for number, kind, stages, seconds in durations_of_transfers(timelines, busy):
             cost = _cost(kind, stages, table)
             if cost and (seconds > 0 or kind == "messages"):
                 found[kind].append(max(seconds / cost, _LEAST_RATIO))
@@ -198,7 +196,7 @@ def _cost(kind: str, stages: tuple[int, ...], table: CostTable) -> float | None:
 
 
 def _put_together(ratios: Sequence[float]) -> Ratios:
-    """Ascending ratios to four digits; of very many, the means of neighbours, which have the same mean."""
+    """Ascending ratios to four digits; of very many, means of neighbours, which have the same mean."""
     ordered = sorted(ratios)
     number = min(len(ordered), _MOST_RATIOS)
     cuts = [n * len(ordered) // number for n in range(number + 1)] if number else [0]
@@ -214,9 +212,9 @@ def _alike(half_range: float) -> Ratios:
 
 
 def _by_stage(ratios: OpRatios, where: str) -> dict[Op, tuple[Ratios, ...]]:
-    wrong = [op for op in ratios if op not in OPS]
+    wrong = [op for op in ratios if op not in LANE_OPS]
     if wrong:
-        raise ValueError(f"a spread of {wrong[0]!s}: expected one of {', '.join(map(str, OPS))}")
+        raise ValueError(f"a spread of {wrong[0]!s}: expected one of {', '.join(map(str, LANE_OPS))}")
     return {
         op: tuple(_ratios(f"{op} of stage {stage}{where}", each) for stage, each in enumerate(stages))
         for op, stages in ratios.items()

@@ -1,9 +1,9 @@
-"""Timelines: when everything happened, one record for simulated and measured runs.
+"""Timelines: the times of everything that happened, one record for simulated and measured runs.
 
     rank 0 |1F0|1F1|....|1B0|      compute lane: spans of F B I W U
            |  >>>>                 comm lane: spans of messages, from ready at the sender to arrived here
-           |              ====     collectives: all-reduces of gradients, from begun on this rank to through
-           |      <<<<             moves: activations that leave or come, from begun to through
+           |              ====     collectives: all-reduces of gradients, from when this rank began them to their end
+           |      <<<<             moves: activations offloaded or reloaded, from begin to end
 
 All times are in seconds from one origin that the ranks share.
 """
@@ -30,7 +30,7 @@ Of = TypeVar("Of")
 
 
 class Span(NamedTuple, Generic[Of]):
-    """One action (compute), message or collective (communication), or cause of idling, from `start` to `end` [s]."""
+    """One action (compute), message or collective (communication), or cause of idle time, from `start` to `end` [s]."""
 
     what: Of
     start: float
@@ -41,8 +41,8 @@ class Span(NamedTuple, Generic[Of]):
 class RankTrace:
     """One rank: spans in ascending order of start; compute spans do not overlap.
 
-    comm holds the messages that this rank received, collectives what it did together with others, moves those of
-    activations in its program (OFFLOAD, RELOAD), data when it waited for a batch (measured runs only).
+    comm holds the messages that this rank received, moves the OFFLOAD and RELOAD of its program, data the waits for a
+    batch (measured runs only).
     """
 
     compute: tuple[Span[Action], ...]
@@ -57,8 +57,8 @@ class RankTrace:
         return sum(span.end - span.start for span in self.compute if span.what.op in COMPUTE_OPS)
 
     @property
-    def beside(self) -> tuple[Span[Collective] | Span[Action], ...]:
-        """All that went on beside compute but messages: collectives, then moves."""
+    def transfers(self) -> tuple[Span[Collective] | Span[Action], ...]:
+        """Collectives, then moves."""
         return (*self.collectives, *self.moves)
 
     @property
@@ -72,15 +72,14 @@ class Timeline:
     """A run of `schedule`, simulated or measured.
 
     Arguments:
-        schedule: what was run.
+        schedule: that ran.
         ranks: [P] traces.
-        measured: False when it comes from the simulator.
-        clock_error: [P] most that a rank's times may be wrong by beside rank 0's [s]; empty: one clock stamped all.
-        around: seconds of the step beside what the ranks' lanes show, in front of the first span and behind the last.
-        missing: ranks of which nothing was recorded; their traces are empty, and no figure counts them.
+        measured: False for a simulation.
+        clock_error: [P] most that a rank's times may be wrong relative to rank 0's [s]; empty: one clock stamped all.
+        around: seconds of the step outside of the ranks' lanes, before the first span and after the last.
+        missing: ranks without a record; their traces are empty, and figures ignore them.
 
-    Raises ValueError for errors that are no seconds, one a rank, for seconds around the step that are none, and for a
-    missing rank that has a trace.
+    Raises ValueError for invalid errors or seconds around the step, and for a missing rank that has a trace.
     """
 
     schedule: Schedule
@@ -93,7 +92,7 @@ class Timeline:
     def __post_init__(self) -> None:
         errors = self.clock_error
         if errors and (len(errors) != len(self.ranks) or not all(e >= 0 and math.isfinite(e) for e in errors)):
-            raise ValueError(f"clock_error={errors!r:.80}: expected finite seconds, one a rank of {len(self.ranks)}")
+            raise ValueError(f"clock_error={errors!r:.80}: expected finite seconds, one per rank of {len(self.ranks)}")
         if not (self.around >= 0 and math.isfinite(self.around)):
             raise ValueError(f"around={self.around!r}: expected a finite number of seconds, at least 0")
         for rank in self.missing:
@@ -108,7 +107,7 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """The first start of any rank, or where the first began to wait for its batch before that [s]."""
+        """The first start of any rank, or of the wait for its batch before that [s]."""
         waits = [rank.data[0][0] for rank in self.ranks if rank.compute and rank.data]
         return min([self.first_action, *waits])
 
@@ -119,14 +118,14 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """The last end of any rank [s], updates and what ranks do together (all-reduces of gradients, ...) included."""
+        """The last end of any rank [s], including updates and collectives."""
         ends = [rank.compute[-1].end for rank in self.ranks if rank.compute]
         ends += [span.end for rank in self.ranks for span in rank.collectives]
         return max(ends, default=0.0)
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end of any rank, with the wait for data in front [s]."""
+        """From the first start to the last end of any rank, including the wait for data at the beginning [s]."""
         return self.end - self.start
 
     @property
@@ -136,15 +135,15 @@ class Timeline:
 
     @property
     def makespan_bubble(self) -> float:
-        """1 - busy / (P * makespan): what counts when the optimizer step synchronises the ranks.
+        """1 - busy / (P * makespan): the bubble if the optimizer step synchronises the ranks.
 
-        Of an asynchronous schedule this, as every bubble, is that of one batch of the steady state.
+        For an asynchronous schedule this, like every bubble, is that of one batch of the steady state.
         """
         return self._idle_fraction(self.makespan)
 
     @property
     def span_bubble(self) -> float:
-        """The same with the longest rank's own span: what counts when steps may overlap."""
+        """The same with the longest rank's own span: the bubble if steps may overlap."""
         return self._idle_fraction(self.span)
 
     @property
@@ -154,8 +153,8 @@ class Timeline:
 
     @property
     def batch_seconds(self) -> float:
-        """Seconds from one batch to the next: the makespan of a flush batch, the period of a steady state, and what is
-        around the step."""
+        """Seconds from one batch to the next: the makespan of a flush batch or the period of a steady state, plus
+        `around`."""
         steady = self._steady_state()
         return (self.makespan if steady is None else steady[1]) + self.around
 
@@ -167,7 +166,7 @@ class Timeline:
     def _steady_state(self) -> tuple[float, float] | None:
         """Compute of all ranks in a batch of an asynchronous schedule, and the time from batch to batch [s].
 
-        Of the later half of the batches (of all in a measured run); None where fewer than two began.
+        Of the later half of the batches (of all in a measured run); None if fewer than two began.
         """
         if not self.schedule.is_asynchronous:
             return None
@@ -200,7 +199,7 @@ class Timeline:
     def peak_activations(self) -> tuple[int, ...]:
         """Per rank, the most stage activations alive at once (from F to the end of B, or of W).
 
-        One that leaves the rank counts until it has left, and again from when it begins to come back.
+        An offloaded activation counts until its offload ends, and again from the begin of its reload.
         """
         programs = zip(self.ranks, self.schedule.programs, strict=True)
         return tuple(
@@ -289,7 +288,7 @@ class Timeline:
 
 
 def in_time(rank: RankTrace, program: Sequence[Action]) -> list[Action]:
-    """The program of a rank as far as it ran, with each OFFLOAD where it was through, not where it was begun."""
+    """The program of a rank as far as it ran, with each OFFLOAD where it ended, not where it began."""
     spans = {span.what: span for span in (*rank.compute, *rank.moves)}
     order: list[Action] = []
     leaving: list[Action] = []
@@ -316,9 +315,9 @@ class Idle(NamedTuple):
     """Seconds in which a rank did not compute, by cause; they add up to makespan - busy.
 
     data: waiting for a batch (measured runs only). warm_up: before its first action. drain: after its last one.
-    late_peer: an input was not made yet, beyond what imbalance explains. transfer: it was made and under way.
+    late_peer: an input was not made yet, beyond the imbalance. transfer: an input was in transit.
     imbalance: waiting that no order could avoid, since another rank has more work of its own.
-    update: optimizer steps. unexplained: inputs were there and nothing ran (measured runs only).
+    update: optimizer steps. unexplained: inputs had arrived and nothing ran (measured runs only).
     """
 
     data: float = 0.0
@@ -332,7 +331,6 @@ class Idle(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All together [s]."""
         return sum(self)
 
     @property
@@ -342,13 +340,13 @@ class Idle(NamedTuple):
 
 
 class MeasuredStep(NamedTuple):
-    """One traced step of a run (of a stream, the window of batches that ends with it)."""
+    """One traced step of a run (for a stream, the window of batches that ends with it)."""
 
     number: int
     timeline: Timeline
 
     @property
     def caption(self) -> str:
-        """Its number, and how far the clocks of its ranks may be apart."""
+        """Its number, and the largest error of the clocks of its ranks."""
         errors = self.timeline.clock_error
         return f"measured, step {self.number}" + (f", clocks ±{duration(max(errors))}" if errors else "")

@@ -1,13 +1,12 @@
-"""Waits of actions for other ranks, and causes of idling: each gap of a timeline is put down to its causes.
+"""Waits of actions for other ranks, and causes of idle time: each gap of a timeline is divided among its causes.
 
     rank 0 |   0F3   |                     made and arrived are those of the latest input
     rank 1 | 1F2 |....|~~~~|????| 1F3 |    late peer until `made`, transfer until it arrived, then unexplained
 
-Simulated links that block hold a rank until its own message has left: transfer, too.
-A rank that waits for its batch waits for data first of all; in front of the step so does one that reads none, until
-the first rank acts.
-Activations that come back are made when both ranks have begun that, and arrive when it is through.
-The gap before an optimizer step is drain while another rank still computes, update after that.
+Simulated links that block hold a rank until its own message has left: also transfer. A rank that waits for its batch
+waits for data before everything else; before the step so does a rank that reads none, until the first rank acts.
+Reloaded activations are made when both ranks have begun the reload, and arrive when it ends. The gap before an
+optimizer step is drain while another rank still computes, update after that.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ Waited = tuple[Delivery, float | None, Span[Message] | None]
 def waits(timeline: Timeline, needs: Dependencies | None = None) -> dict[Action, list[Waited]]:
     """Messages that each action waited for from other ranks, in the order of ranks and programs.
 
-    Each delivery comes with the end of its maker, None where a window of a stream lacks it, and its way on the comm
-    lane, None where it took no time or was not seen to arrive.
+    Each delivery has the end of its maker, None if a window of a stream does not contain it, and its span on the comm
+    lane, None if it took no time or its arrival was not seen.
     """
     needs = Dependencies(timeline.schedule) if needs is None else needs
     made_at = {what: end for rank in timeline.ranks for what, _, end in rank.compute}
@@ -37,7 +36,7 @@ def waits(timeline: Timeline, needs: Dependencies | None = None) -> dict[Action,
 
 
 def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
-    """Per rank, the gap before each action that has one; works alike on simulated and measured timelines."""
+    """Per rank, the gap before each action that has one, simulated or measured."""
     needs, is_flush = Dependencies(timeline.schedule), timeline.schedule.has_epilogue
     waited = waits(timeline, needs)
     moves = {span.what: span for rank in timeline.ranks for span in rank.moves}
@@ -46,17 +45,17 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
     last = max(computed, default=0.0)
 
     def before_update(previous: float, start: float) -> Idle:
-        """In a flush schedule others may still compute, whom the global norm waits for."""
+        """In a flush schedule the global norm waits for ranks that still compute."""
         drain = max(0.0, min(last, start) - previous) if is_flush else 0.0
         return Idle(drain=drain, update=start - previous - drain)
 
     def before_compute(action: Action, before: Action, previous: float, start: float) -> Idle:
         made = arrival = previous
         for _, end, way in waited[action]:
-            # A window of a stream lacks the makers of its first messages; the messages know when they were made.
+            # A window of a stream lacks the makers of its first messages, but has their spans.
             sent, here = (previous, previous) if way is None else (way.start, way.end)
             made, arrival = max(made, sent if end is None else end), max(arrival, here)
-        for move in needs.of(action) if moves else ():  # activations that come back for it
+        for move in needs.of(action) if moves else ():  # reloaded activations
             if move in moves:
                 made, arrival = max(made, moves[move].start), max(arrival, moves[move].end)
         for delivery in needs.departures(before):
@@ -86,9 +85,9 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
 
 
 def attribute_idle(timeline: Timeline) -> tuple[Idle, ...]:
-    """The idle seconds of each rank by cause; they add up to makespan - busy (to nothing, where a rank is missing).
+    """The idle seconds of each rank by cause; they add up to makespan - busy (0 for a missing rank).
 
-    Imbalance is the part of waiting for late peers that no order could avoid, as another rank has more work.
+    Imbalance is the part of waiting for late peers that no order could avoid, since another rank has more work.
     """
     largest = max((rank.busy for rank in timeline.ranks), default=0.0)
     return tuple(

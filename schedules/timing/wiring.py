@@ -1,13 +1,13 @@
-"""The wiring of a schedule: who waits for what, and what is under way when, in dense numbers and without a clock.
+"""The wiring of a schedule: the dependencies and transfers of its actions in dense numbers, without a clock.
 
-    action     (code, index): code = number of its op * S + stage
-    slot       where an arrival time will stand; an action begins when those of its code, at its index, are filled
-    passage    from rank to rank, for messages of one size: how long they take and which channels they occupy
-    channel    one direction of a link or card, which carries one thing at a time
-    meeting    what several ranks do together: ready when the last of them begins it; then it fills slots, too. So are
-               the two ways of activations that move, of one rank alone
+    action       (code, index): code = number of its op * S + stage
+    slot         holds an arrival time; an action begins when the slots of its code at its index are filled
+    route        from rank to rank, for messages of one size: the link and the channels that they occupy
+    channel      one direction of a link or card, which carries one thing at a time
+    joint step   a collective of several ranks, ready when the last of them begins it, which fills slots when it ends;
+                 also an offload or reload of activations, with one rank
 
-Whoever replays a schedule plays this: the simulator (`simulate`), and the page in which costs can be varied.
+The simulator (`simulate`) and the page in which costs can be varied (`viz/explorer/replay.js`) both play it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from ..versions import derive_versions
 from .costs import CostTable
 from .links import AllReduce, Link, Links, wire_bytes
 
-OPS = (Op.F, Op.B, Op.I, Op.W, Op.U)
+LANE_OPS = (Op.F, Op.B, Op.I, Op.W, Op.U)
 _FREE = Link()
 
 
 class MessageRoute(NamedTuple):
-    """The way of messages of one size from rank `sender` to rank `receiver`. They take the latency of `stage`, which
-    sends, on top of that of the way; `channels` by number."""
+    """The route of messages of one size from rank `sender` to rank `receiver`.
+
+    Messages take the latency of the sending `stage` in addition to that of the link `way`; `channels` are numbers.
+    """
 
     sender: int
     receiver: int
@@ -41,25 +43,25 @@ class MessageRoute(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Product of an action for another rank: index k fills slot base + k.
+    """Result of an action for another rank: index k fills slot base + k.
 
-    passages: by index, a number; None: it stays on the rank.
-    last: by index, the code of the action behind which it is whole; None: of the only one that makes it.
+    routes: number of the route by index; None: it stays on the rank.
+    last: by index, the code of the last action that contributes; None: only one does.
     """
 
     base: int
     wire: Wire
-    passages: tuple[int | None, ...]
+    routes: tuple[int | None, ...]
     last: tuple[int, ...] | None
 
 
-class Meeting(NamedTuple):
-    """Sums of gradients (REDUCE_GRAD), or weights that are gathered (UNSHARD), once an update group; activations of a
-    stage that go to the host (OFFLOAD) or come back (RELOAD), once a microbatch.
+class JointStep(NamedTuple):
+    """A sum of gradients (REDUCE_GRAD) or a gather of weights (UNSHARD), once per update group; or activations of a
+    stage that move to the host (OFFLOAD) or back (RELOAD), once per microbatch.
 
-    seconds: that it takes once its channels are free [s].
+    seconds: duration once its channels are free [s].
     fills: slots, by update group or microbatch.
-    after: base of slots; it begins no earlier than the one of its update group or microbatch is filled; None: at once.
+    after: base of slots; it begins once the slot of its update group or microbatch is filled; None: at once.
     """
 
     stages: tuple[int, ...]
@@ -76,16 +78,17 @@ class ScheduleWiring:
 
     Attributes:
         actions: by rank, those of its compute lane.
-        programs: by rank, codes and indices of them.
-        inputs: by code, the bases of the slots that an action looks at.
+        programs: by rank, their codes and indices.
+        inputs: by code, the bases of the slots that an action waits for.
         outputs: by code.
-        passages, meetings: by number.
-        begins: by rank and position among these, the (meeting, update group or microbatch) that it begins in front.
-        behind: by stage, the meeting that a rank begins behind an update of the epilogue.
+        routes, joint_steps: by number.
+        begins: by rank and position in `actions`, the (joint step, update group or microbatch) begun before that
+            position.
+        gather_after_update: by stage, the joint step that a rank begins after an update of the epilogue.
         filled: slots that are filled from the start.
-        num_slots, num_channels: how many there are.
-        waits: of slots whose messages wait for receives, the pair of ranks.
-        posts: by rank and position, of those in `begins`, the pairs for which it posts a receive.
+        num_slots, num_channels: their numbers.
+        waits: by slot, the pair of ranks, for messages that wait for their receive to be posted.
+        posts: by rank and position (of those in `begins`), the pairs for which it posts a receive.
         links: over which it is wired.
 
     Raises ValueError for links and costs that do not fit the schedule, ScheduleError for an action without a cost.
@@ -95,13 +98,13 @@ class ScheduleWiring:
         self.schedule = schedule
         self.num_stages = schedule.num_stages
         self.num_indices = schedule.total_indices
-        self.inputs: list[list[int]] = [[] for _ in range(len(OPS) * self.num_stages)]
+        self.inputs: list[list[int]] = [[] for _ in range(len(LANE_OPS) * self.num_stages)]
         self.outputs: list[list[Output]] = [[] for _ in self.inputs]
-        self.passages: list[MessageRoute] = []
-        self.meetings: list[Meeting] = []
+        self.routes: list[MessageRoute] = []
+        self.joint_steps: list[JointStep] = []
         self.actions = schedule.compute_programs
         self.begins: list[dict[int, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
-        self.behind: dict[int, int] = {}
+        self.gather_after_update: dict[int, int] = {}
         self.filled: list[int] = []
         self.num_slots = 0
         self._channels: dict[Hashable, int] = {}
@@ -112,7 +115,7 @@ class ScheduleWiring:
         self.waits: dict[int, tuple[int, int]] = {}
         self.posts: list[dict[int, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
         self._post_receives()
-        self._arrange_meetings(table)
+        self._arrange_joint_steps(table)
         if needs.moves:
             self._arrange_moves(needs.moves, table)
 
@@ -121,10 +124,10 @@ class ScheduleWiring:
         return len(self._channels)
 
     def code(self, op: Op, stage: int) -> int:
-        return OPS.index(op) * self.num_stages + stage
+        return LANE_OPS.index(op) * self.num_stages + stage
 
     def _encode(self) -> list[tuple[list[int], list[int]]]:
-        code_of = {(op.value, s): i * self.num_stages + s for i, op in enumerate(OPS) for s in range(self.num_stages)}
+        code_of = {(op.value, s): self.code(op, s) for op in LANE_OPS for s in range(self.num_stages)}
         encoded = []
         for rank, program in enumerate(self.actions):
             try:
@@ -148,37 +151,37 @@ class ScheduleWiring:
     # --- messages ---
 
     def _lay_wires(self, needs: Dependencies) -> None:
-        """Give each wire that crosses ranks its slots. One within a rank needs none: program order suffices."""
+        """Gives slots to each wire that crosses ranks. Within a rank program order suffices."""
         owners = self.schedule.owners
         sizes = {} if self.links is None else wire_bytes(self.schedule, self.links, needs.wires)
         for wire in needs.wires:
             if owners[wire.src] == owners[wire.dst]:
                 continue
             base = self._slots(self.num_indices)
-            output = Output(base, wire, self._passages_of(wire, sizes.get(wire, 0.0)), self._last(wire, needs))
+            output = Output(base, wire, self._routes_of(wire, sizes.get(wire, 0.0)), self._last(wire, needs))
             for op in wire.ops:
                 for stage in wire.users:
                     self.inputs[self.code(op, stage)].append(base)
                 for stage in wire.makers:
                     self.outputs[self.code(op, stage)].append(output)
 
-    def _passages_of(self, wire: Wire, num_bytes: float) -> tuple[int | None, ...]:
+    def _routes_of(self, wire: Wire, num_bytes: float) -> tuple[int | None, ...]:
         owner, times = self.schedule.owner, self.links and self.links.index_factors
         if len(self.schedule.owners[wire.src]) == len(self.schedule.owners[wire.dst]) == 1 and not times:
-            return (self._passage(owner(wire.src, 0), owner(wire.dst, 0), wire.src, num_bytes),) * self.num_indices
+            return (self._add_route(owner(wire.src, 0), owner(wire.dst, 0), wire.src, num_bytes),) * self.num_indices
         between: dict[tuple[int, int, float], int | None] = {}
         sizes = [num_bytes * each for each in times or (1.0,)]
         ways = [(owner(wire.src, k), owner(wire.dst, k), sizes[k % len(sizes)]) for k in range(self.num_indices)]
         for src, dst, size in ways:
             if (src, dst, size) not in between:
-                between[src, dst, size] = None if src == dst else self._passage(src, dst, wire.src, size)
+                between[src, dst, size] = None if src == dst else self._add_route(src, dst, wire.src, size)
         return tuple(between[way] for way in ways)
 
-    def _passage(self, src: int, dst: int, stage: int, num_bytes: float) -> int:
+    def _add_route(self, src: int, dst: int, stage: int, num_bytes: float) -> int:
         way = _FREE if self.links is None else self.links.way(src, dst)
         channels = () if self.links is None else self._number(self.links.channels(src, dst, way))
-        self.passages.append(MessageRoute(src, dst, stage, num_bytes, way, channels))
-        return len(self.passages) - 1
+        self.routes.append(MessageRoute(src, dst, stage, num_bytes, way, channels))
+        return len(self.routes) - 1
 
     def _last(self, wire: Wire, needs: Dependencies) -> tuple[int, ...] | None:
         if len(wire.makers) == 1:
@@ -187,11 +190,11 @@ class ScheduleWiring:
         return tuple(self.code(op, stage) for stage, op, _ in makers)
 
     def _post_receives(self) -> None:
-        """As `lower` does, where a link would stand idle for want of them (see `links`)."""
-        ahead = receives_ahead(max((each.num_bytes for each in self.passages), default=0.0))
+        """Posts receives at the positions where `lower` does, for links that would idle without one (see `links`)."""
+        ahead = receives_ahead(max((each.num_bytes for each in self.routes), default=0.0))
         slow = [
             0 < (ahead - 2) * size * way.seconds_per_byte < 2 * way.latency and not way.blocks
-            for *_, size, way, _ in self.passages
+            for *_, size, way, _ in self.routes
         ]
         sent: dict[tuple[int, int], list[int]] = {}  # slots, in the order of the sender
         used: dict[int, int] = {}
@@ -199,9 +202,9 @@ class ScheduleWiring:
             for at, (code, k) in enumerate(zip(codes, indices, strict=True)):
                 for base in self.inputs[code]:
                     used.setdefault(base + k, at)
-                for base, _, passages, last in self.outputs[code]:
-                    if (p := passages[k]) is not None and slow[p] and (last is None or last[k] == code):
-                        self.waits[base + k] = self.passages[p][:2]
+                for base, _, routes, last in self.outputs[code]:
+                    if (p := routes[k]) is not None and slow[p] and (last is None or last[k] == code):
+                        self.waits[base + k] = self.routes[p][:2]
                         sent.setdefault(self.waits[base + k], []).append(base + k)
         for pair, slots in sent.items():
             late = [used.get(slot, len(self.actions[pair[1]])) for slot in reversed(slots)]
@@ -209,9 +212,9 @@ class ScheduleWiring:
                 self.posts[pair[1]].setdefault(place, []).append(pair)
                 self.begins[pair[1]].setdefault(place, [])
 
-    # --- what ranks do together ---
+    # --- collectives ---
 
-    def _arrange_meetings(self, table: CostTable) -> None:
+    def _arrange_joint_steps(self, table: CostTable) -> None:
         schedule = self.schedule
         sums: Sequence[AllReduce] = () if self.links is None else self.links.sums
         for each in sums:
@@ -225,33 +228,37 @@ class ScheduleWiring:
         self._arrange_gathers(gathers)
         groups = range(self._num_groups)
         wanted = [
-            Collective(each.stages, each.op, g) for each in self.meetings if each.op is Op.REDUCE_GRAD for g in groups
+            Collective(each.stages, each.op, g)
+            for each in self.joint_steps
+            if each.op is Op.REDUCE_GRAD
+            for g in groups
         ]
         wanted += [Collective((each.stage,), Op.UNSHARD, 0) for each in gathers if each.unshards]
-        numbers = {(each.stages, each.op): number for number, each in enumerate(self.meetings)}
+        numbers = {(each.stages, each.op): number for number, each in enumerate(self.joint_steps)}
         for rank, placed in enumerate(place_collectives(schedule, wanted)):
             for position, (stages, op, group) in placed:
                 lane = self._on_lane(rank, position)
                 self.begins[rank].setdefault(lane, []).append((numbers[stages, op], group))
         for begins, program in zip(self.begins, self.actions, strict=True):
             for at, (stage, op, group) in enumerate(program):
-                if op is Op.U and stage in self.behind:
-                    begins.setdefault(at + 1, []).append((self.behind[stage], group))
+                if op is Op.U and stage in self.gather_after_update:
+                    begins.setdefault(at + 1, []).append((self.gather_after_update[stage], group))
 
     @property
     def _num_groups(self) -> int:
         return max(1, self.schedule.num_batches * self.schedule.groups_per_batch)
 
     def _arrange_sums(self, by_costs: dict[tuple[int, ...], float], by_links: dict[tuple[int, ...], AllReduce]) -> None:
-        """Updates wait for these; what links say of a stage takes the place of what costs say."""
+        """Sums that updates wait for; where links give the seconds of a stage's sum, these replace those in the
+        costs."""
         for stages, seconds in (by_costs | {stages: each.seconds for stages, each in by_links.items()}).items():
             linked = by_links.get(stages)
             ranks = Collective(stages, Op.REDUCE_GRAD, 0).ranks(self.schedule.owners)
             base = self._slots(self._num_groups)
             if not self.schedule.has_epilogue:
                 self.inputs[self.code(Op.U, stages[0])].append(base)
-            self.meetings.append(
-                Meeting(
+            self.joint_steps.append(
+                JointStep(
                     stages=stages,
                     op=Op.REDUCE_GRAD,
                     ranks=ranks,
@@ -265,7 +272,7 @@ class ScheduleWiring:
             )
 
     def _arrange_gathers(self, gathers: Sequence[AllReduce]) -> None:
-        """Weights that are gathered ahead of the batch, or behind each update: forwards on that version wait for it."""
+        """Weights gathered before the batch, or after each update: forwards that use that version wait for it."""
         schedule = self.schedule
         used = derive_versions(schedule).used if gathers and not schedule.has_epilogue else {}
         for each in gathers:
@@ -274,12 +281,12 @@ class ScheduleWiring:
                 if schedule.is_asynchronous:
                     raise ValueError(
                         f"weights of stage {each.stage} that are gathered for a batch under the asynchronous schedule "
-                        f"{schedule.name!r}: expected Sum(..., unshards=False)"
+                        f"{schedule.name!r}: expected AllReduce(..., unshards=False)"
                     )
                 base = self._gathered(each.stage)
                 fills = {0: range(base, self.num_slots)}
             else:
-                self.behind[each.stage] = len(self.meetings)
+                self.gather_after_update[each.stage] = len(self.joint_steps)
                 if not schedule.has_epilogue:
                     base = self._gathered(each.stage)
                     versions = [used[each.stage, k] for k in range(self.num_indices)]
@@ -287,8 +294,8 @@ class ScheduleWiring:
                     for k, version in enumerate(versions):
                         if version:
                             fills[version - 1] = [*fills.get(version - 1, ()), base + k]
-            self.meetings.append(
-                Meeting(
+            self.joint_steps.append(
+                JointStep(
                     stages=(each.stage,),
                     op=Op.UNSHARD,
                     ranks=tuple(dict.fromkeys(schedule.owners[each.stage])),
@@ -306,26 +313,27 @@ class ScheduleWiring:
     # --- activations that move ---
 
     def _on_lane(self, rank: int, position: int) -> int:
-        """A position of the program as one of the compute lane: of the action there, or the next one behind it."""
+        """The position in the compute lane that corresponds to a position in the program."""
         program = self.schedule.programs[rank]
         if len(program) == len(self.actions[rank]):
             return position
         return sum(action.op not in MOVE_OPS for action in program[:position])
 
     def _arrange_moves(self, moves: Mapping[tuple[int, int], int], table: CostTable) -> None:
-        """The ways of activations, by stage and rank. Backwards of those that stay find their slots filled."""
-        slots: dict[int, tuple[int, int]] = {}  # by stage: those of the way out, and of the way back
+        """One pair of joint steps per stage and rank whose activations move; backwards of activations that stay find
+        their slots filled."""
+        slots: dict[int, tuple[int, int]] = {}  # by stage: bases for offloads and for reloads
         for stage in sorted({stage for stage, _ in moves}):
             slots[stage] = self._slots(self.num_indices), self._slots(self.num_indices)
             back = slots[stage][1]
             self.filled += [back + k for k in range(self.num_indices) if (stage, k) not in moves]
             for op in BACKWARD_OPS:
                 self.inputs[self.code(op, stage)].append(back)
-        numbers: dict[tuple[int, int], int] = {}  # the way out; the way back is the next
+        numbers: dict[tuple[int, int], int] = {}  # of the offload; the reload is the next
         for (stage, _), rank in moves.items():
             if (stage, rank) not in numbers:
-                numbers[stage, rank] = len(self.meetings)
-                self.meetings += self._to_host(stage, rank, slots[stage], table)
+                numbers[stage, rank] = len(self.joint_steps)
+                self.joint_steps += self._to_host(stage, rank, slots[stage], table)
         for rank, program in enumerate(self.schedule.programs):
             lane = 0
             for stage, op, k in program:
@@ -335,12 +343,12 @@ class ScheduleWiring:
                 elif op not in MOVE_OPS:
                     lane += 1
 
-    def _to_host(self, stage: int, rank: int, slots: tuple[int, int], table: CostTable) -> list[Meeting]:
+    def _to_host(self, stage: int, rank: int, slots: tuple[int, int], table: CostTable) -> list[JointStep]:
         there, home = (self._number([(direction, rank)]) for direction in ("to host", "from host"))
         fills = [{k: (base + k,) for k in range(self.num_indices)} for base in slots]
         return [
-            Meeting((stage,), Op.OFFLOAD, (rank,), table.offload[stage], there, fills[0]),
-            Meeting((stage,), Op.RELOAD, (rank,), table.reload[stage], home, fills[1], after=slots[0]),
+            JointStep((stage,), Op.OFFLOAD, (rank,), table.offload[stage], there, fills[0]),
+            JointStep((stage,), Op.RELOAD, (rank,), table.reload[stage], home, fills[1], after=slots[0]),
         ]
 
     def _around(self, each: AllReduce) -> tuple[int, ...]:
@@ -357,8 +365,8 @@ def _sums_by_costs(schedule: Schedule, table: CostTable) -> dict[tuple[int, ...]
         sums.update(table.tied)
     owners = schedule.owners
     several = {stages for stages in sums if len({rank for stage in stages for rank in owners[stage]}) > 1}
-    # A sum that takes no time changes nothing in one batch, where updates come last; in several an update waits for the
-    # gradients of all replicas, and the forwards behind it for the update. Where updates may wait they stand later in
-    # what runs (`defer_updates`), behind sums that are through by then.
+    # A sum that takes no time changes nothing in one batch, where updates come last. In several batches an update waits
+    # for the gradients of all replicas, and later forwards for the update; where updates may wait, the program that
+    # runs has them later (`defer_updates`), when such sums are complete.
     waits = schedule.is_asynchronous and not schedule.rule.updates_may_wait
     return {stages: seconds for stages, seconds in sums.items() if (seconds > 0 or waits) and stages in several}

@@ -1,10 +1,10 @@
-"""Clocks of hosts: how far one is from another, known within bounds, and what that means for a timeline.
+"""Clocks of hosts: their offsets, known within bounds, and the effect on a timeline.
 
     clock of rank 0's host   ------- there -------------      sent and back are stamped by this host, there by rank 0's:
-                                   /       \\                  there = (sent + back) / 2 + offset, give or take
-    clock of this host       -- sent ----- back --------      (back - sent) / 2, whatever the two ways took
+                                   /       \\                  there = (sent + back) / 2 + offset, with an error of at
+    clock of this host       -- sent ----- back --------      most (back - sent) / 2, for any delays
 
-Of many pings the quickest says it best. Readings at the beginning and at the end of a run tell how the clocks drift.
+Of many pings the quickest is the most accurate. Readings at the beginning and at the end of a run show the drift.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..timing.timeline import Timeline
 from ..timing.waits import waits
 from ..wording import count, duration
 
-MAX_DRIFT = 1e-4  # seconds a second: no two clocks that keep time part faster (quartz, slewed by NTP, is within 5e-5)
+MAX_DRIFT = 1e-4  # seconds per second, for two working clocks (quartz, slewed by NTP, is within 5e-5)
 
 
 Ping = tuple[float, float, float]  # sent, there, back: see above [s]
 
 
 class ClockReading(NamedTuple):
-    """At time `at` of this host's clock, that of rank 0's host showed `at + offset`, give or take `error` [s]."""
+    """At time `at` of this host's clock, that of rank 0's host showed `at + offset`, within `error` [s]."""
 
     at: float
     offset: float
@@ -43,11 +43,10 @@ def read_clock(pings: Iterable[Ping]) -> ClockReading:
 
 
 def offset_at(readings: Sequence[ClockReading], at: float) -> tuple[float, float]:
-    """Offset of this host's clock at a time of its own, and the most that it may be wrong by [s], by ascending
-    readings.
+    """Offset of this host's clock at a time of its own, and its largest error [s], by ascending readings.
 
-    Between two readings both are interpolated: exact bounds for clocks that drift evenly. Before the first reading and
-    behind the last one the offset stays, and may be wrong by MAX_DRIFT more for each second. Without readings the host
+    Between two readings both are interpolated: exact bounds for clocks with an even drift. Before the first and after
+    the last reading the offset is constant, with an error that grows by MAX_DRIFT per second. Without readings the host
     is rank 0's: (0, 0).
     """
     if not readings:
@@ -64,8 +63,8 @@ def offset_at(readings: Sequence[ClockReading], at: float) -> tuple[float, float
 
 
 def early_messages(timeline: Timeline) -> tuple[tuple[Message, float, float], ...]:
-    """Messages that were used, by the clock of their receiver, before they were made, by that of their sender: by how
-    many seconds, and how many of them the errors of the two clocks explain."""
+    """Messages that were used, by their receiver's clock, before they were made, by their sender's: by how many
+    seconds, and how many of them the errors of the two clocks explain."""
     waited = waits(timeline)
     errors = timeline.clock_error or (0.0,) * len(timeline.ranks)
     return tuple(
@@ -78,7 +77,7 @@ def early_messages(timeline: Timeline) -> tuple[tuple[Message, float, float], ..
 
 
 def clock_note(timeline: Timeline) -> str:
-    """Note on the clocks behind a timeline for people, as half a sentence; empty where one clock stamped all.
+    """Note on the clocks of a timeline for people, as half a sentence; empty if one clock stamped all.
 
     >>> from stagewright.schedules import Costs, build, simulate
     >>> clock_note(simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs()))
@@ -86,11 +85,11 @@ def clock_note(timeline: Timeline) -> str:
     """
     if not timeline.clock_error:
         return ""
-    told = f"clocks of hosts aligned to ±{duration(max(timeline.clock_error))}"
+    note = f"clocks of hosts aligned to ±{duration(max(timeline.clock_error))}"
     early = early_messages(timeline)
     if early:
         most = max(seconds for _, seconds, _ in early)
-        told += f"; by them {count(len(early), 'message')} came up to {duration(most)} before being sent"
+        note += f"; by them {count(len(early), 'message')} came up to {duration(most)} before being sent"
         beyond = sum(seconds > allowed for _, seconds, allowed in early)
-        told += f", {beyond} of them by more than that explains" if beyond else ", which that explains"
-    return told
+        note += f", {beyond} of them by more than that explains" if beyond else ", which that explains"
+    return note

@@ -1,4 +1,4 @@
-"""timeline.json of a run: what was predicted, and from what. The trace files beside it have what was measured."""
+"""timeline.json of a run: its prediction and the inputs of that. The trace files next to it have the measurements."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class RunFile:
 
     Arguments:
         schedule: that ran.
-        predicted: simulated under `costs`, which were measured.
-        memory: [S] bytes of each stage; empty where they are not known.
-        memory_limit, predicted_peak: [P] bytes; None where nobody said.
-        spread: of its durations around `costs`; None where too few steps were measured.
-        sampled: steps simulated under both; None where there is no spread.
+        predicted: simulated under the measured `costs`.
+        memory: [S] bytes of each stage; empty if not known.
+        memory_limit, predicted_peak: [P] bytes; None if not known.
+        spread: of its durations around `costs`; None if too few steps were measured.
+        sampled: steps simulated under both; None without a spread.
 
     Raises ValueError for costs and bytes of another number of stages.
     """
@@ -47,10 +47,10 @@ class RunFile:
         if self.costs is not None:
             self.costs.table_for(self.schedule)
         if len(self.memory) not in (0, num_stages):
-            raise ValueError(f"bytes of {len(self.memory)} stages for a schedule of {num_stages}: expected one a stage")
+            raise ValueError(f"bytes of {len(self.memory)} stages for a schedule of {num_stages}: expected as many")
 
     def write(self, folder: Path) -> None:
-        """Write timeline.json whole, or not at all; OSError where the disk does not take it."""
+        """Write timeline.json atomically; OSError if that fails."""
         data: dict[str, Any] = {
             "version": _VERSION,
             "schedule": self.schedule.to_data(),

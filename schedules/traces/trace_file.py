@@ -1,12 +1,12 @@
-"""Trace files: what each process of a run leaves of some of its steps, written without a word to the others.
+"""Trace files: the record that each process of a run writes of some of its steps, without communication.
 
     runs/NAME/trace.rank0.jsonl    {"trace": 1, "run": "5f0c", "process": 0, ...}     each time that the process starts
-                                   {"clock": [at, offset, error], "run": "5f0c"}      its clock beside process 0's
-                                   {"step": 3, "run": "5f0c", "ranks": {"0": ...}}    what its ranks did
+                                   {"clock": [at, offset, error], "run": "5f0c"}      its clock relative to process 0's
+                                   {"step": 3, "run": "5f0c", "ranks": {"0": ...}}    the actions of its ranks
                                    ...
 
-Times are seconds of the process's own clock; `trace_reader` puts the files of all processes together. Each line ends
-with a checksum of what stands before it: one that was cut off or changed is known by itself, and the others are read.
+Times are seconds of the process's own clock; `trace_reader` combines the files of all processes. Each line ends with a
+checksum of the text before it: a truncated or changed line is detected, and the others are read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .clocks import ClockReading
 
 VERSION = 1
 _SUM = b',"crc":'
-_LATER = ("flush_first", "cut")  # of a header: files from before may lack them
-WHOLE_SCHEDULE = 1 << 18  # characters of a schedule that every process writes; of a longer one, the first of each host
+_LATER = ("flush_first", "cut")  # of a header: older files may lack them
+WHOLE_SCHEDULE = 1 << 18  # characters of a schedule that every process writes; a longer one, the first of each host
 
 
 def trace_path(folder: Path, process: int) -> Path:
@@ -46,11 +46,11 @@ class TraceHeader:
         ranks: of the schedule that it runs.
         machine, origin: whose monotonic clock it has, and process 0 has; equal ones are one clock.
         host: name, for people.
-        first_step: number of the first step behind this start; steps from here on of earlier starts do not count.
+        first_step: number of the first step after this start; steps from here on of earlier starts do not count.
         digest: of the schedule that runs.
         flush_first: batches that end in a flush, of a schedule without one.
-        cut: the same text where stages are the same modules and run alike; empty where nobody said.
-        schedule: None where another file has it.
+        cut: the same text if stages are the same modules and run equally; empty if not known.
+        schedule: None if another file has it.
         versions: of packages, by name.
     """
 
@@ -71,7 +71,6 @@ class TraceHeader:
 
 
 def digest(schedule: Schedule) -> str:
-    """The same text for equal schedules."""
     return short_digest(schedule.to_json())
 
 
@@ -96,12 +95,12 @@ def step_line(run: str, step: int, records: Mapping[int, RankRecord]) -> bytes:
 
 
 def end_line(run: str, step: int) -> bytes:
-    """Nothing behind this step is traced: the file has as many bytes as it may have."""
+    """No step after this one is traced: the file has reached its maximum size."""
     return _line({"full": step, "run": run})
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """The object of a line; ValueError where it is not as it was written."""
+    """The object of a line; ValueError if it is not as it was written."""
     text, found, checksum = line.rpartition(_SUM)
     if not found or not checksum.endswith(b"}") or not checksum[:-1].isdigit():
         raise ValueError("cut off, or no line of a trace")

@@ -1,9 +1,9 @@
-"""Trace files read back: the timelines of the steps that a run traced, of all ranks whose files are there.
+"""Trace files read back: the timelines of the steps that a run traced, of all ranks whose files exist.
 
     trace.rank0.jsonl    start a: steps 3 23 43    start b, from step 30 on: steps 43 63
     trace.rank1.jsonl    start a: steps 3 23    start b: step 43                      ->  a3 a23 b43, b63 of rank 0
 
-Nothing that is missing or broken is an error as long as there is something to draw: a note says what it is.
+Missing or broken records are no error as long as there is something to draw: a note reports them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ir import Schedule
-from ..lowering.course import make_course
+from ..lowering.calls import make_run_calls
 from ..messages import NOTHING_SHARED
 from ..timing.records import RankRecord, as_it_ran, assemble_stream, assemble_timeline
 from ..timing.timeline import MeasuredStep, Timeline
@@ -25,12 +25,12 @@ from .clocks import ClockReading, offset_at
 from .trace_file import VERSION, TraceHeader, digest, parse_header, parse_line, parse_step, trace_path
 
 _NAME = re.compile(r"trace\.rank(\d+)\.jsonl")
-_NAMED = 3  # broken lines of a file that are told one by one
+_NAMED = 3  # broken lines of a file that are reported one by one
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, OverflowError)
 
 
 class Traces(NamedTuple):
-    """Everything that trace files tell.
+    """The contents of trace files.
 
     steps: in ascending order. notes: what is missing or could not be read, a sentence each.
     """
@@ -41,8 +41,6 @@ class Traces(NamedTuple):
 
 @dataclass(slots=True)
 class _Process:
-    """Records that one process left behind one start."""
-
     path: Path
     header: TraceHeader | None = None
     readings: list[ClockReading] = field(default_factory=list)
@@ -111,12 +109,12 @@ def is_trace_file(path: Path) -> bool:
 
 
 def starts_of(paths: Iterable[Path]) -> frozenset[str]:
-    """Names of the starts that stand in the headers of some files; what cannot be read is passed over."""
+    """Names of the starts in the headers of some files; unreadable ones are skipped."""
     return frozenset(str(header["run"]) for header in _headers_in(paths) if "run" in header)
 
 
 def processes_by_host(paths: Iterable[Path]) -> dict[str, frozenset[int]]:
-    """Processes of each host, likewise; under "" those whose files are not there."""
+    """Processes by host, likewise; under "" those whose files are missing."""
     found: dict[str, set[int]] = {}
     size = 0
     for header in _headers_in(paths):
@@ -128,9 +126,9 @@ def processes_by_host(paths: Iterable[Path]) -> dict[str, frozenset[int]]:
 
 
 def newest_cut_since(paths: Iterable[Path]) -> int:
-    """Number of the first step from which on the run had the stages that it had at last, by the headers of its starts.
+    """Number of the first step from which on the run had its latest stages, by the headers of its starts.
 
-    Not 0 where a run went on from a checkpoint with another cut; what cannot be read is passed over.
+    Not 0 if a run resumed from a checkpoint with another cut; unreadable headers are skipped.
     """
     starts = {str(each["run"]): each for each in _headers_in(paths) if {"run", "started", "first_step"} <= each.keys()}
     ordered = sorted(starts.values(), key=lambda each: str(each["started"]), reverse=True)
@@ -148,8 +146,7 @@ def _headers_in(paths: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
 
 
 def read_traces(paths: Sequence[Path], *, schedules: Iterable[Schedule] = ()) -> Traces:
-    """Put the files of a run's processes together; where none that is left has the schedule that ran, it may be one of
-    these."""
+    """Combine the files of a run's processes; `schedules`: candidates for the one that ran, if no file has it."""
     files = _Files()
     for path in paths:
         files.read(path)
@@ -159,10 +156,10 @@ def read_traces(paths: Sequence[Path], *, schedules: Iterable[Schedule] = ()) ->
     )
     steps: dict[int, Timeline] = {}
     for number, processes in enumerate(ordered):
-        behind = min((_first_step(later) for later in ordered[number + 1 :]), default=None)
-        found, told = _Start(processes, known).read(behind)
+        until = min((_first_step(later) for later in ordered[number + 1 :]), default=None)
+        found, notes = _Start(processes, known).read(until)
         steps |= found
-        files.notes += told
+        files.notes += notes
     return Traces(tuple(MeasuredStep(number, steps[number]) for number in sorted(steps)), tuple(files.notes))
 
 
@@ -175,12 +172,11 @@ def _headers(processes: Mapping[int, _Process]) -> list[TraceHeader]:
 
 
 def _first_step(processes: Mapping[int, _Process]) -> int:
-    """A start of which no header is left says nothing."""
     return min((header.first_step for header in _headers(processes)), default=1 << 60)
 
 
 class _Start:
-    """Processes that were started together; `known`: schedules that other files have, by digest."""
+    """Processes that were started together; `known`: schedules of other files, by digest."""
 
     def __init__(self, processes: Mapping[int, _Process], known: Mapping[str, Schedule]) -> None:
         self._processes = dict(sorted(processes.items()))
@@ -188,20 +184,20 @@ class _Start:
         self._schedule = self._find_schedule(known)
         self._notes: list[str] = []
 
-    def read(self, behind: int | None) -> tuple[dict[int, Timeline], list[str]]:
-        """Timelines by step, up to the step from which on another start counts, and notes."""
+    def read(self, until: int | None) -> tuple[dict[int, Timeline], list[str]]:
+        """Timelines by step, before the step from which on another start counts, and notes."""
         numbers = sorted({step for one in self._processes.values() for step in one.steps})
-        kept = [number for number in numbers if behind is None or number < behind]
+        kept = [number for number in numbers if until is None or number < until]
         if not kept:
             return {}, []
         if self._schedule is None:
             files = ", ".join(str(one.path) for one in self._processes.values())
-            return {}, [f"no file that is there has the schedule of {files}: expected those of the same host beside it"]
+            return {}, [f"no file has the schedule of {files}: expected those of the same host next to it"]
         steps = self._together(kept)
-        self._tell_missing(kept, steps)
+        self._note_missing(kept, steps)
         for one in self._processes.values():
             if one.full is not None:
-                self._notes.append(f"{one.path} is full: nothing behind step {one.full} is traced")
+                self._notes.append(f"{one.path} is full: no step after {one.full} is traced")
         return steps, self._notes
 
     def _find_schedule(self, known: Mapping[str, Schedule]) -> Schedule | None:
@@ -216,9 +212,9 @@ class _Start:
         schedule = self._schedule
         assert schedule is not None
         flush_first = max((header.flush_first for header in self._headers), default=0)
-        course = None
+        calls = None
         if schedule.is_asynchronous:
-            course = make_course(schedule, sharing=NOTHING_SHARED, flush_first=flush_first)
+            calls = make_run_calls(schedule, sharing=NOTHING_SHARED, flush_first=flush_first)
         steps: dict[int, Timeline] = {}
         for number in numbers:
             records: list[RankRecord | None] = [None] * schedule.num_ranks
@@ -230,15 +226,15 @@ class _Start:
             try:
                 steps[number] = (
                     assemble_timeline(as_it_ran(schedule, records), records)
-                    if course is None
-                    else assemble_stream(course, records)
+                    if calls is None
+                    else assemble_stream(calls, records)
                 )
             except _UNREADABLE as error:
                 self._notes.append(f"step {number} does not fit its schedule {schedule.name!r} ({error!r}); left out")
         return steps
 
     def _placed(self, process: int, one: _Process, record: RankRecord) -> RankRecord | None:
-        """The record with its clock; None where nobody knows how far that is from process 0's."""
+        """The record with its clock; None if its offset from process 0's is not known."""
         if not one.readings and not self._shares_clock(process, one):
             return None
         begun = record.compute[0].start if record.compute else 0.0
@@ -246,11 +242,11 @@ class _Start:
         return replace(record, offset=offset, error=error)
 
     def _shares_clock(self, process: int, one: _Process) -> bool:
-        """Whether its clock is that of process 0's machine, by its header, or as that of everybody else."""
+        """Whether its clock is that of process 0's machine, by its header, or by those of all others."""
         headers = self._headers if one.header is None else [one.header]
         return process == 0 or all(header.machine == header.origin for header in headers)
 
-    def _tell_missing(self, numbers: Sequence[int], steps: Mapping[int, Timeline]) -> None:
+    def _note_missing(self, numbers: Sequence[int], steps: Mapping[int, Timeline]) -> None:
         lacking: dict[int, list[int]] = {}
         for number in numbers:
             for rank in steps[number].missing if number in steps else ():
@@ -263,9 +259,9 @@ class _Start:
             elif not any(one.readings or self._shares_clock(p, one) for p, one in whose.items()):
                 self._notes.append(f"rank {rank} left out: {path} has no reading of its clock, which is another host's")
             else:
-                told = f"step {without[0]}" if len(without) == 1 else f"steps {', '.join(map(str, without))}"
+                which = f"step {without[0]}" if len(without) == 1 else f"steps {', '.join(map(str, without))}"
                 last = max(number for one in whose.values() for number in one.steps)
-                self._notes.append(f"nothing of rank {rank} in {told}: {path} ends with step {last}")
+                self._notes.append(f"nothing of rank {rank} in {which}: {path} ends with step {last}")
 
     def _where(self, rank: int) -> str:
         own = next((one for one in self._processes.values() if one.header and rank in one.header.ranks), None)
@@ -276,5 +272,5 @@ class _Start:
         is_line = self._schedule is not None and sizes <= {self._schedule.num_ranks}
         name = trace_path(some.path.parent, rank).name if is_line else "the file of its process"
         return (
-            f"expected {name} beside {some.path} (copy the files of all hosts into one folder, or name their folders)"
+            f"expected {name} next to {some.path} (copy the files of all hosts into one folder, or name their folders)"
         )

@@ -302,7 +302,7 @@ OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
         "words1-no module 'own_mime' in .*did you mean own_mine?",
         "words3-'own-mine' is no module's name",
         "words6-answer is an int: expected a function",
-        "words7-needs width, depth, which nobody gives: expected",
+        "words7-needs width, depth, which are not given: expected",
         "words13---loss own_mine:model: takes 0 arguments: expected a function of 2",
         "words15-has no parameter lr: leave --lr away",
     ]
@@ -317,7 +317,7 @@ OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
         (("--model", "nowhere.py:model", "--data", "own_mine:few"), "there is no file nowhere.py"),
         (("--model", "own_mine:modle", "--data", "own_mine:few"), "own_mine has no 'modle': did you mean model"),
         (("--model", "own_mine:answer", "--data", "own_mine:few"), "answer is an int: expected a function"),
-        (("--model", "own_mine:needs", "--data", "own_mine:few"), "needs width, depth, which nobody gives: expected"),
+        (("--model", "own_mine:needs", "--data", "own_mine:few"), "needs width, depth, which are not given: expected"),
         (("--model", "own_mine:few", "--data", "own_mine:few"), "--model own_mine:few returned list: expected a torch"),
         (("--model", "own_mine:model"), "without --data: expected --data package.module:function"),
         (("--data", "own_mine:few"), "--data own_mine:few without --model"),

@@ -23,7 +23,7 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert out.startswith("rank 0 | F0 F1 F2 F3 ")
     assert "checked: complete, in an order that ends" in out
-    assert "optimal: the lower bound is met" in out
+    assert "optimal: it equals the lower bound" in out
     assert "least span under this memory limit, whatever the order: 266" in out
     assert "       after     orders          span       gap  found by" in out
     assert "266 s, at most 0.00% above the best possible" in err
@@ -73,7 +73,7 @@ def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory", "0.5"], "memory_limit=0.5 on rank 0: no schedule can meet it.* expected at least 1"),
         (["--chunks", "2"], "--chunks 2 beside auto: expected --placement cyclic, v or any"),
         (["--warmup", "eager", "--slices", "2"], "--warmup, --slices beside auto: expected sizes, costs"),
-        (["--memory", "4", "4"], "memory_limit=.* expected a finite number of at least 0, or 4, one a rank"),
+        (["--memory", "4", "4"], "memory_limit=.* expected a finite number of at least 0, or 4, one per rank"),
         (["--json", "--format", "csv"], "--json beside --format csv: expected one of the two"),
     ],
 )

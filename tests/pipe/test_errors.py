@@ -54,7 +54,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "chunks that 1f1b has not": (
         {"num_chunks": 2},
-        r"num_chunks=2 for schedule '1f1b': it has one stage a rank; expected 1, or .*interleaved",
+        r"num_chunks=2 for schedule '1f1b': it has one stage per rank; expected 1, or .*interleaved",
     ),
     "no ranks": ({"mesh": {"pipe": 0}}, r"mesh axis 'pipe' has size 0: expected a whole number, at least 1"),
     "more ranks than stages": (
@@ -243,7 +243,7 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
         r"(?s)plan\.csv: deadlock: a cycle of 2 ranks.*rank 0 at position 1 \(0F0 \[0B0\] 0F1 0B1\) waits for 1B0.*"
         r"rank 1 at position.*move ",
     ),
-    "nothing": ("\n", {}, r"plan\.csv: the table has no action: expected a row a rank"),
+    "nothing": ("\n", {}, r"plan\.csv: the table has no action: expected a row per rank"),
     "other microbatches": (
         "0F0,,,0B0\n,1F0,1B0,\n",
         {"num_microbatches": 4},

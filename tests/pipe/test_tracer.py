@@ -170,7 +170,7 @@ def test_a_file_that_is_full_or_cannot_be_written_ends_the_trace_alone(
             tracer.step()
     traces = read_traces(find_traces([tmp_path / "full"]))
     (note,) = traces.notes
-    assert note.endswith(f"is full: nothing behind step {traces.steps[-1].number} is traced")
+    assert note.endswith(f"is full: no step after {traces.steps[-1].number} is traced")
     assert (tmp_path / "full" / "trace.rank0.jsonl").stat().st_size < 5200
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match=r"trace\.rank0\.jsonl: cannot write: .*; nothing more is traced"):

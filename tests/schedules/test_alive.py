@@ -76,14 +76,14 @@ def test_checker_timeline_and_planner_agree(schedule: Schedule) -> None:
 
 def test_an_order_in_figures_holds_what_its_programs_hold() -> None:
     """Every moment that may be the fullest, with fewer microbatches than ranks and groups of unequal sizes, too."""
-    in_turns = [each for each in FAMILIES.values() if each.turns is not None]
+    in_turns = [each for each in FAMILIES.values() if each.chunk_order is not None]
     assert {each.name for each in in_turns} >= {"1f1b", "interleaved"}
     for each, P, V, M in product(in_turns, (1, 2, 5), (1, 2, 3), (1, 3, 5, 7, 16)):
         if V > 1 and not each.takes_chunks:
             continue
         schedule = build(each.name, num_ranks=P, num_microbatches=M, num_chunks=V if each.takes_chunks else None)
-        assert each.turns is not None
-        quick = in_flight_of_turns(each.turns(P, M, V), num_chunks=V)
+        assert each.chunk_order is not None
+        quick = in_flight_of_turns(each.chunk_order(P, M, V), num_chunks=V)
         for ours, counted in zip(quick, count_in_flight(schedule), strict=True):
             for figure in (field.name for field in fields(Moments)):
                 assert np.array_equal(getattr(ours, figure), getattr(counted, figure)), (each.name, P, V, M, figure)

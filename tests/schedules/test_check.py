@@ -67,7 +67,7 @@ def test_a_rank_that_waits_for_itself() -> None:
         """\
         deadlock: a cycle of 1 rank, which needs what it runs later:
           rank 0 at position 1 (0F0 [0B1] 0F1 0B0) waits for 0F1, at position 2 of rank 0
-        move 0F1 in front of 0B1"""
+        move 0F1 before 0B1"""
     )
 
 
@@ -83,7 +83,7 @@ def test_only_the_cycle_is_told() -> None:
         deadlock: a cycle of 2 ranks, each waiting for the next:
           rank 2 at position 1 (2F0 [2B0] 2F1 2B1) waits for 3B0, at position 3 of rank 3
           rank 3 at position 1 (3F0 [3F1] 3F2 3B0) waits for 2F1, at position 2 of rank 2
-        move 3B0 before whatever waits for it, or 2B0 later"""
+        move 3B0 before what waits for it, or 2B0 later"""
     )
 
 
@@ -96,8 +96,8 @@ ONE = build("1f1b", num_ranks=1, num_microbatches=1)
 @pytest.mark.thorough(
     but=[
         "1-1F0 1B0 1F1 1B1 1F2-missing: 1B2",
-        "1-1F0 1B0 1W0 1F1 1B1 1F2 1B2-1B0 stands beside 1I0 or 1W0: expected B, or I and W",
-        "1-1F0 1B0 1F0 1F1 1B1 1F2 1B2 1B2-1F0, 1B2 stand more than once",
+        "1-1F0 1B0 1W0 1F1 1B1 1F2 1B2-1B0 occurs alongside 1I0 or 1W0: expected B, or I and W",
+        "1-1F0 1B0 1F0 1F1 1B1 1F2 1B2 1B2-1F0, 1B2 occur more than once",
     ]
 )
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ ONE = build("1f1b", num_ranks=1, num_microbatches=1)
         (1, "", "missing: 1F0, 1B0, 1F1, 1B1, 1F2, 1B2"),
         (1, "1F0 1I0 1F1 1B1 1F2 1B2", "missing: 1W0"),
         (1, "1F0 1W0 1F1 1B1 1F2 1B2", "missing: 1I0"),
-        (1, "1F0 1B0 1W0 1F1 1B1 1F2 1B2", "1B0 stands beside 1I0 or 1W0: expected B, or I and W"),
-        (1, "1F0 1B0 1F1 1B1 1F2 1B2 1B2", "1B2 stand more than once"),
-        (1, "1F0 1B0 1F0 1F1 1B1 1F2 1B2 1B2", "1F0, 1B2 stand more than once"),
+        (1, "1F0 1B0 1W0 1F1 1B1 1F2 1B2", "1B0 occurs alongside 1I0 or 1W0: expected B, or I and W"),
+        (1, "1F0 1B0 1F1 1B1 1F2 1B2 1B2", "1B2 occur more than once"),
+        (1, "1F0 1B0 1F0 1F1 1B1 1F2 1B2 1B2", "1F0, 1B2 occur more than once"),
         (1, "1F0 1B0 1F1 1B1 1F2 1B2 0F2", r"0F2 on rank 1, position 6: this rank holds the stages \[1\]"),
         (1, "1F0 1B0 1F1 1B1 1F2 1B2 7F2", r"7F2 on rank 1, position 6: this rank holds the stages \[1\]"),
         (1, "1F0 1B0 1F1 1B1 1F3 1B2", r"1F3 on rank 1, position 4: microbatches are numbered 0\.\.2"),

@@ -154,16 +154,16 @@ def altered(made: Lowered, rank: int, steps: Sequence[Step]) -> Lowered:
 
 SUM = total(0)
 ONCE = "expected it once on each"
-BEFORE = "rank 1, step 1: 0REDUCE_GRAD0 stands before 0B1, whose gradient it takes"
+BEFORE = "rank 1, step 1: 0REDUCE_GRAD0 comes before 0B1, whose gradient it takes"
 
 
 @pytest.mark.parametrize(
     ("replicas", "rank", "change", "said"),
     [
         ((2,), 1, lambda s: [s[0], s[2], s[1]], BEFORE),
-        ((2,), 0, lambda s: s[:-1], f"0REDUCE_GRAD0 stands 0 times on rank 0: {ONCE}"),
-        ((2,), 0, lambda s: [*s, SUM], f"0REDUCE_GRAD0 stands 2 times on rank 0: {ONCE}"),
-        ((2, 1), 2, lambda s: [*s, SUM], f"stands 1 times on rank 2: {ONCE} of the ranks 0, 1"),
+        ((2,), 0, lambda s: s[:-1], f"0REDUCE_GRAD0 is 0 times on rank 0: {ONCE}"),
+        ((2,), 0, lambda s: [*s, SUM], f"0REDUCE_GRAD0 is 2 times on rank 0: {ONCE}"),
+        ((2, 1), 2, lambda s: [*s, SUM], f"is 1 times on rank 2: {ONCE} of the ranks 0, 1"),
     ],
     ids=["before its backward", "forgotten", "repeated", "other ranks"],
 )  # fmt: skip

@@ -71,7 +71,7 @@ def test_the_norm_is_one_number() -> None:
 
 
 FOR_INDICES = "expected one for each of the 2 action ind"
-FOR_TWO = "has 3 numbers for 2 stages: expected one number, or one a stage"
+FOR_TWO = "has 3 numbers for 2 stages: expected one number, or one per stage"
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_other_schedules_are_compared_as_far_as_they_can_be(name: str) -> None:
     found = compare(before, after)
     assert len(found.ranks) == P
     if name == "interleaved":
-        assert "stages stand on other ranks (3 stages on 3 ranks before, 6 stages on 3 ranks after)" in found.notes[0]
+        assert "stages are on other ranks (3 stages on 3 ranks before, 6 stages on 3 ranks after)" in found.notes[0]
     if name == "zb-h1":
         assert "18 actions in both, 18 only before, 36 only after" in found.notes[0]
         assert {each.action.op for each in found.departures} == {Op.F}

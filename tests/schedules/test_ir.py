@@ -50,10 +50,10 @@ def schedule(placement: tuple[tuple[int, ...], ...], **fields: object) -> Schedu
         (lambda: schedule(((0,), (0,)), owners=((0,),)), r"stage 0 .* the ranks \(0,\), and it is placed on \(0, 1\)"),
         (lambda: schedule(((0,),), owners=((0,), (0,))), "owners of 2 stages for 1"),
         (lambda: schedule(((0,), (1, 10**9))), "numbered 0 to 1000000000, and none holds stage 2"),
-        (lambda: schedule(((0, 0),)), "stage 0 stands twice on rank 0"),
+        (lambda: schedule(((0, 0),)), "stage 0 is twice on rank 0"),
         (lambda: schedule(((0, 1),), edges=(Edge(1, 0),)), "edge 1 -> 0: expected stages in ascending order below 2"),
         (lambda: schedule(((0, 1),), edges=(Edge(0, 2),)), "edge 0 -> 2: expected stages in ascending order below 2"),
-        (lambda: schedule(((0, 1),), edges=(Edge(0, 1), Edge(0, 1, False))), "edge 0 -> 1 stands twice"),
+        (lambda: schedule(((0, 1),), edges=(Edge(0, 1), Edge(0, 1, False))), "edge 0 -> 1 occurs twice"),
     ],
 )
 def test_parts_that_do_not_fit(make, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -204,7 +204,7 @@ def test_the_bound_takes_the_quickest_way_of_replicas() -> None:
         (lambda: Links(network=Link(), gradient_bytes=[1, "2"]), "gradient_bytes='2': expected a finite number"),
         (
             lambda: Links(network=Link(), sums=(AllReduce(stage=1, seconds=1.0),) * 2),
-            r"sums of the stages \[1, 1\]: expected at most one a stage",
+            r"sums of the stages \[1, 1\]: expected at most one per stage",
         ),
     ],
 )

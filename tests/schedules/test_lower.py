@@ -247,7 +247,7 @@ def drop(text: str) -> Callable[[list[Step]], None]:
             "link 0 -> 1, message 0: sent is activations of microbatch 0 .*, received is activations of microbatch 1 ",
             id="receives-swapped",
         ),
-        pytest.param(1, swap("1SEND_B1", "1SEND_B2"), "rank 1, step .*: 1SEND_B2 stands before 1B2", id="sent-early"),
+        pytest.param(1, swap("1SEND_B1", "1SEND_B2"), "rank 1, step .*: 1SEND_B2 comes before 1B2", id="sent-early"),
         pytest.param(
             1,
             drop("1SEND_B3"),
@@ -274,7 +274,7 @@ def drop(text: str) -> Callable[[list[Step]], None]:
         ),
         pytest.param(1, drop("1RECV_F2"), "1F2 needs activations of microbatch 2", id="receive-lost"),
         pytest.param(0, drop("0B3"), "rank 0 no longer runs the actions of its program", id="action-lost"),
-        pytest.param(0, swap("0F2", "0F3"), "stands before 0F2, which makes it", id="actions-swapped"),
+        pytest.param(0, swap("0F2", "0F3"), "comes before 0F2, which makes it", id="actions-swapped"),
     ],
 )
 def test_tampered_programs_are_refused(rank: int, change: Callable[[list[Step]], object], message: str) -> None:

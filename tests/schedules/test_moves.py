@@ -153,7 +153,7 @@ FAULTS = {
         FIRST.replace("0OFFLOAD0", "x").replace("0RELOAD0", "0OFFLOAD0").replace("x", "0RELOAD0"),
         SECOND,
     ),
-    "0OFFLOAD1 stands twice: on rank 0, position 4, and on rank 0, position 5": (
+    "0OFFLOAD1 occurs twice: on rank 0, position 4, and on rank 0, position 5": (
         FIRST.replace("0OFFLOAD1", "0OFFLOAD1 0OFFLOAD1"),
         SECOND,
     ),

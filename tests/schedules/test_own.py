@@ -109,7 +109,7 @@ def test_every_form_meets_the_same_checker(mine: Path) -> None:
 BAD: dict[str, tuple[type[Exception], str]] = {
     "nothing": (
         ScheduleError,
-        r"(?s)of_mine\.py:nothing: nothing may go next, behind 0 of 24 .*rank 0, behind nothing",
+        r"(?s)of_mine\.py:nothing: nothing may run next, after 0 of 24 .*rank 0, after nothing",
     ),
     "clash": (
         ScheduleError,
@@ -122,7 +122,7 @@ BAD: dict[str, tuple[type[Exception], str]] = {
     "yes": (ValueError, r"yes\(action\) returns True or False: expected a key, .* or a filter may\(action, so_far\)"),
     "number": (ValueError, r"schedule='.*of_mine\.py:number' returned int: expected a Schedule .*, Constraints, or a"),
     "undeclared": (ScheduleError, r"of_mine\.py:undeclared: .*owner"),
-    "weights_first": (ScheduleError, r"(?s)rank 0 at position 1 \(0F0 \[0W0\] 0I0\).*move 0I0 in front of 0W0"),
+    "weights_first": (ScheduleError, r"(?s)rank 0 at position 1 \(0F0 \[0W0\] 0I0\).*move 0I0 before 0W0"),
     "outside": (ScheduleError, r"outside: 0F7 on rank 0, position 2: microbatches are numbered 0\.\.0"),
     "deadlock": (ScheduleError, r"deadlock: deadlock: a cycle of 2 ranks"),
     "broken": (UserCodeError, r"schedule='.*broken' raised RuntimeError"),

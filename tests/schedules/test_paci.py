@@ -83,8 +83,8 @@ def test_an_update_put_off_breaks_the_bound() -> None:
     late = "0F0 0F1 0B0 0B1 0F2 0F3 0U0 0U1 0B2 0U2 0B3 0U3"
     with pytest.raises(
         ScheduleError,
-        match=r"2 updates stand between 0F2 and its backward on rank 0, and the rule 'one-version' allows 1: with 2 "
-        r"in flight, an update behind each 1 of the others\. Move updates \(U\) of stage 0",
+        match=r"2 updates are between 0F2 and its backward on rank 0, and the rule 'one-version' allows 1: with 2 "
+        r"in flight, an update after each 1 of the others\. Move updates \(U\) of stage 0",
     ):
         check(one_version(late, batches=4, microbatches=1))
 

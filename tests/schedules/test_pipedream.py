@@ -184,10 +184,10 @@ def test_any_warm_up_holds_what_it_says(P: int, data: st.DataObject) -> None:
         ("pipedream", (3, 6), {"update_every": 3, "replicas": (2, 1)}, r"update_every=3 with .*: expected a multiple"),
         ("pipedream", (3, 4), {"replicas": (2, 2)}, r"replicas=\(2, 2\) on 3 ranks: .* at least 1 .*, 3 in all"),
         ("2bw", (3, 4), {"replicas": (3, 0)}, r"replicas=\(3, 0\) on 3 ranks: expected a count of at least 1"),
-        ("2bw", (3, 4), {"replicas": 3}, r"replicas=3: expected one count a stage, such as \(2, 1\)"),
+        ("2bw", (3, 4), {"replicas": 3}, r"replicas=3: expected one count per stage, such as \(2, 1\)"),
         ("2bw", (4, 2), {}, "num_microbatches=2 under 2bw: expected at least 3, the warm-up .*; give more microb"),
         ("2bw", (4, 1), {"replicas": (3, 1), "warmup": (0, 0)}, "=1 with .*: expected at least 3, one for each replic"),
-        ("2bw", (2, 4), {"warmup": "deep"}, "warmup='deep': expected 'plain', 'eager', or one number a stage"),
+        ("2bw", (2, 4), {"warmup": "deep"}, "warmup='deep': expected 'plain', 'eager', or one number per stage"),
         ("2bw", (2, 4), {"warmup": (1,)}, r"warmup=\[1\] for 2 stages: expected 2 whole numbers from 0 to .*=4"),
         ("2bw", (2, 4), {"warmup": (0, 1)}, r"warmup=\[0, 1\]: expected no stage deeper than the one before it"),
         ("2bw", (2, 4), {"num_batches": 0}, "num_batches=0: expected a whole number, at least 1"),
@@ -208,7 +208,7 @@ def test_2bw_needs_as_many_microbatches_as_its_warm_up(P: int, M: int) -> None:
             build("2bw", num_ranks=P, num_microbatches=M - 1)
     deeper = build("pipedream", num_ranks=P + 2, num_microbatches=M, update_every=M, num_batches=5)
     claimed = replace(deeper, name="2bw", update_every=None, weight_rule="2bw")
-    with pytest.raises(ScheduleError, match=rf"0F{2 * M} stands behind 0 updates of stage 0, .* asks for version 1"):
+    with pytest.raises(ScheduleError, match=rf"0F{2 * M} comes after 0 updates of stage 0, .* asks for version 1"):
         check(claimed)
 
 

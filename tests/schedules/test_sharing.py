@@ -85,8 +85,8 @@ def test_actions_get_what_is_left_of_the_processor(number: int) -> None:
     schedule, costs, links = CASES[number].schedule, CASES[number].costs, CASES[number].links
     timeline = simulate(schedule, costs, links)
     table = costs.table_for(schedule)
-    meetings = ScheduleWiring(schedule, table, links).meetings
-    seconds = {(each.stages, each.op): each.seconds for each in meetings if each.op not in MOVE_OPS}
+    steps = ScheduleWiring(schedule, table, links).joint_steps
+    seconds = {(each.stages, each.op): each.seconds for each in steps if each.op not in MOVE_OPS}
     for trace in timeline.ranks:
         taken = [
             (span.end - seconds[what.stages, what.op], span.end, max(table.sum_busy[s] for s in what.stages))

@@ -295,7 +295,7 @@ def test_a_program_whose_versions_do_not_repeat() -> None:
         (
             Sharing(norm=True),
             "1U0 on rank 1 runs in the call of batch 0 and needs the global gradient norm of update group 0 from rank "
-            "0 to rank 1, which is sent in that of batch 1: a call must not wait for batches to come; move 1U0 behind "
+            "0 to rank 1, which is sent in that of batch 1: a call must not wait for batches to come; move 1U0 after "
             "the first forward of a later batch",
         ),
         (

@@ -205,7 +205,7 @@ def test_json_is_readable() -> None:
         ({"edges": [[0, 1]]}, r"edges: expected \[src, dst, true or false\] each, found \[0, 1\]"),
         ({"edges": [[1, 0, True]]}, "edge 1 -> 0: expected stages in ascending order"),
         ({"update_every": "1"}, "update_every: expected a whole number, found '1'"),
-        ({"update_every": 2}, "update_every=2 for 1 microbatches a batch: expected a number that divides 1"),
+        ({"update_every": 2}, "update_every=2 for 1 microbatches per batch: expected a number that divides 1"),
         ({"microbatches": 4}, r"a schedule has the keys \['edges', .* found \['edges', 'microbatches'"),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_missing_file_is_an_empty_row(tmp_path: Path) -> None:
     assert all(same(timeline, of_step(number)) for number, timeline in traces.steps)
     assert find_gaps(traces.steps[0].timeline)[1] == {}
     (note,) = traces.notes
-    assert note.startswith("nothing of rank 1: expected trace.rank1.jsonl beside ")
+    assert note.startswith("nothing of rank 1: expected trace.rank1.jsonl next to ")
 
 
 def test_a_process_that_was_killed_has_fewer_steps(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_other_versions_and_lost_schedules_are_told(tmp_path: Path, monkeypatch:
     path = tmp_path / "trace.rank0.jsonl"
     path.write_bytes(path.read_bytes().split(b"\n")[1])  # the header is gone
     assert read(tmp_path).steps == ()
-    assert "no file that is there has the schedule" in read(tmp_path).notes[-1]
+    assert "no file has the schedule" in read(tmp_path).notes[-1]
     again = read_traces(find_traces([tmp_path]), schedules=[SCHEDULE])
     assert same(again.steps[0].timeline, of_step(3))
 

@@ -40,14 +40,14 @@ def test_2bw() -> None:
         pytest.param(
             "1U0 1F4 1B4",
             "1F4 1B4 1U0",
-            "1F4 stands behind 0 updates of stage 1, so its newest weight version is 0, but the rule '2bw' asks for "
+            "1F4 comes after 0 updates of stage 1, so its newest weight version is 0, but the rule '2bw' asks for "
             r"version 1: move an update \(U\) of stage 1 on rank 1",
             id="update-too-late",
         ),
         pytest.param(
             "0F4 0B3 0F5 0B4 0B5 0U1 0U2",
             "0F4 0F5 0U1 0B3 0B4 0B5 0U2",
-            "0B3 on rank 0, position 11, adds to the gradient that 0U1, which stands before it, has used",
+            "0B3 on rank 0, position 11, adds to the gradient that 0U1, which comes before it, has used",
             id="update-before-its-gradients",
         ),
         pytest.param("0U1 0U2", "0U1 0U2 0U3", r"0U3 .* is update 3 .* each of the 3 batches", id="surplus"),
@@ -67,9 +67,9 @@ def test_a_claim_is_no_proof() -> None:
     flush = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2)
     assert check(flush).peak_versions == (1,)
     assert check(replace(flush, weight_rule="2bw")).peak_versions == (2,)
-    with pytest.raises(ScheduleError, match=r"0F1 stands behind 0 updates .* rule 'flush' asks for version 1"):
+    with pytest.raises(ScheduleError, match=r"0F1 comes after 0 updates .* rule 'flush' asks for version 1"):
         check(by_hand("0F0 0B0 0F1 0B1 0U0 0U1", microbatches=1, batches=2))
-    with pytest.raises(ScheduleError, match=r"0F2 stands behind 0 updates .* rule 'flush' asks for version 1"):
+    with pytest.raises(ScheduleError, match=r"0F2 comes after 0 updates .* rule 'flush' asks for version 1"):
         check(replace(two_bw(), weight_rule="flush"))
 
 

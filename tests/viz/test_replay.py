@@ -20,14 +20,14 @@ REPLAY = """
   const messages = [];
   for (const wire of wiring.wires) {
     for (let k = 0; k < wiring.total; k++) {
-      const slot = wire.base + k, passage = wire.passages[k];
-      if (passage < 0 || Number.isNaN(run.arrived[slot])) continue;
-      const { receiver } = wiring.passages[passage];
+      const slot = wire.base + k, route = wire.routes[k];
+      if (route < 0 || Number.isNaN(run.arrived[slot])) continue;
+      const { receiver } = wiring.routes[route];
       messages.push([receiver, wire.kind, wire.src, wire.dst, k, run.ready[slot], run.arrived[slot]]);
     }
   }
   const meetings = [];
-  for (const { stages, op, begun, through } of run.meetings) {
+  for (const { stages, op, begun, through } of run.jointSteps) {
     for (const [group, end] of through) {
       for (const [rank, start] of begun.get(group)) {
         meetings.push([rank, stages.join("+") + op + group, start, end]);
@@ -82,7 +82,7 @@ def expected(timeline: Timeline) -> dict[str, Any]:
         "meetings": sorted(
             [rank, str(what), start, end]
             for rank, trace in enumerate(timeline.ranks)
-            for what, start, end in trace.beside
+            for what, start, end in trace.transfers
         ),
     }
 

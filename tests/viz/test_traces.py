@@ -236,7 +236,7 @@ def test_a_missing_rank_is_an_empty_row(tmp_path: Path) -> None:
     merged = written(replace(truth, ranks=(truth.ranks[0], truth.ranks[2])), tmp_path, merged=True)
     exhibit = exhibit_of_traces(merged, name="t")
     assert exhibit.measured[0].timeline.missing == (2,)
-    assert exhibit.notes == ("t: stage 1 is in no trace: an empty row stands for it",)
+    assert exhibit.notes == ("t: stage 1 is in no trace: it is an empty row",)
 
 
 def test_clocks_that_differ_are_said(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_clocks_that_differ_are_said(tmp_path: Path) -> None:
     late = replace(truth, ranks=(truth.shifted(0.003).ranks[0], truth.ranks[1]))
     exhibit = exhibit_of_traces(written(late, tmp_path, about=lambda rank: {"host_name": f"node{rank}"}), name="t")
     assert exhibit.notes == (
-        "t: the clocks of node0, node1 are taken to agree",
+        "t: the clocks of node0, node1 are assumed to agree",
         "t: an input was used 2,900 us before it was made: the ranks' clocks differ by that much",
     )
 
@@ -308,7 +308,7 @@ def test_one_rank_twice(tmp_path: Path) -> None:
     (path, _) = written(example(), tmp_path)
     other = tmp_path / "copy.json"
     other.write_text(path.read_text())
-    with pytest.raises(ValueError, match=r"copy.json, .*rank0.json are all of rank 0: expected one file a rank"):
+    with pytest.raises(ValueError, match=r"copy.json, .*rank0.json are all of rank 0: expected one file per rank"):
         exhibit_of_traces([path, other], name="t")
 
 

@@ -2,11 +2,10 @@
 
     template.html + style.css + scripts in this order + page_data(exhibits) as JSON ---> out.html
 
-The scripts share one object, `stagewright`. What stands beside the timelines with an idea of its own (a "what if") is a
-script that calls `stagewright.extend(name, mount)`, and a function that gives its data of an exhibit: a line in
-`_EXTENSIONS` each. `mount({app, exhibit, data})` is called for every exhibit of which that is not None;
-`app.panels.section(id, heading)` makes it a place at the right, and `exhibit.suppose(caption, panel)` with
-`app.refresh()` shows another timeline below the predicted one.
+The scripts share one object, `stagewright`. An extension (such as "what if") is a script that calls
+`stagewright.extend(name, mount)`, and a function that returns its data for an exhibit: a line in `_EXTENSIONS`.
+`mount({app, exhibit, data})` is called for every exhibit with data; `app.panels.section(id, heading)` gives it a place
+at the right, and `exhibit.suppose(caption, panel)` with `app.refresh()` shows another timeline below the predicted one.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .whatif_data import whatif_data
 __all__ = ["explorer_html", "write_explorer"]
 
 _SCRIPTS = "model words rows view frame draw layers marks panels search selection svg save link input"
-# name -> its scripts, the last of which extends the page, and the function that gives the data of an exhibit
+# name -> its scripts, the last of which extends the page, and the function that returns the data of an exhibit
 _EXTENSIONS: dict[str, tuple[str, Callable[[Exhibit], Any]]] = {
     "whatif": ("replay replay_panel whatif", whatif_data),
 }
@@ -42,11 +41,11 @@ def write_explorer(exhibits: Sequence[Exhibit], path: str | Path) -> None:
 
 
 def explorer_html(exhibits: Sequence[Exhibit]) -> str:
-    """One self-contained page that shows the exhibits below each other on one time scale.
+    """One self-contained page with the exhibits below each other on one time scale.
 
     The same exhibits always give the same text. O(actions + messages).
 
-    Raises ValueError for no exhibits at all.
+    Raises ValueError without exhibits.
     """
     if not exhibits:
         raise ValueError("exhibits=[]: expected at least one Exhibit")
@@ -75,6 +74,6 @@ def _read(name: str) -> str:
 
 
 def _json_in_html(data: object) -> str:
-    """JSON in which nothing can end the script element that it stands in, or begin a comment there."""
+    """JSON in which nothing can end the script element around it, or begin a comment there."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,4 +1,4 @@
-"""Data of the page: what is drawn and said, as compact JSON. Everything is computed here, not in the page.
+"""Data of the page as compact JSON. Everything is computed here, not in the page.
 
 Times are whole ticks from each timeline's own start; `tick` is their length in seconds. Long lists are columns.
 """
@@ -52,16 +52,16 @@ _CAUSES = list(Idle._fields)
 _NONE = -1
 _BYTE_STEPS = 20_000  # from nothing to the highest line: finer than any row is drawn
 _MOST_CHUNKS = 8  # a rank, of schedules that the page builds itself
-_TICKS = 1e8  # at least as many on the whole scale: finer than a pixel of the deepest zoom that anyone reads
+_TICKS = 1e8  # at least as many on the whole scale: finer than a pixel of a useful zoom
 
 Columns = dict[str, Any]
-# Of ranks, by actions and the version of weights that each uses (an update: makes; none where there is one alone): each
-# program has a number once, since the steps of a run repeat them.
+# Programs of ranks, by actions and their weight versions (empty if there is one). Each has one number, since the steps
+# of a run repeat them.
 Programs = dict[tuple[tuple[Action, ...], tuple[int, ...]], int]
 
 
 def page_data(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
-    """Data that the scripts read (`model.js` says how)."""
+    """The data that the scripts read (see `model.js`)."""
     longest = max(timeline.makespan for exhibit in exhibits for timeline in _timelines(exhibit))
     tick = float(10.0 ** math.floor(math.log10(longest / _TICKS))) if longest > 0 else 1e-9
     programs: Programs = {}
@@ -103,7 +103,6 @@ def _timelines(exhibit: Exhibit) -> list[Timeline]:
 
 
 def _palette() -> dict[str, Any]:
-    """Colours and words, by the short names under which the data has them."""
     return {
         "ops": {op.value: [OP_HUES[op], OP_WORDS[op]] for op in OP_HUES},
         "other": OTHER_HUE,
@@ -216,7 +215,7 @@ class TimelineColumns:
         return found
 
     def _messages(self, lanes: Sequence[Sequence[Bar]]) -> Columns:
-        """Messages by receiving rank: those that took time on a link, with their lane, and those that took none."""
+        """Messages by receiving rank: those that took time on a link, with their lane, then the others."""
         arrows = {arrow.message: arrow for arrow in find_arrows(self.timeline)}
         sizes = self._sizes()
         rows: list[tuple[int, ...]] = []
@@ -255,7 +254,7 @@ class TimelineColumns:
         return columns
 
     def _sizes(self) -> dict[tuple[MessageKind, int, int], float]:
-        """Bytes of each message, by kind and stages; empty where they are not known."""
+        """Bytes of each message, by kind and stages; empty if not known."""
         links, predicted = self.exhibit.links, self.exhibit.predicted
         same = predicted is not None and predicted.schedule.stage_edges == self.schedule.stage_edges
         if links is None or not same:
@@ -300,7 +299,6 @@ def _transposed(names: str, rows: Sequence[Sequence[int]]) -> Columns:
 
 
 def _memory_columns(exhibit: Exhibit, timeline: Timeline, ticks: Callable[[float], int]) -> Columns | None:
-    """Curves, limits and peaks by rank; None where nothing is known of them."""
     curves = exhibit.curves(timeline)
     if curves is None:
         return None
@@ -329,14 +327,13 @@ def _memory_row(curve: MemoryCurve, unit: float, ticks: Callable[[float], int]) 
 
 
 def _units(values: Sequence[float], unit: float) -> list[int] | int:
-    """Whole units at each time, or one number for all."""
     units = [round(value / unit) for value in values]
     return units[0] if len(set(units)) == 1 else units
 
 
 def _difference_columns(predicted: Timeline | None, measured: Timeline) -> Columns:
-    """Actions that depart most as [rank, action, predicted, measured], causes as [name, seconds more] of the mean rank,
-    stragglers by name; without a prediction the stragglers among their peers alone."""
+    """Departures as [rank, action, predicted, measured], causes as [name, seconds more] of the mean rank, stragglers by
+    name; without a prediction only the stragglers among their peers."""
     if predicted is None:
         return {"departures": [], "causes": [], "stragglers": [_straggler(s) for s in find_stragglers(measured)]}
     found = compare(predicted, measured)

@@ -265,7 +265,7 @@
       }
     }
 
-    // Where a version's badge of a box stands, and its number then: beside it, else above it, or null.
+    // Position of a box's version badge, and then of its number: next to it, else above it, or null.
     badgeAt(text, begin, width, wide, top, height) {
       this.font(8, 600);
       const own = this.measure(text) + 4;

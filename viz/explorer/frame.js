@@ -1,4 +1,4 @@
-// What stands around the rows: headings, grid and axis, ends, idle time at the side, the overview.
+// Everything around the rows: headings, grid and axis, ends, idle time at the side, the overview.
 (function (app) {
   "use strict";
 

@@ -86,7 +86,7 @@
   // [panel, place of a row] of all that are not hidden, from the top.
   const inSight = () => [...app.view.pins, ...app.view.panels].flatMap(({ panel, rows }) => rows.map((row) => [panel, row]));
 
-  // The action beside the chosen one: `along` its program, or on the rank `across`.
+  // The action next to the chosen one: `along` its program, or on the rank `across`.
   function next(mark, along, across) {
     const { panel, row, i } = mark;
     if (mark.track.kind !== "compute") return { panel, row, track: row.compute, i: Math.max(row.compute.from(mark.track.start[i]) - 1, 0) };
@@ -134,7 +134,7 @@
       const chosen = app.state.chosen;
       const size = view.end - view.start;
       switch (event.key) {
-        case "Tab": // leaves behind the last action, and after Escape
+        case "Tab": // leaves after the last action, and after Escape
           if (!app.state.left && event.target === canvas) move(event, event.shiftKey ? -1 : 1, 0);
           app.state.left = false;
           return;

@@ -2,7 +2,7 @@
 //
 //   #t=0.5,2.25&hide=0p1,1p&pin=0m3&open=0p0&at=0p3:1F5&on=idle,messages&step=2&edit=...
 //
-// Only what is not as it is at the start stands there; what names nothing on this page is said.
+// It contains only differences from the initial view; names that are not on this page are reported.
 (function (app) {
   "use strict";
 

@@ -43,7 +43,7 @@
     return rankOf;
   }
 
-  // What an action waits for, and who waits for it on another rank: F of a stage, or I; null where nobody does.
+  // The input of an action, and the rank that waits for its result: F of a stage, or I; null if none does.
   const needOf = (stage, op, last) => (op === "W" ? null : op === "F" ? (stage ? "F" + (stage - 1) : null) : stage < last ? "I" + (stage + 1) : "F" + stage);
 
   // Runs each rank's actions as far as their inputs are there; `run` places one, given its arrival, and returns when it ends.

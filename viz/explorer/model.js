@@ -2,7 +2,7 @@
 //
 //   page -> exhibits -> panels (predicted, the chosen measured step) -> rows -> tracks
 //
-// A track holds boxes one behind the other: `start` and `end` in seconds, ascending, without overlap.
+// A track holds boxes in sequence: `start` and `end` in seconds, ascending, without overlap.
 (function (app) {
   "use strict";
 
@@ -234,7 +234,7 @@
       return program.stages[i] + program.ops[i] + program.indices[i];
     }
 
-    // Where an action of this name stands: {row, i}, or null. Rank and name, since replicas update the same stage.
+    // Position of an action of this name: {row, i}, or null. Rank and name, since replicas update the same stage.
     find(row, name) {
       if (this.numbers === null) {
         this.numbers = new Map();
@@ -279,7 +279,7 @@
       return Math.max(...this.panels.map((panel) => panel.makespan), ...this.data.measured.map((step) => step.makespan));
     }
 
-    // A panel between the predicted and the measured one, of data in the form of `timeline_panel` (where a row's program
+    // A panel between the predicted and the measured one, of data in the form of `TimelineColumns` (where a row's program
     // may be the columns themselves); null takes it away. What extensions compute.
     suppose(caption, data) {
       this.supposed = data && new TimelinePanel(this.page, this, "supposed", { ...data, caption });

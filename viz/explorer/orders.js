@@ -159,7 +159,7 @@
     const rankOf = [];
     placement.forEach((own, rank) => own.forEach((stage) => (rankOf[stage] = rank)));
     const inputs = range(5 * stages).map(() => []), outputs = range(5 * stages).map(() => []);
-    const wires = [], passages = [];
+    const wires = [], routes = [];
     const lay = (kind, src, dst, ops) => {
       if (rankOf[src] === rankOf[dst]) return; // program order suffices
       const base = wires.length * microbatches;
@@ -167,8 +167,8 @@
         inputs[code(op, dst)].push(base);
         outputs[code(op, src)].push(wires.length);
       }
-      wires.push({ kind, src, dst, base, passages: passages.length, last: null });
-      passages.push({ sender: rankOf[src], receiver: rankOf[dst], stage: src, bytes: 0, seconds_per_byte: 0, latency: 0, channels: [] });
+      wires.push({ kind, src, dst, base, routes: routes.length, last: null });
+      routes.push({ sender: rankOf[src], receiver: rankOf[dst], stage: src, bytes: 0, seconds_per_byte: 0, latency: 0, channels: [] });
     };
     for (const stage of range(stages - 1)) {
       lay("act", stage, stage + 1, ["F"]);
@@ -179,7 +179,7 @@
       ranks, stages, microbatches, slices: 1, batches: 1, groups: 1, epilogue: true, asynchronous: false, links: false, placement,
       costs: { ...Object.fromEntries(["F", "B", "I", "W", "U"].map((op) => [op, Array(stages).fill(costs[op] || 0)])), latency: Array(stages).fill(costs.latency) },
       norm: null, around: 0, programs: programs.map((program) => ({ codes: program.map(([stage, op]) => code(op, stage)), indices: program.map(([, , k]) => k) })),
-      inputs, outputs, wires, passages, meetings: [], begins: range(ranks).map(() => []), returns: [], behind: [], filled: [], versions: [],
+      inputs, outputs, wires, routes, joint_steps: [], begins: range(ranks).map(() => []), returns: [], gather_after_update: [], filled: [], versions: [],
       slots: wires.length * microbatches, channels: 0,
     });
   }

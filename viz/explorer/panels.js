@@ -1,5 +1,5 @@
-// What stands around the canvas: title, notes, figures, legend, and the sections at the right. Text goes in as text, never
-// as HTML, whatever names hold.
+// Everything around the canvas: title, notes, figures, legend, and the sections at the right. Text goes in as text, never
+// as HTML, since names may contain anything.
 (function (app) {
   "use strict";
 
@@ -16,7 +16,7 @@
     return found;
   }
 
-  // The figures of a panel, beside its caption.
+  // The figures of a panel, next to its caption.
   function summary(panel) {
     const { time, percent } = app.words;
     const { data } = panel;
@@ -165,7 +165,7 @@
   // --- the sections at the right ---
 
   // A section whose heading, its first child, folds it away.
-  // before: the section that it comes in front of; at the end by default.
+  // before: the next section; at the end by default.
   function section(id, heading, before = null) {
     const head = make("h2", { role: "button", tabindex: "0", "aria-expanded": "true" }, heading);
     const found = make("section", { id }, head);
@@ -320,7 +320,7 @@
       make("button", { onclick: () => dialog.close() }, "Close"),
     );
     dialog.showModal();
-    dialog.scrollTop = 0; // the button that is focused stands at the end
+    dialog.scrollTop = 0; // the focused button is at the end
   }
 
   function start(page) {

@@ -1,9 +1,9 @@
-// The simulator's rules (schedules/timing/simulate.py), played on a wiring that Python wrote (replay_data.py), with costs
+// The simulator's rules (schedules/timing/simulate.py), played on a wiring that Python wrote (whatif_data.py), with costs
 // that are changed: the same sums in the same order, so that the times are equal to the last bit.
 //
 //   events are the ends of actions, of equal times the lowest rank's first
 //   an action starts when its rank is free and its slots are filled; when it ends, its messages leave, and fill slots
-//   beside a sum that keeps its rank busy it ends later: where such a sum began meanwhile, the event is put off
+//   alongside a sum that keeps its rank busy it ends later: where such a sum began meanwhile, the event is postponed
 //
 // Nothing here draws or touches the document.
 (function (app) {
@@ -25,19 +25,19 @@
       for (const each of this.programs) this.first.push(this.first[this.first.length - 1] + each.codes.length);
       this.wires = data.wires.map((wire) => ({
         ...wire,
-        passages: spread(wire.passages, this.total),
+        routes: spread(wire.routes, this.total),
         last: wire.last === null ? null : spread(wire.last, this.total),
       }));
       this.begins = data.begins.map((several) => {
         const at = new Map();
-        for (const [position, meeting, group] of several) {
+        for (const [position, joint, group] of several) {
           if (!at.has(position)) at.set(position, []);
-          at.get(position).push([meeting, group]);
+          at.get(position).push([joint, group]);
         }
         return at;
       });
-      this.meetings = data.meetings.map((each) => ({ ...each, fills: new Map(each.fills) }));
-      this.behind = new Map(data.behind);
+      this.joint_steps = data.joint_steps.map((each) => ({ ...each, fills: new Map(each.fills) }));
+      this.gather_after_update = new Map(data.gather_after_update);
     }
 
     op(code) {
@@ -129,7 +129,7 @@
   //   updates        by rank, of the epilogue: {stage, start, end}
   //   ready, arrived by slot: when the message left and arrived, or what ranks did together was through; NaN: never
   //   maker, user    by slot, number of the action that made it and of the first that looked at it; -1: none
-  //   meetings       {begun: [[rank, start], ...] by group, through: by group}
+  //   jointSteps     {begun: [[rank, start], ...] by group, through: by group}
   class Replay {
     constructor(wiring, changed) {
       this.wiring = wiring;
@@ -143,14 +143,14 @@
       this.norm = wiring.norm === null ? null : wiring.norm * by.U;
       const latency = costs.latency.map((seconds) => seconds * by.latency + by.more_latency);
       this.hasMessages = wiring.links || latency.some((seconds) => seconds > 0);
-      this.routes = wiring.passages.map((each) => ({
+      this.routes = wiring.routes.map((each) => ({
         seconds: each.bytes * (each.seconds_per_byte / by.bandwidth),
         latency: latency[each.stage] + each.latency * by.latency,
         channels: each.channels,
       }));
       this.freeAt = new Float64Array(wiring.channels);
-      this.meetings = wiring.meetings.map((each) => ({ ...each, route: this.routeOf(each, by), begun: new Map(), through: new Map() }));
-      this.processors = wiring.meetings.some((each) => each.share > 0) ? wiring.programs.map(() => new Processor()) : null;
+      this.jointSteps = wiring.joint_steps.map((each) => ({ ...each, route: this.routeOf(each, by), begun: new Map(), through: new Map() }));
+      this.processors = wiring.joint_steps.some((each) => each.share > 0) ? wiring.programs.map(() => new Processor()) : null;
       this.ready = new Float64Array(wiring.slots).fill(NaN);
       this.arrived = new Float64Array(wiring.slots).fill(NaN);
       this.maker = new Int32Array(wiring.slots).fill(-1);
@@ -168,7 +168,7 @@
       return row[index % row.length];
     }
 
-    // The way of a meeting; of one with a rank's host no change of links says anything.
+    // The way of a joint; of one with a rank's host no change of links says anything.
     routeOf({ op, seconds, channels }, by) {
       return { seconds: op === "OFFLOAD" || op === "RELOAD" ? seconds : seconds / by.bandwidth, latency: 0, channels };
     }
@@ -186,19 +186,19 @@
       return now + route.latency;
     }
 
-    // A rank begins a meeting; the slots that it fills, if it was the last to begin.
+    // A rank begins a joint; the slots that it fills, if it was the last to begin.
     begin(number, group, rank, now) {
-      const meeting = this.meetings[number];
-      if (!meeting.begun.has(group)) meeting.begun.set(group, new Map());
-      const begun = meeting.begun.get(group);
+      const joint = this.jointSteps[number];
+      if (!joint.begun.has(group)) joint.begun.set(group, new Map());
+      const begun = joint.begun.get(group);
       begun.set(rank, now);
-      if (begun.size < meeting.ranks) return [];
-      const from = meeting.after === null ? now : Math.max(now, this.arrived[meeting.after + group]);
-      const start = this.freeFrom(meeting.route, from);
-      const through = this.carry(meeting.route, from);
-      meeting.through.set(group, through);
-      if (meeting.share > 0) for (const each of begun.keys()) this.processors[each].taken.push({ start, end: through, share: meeting.share });
-      const slots = meeting.fills.get(group) || [];
+      if (begun.size < joint.ranks) return [];
+      const from = joint.after === null ? now : Math.max(now, this.arrived[joint.after + group]);
+      const start = this.freeFrom(joint.route, from);
+      const through = this.carry(joint.route, from);
+      joint.through.set(group, through);
+      if (joint.share > 0) for (const each of begun.keys()) this.processors[each].taken.push({ start, end: through, share: joint.share });
+      const slots = joint.fills.get(group) || [];
       for (const slot of slots) {
         this.ready[slot] = now;
         this.arrived[slot] = through;
@@ -211,7 +211,7 @@
       const { programs, inputs } = wiring;
       const position = new Int32Array(wiring.ranks);
       const freeAt = new Float64Array(wiring.ranks);
-      // Ranks that stand before a slot, as a list: the newest by slot, and the next one by rank (a rank stands before one).
+      // Ranks that wait for a slot, as a linked list: the newest by slot, and the next one by rank (a rank waits for one).
       const standing = new Int32Array(wiring.slots).fill(-1);
       const next = new Int32Array(wiring.ranks).fill(-1);
       const events = new Events(wiring.ranks);
@@ -247,7 +247,7 @@
 
       const ready = [];
       wiring.begins.forEach((begins, rank) => {
-        for (const [meeting, group] of begins.get(0) || []) this.begin(meeting, group, rank, 0);
+        for (const [joint, group] of begins.get(0) || []) this.begin(joint, group, rank, 0);
       });
       for (let rank = 0; rank < wiring.ranks; rank++) start(rank);
       while (events.size) {
@@ -262,7 +262,7 @@
         for (const slot of this.finish(rank, at, now)) release(slot);
         const begins = wiring.begins[rank].get(at + 1);
         if (begins !== undefined) {
-          for (const [meeting, group] of begins) for (const slot of this.begin(meeting, group, rank, now)) release(slot);
+          for (const [joint, group] of begins) for (const slot of this.begin(joint, group, rank, now)) release(slot);
         }
         while (ready.length) start(ready.pop());
       }
@@ -275,26 +275,26 @@
       const k = wiring.programs[rank].indices[at];
       const filled = [];
       for (const number of wiring.outputs[code]) {
-        const { base, passages, last } = wiring.wires[number];
+        const { base, routes, last } = wiring.wires[number];
         if (last !== null && last[k] !== code) continue; // others will add to it
         const slot = base + k;
         this.ready[slot] = now;
         this.maker[slot] = wiring.first[rank] + at;
-        this.arrived[slot] = passages[k] === STAYS ? now : this.carry(this.routes[passages[k]], now);
+        this.arrived[slot] = routes[k] === STAYS ? now : this.carry(this.routes[routes[k]], now);
         filled.push(slot);
       }
       return filled;
     }
 
-    // The optimizer steps of a flush schedule, stage by stage, each behind the sums of its gradients.
+    // The optimizer steps of a flush schedule, stage by stage, each after the sums of its gradients.
     addEpilogue() {
       const { wiring } = this;
       let ends = this.ends.map((own) => (own.length ? own[own.length - 1] : 0));
       const seconds = (stage) => this.seconds(OPS.indexOf("U") * wiring.stages + stage, 0);
       const summed = new Map();
-      for (const meeting of this.meetings) {
-        if (meeting.op !== "REDUCE_GRAD") continue;
-        for (const stage of meeting.stages) summed.set(stage, Math.max(meeting.through.get(0), summed.get(stage) || 0));
+      for (const joint of this.jointSteps) {
+        if (joint.op !== "REDUCE_GRAD") continue;
+        for (const stage of joint.stages) summed.set(stage, Math.max(joint.through.get(0), summed.get(stage) || 0));
       }
       if (this.norm !== null) {
         let last = 0;
@@ -318,7 +318,7 @@
         const stage = steps[rank][this.updates[rank].length];
         if (this.isPutOff(events, rank, starts[rank], seconds(stage))) continue;
         this.updates[rank].push({ stage, start: starts[rank], end: now });
-        if (wiring.behind.has(stage)) this.begin(wiring.behind.get(stage), 0, rank, now);
+        if (wiring.gather_after_update.has(stage)) this.begin(wiring.gather_after_update.get(stage), 0, rank, now);
         start(rank, now);
       }
     }
@@ -351,7 +351,7 @@
         if (updates.length) last = Math.max(last, updates[updates.length - 1].end);
         else if (own.length) last = Math.max(last, own[own.length - 1]);
       }
-      for (const meeting of this.meetings) for (const through of meeting.through.values()) last = Math.max(last, through);
+      for (const joint of this.jointSteps) for (const through of joint.through.values()) last = Math.max(last, through);
       return last;
     }
 

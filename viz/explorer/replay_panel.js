@@ -1,5 +1,5 @@
-// A replay as a panel: the columns of `timeline_panel` (panel_data.py), of times that this page computed. Idle time has the
-// causes that attribution.py gives it, lanes are those of viz/lanes.py.
+// A replay as a panel: the columns of `TimelineColumns` (data.py), of times that this page computed. Idle time has the
+// causes that `schedules/timing/waits.py` gives it, lanes are those of `viz/rows.py`.
 (function (app) {
   "use strict";
 
@@ -25,7 +25,7 @@
     };
   }
 
-  // When the latest input of an action of the programs was made, and when it was there; what is no message counts as there.
+  // When the latest input of an action was made, and when it arrived; an input without a message arrives when it is made.
   function inputs(wiring, run, rank, at, previous) {
     const { codes, indices } = wiring.programs[rank];
     let made = previous;
@@ -76,19 +76,19 @@
   function spansOf(wiring, run) {
     const messages = wiring.programs.map(() => []);
     const together = wiring.programs.map(() => []);
-    for (const { kind, src, dst, base, passages } of wiring.wires) {
+    for (const { kind, src, dst, base, routes } of wiring.wires) {
       for (let index = 0; index < wiring.total; index++) {
         const slot = base + index;
-        if (passages[index] < 0 || run.maker[slot] < 0) continue;
-        const { sender, receiver } = wiring.passages[passages[index]];
+        if (routes[index] < 0 || run.maker[slot] < 0) continue;
+        const { sender, receiver } = wiring.routes[routes[index]];
         messages[receiver].push({ kind, src, dst, index, slot, sender, receiver, start: run.ready[slot], end: run.arrived[slot], lane: -1 });
       }
     }
-    for (const meeting of run.meetings) {
-      for (const [group, end] of meeting.through) {
-        for (const [rank, start] of meeting.begun.get(group)) {
-          const { op } = meeting;
-          together[rank].push({ text: meeting.stages.join("+") + op + group, op, start, end, lane: 0 });
+    for (const joint of run.jointSteps) {
+      for (const [group, end] of joint.through) {
+        for (const [rank, start] of joint.begun.get(group)) {
+          const { op } = joint;
+          together[rank].push({ text: joint.stages.join("+") + op + group, op, start, end, lane: 0 });
         }
       }
     }

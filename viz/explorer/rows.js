@@ -1,5 +1,5 @@
-// Which rows stand on the page: some are hidden, some pinned above what scrolls, and of replicas that do the same work one
-// stands for all. Keys name them in links: "0p" is the predicted timeline of exhibit 0 (s supposed, m measured), "0p3" its
+// The rows on the page: some are hidden, some pinned above what scrolls, and of replicas that do the same work one
+// represents all. Keys name them in links: "0p" is the predicted timeline of exhibit 0 (s supposed, m measured), "0p3" its
 // row of rank 3.
 (function (app) {
   "use strict";
@@ -19,7 +19,7 @@
 
   const groupsOfPanel = new WeakMap();
 
-  // [{row, members}] of a panel: the row that stands for its replicas, of measured ones the slowest.
+  // [{row, members}] of a panel: the row that represents its replicas, of measured ones the slowest.
   function groupsOf(panel) {
     if (!groupsOfPanel.has(panel)) {
       const groups = [];
@@ -49,7 +49,7 @@
       this.open = new Set(); // of rows whose replicas all show
     }
 
-    // Rows of a panel by the order of ranks, of replicas the one that stands for all unless they are open: {row, members}.
+    // Rows of a panel by the order of ranks, of replicas the one that represents all unless they are open: {row, members}.
     list(panel) {
       const apart = (group) => app.view.shows.replicas || group.members.length < 2 || group.members.some((row) => this.open.has(rowKey(panel, row)));
       return groupsOf(panel).flatMap((group) => (apart(group) ? group.members.map((row) => ({ row, members: [row], group })) : [{ ...group, group }]))
@@ -70,13 +70,13 @@
       return this.hidden.has(panelKey(panel)) || (row !== null && this.hidden.has(rowKey(panel, row)));
     }
 
-    // What stands on the page of a panel is less than there is: "2 of 8 rows hidden", or "".
+    // The hidden rows of a panel: "2 of 8 rows hidden", or "".
     told(panel) {
       const [all, left] = [this.list(panel).length, this.shown(panel).length];
       return left < all ? all - left + " of " + all + (all > 1 ? " rows" : " row") + " hidden" : "";
     }
 
-    // Bring a row into sight, whatever has hidden it.
+    // Make a row visible.
     reveal(panel, row) {
       const group = groupsOf(panel).find(({ members }) => members.includes(row));
       const wasHidden = this.hidden.delete(panelKey(panel)) | this.hidden.delete(rowKey(panel, row));
@@ -118,12 +118,12 @@
     }
   }
 
-  // "rank 3", and for how many replicas it stands.
+  // "rank 3", and how many replicas it represents.
   function nameOf({ row, members }, panel) {
     return row.name + (members.length < 2 ? "" : (panel.kind === "measured" ? ", slowest of " : ", ") + members.length + (panel.kind === "measured" ? "" : " replicas"));
   }
 
-  // What replicas a row stands for, in words; null for itself alone.
+  // The replicas that a row represents, in words; null for only itself.
   function replicasOf(panel, row) {
     const found = app.rows.list(panel).find((each) => each.row === row);
     if (!found || found.members.length < 2) return null;

@@ -55,7 +55,7 @@
     app.changed();
   };
 
-  // Where a mark stands: {place, row}; null where its row is hidden.
+  // Position of a mark: {place, row}; null if its row is hidden.
   app.placeOf = (mark) => {
     const spot = view.spots.has(mark.panel) && view.spots.get(mark.panel).get(mark.row.rank);
     return spot || null;
@@ -144,7 +144,7 @@
 
   app.redraw = () => ask(1);
 
-  // Mark the chosen action; of two, tell the distance.
+  // Mark the chosen action; of two, show the distance.
   app.mark = () => {
     const { chosen, marked } = app.state;
     app.state.marked = marked ? null : chosen;

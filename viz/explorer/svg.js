@@ -1,4 +1,4 @@
-// Vectors: what the painter and the marks ask of a canvas, written as SVG. Whatever draws takes a context, and this is one:
+// Vectors: what the painter and the marks ask of a canvas, written as SVG. Everything that draws takes a context, and this is one:
 // the part of CanvasRenderingContext2D that is in use, and `hatch`.
 (function (app) {
   "use strict";

@@ -1,9 +1,9 @@
-// What part of the timelines is seen, and where it stands on the canvas: rows one below the other, on one time scale for
+// The visible part of the timelines, and its position on the canvas: rows one below the other, on one time scale for
 // all panels, or one an exhibit: `start`, `end`, `length` are seconds of the panel that `view.in(panel)` named last.
 //
 //   | gutter: names | plot: view.start ... view.end | side: idle time by cause |
 //
-// Pinned rows stand between `head` and `top`, and all others scroll below them. Places are pixels of what scrolls: those of
+// Pinned rows are between `head` and `top`, and all others scroll below them. Places are pixels of what scrolls: those of
 // pinned rows move along, so that they seem to stay.
 (function (app) {
   "use strict";
@@ -160,7 +160,7 @@
       return [place.box, place.boxHeight];
     }
 
-    // What stands at a pixel of the canvas: {place, row, track, i}, without track and i beside boxes, without row on
+    // The item at a pixel of the canvas: {place, row, track, i}, without track and i between boxes, without row on
     // a heading; null elsewhere.
     hit(x, y) {
       if (y < this.head) return null;
@@ -188,7 +188,7 @@
       return null;
     }
 
-    // Keep the window inside the whole, and not below what numbers can tell apart.
+    // Keep the window inside the whole, and not below the precision of numbers.
     set(start, end) {
       const least = Math.max(this.length * 1e-7, 20 * this.page.tick);
       const size = Math.min(Math.max(end - start, least), this.length);

@@ -27,9 +27,9 @@
     return {
       ops,
       trains: wiring.epilogue || ops.has("U"),
-      travels: wiring.passages.length > 0,
-      latency: some(costs.latency) || wiring.passages.some((each) => each.latency > 0),
-      bandwidth: wiring.passages.some((each) => each.bytes * each.seconds_per_byte > 0) || wiring.meetings.some((each) => each.seconds > 0),
+      travels: wiring.routes.length > 0,
+      latency: some(costs.latency) || wiring.routes.some((each) => each.latency > 0),
+      bandwidth: wiring.routes.some((each) => each.bytes * each.seconds_per_byte > 0) || wiring.joint_steps.some((each) => each.seconds > 0),
       update: some(costs.U) || norm > 0,
       unit: forwards.reduce((sum, seconds) => sum + seconds, 0) / forwards.length || 1,
     };

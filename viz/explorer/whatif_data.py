@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...schedules import Costs, Links, Op, Schedule
 from ...schedules.ir import MOVE_OPS
 from ...schedules.timing.costs import CostTable
-from ...schedules.timing.wiring import OPS, Meeting, Output, ScheduleWiring
+from ...schedules.timing.wiring import LANE_OPS, JointStep, Output, ScheduleWiring
 from ...schedules.versions import derive_versions
 from ..exhibit import Exhibit
 
@@ -22,8 +22,7 @@ Number = TypeVar("Number", int, float)
 
 
 def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
-    """The wiring, or to people why there is none (`refused`); None where nothing is simulated or under which costs is
-    not known."""
+    """The wiring, or the reason why there is none (`refused`), for people; None without a prediction or its costs."""
     if exhibit.predicted is None or exhibit.costs is None:
         return None
     schedule = exhibit.predicted.schedule
@@ -32,15 +31,15 @@ def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
     wiring = replay_data(schedule, exhibit.costs, exhibit.links)
     if wiring["waits"]:
         return {
-            "refused": "Messages wait for their receives, or ranks for messages, and this page knows no such waits."
+            "refused": "Messages wait for their receives, or ranks for messages: this page cannot replay such waits."
         }
     return {"wiring": wiring}
 
 
 def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Columns:
-    """Everything that `simulate(schedule, costs, links)` needs, as numbers and lists.
+    """The inputs of `simulate(schedule, costs, links)`, as numbers and lists.
 
-    What is the same for all microbatches (or slices) stands there once, else by index.
+    Values that are equal for all microbatches (or slices) are stored once, else by index.
     """
     table = costs.table_for(schedule)
     wiring = ScheduleWiring(schedule, table, links)
@@ -66,7 +65,7 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
         "inputs": wiring.inputs,
         "outputs": [[numbers[each.base] for each in of_code] for of_code in wiring.outputs],
         "wires": [_wire(output) for output in outputs.values()],
-        "passages": [
+        "routes": [
             {
                 "sender": each.sender,
                 "receiver": each.receiver,
@@ -76,19 +75,19 @@ def replay_data(schedule: Schedule, costs: Costs, links: Links | None) -> Column
                 "latency": each.way.latency,
                 "channels": list(each.channels),
             }
-            for each in wiring.passages
+            for each in wiring.routes
         ],
-        "meetings": [_meeting(each, table) for each in wiring.meetings],
+        "joint_steps": [_joint_step(each, table) for each in wiring.joint_steps],
         "begins": [
             [[position, *begun] for position, several in of_rank.items() for begun in several]
             for of_rank in wiring.begins
         ],
-        "returns": sorted({each.fills[0][0] for each in wiring.meetings if each.after is not None}),
-        "behind": list(wiring.behind.items()),
+        "returns": sorted({each.fills[0][0] for each in wiring.joint_steps if each.after is not None}),
+        "gather_after_update": list(wiring.gather_after_update.items()),
         "filled": wiring.filled,
         "versions": _versions(schedule),
         "slots": wiring.num_slots,
-        "waits": bool(wiring.waits) or any(each.way.blocks for each in wiring.passages),
+        "waits": bool(wiring.waits) or any(each.way.blocks for each in wiring.routes),
         "channels": wiring.num_channels,
     }
 
@@ -99,26 +98,26 @@ def _wire(output: Output) -> Columns:
         "kind": output.wire.kind.value,
         "src": output.wire.src,
         "dst": output.wire.dst,
-        "passages": _folded([_STAYS if number is None else number for number in output.passages]),
+        "routes": _folded([_STAYS if number is None else number for number in output.routes]),
         "last": None if output.last is None else _folded(output.last),
     }
 
 
-def _meeting(meeting: Meeting, table: CostTable) -> Columns:
+def _joint_step(step: JointStep, table: CostTable) -> Columns:
     return {
-        "stages": list(meeting.stages),
-        "op": meeting.op.value,
-        "ranks": len(meeting.ranks),
-        "seconds": meeting.seconds,
-        "share": 0.0 if meeting.op in MOVE_OPS else max(table.sum_busy[stage] for stage in meeting.stages),
-        "channels": list(meeting.channels),
-        "fills": [[group, list(slots)] for group, slots in meeting.fills.items()],
-        "after": meeting.after,
+        "stages": list(step.stages),
+        "op": step.op.value,
+        "ranks": len(step.ranks),
+        "seconds": step.seconds,
+        "share": 0.0 if step.op in MOVE_OPS else max(table.sum_busy[stage] for stage in step.stages),
+        "channels": list(step.channels),
+        "fills": [[group, list(slots)] for group, slots in step.fills.items()],
+        "after": step.after,
     }
 
 
 def _versions(schedule: Schedule) -> list[list[int]]:
-    """By rank and action, the weight version that it uses (an update: makes); empty where there is one alone."""
+    """By rank and action, the weight version that it uses (an update: makes); empty if there is only one."""
     if not schedule.is_asynchronous:
         return []
     read_by = derive_versions(schedule).read_by
@@ -126,12 +125,11 @@ def _versions(schedule: Schedule) -> list[list[int]]:
 
 
 def _costs(table: CostTable) -> Columns:
-    """By the letter of the op, and the latency: by stage, and where they differ by index, by index [s]."""
+    """By the letter of the op, and the latency: by stage, and if they differ, by index [s]."""
     stages = range(len(table.latency))
-    rows = {op.value: [_folded(table.row(op, stage)) for stage in stages] for op in OPS}
+    rows = {op.value: [_folded(table.row(op, stage)) for stage in stages] for op in LANE_OPS}
     return {**rows, "latency": list(table.latency)}
 
 
 def _folded(numbers: Sequence[Number]) -> Number | list[Number]:
-    """One number where all are equal."""
     return numbers[0] if numbers and len(set(numbers)) == 1 else list(numbers)

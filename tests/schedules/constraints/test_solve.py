@@ -147,7 +147,7 @@ def test_a_filter_is_asked_as_the_order_grows() -> None:
     assert [action.op for action in program] == [F, B] * 3
     with pytest.raises(
         ScheduleError,
-        match=r"(?s)nothing may go next, behind 8 of 12.*rank 0, behind 0F2 0B0 0B2: 0F1 may not begin: 'odd ones",
+        match=r"(?s)nothing may run next, after 8 of 12.*rank 0, after 0F2 0B0 0B2: 0F1 may not begin: 'odd ones",
     ):
         Constraints(
             num_ranks=2, num_microbatches=3, rules={"odd ones out": only_if(lambda action, so_far: action.index != 1)}

@@ -151,7 +151,7 @@ def test_placements_by_name(name: str, chunks: int | None, expected: object) -> 
         ({"costs": Costs(input_grad=1.0, weight_grad=0.0)}, "weight_grad=0.0: expected more than 0 seconds"),
         ({"costs": Costs(forward=[1.0, 1.0, 1.0])}, "forward has 3 numbers for 2 stages"),
         ({"objective": "speed"}, "objective='speed': expected one of makespan, span"),
-        ({"memory_limit": [1.0]}, "memory_limit=.* 2, one a rank"),
+        ({"memory_limit": [1.0]}, "memory_limit=.* 2, one per rank"),
         ({"memory_limit": -1.0}, "memory_limit=-1.0: expected a finite number of at least 0"),
         ({"kept_share": 1.5}, "kept_share=1.5: expected a part from 0 to 1"),
         ({"placement": [[0], [0]]}, "placement=.* each on one rank"),

@@ -181,7 +181,7 @@ def test_bad_input() -> None:
         ({"placements": ["w"]}, "placement='w'"),
         ({"cuts": 0}, "cuts=0"),
         ({"seconds": 0}, "seconds=0"),
-        ({"memory_limit": [1.0]}, "or 2, one a rank"),
+        ({"memory_limit": [1.0]}, "or 2, one per rank"),
     ):
         with pytest.raises(ValueError, match=said):
             synthesize_jointly(layers, **{"num_ranks": 2, "num_microbatches": 2} | wrong)  # type: ignore[arg-type]

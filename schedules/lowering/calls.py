@@ -1,18 +1,17 @@
-"""Programs in calls.
-
-Course of a run without a flush: the first batches each by themselves, then a stream.
-
-    flush_first=2    call of batch 0: F0 .. B0 .. U0    of batch 1: all of it    of batch 2, 3, ...: calls of the stream
-
-What a batch meets follows from its number alone, so that a run goes on from any checkpoint as it would have gone on.
-
-An asynchronous schedule as calls: what each rank does for one more batch, and what drains it.
+"""Programs in calls: the program of each rank for one batch after another, of an asynchronous schedule.
 
     rank 0 of 2bw, P=2, M=2    call t: F(2t) B(2t-1) U(t-1) F(2t+1) B(2t)      drain after call t: B(2t+1) U(t)
     rank 1                     call t: F(2t) B(2t) F(2t+1) B(2t+1) U(t)        (nothing)
 
-A finite program is cut in front of the first forward of each batch. Its steady call and its drain, shifted to any
-batch, make programs of any length: a stream that begins with batch b leaves out what belongs to batches before b.
+A finite program is cut before the first forward of each batch. Its steady call and its drain, shifted to any batch,
+make
+programs of any length: a stream that begins with batch b omits what belongs to batches before b.
+
+A run may begin with batches that are flushed one by one:
+
+    flush_first=2    call of batch 0: F0 .. B0 .. U0    of batch 1: all of it    of batch 2, 3, ...: calls of the stream
+
+The calls of a batch follow from its number, so that a run resumed from any checkpoint continues identically.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from dataclasses import dataclass, replace
 from ..checks import check, check_lowered
 from ..ir import Action, Op, Schedule, ScheduleError
 from ..messages import Message, Sharing, Transfer
-from ..program import Lowered, RankProgram, Step, Work, check_calls, indices_a_batch, parts_of
+from ..program import Lowered, RankProgram, Step, Work, check_calls, indices_per_batch, parts_of
 from ..versions import derive_versions
 from .lower import lower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """A schedule that goes on for ever.
+    """A schedule without an end.
 
     Arguments:
         schedule: the finite program that it was made from.
         calls: per rank, one call of the steady state, numbered as if it were batch 0.
-        drains: per rank, what is left to do after the call of batch 0.
+        drains: per rank, the rest after the call of batch 0.
         offsets: by (stage, microbatch of its batch): the version of its forward, less that of the batch's first update.
     """
 
@@ -45,20 +44,21 @@ class Stream:
     offsets: dict[tuple[int, int], int]
 
     def call(self, rank: int, batch: int, *, first_batch: int) -> RankProgram:
-        """The program of `rank` when batch `batch` comes, in a stream that began (empty) with `first_batch`."""
+        """The program of `rank` for batch `batch`, in a stream that began (empty) with `first_batch`."""
         return _moved(self.schedule, self.calls[rank], batch, first_batch)
 
     def drain(self, rank: int, last_batch: int, *, first_batch: int) -> RankProgram:
         return _moved(self.schedule, self.drains[rank], last_batch, first_batch)
 
     def whole(self, rank: int, batch: int) -> RankProgram:
-        """The program of `rank` for a batch that is alone in the pipeline, from empty to empty."""
+        """The program of `rank` for one batch, from an empty to an empty pipeline."""
         return _joined([self.call(rank, batch, first_batch=batch), self.drain(rank, batch, first_batch=batch)])
 
     def version(self, stage: int, index: int, *, first_batch: int) -> int:
         """The weight version of the forward (and backward) of microbatch `index` of a stage.
 
-        Some rules go by the batch alone, over flushes too; others by what is updated, which a flush brings up to date.
+        Under some rules it follows from the batch, also after a flush; under others from the updates so far, which a
+        flush completes.
         """
         schedule = self.schedule
         batch, microbatch = divmod(index, schedule.num_microbatches)
@@ -88,18 +88,18 @@ class Stream:
 def make_stream(schedule: Schedule, *, sharing: Sharing) -> Stream:
     """Cut an asynchronous schedule into calls, with their communication.
 
-    Raises ScheduleError for a program whose steady state does not repeat batch by batch, or in which a call needs
-    what another rank makes in a later one.
+    Raises ScheduleError for a program whose steady state does not repeat batch by batch, or in which a call needs a
+    message that another rank sends in a later one.
     """
     last = schedule.num_batches - 1
     if last < 2:
         raise ScheduleError(
             f"schedule {schedule.name!r} spans {schedule.num_batches} batches: expected at least 3, so that a batch of "
-            f"its steady state can be told from its beginning and its end"
+            f"its steady state differs from its first and its last one"
         )
     calls = [_calls(schedule, rank) for rank in range(schedule.num_ranks)]
     lowered = lower(schedule, sharing=sharing, calls=calls)
-    check_calls(lowered)  # first: it says why a receive can't be posted in time
+    check_calls(lowered)  # first: its error says why a receive can't be posted in time
     check_lowered(lowered)
     parts = [parts_of(program, count=schedule.num_batches + 1) for program in lowered.programs]
     used = derive_versions(schedule).used
@@ -115,12 +115,12 @@ def make_stream(schedule: Schedule, *, sharing: Sharing) -> Stream:
 
 
 def _calls(schedule: Schedule, rank: int) -> list[int]:
-    """The call of each action: the newest batch that has begun on the rank; what is behind the steady part of the last
-    call belongs to the drain (call N). An update of batch t right before the first forward of batch t + 2
-    goes with that one: that is where 2bw needs it."""
+    """The call of each action: the newest batch that has begun on the rank. Actions after the steady part of the last
+    call belong to the drain (call N). An update of batch t right before the first forward of batch t + 2 belongs to the
+    call of that forward, which needs it under 2bw."""
     program = schedule.programs[rank]
     size, N = schedule.num_microbatches, schedule.num_batches
-    if not any(action.op is Op.F for action in program):  # a replica without work updates when the others have
+    if not any(action.op is Op.F for action in program):  # a replica without work updates after the others
         return [action.index // schedule.groups_per_batch + 1 for action in program]
     calls: list[int] = []
     call = 0
@@ -141,10 +141,10 @@ def _calls(schedule: Schedule, rank: int) -> list[int]:
 
 
 def _moved(schedule: Schedule, program: RankProgram, batches: int, first_batch: int | None) -> RankProgram:
-    """The program so many batches later, without what belongs to batches before `first_batch`."""
+    """The program shifted by so many batches, without the parts of batches before `first_batch`."""
 
     def index(old: Work | Message) -> int | None:
-        size = indices_a_batch(schedule, old)
+        size = indices_per_batch(schedule, old)
         new = old.index + batches * size
         return new if first_batch is None or new >= first_batch * size else None
 
@@ -185,7 +185,7 @@ def _present(messages: Sequence[Message], move: Callable[[Message], Message | No
 
 
 def _check_stream(stream: Stream, used: dict[tuple[int, int], int]) -> None:
-    """Put programs together from calls, and prove them: the one that the stream was made from, and short ones."""
+    """Assemble programs from calls, and prove them: the one that the stream was made from, and short ones."""
     schedule = stream.schedule
     for length in (schedule.num_batches, 1, 2):
         programs = []
@@ -229,9 +229,9 @@ def _joined(parts: Sequence[RankProgram]) -> RankProgram:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """Programs and weight versions of a run's batches: `flush_first` of them by themselves, each a call of `alone` that
-    begins with the updates of all before and ends with its own; then those of `stream`."""
+class RunCalls:
+    """Programs and weight versions of a run's batches: the first `flush_first` are calls of `alone`, each from an empty
+    to an empty pipeline with its updates; the others are calls of `stream`."""
 
     stream: Stream
     flush_first: int = 0
@@ -243,7 +243,7 @@ class Course:
 
     @property
     def programs(self) -> Iterator[RankProgram]:
-        """One call and the drain, of all ranks, of each kind."""
+        """One call and the drain of each stream, for all ranks."""
         for stream in (self.stream, self.alone):
             if stream is not None:
                 yield from (*stream.calls, *stream.drains)
@@ -255,7 +255,7 @@ class Course:
         return self.alone if self.alone is not None and self.is_alone(batch) else self.stream
 
     def call(self, rank: int, batch: int, *, first_batch: int) -> RankProgram:
-        """The program of `rank` when batch `batch` comes: one of the first runs to its end, others see `Stream`."""
+        """The program of `rank` for batch `batch`; one of the first batches runs to its end."""
         if self.alone is not None and self.is_alone(batch):
             return self.alone.whole(rank, batch)
         return self.stream.call(rank, batch, first_batch=first_batch)
@@ -266,8 +266,8 @@ class Course:
     def version(self, stage: int, index: int, *, first_batch: int) -> int:
         """The weight version of microbatch `index` of a stage, in a stream that began with `first_batch`.
 
-        The stream begins with what the first batches have made of the weights, and with no older version: under 2bw,
-        too, whose rule names versions by the batch.
+        The stream begins with the weights after the flushed batches and no older version, also under 2bw, whose rule
+        names versions by the batch.
         """
         schedule = self.stream.schedule
         batch = index // schedule.num_microbatches
@@ -277,10 +277,12 @@ class Course:
         return max(steady, self.flush_first * schedule.groups_per_batch)
 
 
-def make_course(schedule: Schedule, *, sharing: Sharing, flush_first: int = 0, late: Schedule | None = None) -> Course:
-    """Calls of an asynchronous schedule, see `make_stream`; `late`, the same with its updates in other places, makes
-    the stream."""
-    return Course(
+def make_run_calls(
+    schedule: Schedule, *, sharing: Sharing, flush_first: int = 0, late: Schedule | None = None
+) -> RunCalls:
+    """Calls of an asynchronous schedule, see `make_stream`; the stream is made from `late`, the same with deferred
+    updates."""
+    return RunCalls(
         stream=make_stream(schedule if late is None else late, sharing=sharing),
         flush_first=flush_first,
         alone=make_stream(flushed(schedule), sharing=sharing) if flush_first else None,
@@ -288,15 +290,16 @@ def make_course(schedule: Schedule, *, sharing: Sharing, flush_first: int = 0, l
 
 
 def flushed(schedule: Schedule) -> Schedule:
-    """The same work on the same ranks, each update group alone in the pipeline: no gradient is late.
+    """The same work on the same ranks with only one update group in the pipeline at a time: no gradient is late.
 
         2bw, P=2, M=2    rank 0 | F0 F1 .  B0 .  B1 U F2 F3 .  B2 ...
                          rank 1 | .  F0 B0 F1 B1 U  . F2 B2 F3 ...
 
-    The order within a group is that in which the schedule runs it when the pipeline is empty. A forward uses the newest
-    version of its stage, which has the same number on all of them: index // group_size.
+    A group runs in the order that the schedule has for an empty pipeline. A forward uses the newest version of its
+    stage,
+    the same on all stages: index // group_size.
 
-    Raises ScheduleError for a schedule that flushes by itself.
+    Raises ScheduleError for a flush schedule.
 
     >>> from stagewright.schedules import Costs, build, check, simulate
     >>> schedule = flushed(build("pipedream", num_ranks=4, num_microbatches=8, update_every=4))
@@ -304,7 +307,7 @@ def flushed(schedule: Schedule) -> Schedule:
     ((1, 1, 1, 1), 0.429)
     """
     if not schedule.is_asynchronous:
-        raise ScheduleError(f"schedule {schedule.name!r} flushes by itself: expected an asynchronous one such as '2bw'")
+        raise ScheduleError(f"schedule {schedule.name!r} flushes already: expected an asynchronous one such as '2bw'")
     size, per_batch = schedule.group_size, schedule.groups_per_batch
 
     def group(action: Action) -> int:

@@ -1,4 +1,4 @@
-"""Schedule families: the record that stands beside each builder, and that the registry finds."""
+"""The record of a schedule family, defined next to its builder and found by the registry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..ir import Schedule
 from ..placement import FAMILY_PLACEMENTS, family_placement
 from ..weight_rules import RULES, WeightRule
-from .warmup import Turns
+from .warmup import ChunkOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +21,13 @@ class Family:
         build: builder; takes `num_ranks`, `num_microbatches` and the options, by name.
         aliases: other names, lower case with hyphens.
         weight_rules: names of the rules that it may follow, the default first.
-        num_chunks: stages a rank, V, where it is no option.
-        placement: how its stages stand on the ranks, each on one: "cyclic" or "snake" (see `placement`);
-            "two-way" where a rank shares its stages with another.
+        num_chunks: stages per rank, V, unless it is an option.
+        placement: of its stages, each on one rank: "cyclic" or "snake" (see `placement`); "two-way" where a rank
+            shares its stages with another.
         splits_backward: whether its programs hold I and W.
-        full_after: rounds of P microbatches after which no rank holds more at once; None: what is held grows with M.
-        turns: order for P, M and V by default, in figures, without replicas: planners count in it what is held, in a
-            hundredth of the time that programs take. None: programs are not made that way.
+        full_after: rounds of P microbatches after which no rank holds more at once; None: memory grows with M.
+        chunk_order: the order for P, M and V by default, without replicas, in which planners count activations a
+            hundred times faster than in programs. None: the programs are made in another way.
         weight_copies: ranks that hold each stage, without replicas.
     """
 
@@ -39,7 +39,7 @@ class Family:
     placement: str = "cyclic"
     splits_backward: bool = False
     full_after: int | None = None
-    turns: Callable[[int, int, int], Turns] | None = None
+    chunk_order: Callable[[int, int, int], ChunkOrder] | None = None
     weight_copies: int = 1
     options: tuple[str, ...] = field(init=False)
 
@@ -49,7 +49,7 @@ class Family:
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether the number of stages a rank may be chosen."""
+        """Whether the number of stages per rank may be chosen."""
         return "num_chunks" in self.options
 
     @property
@@ -59,11 +59,11 @@ class Family:
 
     @property
     def is_planned(self) -> bool:
-        """Whether plans may be made for it: each stage stands on one rank, and a microbatch passes it whole."""
+        """Whether plans may use it: each stage is on one rank, and microbatches are whole."""
         return self.placement in FAMILY_PLACEMENTS and not self.takes_slices
 
     def rank_of_stages(self, *, num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-        """[S] rank of each stage, where each stands on one; stage s is chunk s // P there. KeyError for two ways."""
+        """[S] the rank of each stage; stage s is chunk s // P there. KeyError for a two-way placement."""
         return family_placement(self.placement, num_ranks=num_ranks, num_chunks=num_chunks).rank_of
 
     @property
@@ -73,5 +73,5 @@ class Family:
 
     @property
     def rule(self) -> WeightRule:
-        """The weight rule, unless options ask for another."""
+        """The weight rule by default."""
         return RULES[self.weight_rules[0]]
