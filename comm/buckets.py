@@ -85,7 +85,7 @@ class Flat:
 
 
 class BucketSum(Flat):
-    """Tensors that are summed over ranks, each bucket by an all-reduce that goes on alongside compute.
+    """Tensors that are summed over ranks, each bucket by an all-reduce that overlaps with compute.
 
     Arguments:
         ranks: that make the same sum, with buckets that leave in the same order; None: all processes.
@@ -105,8 +105,8 @@ class BucketSum(Flat):
         self._memory: dict[int, torch.Tensor] = {}  # by bucket
 
     def leave(self, at: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Those of a bucket. One alone is summed where it is and may not be touched until then; several in memory that
-        is kept from sum to sum (on a CPU fresh memory costs more than the copy into it)."""
+        """Begin the sum of a bucket. A single tensor is summed in place and may not be touched until then; several are
+        copied into memory that is kept from sum to sum (on a CPU fresh memory costs more than the copy)."""
         if len(tensors) == 1 and tensors[0].is_contiguous():
             total = tensors[0].view(-1)
         else:

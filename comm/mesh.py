@@ -1,4 +1,4 @@
-"""Where processes stand: the world, the mesh that its processes form, and the ranks of a schedule that each one runs.
+"""Positions of processes: the world, the mesh that its processes form, and the ranks of a schedule that each one runs.
 
     ProcessMesh(pipe=2, data=2, tensor=2), the last axis of its order changes fastest:
 
@@ -13,12 +13,12 @@
 
 Member t of a group of T receives from member t mod S of a group of S, whichever is larger:
 
-    2 -> 1    member 0 ──> member 0    (nobody takes what member 1 has: it is the same)
+    2 -> 1    member 0 ──> member 0    (member 1 has the same, and sends nothing)
     1 -> 2    member 0 ─┬> member 0
                         └> member 1
 
-A process is what the launcher started. A schedule's rank is a row of the schedule: a position along the pipeline in one
-of its replicas. The processes of a tensor group run the same rank; in one process all ranks run.
+The launcher starts processes. A schedule's rank is a row of the schedule: a position along the pipeline in one of its
+replicas. The processes of a tensor group run the same rank; in one process all ranks run.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class MeshPlace:
 
     @property
     def replica(self) -> tuple[int, int]:
-        """(number, count) of the data replica whose batch this process passes; the one batch in one process."""
+        """(number, count) of the data replica whose batch this process passes; (0, 1) in one process."""
         return (self._coordinates.data, self.mesh.data) if self.world.distributed else (0, 1)
 
     @property
@@ -176,8 +176,8 @@ class MeshPlace:
         return members[(self._coordinates.tensor if tensor is None else tensor) % len(members)]
 
     def groups(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-        """Groups of the processes that do together what is done over these ranks: by plane, or, where the sizes of
-        their tensor groups differ, all in one.
+        """Groups of processes for a collective over these ranks: one per plane, or, where the sizes of their tensor
+        groups differ, one of all.
 
         >>> place = MeshPlace(world=World(rank=0, size=5), mesh=ProcessMesh(pipe=3, tensor=(2, 2, 1)))
         >>> place.groups((0, 1)), place.groups((0, 2))
@@ -192,7 +192,7 @@ class MeshPlace:
         return not isinstance(sizes, int) and len({*sizes} if ranks is None else {sizes[rank] for rank in ranks}) > 1
 
     def name_of(self, process: int) -> str:
-        """A process for people: its rank, and more where that is not all.
+        """Name of a process in messages: its rank, and its tensor coordinate where it has one.
 
         >>> MeshPlace(world=World(rank=0, size=4), mesh=ProcessMesh(pipe=2, tensor=2)).name_of(3)
         'process 3 (rank 1, tensor 1)'
@@ -219,8 +219,8 @@ def read_mesh(
     """The mesh that was given, or one pipeline over the world.
 
     Arguments:
-        mesh: sizes by axis; the axes left out are 1, and pipe is what the processes leave.
-        wanted: P of a schedule that was given whole.
+        mesh: sizes by axis; axes left out are 1, but pipe the rest of the processes.
+        wanted: P of a given schedule.
         order: the axes, the slowest first; None: pipe, data, tensor.
 
     Raises ValueError for an unknown axis, a tensor axis above 1 in one process, and sizes that do not match the

@@ -1,11 +1,11 @@
-"""Mesh(compress=): which links are packed by which codec; under "auto", as far as the step needs it and no further.
+"""Mesh(compress=): which links are packed by which codec; under "auto", only where it shortens the step.
 
-a few steps  as they are: what actions take; then how fast the links between ranks are, unless the user has said it
+a few steps  unpacked, to measure actions; then the speed of the links between ranks, unless the user has given it
 rank 0       up the ladder for the boundary with most of the bytes on the simulated step's critical path, as long as the
-             step gets shorter by at least WORTH; then down again wherever nothing is lost by it
+             step gets shorter by at least WORTH; then down again wherever the step does not get longer
 together     the same codecs on every rank, from the next step on
 
-Packing is not exact: what it costs in loss, nobody knows ahead. Under "auto" sums over data groups stay as they are.
+Packing is not exact, and its effect on the loss is not known ahead. Under "auto" sums over data groups are not packed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from ..telling import tell
 Boundary = tuple[int, int]  # stages, the producer's first
 Chosen = dict[Boundary, Codec]
 
-LADDER = (None, Codec("int8"))  # what others cost in loss: experiments/works/slow_links.py
+LADDER = (None, Codec("int8"))  # effects of others on the loss: experiments/works/slow_links.py
 WORTH = 0.05  # of the step, for which one more rung is taken
-STEPS = 5  # that are measured
+STEPS = 5  # measured ones
 _SMALL, _TIMED, _ROUNDS = 1024, 3, 5
 
 
 def take_codecs(codecs: LinkCodecs, compress: Mapping[Any, Codec], mode: Mode, inferred: Inferred) -> None:
-    """Take these from here on; ValueError for a boundary that does not exist, that packs nothing, or packs twice."""
+    """Use these codecs; ValueError for a boundary that does not exist, that packs nothing, or packs twice."""
     links, named = boundaries(mode), dict[Any, Codec]()
     codecs.boundaries, codecs.data = {}, compress.get("data")
     for link, codec in compress.items():
@@ -61,14 +61,14 @@ def take_codecs(codecs: LinkCodecs, compress: Mapping[Any, Codec], mode: Mode, i
         for wire in wires:
             if (codecs.boundaries if link == "pipe" else named).setdefault(wire[:3], codec) != codec:
                 raise ValueError(
-                    f"compress={{{link!r}: {codec}}}: stages {wire.consumers} stand on one rank, and what goes there "
-                    f"goes once, packed as {named[wire[:3]]}: expected one codec for all of them"
+                    f"compress={{{link!r}: {codec}}}: stages {wire.consumers} are on one rank, and get one message, "
+                    f"packed as {named[wire[:3]]}: expected one codec for all of them"
                 )
     codecs.boundaries |= named
 
 
 def boundaries(mode: Mode) -> dict[Boundary, list[Wire]]:
-    """Wires between two ranks, by producer and consumer: one that has several consumers by each of them."""
+    """Wires between two ranks, by producer and consumer: a wire with several consumers is listed for each."""
     owners, found = mode.schedule.owners, dict[Boundary, list[Wire]]()
     for wire in mode.wires:
         for consumer in wire.consumers if owners[wire.src] != owners[wire.dst] else ():
@@ -78,10 +78,10 @@ def boundaries(mode: Mode) -> dict[Boundary, list[Wire]]:
 
 def _nothing_to_pack(carried: list[TensorSpec], links: Mapping[Boundary, object]) -> str:
     if not carried:
-        return f"no message goes there. Boundaries between ranks are {', '.join(map(str, links)) or 'none'}"
+        return f"no message is sent there. Boundaries between ranks are {', '.join(map(str, links)) or 'none'}"
     kinds = ", ".join(dict.fromkeys(f"{spec.dtype} {list(spec.shape)}" for spec in carried))
     return (
-        f"nothing there becomes smaller, since what goes there is {kinds}. Expected a boundary with floating tensors "
+        f"nothing there becomes smaller, since messages there are {kinds}. Expected a boundary with floating tensors "
         f"that get gradients, or compress= without it"
     )
 
@@ -103,7 +103,7 @@ def choose(
 
     (step, path), tried = seconds({}), dict(rungs)
     while True:
-        # Where paths are equally long, each must become shorter before the step does: a rung of all is looked at.
+        # Where paths are equally long, each must become shorter before the step does: so a rung of all is tried.
         able = [each for each in links if tried[each] == rungs[each] < len(ladder) - 1 and path.get(each)]
         if not able:
             break
@@ -120,21 +120,21 @@ def choose(
 def step_seconds(
     mode: Mode, inferred: Inferred, costs: Costs, network: Network, busy: Callable[[Boundary, Codec], float]
 ) -> Callable[[Chosen], tuple[float, Mapping[Boundary, float]]]:
-    """Answers to `choose`, by simulating.
+    """`seconds` for `choose`, by simulating.
 
     Arguments:
-        busy: of a boundary's ranks together with packing a message and unpacking it [s].
+        busy: seconds of a boundary's ranks together for packing and unpacking a message [s].
     """
 
     def seconds(chosen: Chosen) -> tuple[float, Mapping[Boundary, float]]:
-        codecs, around = LinkCodecs(), [0.0] * mode.schedule.num_stages
+        codecs, overhead = LinkCodecs(), [0.0] * mode.schedule.num_stages
         take_codecs(codecs, chosen, mode, inferred)
-        for link, codec in chosen.items():  # half at either end, in front of an action or behind it
+        for link, codec in chosen.items():  # half at either end, before or after an action
             for stage in link:
-                around[stage] += busy(link, codec) / 2
+                overhead[stage] += busy(link, codec) / 2
         (acts, grads), edges = message_bytes(mode, inferred, codecs.layouts), [e[:2] for e in mode.schedule.stage_edges]
         links = Links(network=network, activation_bytes=acts, gradient_bytes=grads)
-        timeline = simulate(mode.schedule, replace(costs, message_overhead=around), links)
+        timeline = simulate(mode.schedule, replace(costs, message_overhead=overhead), links)
         path: dict[Boundary, float] = {}
         for each in critical_path(timeline).steps:
             if isinstance(each.what, Message) and each.what.kind in STAGE_KINDS and each.sender is not None:
@@ -158,9 +158,9 @@ def decides(
     codecs: LinkCodecs,
     costs: Callable[[], Costs],
 ) -> None:
-    """Have it decided in front of the training's step that follows its first STEPS ones."""
+    """Let the training decide after its first STEPS steps."""
     begun, before = iter(range(STEPS + 1)), training.before_step
-    specs: dict[Boundary, list[TensorSpec]] = {}  # of activations, where every codec can pack something
+    specs: dict[Boundary, list[TensorSpec]] = {}  # of activations that every codec can pack
     for wire in dict.fromkeys(chain(*boundaries(mode).values())):
         carried = mode.message_specs(wire.message(0), inferred)
         if wire.kind is MessageKind.ACT and any(all(len(wire_specs(c, s)) > 1 for c in LADDER if c) for s in carried):
@@ -180,7 +180,7 @@ def decides(
 
     compress = run.options.compress
     stated = compress[AUTO] if isinstance(compress, Mapping) else None
-    if stated is not None:  # ValueError for a way that it lacks
+    if stated is not None:  # ValueError for a link that it lacks
         step_seconds(mode, inferred, Costs(), stated, busy)({})
 
     def decide(given: Given, step: int, reads_nothing: bool) -> None:
@@ -201,7 +201,7 @@ def decides(
 
 
 def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSpec]]) -> Network:
-    """The links between each two ranks that send each other messages. Collective over the processes."""
+    """The links between ranks that send each other messages. Collective over the processes."""
     transport, device = next(iter(ranks.transports.values())), run.options.device
     if run.collectives.alone or not specs:
         return Link()
@@ -221,4 +221,4 @@ def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSp
         ]
         line = fit_line(sizes, run.collectives.gather_ranks(mine, what="measuring the links between ranks")[pair[0]])
         found |= dict.fromkeys((pair, pair[::-1]), Link(latency=line.latency, seconds_per_byte=1 / line.bandwidth))
-    return {link: found.get(link, Link()) for link in ranks.between}  # one way alone goes what is never packed
+    return {link: found.get(link, Link()) for link in ranks.between}  # messages in one direction only are never packed

@@ -1,17 +1,16 @@
-"""Shards of tensors: the boxes of a full tensor that one process holds, and where they lie in its local tensor.
+"""Shards of tensors: the boxes of a full tensor that one process holds, and their positions in its local tensor.
 
 Tensor parallelism divides a weight along one of its dimensions (a fused one block by block, as [q | k | v]), sharding
-over replicas divides what is left once more. Whoever asks what part of which tensor is here (norms, gathering,
-checkpoints, optimizers) asks its shard.
+over replicas divides the rest once more. Norms, gathering, checkpoints and optimizers use a tensor's shard.
 
     [q | k | v] of 6 rows, member 1 of 2, blocks=3:     full rows 1, 3, 5  ->  local rows 0, 1, 2
 
-The data-parallel option says what the ranks that hold a stage divide among themselves.
+The data-parallel option decides what the ranks that hold a stage divide among themselves.
 
               gradients                optimizer's state      weights
 "replicate"   summed                   on each of them        on each of them
-"zero1"       summed to their owners   divided                gathered behind each update
-"fsdp"        summed to their owners   divided                divided; gathered for a batch, then let go
+"zero1"       summed to their owners   divided                gathered after each update
+"fsdp"        summed to their owners   divided                divided; gathered for a batch, then freed
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ...schedules.kinds import Kind, at_least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBox:
-    """A rectangular part: where it begins in the full tensor and in the local one, and its sizes; [dimensions] each."""
+    """A rectangular part: its start in the full tensor and in the local one, and its sizes; [dimensions] each."""
 
     start: tuple[int, ...]
     local: tuple[int, ...]
@@ -42,7 +41,7 @@ class TensorBox:
         return tuple(slice(at, at + size) for at, size in zip(self.local, self.sizes, strict=True))
 
     def part(self, part: TensorBox) -> TensorBox | None:
-        """The part that a box of the local tensor holds, which lies in a local tensor of its own; None: nothing."""
+        """The part that a box of the local tensor, with its own local tensor, holds; None: nothing."""
         low = tuple(map(max, self.local, part.start))
         high = tuple(
             min(a + b, c + d) for a, b, c, d in zip(self.local, self.sizes, part.start, part.sizes, strict=True)
@@ -95,7 +94,7 @@ class Shard:
         of blocks of these sizes.
 
         Parts are those of torch.chunk, as DTensor's Shard(dim): ceil(size / count) each, the last smaller or empty.
-        With several blocks each is divided by itself.
+        Several blocks are divided separately.
 
         Raises ValueError for a dimension or index that is not there, and for blocks that do not divide it.
         """
@@ -114,12 +113,12 @@ class Shard:
             widths, spans = (size,), [(0, size)]
         local = (*self.local[:dim], sum(last - first for first, last in spans), *self.local[dim + 1 :])
 
-        def place(at: int, other: Sequence[int] = (0,) * len(local)) -> tuple[int, ...]:
+        def along(at: int, other: Sequence[int] = (0,) * len(local)) -> tuple[int, ...]:
             return (*other[:dim], at, *other[dim + 1 :])
 
         boxes, begin, at = [], 0, 0
         for width, (first, last) in zip(widths, spans, strict=True):
-            boxes.append(TensorBox(start=place(begin + first), local=place(at), sizes=place(last - first, local)))
+            boxes.append(TensorBox(start=along(begin + first), local=along(at), sizes=along(last - first, local)))
             begin, at = begin + width, at + last - first
         return self.part(Shard(full=self.local, local=local, boxes=tuple(boxes) if prod(local) else ()))
 
@@ -175,7 +174,7 @@ class Sharding:
 
     Arguments:
         shards: [S] ranks over which the optimizer's state of each stage is divided; 1: each rank holds all of it.
-        weights: whether the weights are, too, between two batches.
+        weights: whether the weights are divided, too, between two batches.
     """
 
     shards: tuple[int, ...]
@@ -191,13 +190,13 @@ class Sharding:
 
 
 def sharding_of(data_parallel: str, schedule: Schedule, world: World) -> Sharding:
-    """The same for each stage, over all ranks that hold it."""
+    """The same division of each stage, over all ranks that hold it."""
     counts = [1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners]
     return sharding_over(counts, world, weights=data_parallel == "fsdp")
 
 
 def sharding_over(shards: Sequence[int], world: World, *, weights: bool = False) -> Sharding:
-    """Ranks of one process share their Parameters: nothing is divided there."""
+    """Division by these counts; none in one process, whose ranks share their Parameters."""
     if not world.distributed:
         return Sharding(shards=(1,) * len(shards))
     return Sharding(shards=tuple(shards), weights=weights and any(count > 1 for count in shards))

@@ -1,6 +1,6 @@
-"""Who has which part of a parameter that several ranks hold, and a rank's own part: what its optimizer holds instead.
+"""Division of a parameter that several ranks hold, and a rank's part, which its optimizer holds instead.
 
-a weight [6, 4] over 2 ranks     rows 0..2 | rows 3..5        for optimizers that treat each element by itself
+a weight [6, 4] over 2 ranks     rows 0..2 | rows 3..5        for optimizers that update each element independently
 weights a, b over 2 ranks        a | b                        for those that need a whole parameter (Muon)
 """
 
@@ -18,7 +18,7 @@ from .shard import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSplit:
-    """A parameter's parts, each one piece of memory.
+    """A parameter's parts, each contiguous in memory.
 
     Arguments:
         ranks: that hold the same stage, ascending.
@@ -37,8 +37,8 @@ def split_parameters(
     A parameter is cut along its first dimension above 1, into parts as torch.chunk makes them.
 
     Arguments:
-        count: how many of the ranks get a part.
-        whole: names of those that must stay whole; the largest first, each goes to the rank that has least.
+        count: number of ranks that get a part.
+        whole: names of parameters that stay whole; the largest first, each goes to the rank with the least bytes.
     """
     shards: dict[str, list[Shard]] = {}
     held = [0] * count
@@ -51,13 +51,13 @@ def split_parameters(
     for name, dim in dims.items():
         if dim is not None:
             full = Shard.whole(tuple(parameters[name].shape))
-            shards[name] = [full.divided(dim, index=place, count=count) for place in range(count)]
-            for place, shard in enumerate(shards[name]):
-                held[place] += shard.numel * parameters[name].element_size()
+            shards[name] = [full.divided(dim, index=index, count=count) for index in range(count)]
+            for index, shard in enumerate(shards[name]):
+                held[index] += shard.numel * parameters[name].element_size()
     for name in sorted((name for name, dim in dims.items() if dim is None), key=lambda n: -parameters[n].nbytes):
         shape, owner = tuple(parameters[name].shape), held.index(min(held))
         held[owner] += parameters[name].nbytes
-        shards[name] = [Shard.whole(shape) if place == owner else Shard.nothing(shape) for place in range(count)]
+        shards[name] = [Shard.whole(shape) if index == owner else Shard.nothing(shape) for index in range(count)]
     rest = len(ranks) - count
     return {
         name: ParameterSplit(
@@ -72,11 +72,11 @@ class ShardedParameter:
     """A parameter of which this rank has a part.
 
     Arguments:
-        apart: whether the part has memory of its own, and the whole parameter may be let go.
+        apart: whether the part has separate memory, and the whole parameter may be freed.
 
     Attributes:
         whole: the model's own Parameter.
-        parameter: what the optimizer holds in its place: a view of it, unless `apart`.
+        parameter: held by the optimizer in its place: a view of it, unless `apart`.
     """
 
     def __init__(self, name: str, whole: nn.Parameter, split: ParameterSplit, rank: int, *, apart: bool) -> None:
@@ -86,18 +86,18 @@ class ShardedParameter:
         self.rank = rank
         self._apart = apart
         self._stride = whole.stride()
-        self._nothing: torch.Tensor | None = None  # what stands for all elements while the whole is let go
+        self._nothing: torch.Tensor | None = None  # in place of all elements while the whole is freed
         self._version = 0
         own = self.of(whole.data)
         self.parameter = nn.Parameter(own.clone() if apart else own, requires_grad=whole.requires_grad)
 
     def follow(self) -> None:
-        """Be a view of the whole parameter, wherever that is now."""
+        """Make the part a view of the whole parameter's present memory."""
         if not self._apart:
             self.parameter.data = self.of(self.whole.data)
 
     def settle(self) -> None:
-        """Behind a step: the whole parameter has the part, also of an optimizer that put it into other memory."""
+        """After a step, copy the part into the whole parameter if the optimizer put it into other memory."""
         if self._apart or self.is_empty:
             return
         own = self.of(self.whole.data)
@@ -105,10 +105,10 @@ class ShardedParameter:
             own.copy_(self.parameter.data)
             self.follow()
 
-    # Of a part that stands apart
+    # Of a part with separate memory
 
     def make_room(self) -> None:
-        """The whole parameter has memory again, and this part of its values."""
+        """Allocate the whole parameter, with this part of its values."""
         if self._apart:
             self._refuse_edits()
             shape, own = self.whole.shape, self.parameter.data
@@ -121,7 +121,7 @@ class ShardedParameter:
             self.parameter.data.copy_(self.of(self.whole.data))
 
     def let_go(self) -> None:
-        """The whole parameter keeps its shape alone: one NaN stands for all elements, and none can be written."""
+        """Free the whole parameter, which keeps its shape: all elements are one NaN, and none can be written."""
         if self._apart:
             own = self.parameter.data
             nothing = float("nan") if own.is_floating_point() or own.is_complex() else 0
@@ -130,16 +130,16 @@ class ShardedParameter:
             self._version = self.whole._version
 
     def _refuse_edits(self) -> None:
-        """ValueError for a parameter that was written while it was let go: the next gathering would undo that."""
+        """ValueError for a parameter that was written while it was freed, which the next gathering would undo."""
         if self._nothing is None:
             return
         is_moved = self.whole.numel() > 0 and self.whole.data_ptr() != self._nothing.data_ptr()  # 0 without elements
         is_other = is_moved or self.whole._version != self._version
-        # A CUDA device would have to be waited for: there, only writes through `.data` pass unseen.
+        # Reading would synchronize a CUDA device: there, writes through `.data` are not seen.
         readable = self._nothing.device.type == "cpu" and self._nothing.is_floating_point()
         if is_other or (readable and not bool(self._nothing.isnan())):
             raise ValueError(
-                f"parameter {self.name!r} was changed between two batches, while fsdp keeps parts of it alone, and the "
+                f"parameter {self.name!r} was changed between two batches, when fsdp keeps only parts of it, and the "
                 f"change would be lost: expected pipe.load_state_dict(...) with the new values, or "
                 f"data_parallel='zero1', under which weights stay whole"
             )
@@ -153,7 +153,7 @@ class ShardedParameter:
         return self.split.shards[self.rank if rank is None else rank].view(tensor)
 
     def shard(self, of: Shard) -> Shard:
-        """The part, of what this rank would hold alone."""
+        """The part's shard, given that of the whole parameter."""
         return of.part(self.split.shards[self.rank])
 
     def state_of(self, state: Mapping[str, Any]) -> dict[str, Any]:

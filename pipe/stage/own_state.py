@@ -1,5 +1,5 @@
-"""A model's state as its own `state_dict()` gives it: its hooks and `get_extra_state` may rename, add, drop and nest.
-Here parameters and buffers have the names under which modules hold them.
+"""A model's state as its `state_dict()` gives it: its hooks and `get_extra_state` may rename, add, drop and nest. Here
+parameters and buffers have the names under which modules hold them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def keys_of(root: nn.Module) -> dict[str, str]:
 
 
 def extra_states(root: nn.Module, modules: Collection[nn.Module]) -> dict[str, Any]:
-    """The results of `get_extra_state` of these modules, by key."""
     return {
         _joined(path, EXTRA): module.get_extra_state()
         for path, module in root.named_modules()
@@ -50,7 +49,7 @@ def set_extra_states(root: nn.Module, extra: Mapping[str, Any]) -> None:
 
 
 def state_of(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of `root.state_dict()` with these tensors, and extra states, in the places of its own."""
+    """The result of `root.state_dict()` with these tensors and extra states."""
     with _placed(root, tensors, extra):
         return dict(root.state_dict(keep_vars=True))
 
@@ -58,8 +57,8 @@ def state_of(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mappin
 def tensors_from(
     root: nn.Module, state: Mapping[str, Any], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors as `root.load_state_dict(state)` takes them out of a whole state, into `like`; it sets the extra states,
-    too. Raises ValueError for the state of another model."""
+    """Tensors as `root.load_state_dict(state)` loads them from a whole state, into `like`; it sets extra states, too.
+    Raises ValueError for the state of another model."""
     with _placed(root, like, {}):
         try:
             root.load_state_dict(dict(state))

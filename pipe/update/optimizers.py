@@ -1,4 +1,4 @@
-"""Optimizers: one or several a stage, over that stage's own parameters, each with its learning-rate schedule."""
+"""Optimizers: one or several per stage, over that stage's parameters, each with its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class StageOptimizers:
     """The optimizers of one stage and their learning-rate schedules; none where the stage has no parameter to train.
 
     Arguments:
-        scheduler: called once an optimizer.
+        scheduler: called once for each optimizer.
         model: ids of all of the model's parameters.
-        versions: of the stage's weights, under an asynchronous schedule: then no optimizer may hold a tensor beside
-            the model's.
+        versions: of the stage's weights, under an asynchronous schedule: then optimizers may hold only the model's
+            tensors.
         feedback: corrects late gradients.
 
-    Raises ValueError for what is no optimizer or scheduler, for a parameter that was not given, or is held twice.
+    Raises ValueError for a wrong type of optimizer or scheduler, for a parameter that was not given, or is held twice.
 
     Attributes:
-        optimizers: in the order in which they were returned. They are made of whole parameters, whose groups may
-            depend on shapes and names, and hold parts of them where `divide` says so.
+        optimizers: in the order in which they were returned. They are made with whole parameters, whose groups may
+            depend on shapes and names, and hold parts of them after `divide`.
         schedulers: of each optimizer; empty without `scheduler`.
-        names: by id of a parameter, and of a part that stands in its place.
+        names: by id of a parameter, and of a part in its place.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class StageOptimizers:
         self._parameters = [parameter for _, parameter in parameters]
         self._feedback = feedback
         self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
-        self.is_tried = False  # whether its optimizers were asked for a statistic over several stages
+        self.is_tried = False  # whether its optimizers were tried for a statistic over several stages
         self.parts: Mapping[str, ShardedParameter] = {}
-        self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # where parts stand
+        self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # wholes replaced by parts
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model)
         self._refuse_twice(where)
@@ -69,7 +69,7 @@ class StageOptimizers:
         self.options = BatchOptions(self.optimizers)
 
     def refuse_to_divide(self, names: Collection[str]) -> None:
-        """ValueError for an optimizer that needs the whole of one of these, of which each process has a part."""
+        """ValueError for an optimizer that needs one of these parameters whole, of which each process has a part."""
         for optimizer in self.optimizers:
             held = [self.names.get(id(parameter)) for parameter in parameters_of(optimizer)]
             name = next((each for each in held if each in names), None)
@@ -80,15 +80,15 @@ class StageOptimizers:
                 reason = "" if kind is None else ": it needs whole parameters"
                 raise ValueError(
                     f"optimizer {type(optimizer).__name__} holds {name!r}, which is divided over a tensor group, and "
-                    f"is not known to update each element by itself, as each process must, which has a part of the "
+                    f"is not known to update each element independently, as each process must with its part of the "
                     f"weight{reason}. Expected one such as AdamW for it, an attribute separable = 'elements' of its "
                     f"class where it does, or a module that is not divided"
                 )
 
     def whole_names(self) -> set[str]:
-        """Names of the parameters that may not be cut, since their optimizer treats each as a whole.
+        """Names of the parameters that may not be cut, since their optimizer needs each whole.
 
-        Raises ValueError for an optimizer that may not even be given some of its parameters alone.
+        Raises ValueError for an optimizer that needs all of its parameters together.
         """
         return {
             self.names[id(parameter)]
@@ -99,14 +99,14 @@ class StageOptimizers:
         }
 
     def refuse_shared_statistics(self, model: Sequence[nn.Parameter]) -> None:
-        """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters may do anything."""
+        """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters is not tried."""
         if self.parts or len(self._parameters) < sum(p.requires_grad for p in model):
             for optimizer in self.optimizers:
                 refuse_shared_statistic(optimizer, model, own_hook=self._refuse_by_hand)
         self.is_tried = True
 
     def divide(self, parts: Mapping[str, ShardedParameter]) -> None:
-        """From now on hold these parts in the places of their parameters; none where a part is empty."""
+        """Hold these parts in place of their parameters; none where a part is empty."""
         self.parts = parts
         self.names.update({id(part.parameter): name for name, part in parts.items()})
         for optimizer in self.optimizers:
@@ -130,7 +130,7 @@ class StageOptimizers:
                     group["param_names"] = [group["param_names"][position] for position, _ in kept]
 
     def _refuse_by_hand(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """ValueError for gradients that this step would not see; in `train_step` they are with the parts."""
+        """ValueError for gradients that this step would miss; in `train_step` the parts have them."""
         name = next((self.names[id(p)] for one, _, p in self._away if one is optimizer and p.grad is not None), None)
         if name is not None:
             raise ValueError(
@@ -150,23 +150,23 @@ class StageOptimizers:
             if id(parameter) not in self.names:
                 raise ValueError(
                     f"optimizer {type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is "
-                    f"none of the model's, so that a checkpoint has no name for it: expected the module that owns it "
-                    f"as loss_fn="
+                    f"not the model's, so that a checkpoint has no name for it: expected the module that owns it as "
+                    f"loss_fn="
                 )
         return list(dict.fromkeys(self.names[id(parameter)] for parameter in [*group["params"], *away]))
 
     def shard(self, name: str, of: Shard) -> Shard:
-        """State that the optimizer here has of a parameter, and of each tensor of its state with the parameter's shape.
+        """Shard of a parameter that the optimizer here holds, also of state tensors with the parameter's shape.
 
         Arguments:
-            of: what this rank has of the parameter in training.
+            of: this rank's shard of the parameter in training.
         """
         return self.parts[name].shard(of) if name in self.parts else of
 
     @contextmanager
     def held_back(self, take: Callable[[str, torch.Tensor | None], None]) -> Iterator[None]:
-        """Within: `take` gets each parameter's name and gradient (of a divided one the part's) instead of a step, and
-        weights and rates stay."""
+        """Context in which `take` gets each parameter's name and gradient (the part's of a divided one) instead of a
+        step; weights and rates do not change."""
         self._take = take
         try:
             yield
@@ -185,7 +185,7 @@ class StageOptimizers:
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def option_numbers(self) -> dict[int, int]:
-        """By id of a parameter: a number, below 65,536, of what an update does with it (rates, betas, ...)."""
+        """By id of a parameter: a checksum, below 65,536, of its options (rates, betas, ...)."""
         numbers: dict[int, int] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -202,8 +202,8 @@ class StageOptimizers:
         """Update, step the learning rates, drop the gradients, also those that no optimizer holds.
 
         Arguments:
-            loss: mean of the batch whose last update this is, for schedules that follow it; None for an earlier update.
-            skipped: whether gradients are dropped alone, since they overflowed.
+            loss: mean of the batch whose last update this is, for schedules that use it; None for an earlier update.
+            skipped: whether gradients are only dropped, since they overflowed.
             is_fresh: whether gradients are not late, though the schedule's are.
         """
         if self._take is not None:
@@ -220,7 +220,7 @@ class StageOptimizers:
                 if not required_arguments(type(scheduler).step):
                     scheduler.step()
                 elif loss is not None:
-                    scheduler.step(loss)  # type: ignore[arg-type]  # torch types the one of ReduceLROnPlateau by itself
+                    scheduler.step(loss)  # type: ignore[arg-type]  # torch's type for ReduceLROnPlateau differs
             for part in self.parts.values():
                 part.settle()
         for optimizer in self.optimizers:
@@ -229,7 +229,7 @@ class StageOptimizers:
             parameter.grad = None
         for part in self.parts.values():
             part.parameter.grad = None
-        torch.clear_autocast_cache()  # an autocast around the whole loop would go on with casts of the old weights
+        torch.clear_autocast_cache()  # an autocast around the whole loop would reuse casts of the old weights
 
     def _held(self) -> Iterator[nn.Parameter]:
         for optimizer in self.optimizers:
@@ -244,7 +244,7 @@ class StageOptimizers:
                 what = f", one of the model's, but not of {where}" if is_models else ""
                 raise ValueError(
                     f"optimizer {type(holder).__name__} holds a parameter of shape {tuple(parameter.shape)} that it "
-                    f"was not given{what}: expected the parameters that optimizer= is called with, once a stage; or, "
+                    f"was not given{what}: expected the parameters that optimizer= is called with, once per stage; or, "
                     f"for a tensor of the loss, the module that owns it as loss_fn="
                 )
 
@@ -264,9 +264,9 @@ def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:
     names = sorted({name for one in stages for name in one.unheld()})
     if names:
         warnings.warn(
-            f"no optimizer that optimizer= returned holds {shown(names, 5)}: train_step leaves them as they are and "
-            f"drops their gradients, which count in the gradient norm. Expected requires_grad_(False) for what is not "
-            f"to learn",
+            f"no optimizer that optimizer= returned holds {shown(names, 5)}: train_step does not update them and drops "
+            f"their gradients, which count in the gradient norm. Expected requires_grad_(False) for parameters that "
+            f"are not trained",
             stacklevel=2,
         )
 

@@ -1,10 +1,10 @@
-"""Options of optimizers (rates, betas, decay), copied and compared; and as a user changes them while batches run.
+"""Options of optimizers (rates, betas, decay), copied and compared; and changed by a user while batches run.
 
-In a stream the update of batch t runs in call t on the last stages, and in call t + 1 on the first. What a user changes
-in front of call t counts from the update of batch t on, on every stage, as in one process:
+In a stream the update of batch t runs in call t on the last stages, and in call t + 1 on the first. A user's change
+before call t applies from the update of batch t on, on every stage, as in one process:
 
     call t      the changes are read, and wait
-    update b    those of calls up to b are made; behind it, what still waits is shown again
+    update b    those of calls up to b are applied; after it, the user sees the waiting ones again
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 Group = dict[str, Any]
 
 _OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
-_KEPT = 16  # updates; ranks are never so far apart
+_KEPT = 16  # updates: more than ranks can be apart
 
 
 def options_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Group]:
-    """A copy, by group of all of them."""
+    """A copy of the options, by group of all optimizers."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return [{k: copied_option(v) for k, v in options_of_group(group).items()} for group in groups]
 
@@ -39,7 +39,7 @@ def differences(before: Sequence[Group], now: Sequence[Group]) -> list[Group]:
 
 
 def set_options(optimizers: Iterable[torch.optim.Optimizer], options: Sequence[Group]) -> None:
-    """By group; a tensor stays the same one, which the user may hold."""
+    """Set options by group; tensors are changed in place, since the user may hold them."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group, given in zip(groups, options, strict=False):
         for key, value in given.items():
@@ -50,19 +50,19 @@ def set_options(optimizers: Iterable[torch.optim.Optimizer], options: Sequence[G
 
 
 class BatchOptions:
-    """Options of one stage's optimizers, by the batch from which on they count."""
+    """Options of one stage's optimizers, by the batch from which they apply."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: the options as they stand count for all updates."""
+        """Apply the present options to all updates."""
         self._waiting: list[tuple[int, list[Group]]] = []  # changes, and the batch that they begin with
         self._shown = self._used = options_of(self._optimizers)
 
     def read(self, batch: int) -> set[str]:
-        """Changes by the user since the last call, which count from this batch on; returns the options' names."""
+        """Read the user's changes since the last call, which apply from this batch on; returns the options' names."""
         now = options_of(self._optimizers)
         changes = differences(self._shown, now)
         if any(changes):
@@ -72,7 +72,7 @@ class BatchOptions:
 
     @contextmanager
     def of(self, batch: int) -> Iterator[None]:
-        """Within: those of an update of this batch; what a step or a schedule changes in them stays."""
+        """Context with the options of an update of this batch; changes by a step or a schedule stay."""
         if self._waiting:
             set_options(self._optimizers, self._used)
             while self._waiting and self._waiting[0][0] <= batch:
@@ -97,10 +97,10 @@ def copied_option(value: Any) -> Any:
 
 
 class SameOptions:
-    """Options of one rank's updates of the parameters that it shares, compared with the other ranks' behind the update.
-    A rate that is changed while batches are under way meets another update on each rank, so what counts is what an
-    update used. Each rank tells it with the gradients of a later update group; nothing waits for it. `num_stages`: of
-    the rank: its updates of a group."""
+    """Options of one rank's updates of the parameters that it shares, compared with the other ranks' after the update.
+    A rate that is changed while batches are in flight is first used in a different update on each rank, so the options
+    that an update used are compared. Each rank sends them with the gradients of a later update group, without waiting.
+    `num_stages`: of the rank: its updates of a group."""
 
     def __init__(self, rank: int, *, num_stages: int) -> None:
         self._rank = rank
@@ -108,12 +108,12 @@ class SameOptions:
         self._newest = -1
         self._used: dict[int, dict[str, int]] = {}  # update group -> parameter -> option number
         self._stages_done: dict[int, int] = {}
-        self._told: list[tuple[int, int, dict[str, int]]] = []  # (peer, update group, parameter -> number)
+        self._received: list[tuple[int, int, dict[str, int]]] = []  # (peer, update group, parameter -> number)
 
     def used(self, index: int, numbers: Mapping[str, int]) -> None:
-        """An update of a stage used these option numbers, by parameter.
+        """Note the option numbers that a stage's update used, by parameter.
 
-        Raises ValueError that names a parameter for which another rank has used other ones.
+        Raises ValueError that names a parameter for which another rank has used other options.
         """
         self._used.setdefault(index, {}).update(numbers)
         self._stages_done[index] = self._stages_done.get(index, 0) + 1
@@ -126,28 +126,28 @@ class SameOptions:
         self._compare()
 
     def note(self, names: Sequence[str]) -> list[float]:
-        """Numbers to tell a rank with which these parameters are shared: [n + 1]."""
+        """Numbers to send to a rank with which these parameters are shared: [n + 1]."""
         known = self._used.get(self._newest, {})
         return [float(self._newest), *(float(known.get(name, 0)) for name in names)]
 
-    def told(self, peer: int, names: Sequence[str], note: Sequence[float]) -> None:
+    def received(self, peer: int, names: Sequence[str], note: Sequence[float]) -> None:
         index, *numbers = map(int, note)
         if index >= 0:
-            self._told.append((peer, index, dict(zip(names, numbers, strict=True))))
+            self._received.append((peer, index, dict(zip(names, numbers, strict=True))))
 
     def drop(self) -> None:
         self._newest = -1
         self._used.clear()
         self._stages_done.clear()
-        self._told.clear()
+        self._received.clear()
 
     def _compare(self) -> None:
-        for peer, index, numbers in self._told:
+        for peer, index, numbers in self._received:
             own = self._used.get(index, {}) if index <= self._newest else {}
             differing = [name for name, number in numbers.items() if own.get(name, number) != number]
             if differing:
                 raise ValueError(differing_options(differing, sorted((self._rank, peer))))
-        self._told = [one for one in self._told if one[1] > self._newest]
+        self._received = [one for one in self._received if one[1] > self._newest]
 
 
 def shown(names: Sequence[str], most: int = 3) -> str:
@@ -155,7 +155,6 @@ def shown(names: Sequence[str], most: int = 3) -> str:
 
 
 def differing_options(names: Sequence[str], ranks: Sequence[int]) -> str:
-    """The error of ranks that would update their copies of these parameters in different ways."""
     return (
         f"the ranks {list(ranks)} hold copies of the same weights, and their optimizers have different options for "
         f"{shown(names)} (a learning rate that was changed on some of them?): the copies would drift apart. Expected "
@@ -170,7 +169,6 @@ def option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
 
 
 def _shown_option(key: str, value: object) -> str:
-    """An option as text; empty for what is no option."""
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else ""
     return repr(value) if key != "params" and isinstance(value, bool | int | float | str | tuple | None) else ""

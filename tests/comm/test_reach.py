@@ -30,8 +30,8 @@ def test_who_is_not_reached_and_what_to_do() -> None:
     first = {"a": Place(host="a", address="10.0.0.1"), "b": Place(host="b", address="127.0.1.1")}
     assert reach._story(first, {"a": {"b": "Connection refused"}, "b": {}}) == (
         "a does not reach b at 127.0.1.1 (Connection refused): expected the address of a network that all hosts share "
-        "(its interface: type GLOO_SOCKET_IFNAME=eth0 in front of the command), and that nothing, such as "
-        "a firewall, stands between: gloo connects to any free TCP port"
+        "(its interface: type GLOO_SOCKET_IFNAME=eth0 before the command), and that nothing, such as "
+        "a firewall, blocks it: gloo connects to any free TCP port"
     )
     assert reach._story(first, {"a": {}, "b": {}}) == ""
 

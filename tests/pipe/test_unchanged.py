@@ -134,7 +134,9 @@ def test_unfreezing_is_refused_by_name() -> None:
         pipe.flush()
         model[0].requires_grad_(True)
         pipe.eval_step(X, Y)
-        with pytest.raises(ValueError, match=r"parameter '0.weight' wants a gradient and did not when the stages were"):
+        with pytest.raises(
+            ValueError, match=r"parameter '0.weight' requires a gradient and did not when the stages were"
+        ):
             pipe.train_step(X, Y)
 
 
