@@ -72,11 +72,9 @@ class Flat:
         return [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Every bucket as a copy."""
         return tuple(flatten([tensors[i] for i in bucket]) for bucket in self.buckets)
 
     def unpack(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors, views of the buckets."""
         found = list(self.like)  # empty ones stay
         for bucket, flat in zip(self.buckets, flats, strict=True):
             for i, part in zip(bucket, unflatten(flat, [self.like[i] for i in bucket]), strict=True):
@@ -120,7 +118,6 @@ class BucketSum(Flat):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what has left."""
         return sum(total.nbytes for total in self.left.values())
 
     def wait(self) -> list[torch.Tensor]:

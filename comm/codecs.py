@@ -150,7 +150,6 @@ class LinkCodecs:
         self.sent[link] = before[0] + sent, before[1] + whole
 
     def pack(self, codec: Codec, x: torch.Tensor, key: object) -> Packed:
-        """Pack a tensor together with the memory of the earlier ones under this key."""
         packed, kept = pack(codec, x, self.memory.get(key))
         if kept is not None:
             self.memory[key] = kept

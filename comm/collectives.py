@@ -66,7 +66,6 @@ class Collectives:
         return self._place.name_of(process)
 
     def subgroup(self, ranks: Sequence[int]) -> None:
-        """Make the process groups for collectives over these ranks, unless they exist."""
         self._make(*self._place.groups(ranks))
 
     def all_reduce(self, tensor: torch.Tensor, *, what: str, largest: bool = False) -> None:
@@ -180,7 +179,6 @@ class Collectives:
             self._run(lambda group: dist.all_reduce(tensor, group=group), self.tensor_members, what)
 
     def tensor_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
-        """[T] `tensor` of every member of the tensor group, all of one shape and type."""
         if len(self.tensor_members) == 1:
             return [tensor]
         mine = tensor.contiguous()
@@ -280,10 +278,8 @@ class Collectives:
         self._groups.update(zip(missing, self.groups.make(*missing), strict=True))
 
     def _in_the_background(self, options: dist.AllreduceOptions | dist.AllToAllOptions) -> list[timedelta]:
-        """Set options of an operation that only times out while it is waited for; returns the arguments of `wait`.
-
-        With NCCL waiting does not block the host: its own watchdog ends what takes too long.
-        """
+        """Set options of an operation that only times out while it is waited for; returns the arguments of `wait`. With
+        NCCL waiting does not block the host: its own watchdog ends what takes too long."""
         options.asyncOp = True
         if self.groups.backend == "nccl":
             return []

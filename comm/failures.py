@@ -95,10 +95,8 @@ class Account(NamedTuple):
 
 
 class FailureBoard:
-    """Reports of one run's ranks, in a store that all of them reach.
-
-    All ranks make the same number of boards, in the same order, so that an old report is not mistaken for a new one.
-    """
+    """Reports of one run's ranks, in a store that all of them reach. All ranks make the same number of boards, in the
+    same order, so that an old report is not mistaken for a new one."""
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
         self._store = sealed(store)
@@ -108,7 +106,6 @@ class FailureBoard:
         self.place = MeshPlace.line(World(rank=rank, size=size))  # until the mesh is known; only for names
 
     def write(self, error: BaseException) -> None:
-        """Write this rank's error into the store. Never raises: the store may be gone."""
         text = json.dumps(Account.of(error))
         _within(_STORE_LIMIT, lambda: self._store.set(f"{self._name}/{self._rank}", text))
 
@@ -152,10 +149,8 @@ class FailureBoard:
 
 
 class Guard:
-    """Ends the run on all ranks at once when one of them fails in a collective part of it.
-
-    Without a board there are no other processes, and nothing ends.
-    """
+    """Ends the run on all ranks at once when one of them fails in a collective part of it. Without a board there are no
+    other processes, and nothing ends."""
 
     def __init__(self, board: FailureBoard | None) -> None:
         self._board = board
@@ -236,10 +231,8 @@ class Guard:
 
 
 def make_guard(world: World) -> Guard:
-    """Guard of a run, which reports uncaught exceptions to the other ranks, too.
-
-    All processes must make their guards in the same order.
-    """
+    """Guard of a run, which reports uncaught exceptions to the other ranks, too. All processes must make their guards
+    in the same order."""
     if not world.distributed:
         return Guard(None)
     guard = Guard(FailureBoard(_get_default_store(), rank=world.rank, size=world.size))
@@ -268,17 +261,14 @@ def _tell_uncaught(
 
 
 def _is_mistake(whole: TracebackException) -> bool:
-    """Whether it is a ValueError of this package, whose message is enough."""
     kind, frames = whole.exc_type, whole.stack
     is_ours = bool(frames) and frames[-1].filename.startswith(tuple(_LIBRARY))
     return is_ours and kind is not None and issubclass(kind, ValueError)
 
 
 def _own_lines(whole: TracebackException) -> str:
-    """The error and its position in the user's code; the full traceback goes to a file, which is named.
-
-    The cause is often another rank's error: the traceback here, chained from gloo up, does not show it.
-    """
+    """The error and its position in the user's code; the full traceback goes to a file, which is named. The cause is
+    often another rank's error: the traceback here, chained from gloo up, does not show it."""
     folder = os.path.dirname(os.environ.get(_ERROR_FILE, ""))  # it may be gone in a process that outlives torchrun
     where = folder if os.access(folder, os.W_OK) else None
     with NamedTemporaryFile(

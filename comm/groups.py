@@ -64,9 +64,7 @@ class DeviceOf(NamedTuple):
 
 def backend_for(devices: Sequence[DeviceOf], names: Callable[[Sequence[int]], str]) -> str:
     """gloo where the environment says so, or two processes share a device, which NCCL does not support; else NCCL.
-
-    Raises ValueError, the same on all, for processes with different settings, and for NCCL on a shared device.
-    """
+    Raises ValueError, the same on all, for processes with different settings, and for NCCL on a shared device."""
     kinds, wanted = ["CUDA" if each.uuid else "the CPU" for each in devices], {each.backend for each in devices}
     if len({*kinds}) > 1:
         said = ", ".join(f"process {one} on {kind}" for one, kind in enumerate(kinds))
@@ -123,17 +121,11 @@ class Groups:
 
     @property
     def is_staged(self) -> bool:
-        """Whether tensors of a device travel through the host's memory."""
         return self.wire.type != self.device.type
 
     def make(self, *wanted: Sequence[int], backend: str | None = None) -> list[dist.ProcessGroup]:
-        """Groups of these processes, all within one time-out. Collective over all processes of the world.
-
-        Arguments:
-            backend: None: that of the device.
-
-        Raises PipelineTimeout or PeerLost, which name the missing processes.
-        """
+        """Groups of these processes, all within one time-out. Collective over all processes of the world. `backend`:
+        None: that of the device. Raises PipelineTimeout or PeerLost, which name the missing processes."""
         if not self.world.distributed:
             return []
         started = time.monotonic()

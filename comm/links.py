@@ -436,10 +436,8 @@ def waking_seconds(hot: PingPong, cold: PingPong) -> float:
 
 
 def processor_clock(device: torch.device, ranks_of_host: int) -> Callable[[], float]:
-    """The clock of a rank's processor time; constant where another device computes and sends.
-
-    Where each rank of a host has a core at most, the transport's threads count, too: they take time from the ranks.
-    """
+    """The clock of a rank's processor time; constant where another device computes and sends. Where each rank of a host
+    has a core at most, the transport's threads count, too: they take time from the ranks."""
     if device.type != "cpu":
         return lambda: 0.0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -137,7 +137,6 @@ class Membership:
 
     @property
     def is_outside(self) -> bool:
-        """Whether this process was started again, and has not entered."""
         return self.life > 0 and self._epoch == 0
 
     def enter(self) -> None:
@@ -164,10 +163,8 @@ class Membership:
         self.changed = True
 
     def someone_comes(self, step: int) -> bool:
-        """Whether processes that were started again join before this step: the same on all members.
-
-        The first member announces them for the next step, which no member begins before the first has ended this one.
-        """
+        """Whether processes that were started again join before this step: the same on all members. The first member
+        announces them for the next step, which no member begins before the first has ended this one."""
         if len(self.members) == len(self._lives):
             return False
         key = self._key("admits")
@@ -212,7 +209,6 @@ class Membership:
             shutil.rmtree(made, ignore_errors=True)
 
     def fail(self, error: BaseException) -> None:
-        """End the run on all members after an error of this process."""
         with suppress(RuntimeError):  # the store may be gone
             self._report(0, False, f"rank {self.me} failed: {type(error).__name__}: {error}")
 

@@ -46,8 +46,6 @@ class World:
 
 
 class Coordinates(NamedTuple):
-    """Position on each axis of a mesh."""
-
     pipe: int
     data: int = 0
     tensor: int = 0
@@ -87,12 +85,10 @@ class ProcessMesh:
 
     @property
     def num_ranks(self) -> int:
-        """R of the schedule over all replicas."""
         return self.pipe * self.data
 
     @property
     def is_line(self) -> bool:
-        """Whether ranks are processes: no tensor axis, and replicas in a row."""
         return self.tensor == 1 and all(self.rank_of(process) == process for process in range(self.num_processes))
 
     def coordinates(self, process: int) -> Coordinates:
@@ -165,11 +161,8 @@ class MeshPlace:
         return self._coordinates.tensor, self.mesh.tensor_sizes[self.mesh.rank_of(self.world.rank)]
 
     def process_of(self, rank: int, *, tensor: int | None = None) -> int:
-        """The process that runs rank `rank` in a plane.
-
-        Arguments:
-            tensor: coordinate of the plane; None: that of this process. Smaller groups are in several planes.
-        """
+        """The process that runs rank `rank` in a plane. `tensor`: coordinate of the plane; None: that of this process.
+        Smaller groups are in several planes."""
         if not self.world.distributed:
             return 0
         members = self.mesh.members(rank)

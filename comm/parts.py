@@ -59,7 +59,6 @@ class PartsTransport(ProcessGroupTransport):
         super().send(message, peer, tensors, specs)
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
-        """Wait for this member's parts, then gather those of all members."""
         specs = self._cut_messages.pop(message, None)
         arrived = super().wait(message, timeout)
         if specs is None:
@@ -80,7 +79,6 @@ class PartsTransport(ProcessGroupTransport):
         return spec.in_parts and prod(spec.shape) * spec.dtype.itemsize >= max(self._least_bytes, 1)
 
     def _part_of(self, spec: TensorSpec) -> TensorSpec:
-        """Layout of a part: all are of one size, the last is padded."""
         return spec._replace(shape=(self._size(spec),), stride=(1,)) if self._is_cut(spec) else spec
 
     def _size(self, spec: TensorSpec) -> int:

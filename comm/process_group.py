@@ -86,7 +86,6 @@ class ProcessGroupTransport(Transport):
         return sum(t.numel() * t.element_size() for _, tensors, _ in self._posted.values() for t in tensors)
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
-        """Make buffers and post the receives, one per tensor."""
         ((group, index),) = self._next_lanes((peer, self.rank))
         buffers, works = [], []
         for spec in specs:
@@ -95,7 +94,8 @@ class ProcessGroupTransport(Transport):
             )
             buffers.append(buffer)
             if self.is_watched and self._blocking and buffer.numel():
-                self._watched.setdefault(message, []).append(_last_bytes(buffer).fill_(_UNTOUCHED))
+                last = buffer.as_strided((1,), (1,), buffer.numel() - 1).view(torch.uint8)
+                self._watched.setdefault(message, []).append(last.fill_(_UNTOUCHED))
             tag = self._next_tag((peer, self.rank), spec)
             if buffer.numel():
                 works.append(self._start(group.recv, buffer, index, tag, message=message, peer=peer))
@@ -118,7 +118,6 @@ class ProcessGroupTransport(Transport):
         self._sent[message] = (peer, kept, works)
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
-        """Block until the tensors are here (CUDA: until the stream will have them)."""
         peer, buffers, works = self._posted.pop(message)
         self._watched.pop(message, None)
         for work in works:
@@ -144,7 +143,6 @@ class ProcessGroupTransport(Transport):
         self._free_leftover(timeout)
 
     def abort(self) -> None:
-        """After an error: close this rank's links, so that waiting ranks fail, and drop all messages."""
         lanes = [lane for each in self._lanes.values() for lane in each]
         for group in {id(group): group for lane in lanes for group in lane.groups}.values():
             break_group(group, self._device)
@@ -218,10 +216,8 @@ def _drain_open() -> None:
 
 
 def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Close this rank's connections in a group, so that ranks that wait for it there fail at once. Never raises.
-
-    gloo's own abort() leaves its sockets open (torch 2.13); a receive that times out closes all of them.
-    """
+    """Close this rank's connections in a group, so that ranks that wait for it there fail at once. Never raises. gloo's
+    own abort() leaves its sockets open (torch 2.13); a receive that times out closes all of them."""
     if device.type == "cuda":
         with suppress(RuntimeError):  # it is broken already
             group.abort()
@@ -233,7 +229,6 @@ def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def in_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor to send: itself, or a copy without its gaps and overlaps."""
     if tensor.stride() == spec.stride:
         return tensor
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
@@ -251,10 +246,6 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride, and bytes need this one
     return flat if is_known else flat.view(torch.uint8)
-
-
-def _last_bytes(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.as_strided((1,), (1,), buffer.numel() - 1).view(torch.uint8)
 
 
 def _arrival(message: Message, peer: int) -> str:

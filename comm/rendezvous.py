@@ -81,17 +81,16 @@ def join_world(*, device: torch.device, timeout: float) -> World:
 
 def _meet(world: World, limit: timedelta, mine: str) -> tuple[Store, list[str]]:
     """The store at MASTER_ADDR, once all ranks have reached it, and the text of each: torch's env:// rendezvous, with
-    an error that names missing ranks.
-
-    The agent that started the ranks hosts it, else rank 0: on loopback alone, unless the job spans hosts.
-    """
+    an error that names missing ranks. The agent that started the ranks hosts it, else rank 0: on loopback alone, unless
+    the job spans hosts."""
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ValueError(f"{name} is not set")
     host, port, listens = os.environ["MASTER_ADDR"], _environment("MASTER_PORT"), None
     is_master = world.rank == 0 and not has_agent
-    if not has_agent and _is_one_host(host, world):
+    is_one_host = host in ("localhost", "::1", _LOOPBACK) or os.environ.get("LOCAL_WORLD_SIZE") == str(world.size)
+    if is_one_host and not has_agent:
         host = _LOOPBACK
         with suppress(OSError):  # this process listens there already, or the store reports who does
             listens = socket.create_server((host, port), backlog=128 + world.size).detach() if is_master else None
@@ -117,11 +116,6 @@ def _meet(world: World, limit: timedelta, mine: str) -> tuple[Store, list[str]]:
     return PrefixStore(f"default_pg/{visit}", store), said
 
 
-def _is_one_host(host: str, world: World) -> bool:
-    """Whether all ranks are on this host, by the address or by the launcher's environment."""
-    return host in ("localhost", "::1", _LOOPBACK) or os.environ.get("LOCAL_WORLD_SIZE") == str(world.size)
-
-
 def _environment(name: str, *, default: int | None = None) -> int:
     text = os.environ.get(name)
     if text is None and default is not None:
@@ -142,7 +136,6 @@ class Place(NamedTuple):
 
 
 def read_place(text: str) -> Place:
-    """The place of a JSON text. Raises ValueError for any other text."""
     try:
         return Place(*json.loads(text))
     except (TypeError, ValueError):
@@ -151,10 +144,7 @@ def read_place(text: str) -> Place:
 
 def gloo_address() -> str:
     """The address at which gloo listens on this host: of the first interface of GLOO_SOCKET_IFNAME; else the first one
-    of the host's name that can be bound here; else the loopback address.
-
-    Raises ValueError for an unknown interface.
-    """
+    of the host's name that can be bound here; else the loopback address. Raises ValueError for an unknown interface."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         there = interfaces()
@@ -215,7 +205,6 @@ def unreached(store: Store, places: Sequence[Place], rank: int, *, limit: float)
 
 
 def _server(address: str, *, backlog: int) -> socket.socket:
-    """A socket to which `backlog` others may connect without being accepted."""
     return socket.create_server((address, 0), family=_family(address), backlog=max(backlog, 128))
 
 

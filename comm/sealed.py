@@ -42,11 +42,9 @@ class SealedStore:
         self._store.set(key, self._own(key, value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether processes with the secret have written all of them."""
         return all(self._store.check([key]) and self._is_sealed(key, self._store.get(key)) for key in keys)
 
     def get(self, key: str) -> bytes:
-        """The value. Raises RuntimeError for one that another process wrote."""
         return self._opened(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
@@ -112,8 +110,6 @@ def compact(value: object) -> bytes:
 
 
 class _Pickler(CompactPickler):
-    """Writes a seal after the pickle."""
-
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
         self._file = file

@@ -21,7 +21,6 @@ from .transport import TensorSpec, Transport, TransportAround
 
 
 def staged(transport: ProcessGroupTransport, groups: Groups) -> Transport:
-    """The transport for the run's device: through the host's memory where gloo sends CUDA tensors."""
     return StagedTransport(transport, CudaSide(groups.device)) if groups.is_staged else transport
 
 
@@ -66,8 +65,6 @@ class CudaSide:
 
 
 class StagedTransport(TransportAround):
-    """A transport around one of tensors on the host."""
-
     def __init__(self, inner: ProcessGroupTransport, side: CudaSide) -> None:
         super().__init__(inner)
         inner.pins = side.pins

@@ -77,8 +77,6 @@ class StoreExchange:
 
 
 class Alone:
-    """Exchange of a single process."""
-
     rank = 0
 
     def gather(self, mine: T, *, what: str) -> list[T]:

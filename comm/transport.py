@@ -134,10 +134,8 @@ Mailbox = dict[tuple[int, Message], tuple[torch.Tensor, ...]]  # in flight in on
 
 
 class InProcessTransport(Transport):
-    """One rank's end of a `Mailbox`: sending is putting, no copy is made.
-
-    A receiver gets detached aliases of the sender's tensors.
-    """
+    """One rank's end of a `Mailbox`: sending is putting, no copy is made. A receiver gets detached aliases of the
+    sender's tensors."""
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         super().__init__(rank)
@@ -152,7 +150,6 @@ class InProcessTransport(Transport):
     is_here = ready
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
-        """Remove and return the message, which must be `ready`."""
         return self._mailbox.pop((self.rank, message))
 
     def abort(self) -> None:

@@ -119,10 +119,8 @@ class Run:
 
 
 def choose_layout(options: Options) -> Callable[[World], Layout] | None:
-    """Maker of the layout; None: schedule="auto", which the first batch decides.
-
-    Raises ValueError for options that exclude each other.
-    """
+    """Maker of the layout; None: schedule="auto", which the first batch decides. Raises ValueError for options that
+    exclude each other."""
     check_options(options)
     schedule = DEFAULT_SCHEDULE if options.schedule is None else options.schedule
     if isinstance(schedule, Plan):
@@ -131,10 +129,8 @@ def choose_layout(options: Options) -> Callable[[World], Layout] | None:
 
 
 def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:
-    """Layout of a plan. All ranks pass the same batch, with any replicas.
-
-    Raises ValueError for a plan for another number of processes, and for what the runtime does not support.
-    """
+    """Layout of a plan. All ranks pass the same batch, with any replicas. Raises ValueError for a plan for another
+    number of processes, and for what the runtime does not support."""
     if world.distributed and plan.num_devices != world.size:
         raise ValueError(
             f"the plan is for {plan.num_devices} ranks and the process group has {world.size}: expected a plan for "
@@ -177,11 +173,9 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
 
 
 def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[World], Layout]:
-    """Maker of the layout of a pipeline's schedule, with the mesh's number of replicas, for a world.
-
-    Over several processes each replica passes its own batch; in one process one batch is divided among them. Raises
-    ValueError at once, before the rendezvous, for a name or a file that does not exist.
-    """
+    """Maker of the layout of a pipeline's schedule, with the mesh's number of replicas, for a world. Over several
+    processes each replica passes its own batch; in one process one batch is divided among them. Raises ValueError at
+    once, before the rendezvous, for a name or a file that does not exist."""
     sizes, mesh = options.sizes, options.mesh
     own = find_user_schedule(schedule, option="schedule=")
     given = dict(zip(_SIZES, (options.num_microbatches, options.num_chunks, options.slices.num_slices), strict=True))
@@ -226,7 +220,6 @@ def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[Wo
 
 
 def _check_sizes(whole: Schedule, asked: Mapping[str, int]) -> None:
-    """ValueError for P, M, V or n other than those of a schedule that has them."""
     has = sizes_of(whole)
     for size, number in asked.items():
         if number == has[size]:

@@ -68,11 +68,9 @@ def made_of(schedule: Schedule, options: Options) -> dict[str, str]:
 
 
 def unequal_weights(root: nn.Module, schedule: Schedule, place: MeshPlace, collectives: Collectives) -> str | None:
-    """Message that names the first parameter that differs between ranks; None: there is none. Collective.
-
-    Each stage begins with the weights of its first replica's first process, so only these are compared; with a deferred
-    model those of its tensor group, each member of which makes a part. Meta tensors differ from any others.
-    """
+    """Message that names the first parameter that differs between ranks; None: there is none. Collective. Each stage
+    begins with the weights of its first replica's first process, so only these are compared; with a deferred model
+    those of its tensor group, each member of which makes a part. Meta tensors differ from any others."""
     if collectives.alone:
         return None
     begin = dict.fromkeys(place.process_of(owners[0], tensor=0) for owners in schedule.owners)
@@ -101,10 +99,8 @@ def _checksum(parameter: torch.Tensor) -> float:
 
 
 def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, what: str) -> T:
-    """Call `make`; where it fails on one rank, ValueError on all, and the run continues. Collective over all.
-
-    `make` may gather as `_BUILDING`: a rank that failed before takes part in that gather with its error.
-    """
+    """Call `make`; where it fails on one rank, ValueError on all, and the run continues. Collective over all. `make`
+    may gather as `_BUILDING`: a rank that failed before takes part in that gather with its error."""
     if collectives.alone:
         return make()
     made: list[T] = []
@@ -128,10 +124,7 @@ def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, wha
 
 def check_agreement(mine: str, collectives: Collectives, *, replica: tuple[int, str] = (0, "")) -> None:
     """ValueError on every rank unless all give the same description; the run continues. Collective over the processes.
-
-    Arguments:
-        replica: its number, and what its ranks must have in common.
-    """
+    `replica`: its number, and what its ranks must have in common."""
 
     def differing(process: int, its: tuple[int, str, str], other: int, others: tuple[int, str, str]) -> str | None:
         if its[2] == others[2] and (its[0] != others[0] or its[1] == others[1]):
@@ -172,7 +165,6 @@ class SamePrograms:
         return self._differed[training]
 
     def settled(self) -> None:
-        """Stop comparing: all is built."""
         self._collectives = None
 
 
@@ -268,7 +260,6 @@ def checksum(value: object) -> float:
 
 
 def is_shape_alone(value: object) -> bool:
-    """Whether a tensor in `value` is on the meta device."""
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value))
 
 

@@ -73,12 +73,10 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """N, with slices too."""
         span = self.parts[0].span
         return self.num_items if span is None else self.num_items // span.total
 
     def group_items(self, group: int) -> int:
-        """Samples, or tokens of slices, of update group `group` of this batch."""
         return sum(part.size for part in self.parts[group * self.group_size : (group + 1) * self.group_size])
 
 
@@ -93,11 +91,8 @@ class NonFiniteLossError(FloatingPointError):
 
 
 def join_outputs(parts: Sequence[torch.Tensor], dimension: int | None) -> torch.Tensor | list[torch.Tensor]:
-    """M outputs -> that of the whole batch, joined along its batch dimension.
-
-    Without one, or where microbatches differ in other dimensions: scalars are stacked to [M], others are returned as a
-    list (a single one as itself).
-    """
+    """M outputs -> that of the whole batch, joined along its batch dimension. Without one, or where microbatches differ
+    in other dimensions: scalars are stacked to [M], others are returned as a list (a single one as itself)."""
     if dimension is not None and len({(*x.shape[:dimension], *x.shape[dimension + 1 :]) for x in parts}) == 1:
         return torch.cat(list(parts), dim=dimension)
     if len(parts) == 1 and parts[0].dim():
@@ -114,11 +109,8 @@ def share_of_sum(loss_fn: object, group_size: int) -> float | None:
 
 
 def read_loss(value: object, share: float | None) -> LossValue:
-    """Value of loss_fn as (loss, count); ValueError unless it is a scalar, or (sum, count).
-
-    Arguments:
-        share: of a loss that adds up, see `share_of_sum`.
-    """
+    """Value of loss_fn as (loss, count); ValueError unless it is a scalar, or (sum, count). `share`: of a loss that
+    adds up, see `share_of_sum`."""
     count: object = None if share is None else torch.tensor(share, dtype=torch.float64)
     loss = value
     if isinstance(value, tuple | list):
@@ -221,7 +213,6 @@ class GroupLoss(NamedTuple):
     num_samples: float
 
     def scale(self, num_samples: float) -> float:
-        """Factor for gradients that were weighted as those of a group of `num_samples`."""
         return num_samples / (self.num_samples if self.counts is None else self.counts)
 
 
@@ -288,10 +279,8 @@ def hand_back(
 
 def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.device) -> None:
     """ValueError on every member of a tensor group unless all are in the same call with the same batch; for the
-    pipeline's first batch on every process. Collective over the group, then over all processes.
-
-    Other batches are compared when losses arrive: ranks of the last stage, which do not wait, learn of it later.
-    """
+    pipeline's first batch on every process. Collective over the group, then over all processes. Other batches are
+    compared when losses arrive: ranks of the last stage, which do not wait, learn of it later."""
     members, step = collectives.tensor_members, batch.step
     if len(members) > 1:
         own = torch.tensor(batch.identity, dtype=torch.float64, device=device)

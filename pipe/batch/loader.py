@@ -32,8 +32,6 @@ Remainder = Literal["drop", "carry", "keep"]
 
 
 class Draw(NamedTuple):
-    """A sample of an epoch."""
-
     epoch: int
     number: int
 
@@ -96,16 +94,13 @@ class ReplicaBatches(Sampler[list[int]]):
         self._orders: dict[int, Sequence[int]] = {}  # of this epoch and the one before
 
     def __len__(self) -> int:
-        """Batches of a whole epoch that begins with its first sample."""
         return self._batches_from(0)
 
     @property
     def left(self) -> int:
-        """Batches of the rest of the current epoch."""
         return self._batches_from(self.position)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The rest of the current epoch."""
         for draws in self.draws():
             yield [draw.number for draw in draws]
 
@@ -129,7 +124,6 @@ class ReplicaBatches(Sampler[list[int]]):
         return mix(self._seed, draw.epoch, draw.number, 1) >> 1
 
     def passed(self) -> None:
-        """Count one more batch."""
         self.position += self._batch_size * self._num_replicas
         self._enter_next()
 
@@ -144,10 +138,8 @@ class ReplicaBatches(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from another run's position, with any batch size and number of replicas.
-
-        Raises ValueError where samples would be lost or seen twice.
-        """
+        """Continue from another run's position, with any batch size and number of replicas. Raises ValueError where
+        samples would be lost or seen twice."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(f"the data's state has {sorted(state)}: expected {sorted(own)}, as from state_dict()")
@@ -171,7 +163,6 @@ class ReplicaBatches(Sampler[list[int]]):
         return left // whole + is_batch
 
     def _enter_next(self) -> None:
-        """Begin the next epoch where no batch of this one is left."""
         if self.left > 0:
             return
         carried = max(0, self.position - self._num_samples) if self.remainder == "carry" else 0
@@ -238,7 +229,6 @@ class ReplicaLoader:
         self._shapes: Any = None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
@@ -260,7 +250,6 @@ class ReplicaLoader:
             yield self._shapes
 
     def state_dict(self) -> dict[str, int]:
-        """Position in the data: see ReplicaBatches.state_dict."""
         return self.batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -282,7 +271,6 @@ class ReplicaLoader:
             yield batch
 
     def may_rest(self) -> bool:
-        """Whether this process needs no more batches of the epoch."""
         return self._shapes is not None and self._is_idle()
 
     def rest(self) -> None:
@@ -360,7 +348,6 @@ def _own_random_state() -> Iterator[None]:
 
 
 def count_samples(dataset: Dataset[Any]) -> int:
-    """Number of samples of a dataset; ValueError for one without indices."""
     has_numbers = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     if not has_numbers or not hasattr(dataset, "__len__"):
         raise ValueError(

@@ -55,11 +55,8 @@ class Replanning(Addition):
         training.on_batch.append(follow)
 
     def _schedule_of(self, batch: Batch, planned: Schedule) -> Schedule:
-        """The schedule of a batch. Collective over the processes.
-
-        Raises ValueError, on every rank alike, where ranks passed other sizes, and for a microbatch that fits no
-        device.
-        """
+        """The schedule of a batch. Collective over the processes. Raises ValueError, on every rank alike, where ranks
+        passed other sizes, and for a microbatch that fits no device."""
         sizes, collectives = tuple(size_of(each, self._parameters) for each in batch.signatures), self._run.collectives
         with self._run.guard.together():
             answers = collectives.gather((sizes, *self._find(sizes)), what="agreeing on the schedule of a batch")

@@ -65,7 +65,6 @@ class HostShare:
         return self._process == self._reader
 
     def begin(self) -> None:
-        """Begin an iteration, on all processes."""
         self._iteration, self._number = self._iteration + 1, 0
 
     def put(self, batch: Any, position: tuple[int, int]) -> None:
@@ -102,7 +101,6 @@ class HostShare:
         return [batch]
 
     def rest(self) -> None:
-        """Take no more batches."""
         self._rest_of(self._process).touch()
 
     def fail(self, error: BaseException) -> None:
@@ -115,7 +113,6 @@ class HostShare:
         return waiting < _AHEAD or self._rest_of(process).exists()
 
     def _wait(self, process: int, until: Callable[[], bool], what: str) -> None:
-        """Wait until that holds, or the other process has ended."""
         begun, pause = time.monotonic(), _POLL
         while not until() and not self._has_ended(process):
             if time.monotonic() - begun > self._timeout:
@@ -248,7 +245,6 @@ def _leave(folder: Path, lock: BinaryIO, process: int) -> None:
 
 
 def kept_sample(folder: Path, number: int) -> list[Any]:
-    """[the sample]; [] where the host has not kept it."""
     with suppress(FileNotFoundError):
         return [load_sealed(folder / f"sample.{number}")]
     return []
@@ -265,8 +261,6 @@ def keep_sample(folder: Path, number: int, sample: Any, *, share_of: float) -> N
 
 
 class _CachedSamples(Seeded):
-    """A dataset whose samples the host keeps, up to `share_of` bytes for each."""
-
     def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches, *, folder: Path, share_of: float) -> None:
         super().__init__(dataset, batches)
         self._folder: Path | None = folder

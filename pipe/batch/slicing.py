@@ -54,7 +54,6 @@ def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[T
 
 
 def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice]:
-    """The slices of a microbatch; ValueError where the dimension of the sequence in a tensor is not clear."""
     arguments, named = given.arguments, options.slices.dims or {}
     names = parameter_names(signature_of(options.model))
     keys = [next((key for key in keys_of(path, names) if key in named), None) for path in arguments.form.paths]
@@ -160,7 +159,6 @@ _EXPECTED = (
 def _inputs(
     s: int, inferred: Sequence[Inferred], arguments: Sequence[Arguments], spans: Sequence[TokenSpan]
 ) -> list[list[torch.Tensor]]:
-    """Inputs of a stage for the whole microbatch, then for each slice."""
     columns = []
     for ref in inferred[0].stages[s].inputs:
         if ref.producer == MODEL_INPUT:
@@ -176,7 +174,6 @@ def _inputs(
 def _check_stage(
     s: int, inferred: Sequence[Inferred], inputs: Sequence[Sequence[torch.Tensor]], spans: Sequence[TokenSpan]
 ) -> None:
-    """ValueError where slices give other outputs than the whole; `inferred` and `inputs` of it, then of each slice."""
     stages = [each.stages[s] for each in inferred]
     total = spans[0].total
     (whole,) = _run(stages[:1], inputs[:1], [TokenSpan(0, total, total)])
@@ -192,7 +189,6 @@ def _check_stage(
 def _run(
     stages: Sequence[StageModule], inputs: Sequence[Sequence[torch.Tensor]], spans: Sequence[TokenSpan]
 ) -> list[Tensors]:
-    """Outputs of the slices, in order, without dropout."""
     kept: KeptCalls = {}
     outputs = []
     for stage, own, span in zip(stages, inputs, spans, strict=True):
@@ -222,12 +218,8 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, span: TokenSpan, what:
 
 def sequence_dim(specs: Sequence[TensorSpec], spans: Sequence[TokenSpan], what: str) -> int | None:
     """The dimension in which a tensor of the whole and those of its slices differ; None: their shapes are equal.
-
-    Arguments:
-        specs: of the whole, then of each slice.
-
-    Raises ValueError where several differ, or other sizes than the tokens.
-    """
+    `specs`: of the whole, then of each slice. Raises ValueError where several differ, or other sizes than the
+    tokens."""
     whole, *others = (spec.shape for spec in specs)
     dims = {d for shape in others for d, (one, other) in enumerate(zip(whole, shape, strict=False)) if one != other}
     if all(len(shape) == len(whole) for shape in others) and len(dims) <= 1:

@@ -78,18 +78,15 @@ def _reached(outputs: Sequence[torch.Tensor], leaves: Tensors) -> set[int]:
 
 
 def _gives_all(node: object) -> bool:
-    """Whether a node of the graph gives every input a gradient."""
     function = getattr(node, "_forward_cls", None)
     return function is None or function.__module__.startswith(_FAITHFUL)
 
 
 def flag_spec(certain: Sequence[bool]) -> list[TensorSpec]:
-    """Layout of the flags before the gradients of a message: none where all are certain."""
     return [] if all(certain) else [TensorSpec((len(certain),), (1,), torch.uint8, False)]
 
 
 def has_flags(specs: Sequence[TensorSpec]) -> bool:
-    """Whether the gradients of a message have flags before them, the only tensor of bytes there."""
     return specs[0].dtype is torch.uint8
 
 
@@ -129,7 +126,6 @@ def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str])
 
 
 def _near(node: Any, names: Mapping[int, str]) -> str:
-    """Text that names the parameter nearest to an operation, or the operation."""
     pending = [node]
     for each in pending:  # grows
         variable = getattr(each, "variable", None)

@@ -139,11 +139,8 @@ class Seeder:
         self.enter(_LOSS)
 
     def region(self, is_own: bool) -> None:
-        """Enter or leave a region of tensors that are divided over the tensor group.
-
-        Outside, all members draw the same numbers. Inside, each member has its own stream: masks of different heads
-        must not be the same.
-        """
+        """Enter or leave a region of tensors that are divided over the tensor group. Outside, all members draw the same
+        numbers. Inside, each member has its own stream: masks of different heads must not be the same."""
         if not self._active or is_own is self._in_own_region:
             return
         here = [generator.get_state() for generator in self._torch]
@@ -206,10 +203,8 @@ class Seeder:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Context of shape inference: it is noted which units draw from Python's and numpy's generators.
-
-        They draw the same on every rank. The caller restores the generators.
-        """
+        """Context of shape inference: it is noted which units draw from Python's and numpy's generators. They draw the
+        same on every rank. The caller restores the generators."""
         self._watching, self._unit = True, None
         self._start(0)
         try:
@@ -218,7 +213,6 @@ class Seeder:
             self._watching = False
 
     def has_drawn(self) -> bool:
-        """Whether units drew from Python's or numpy's generator since the last call, within `watch`."""
         self._look()
         self._start(0)
         drawn, self._drawn = self._drawn, False
@@ -256,7 +250,6 @@ class _Global:
         self._kept: Any = None
 
     def position(self) -> object:
-        """State, or a value that changes with each drawn number."""
         return random.getstate()
 
     def has_moved(self) -> bool:

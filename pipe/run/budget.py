@@ -74,11 +74,9 @@ class HeldMoments(NamedTuple):
 
 
 def fit(seconds: Floats, moments: HeldMoments, limit: float | None) -> Choice | None:
-    """Choice of least seconds [units, rules] of those whose peak is at most `limit`; None: there is none.
-
-    Without a limit one with the least peak. A multiple-choice knapsack with a row for each moment, solved to optimality
-    by HiGHS, so that seconds never rise with the limit; solutions that only its tolerance admits are cut off.
-    """
+    """Choice of least seconds [units, rules] of those whose peak is at most `limit`; None: there is none. Without a
+    limit one with the least peak. A multiple-choice knapsack with a row for each moment, solved to optimality by HiGHS,
+    so that seconds never rise with the limit; solutions that only its tolerance admits are cut off."""
     (num_moments, num_units, num_rules), width = moments.held.shape, seconds.size
     if not width:
         return () if limit is None or moments.peak(()) <= limit else None
@@ -102,7 +100,6 @@ def fit(seconds: Floats, moments: HeldMoments, limit: float | None) -> Choice | 
 
 
 def least(seconds: Floats, moments: HeldMoments) -> Choice:
-    """The choice with the least peak, and of these the one with the least seconds."""
     smallest = fit(seconds, moments, None)
     assert smallest is not None
     return fit(seconds, moments, moments.peak(smallest)) or smallest
@@ -121,8 +118,6 @@ class _UnitTrace(NamedTuple):
 
 
 class _Probe:
-    """One stage, run apart from its training with the largest microbatch of a batch."""
-
     def __init__(self, run: Run, mode: Mode, stage: Stage, batch: Batch) -> None:
         own = (part for part in batch.parts if part.inputs is not None)
         part = max(own, key=lambda part: bytes_of(tensors_in(part.inputs, part.target)))
@@ -267,10 +262,8 @@ class Budgets:
             )
 
     def decide(self, batch: Batch) -> None:
-        """Collective over the processes, if no earlier batch had as large microbatches.
-
-        ValueError, on every rank alike, for a stage that fits under no choice.
-        """
+        """Collective over the processes, if no earlier batch had as large microbatches. ValueError, on every rank
+        alike, for a stage that fits under no choice."""
         sizes = _sizes(batch)
         chosen = next((chosen for before, chosen in self._choices if _cover(before, sizes)), None)
         if chosen is None:
@@ -383,7 +376,6 @@ class Budgets:
 
 
 def _sizes(batch: Batch) -> Sizes:
-    """The largest of this process's microbatches, by dimension."""
     found: Sizes = {}
     for tensors in (tensors_in(part.inputs, part.target) for part in batch.parts if part.inputs is not None):
         shapes = [(x.itemsize, x.numel()) if x.is_nested else (x.itemsize, *x.shape) for x in tensors]

@@ -73,19 +73,16 @@ class Evaluation:
         return self._like.form in self._modes
 
     def prepare(self) -> None:
-        """Make the stages for evaluation. Raises ValueError where that fails."""
         self._mode_for(self._like, has_loss=self._run.has_loss)
 
     def takes(self, given: Given) -> bool:
         return given.parts[0].arguments.form == self._like.form
 
     def columns(self, given: Given) -> list[Tensors]:
-        """By flat output, the values of the microbatches that end in this process."""
         with self._evaluated(given, "verify", has_loss=False) as (_, engine, _):
             return _columns(engine)
 
     def _join(self, columns: Sequence[Tensors], *, like: Arguments) -> list[torch.Tensor | list[torch.Tensor]]:
-        """Flat outputs of a batch, from those of its microbatches."""
         if like.form not in self._dimensions:
             mode, _ = self._mode_for(like, has_loss=False)
             with evaluating(*self._modules(mode)):
@@ -117,7 +114,6 @@ class Evaluation:
         return self._forwards[key]
 
     def _mode_for(self, like: Arguments, *, has_loss: bool) -> tuple[Mode, Arguments]:
-        """The mode for arguments of this form, and its first arguments."""
         if like.form in self._modes:
             return self._modes[like.form]
         parts = self._ranks.parts

@@ -61,7 +61,6 @@ class FillWork:
         return f"<FillWork {self.name}: {self.num_done} pieces done{'' if self.is_done else ', more to do'}>"
 
     def finish(self) -> None:
-        """Run the remaining pieces now."""
         while not self.is_done:
             self.run_piece()
 
@@ -102,11 +101,7 @@ class FillWork:
 
 
 class FillingTransport(TransportAround):
-    """One rank's end, whose waits are filled.
-
-    Arguments:
-        works: of this process, in the order in which they were given.
-    """
+    """One rank's end, whose waits are filled. `works`: of this process, in the order in which they were given."""
 
     def __init__(self, inner: Transport, run: Run, works: deque[FillWork], now: Callable[[], float]) -> None:
         super().__init__(inner)
@@ -147,7 +142,6 @@ class FillingTransport(TransportAround):
         super().close()
 
     def _fill(self, message: Message) -> _Filled:
-        """Run the pieces that fit before a message arrives."""
         budget = self._budget(self._in_any_batch(message))
         begun = before = now = self._now()
         while budget > 0 and (work := self._next()) is not None:
@@ -170,7 +164,6 @@ class FillingTransport(TransportAround):
         return self._works[0] if self._works else None
 
     def _run_piece(self, work: FillWork) -> None:
-        """Run a piece within a step. Raises ValueError for one that changes a weight."""
         changes, self._run.inside = counted_changes(self._weights), "a piece of background work"
         try:
             work.run_piece()

@@ -45,7 +45,6 @@ StagesOf = dict[int, dict[int, Stage]]  # by local rank and number
 
 
 def links_of(programs: Iterable[RankProgram]) -> frozenset[Link]:
-    """The directed links, (sender, receiver), of the programs."""
     return frozenset(
         (program.rank, step.peer) if step.is_send else (step.peer, program.rank)
         for program in programs
@@ -84,10 +83,8 @@ class RankLinks:
 
     def latency(self, specs: Sequence[TensorSpec]) -> float:
         """Seconds of an activation from stage 0 to its consumer on the next rank, which sleeps until it arrives.
-
         Measured between ranks 0 and 1, for rank 0; 0 on the others, and where both are replicas of a stage: their
-        batches may differ in size.
-        """
+        batches may differ in size."""
         transport = next(iter(self.transports.values()))
         apart = self.between >= {(0, 1), (1, 0)} and not self._are_replicas
         if isinstance(transport, InProcessTransport) or not apart or not specs:
@@ -100,11 +97,9 @@ class RankLinks:
 
 @cache  # once per process
 def keep_freed_memory() -> None:
-    """Let malloc keep freed memory for the next batch, as torch's allocator does on CUDA.
-
-    By default glibc returns free memory at the heap's end, so that each step pays for fresh pages: a fifth of the time
-    of a CNN. Nothing changes where the environment configures malloc, or with another malloc.
-    """
+    """Let malloc keep freed memory for the next batch, as torch's allocator does on CUDA. By default glibc returns free
+    memory at the heap's end, so that each step pays for fresh pages: a fifth of the time of a CNN. Nothing changes
+    where the environment configures malloc, or with another malloc."""
     if platform.libc_ver()[0] != "glibc" or any(n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ):
         return
     mallopt = ctypes.CDLL(None).mallopt

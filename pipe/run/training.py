@@ -121,7 +121,6 @@ class Training:
         return self._result(self._update.accumulated())
 
     def _remember(self) -> None:
-        """Keep the state with which a repeated step begins."""
         self.steps_made, self.is_ready = self.num_steps, False
         if any(p.grad is not None for p in self._root.parameters()):
             raise ValueError(
@@ -179,7 +178,6 @@ class Training:
             self._reports.tell(self._update.waiting())
 
     def restart(self, step: int) -> None:
-        """Continue with this step, after another state was loaded."""
         self.num_steps = self.steps_made = step
         for local in self._engine.ranks:
             local.recorder.restart()
@@ -236,7 +234,6 @@ class Training:
 
     @contextmanager
     def _lost_on_error(self, lose: Callable[[BaseException], None]) -> Iterator[None]:
-        """Context that calls `lose` on an error."""
         try:
             yield
         except BaseException as error:

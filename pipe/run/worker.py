@@ -93,12 +93,6 @@ def _model_inputs(s: int, part: BatchPart) -> list[int]:
     return [ref.slot for ref in part.inferred.stages[s].inputs if ref.producer == MODEL_INPUT]
 
 
-def _kv_cache(num_slices: int) -> KVCache:
-    from ..stage.slices import KVCache  # which other runs need not load
-
-    return KVCache(num_slices)
-
-
 _WHOLE = nullcontext()  # around an action of a whole microbatch
 
 
@@ -115,7 +109,11 @@ class Worker(ABC):
         self._device = run.options.device
         self._seeder = run.seeder
         self._batch_indices = schedule.batch_indices
-        self._slices = _kv_cache(schedule.num_slices) if schedule.num_slices > 1 else None
+        self._slices: KVCache | None = None
+        if schedule.num_slices > 1:
+            from ..stage.slices import KVCache  # which other runs need not load
+
+            self._slices = KVCache(schedule.num_slices)
         self._last = schedule.num_stages - 1
         self._owner = schedule.owner
         self._ports = {s: _ports(s, mode) for s in stages}
@@ -178,7 +176,6 @@ class Worker(ABC):
         return cast(Tensors, tensors)
 
     def drop(self) -> None:
-        """Drop everything in flight (after an error)."""
         self._inbox.clear()
         self._outbox.clear()
         self._taken.clear()
@@ -193,7 +190,6 @@ class Worker(ABC):
             stage.drop()
 
     def _unshard(self, s: int) -> None:
-        """Wait for weights that are being gathered, if any are."""
         if self.updates.shards.awaited:
             self.updates.shards.whole(s)
 
@@ -224,7 +220,6 @@ class Worker(ABC):
             self._emit(wire.message(index), tuple(outputs[slot] for slot in slots))
 
     def _emit(self, message: Message, tensors: Gradients) -> None:
-        """Put a message into the inbox, for a stage of this rank, or else into the outbox."""
         stays = self._owner(message.dst, message.index) == self.rank
         (self._inbox if stays else self._outbox)[message] = tuple(map(settled, tensors))
 
@@ -329,8 +324,6 @@ class TrainingWorker(Worker):
 
 
 class EvaluationWorker(Worker):
-    """Forwards alone; the outputs of the last stage are kept."""
-
     def run(self, action: Action) -> None:
         s, _, k = action
         self._unshard(s)

@@ -17,10 +17,8 @@ from .tensor_group import TensorGroup, enter, gather, leave
 
 
 class Heads(Style):
-    """A torch.nn.MultiheadAttention of which each member computes its part of the heads.
-
-    The fused projection [q | k | v] is divided block by block, the output projection by its inputs.
-    """
+    """A torch.nn.MultiheadAttention of which each member computes its part of the heads. The fused projection [q | k |
+    v] is divided block by block, the output projection by its inputs."""
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         if not isinstance(module, nn.MultiheadAttention):
@@ -135,7 +133,6 @@ def _mask(
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask to add to scores: -inf where a boolean one is True."""
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
     return mask.to(like.dtype)
@@ -143,10 +140,7 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 
 class Experts(Style):
     """A module that holds the weights of many experts as tensors; each member computes its part of each expert.
-
-    Arguments:
-        parameters: by name: the dimension that is divided, and blocks in it.
-    """
+    `parameters`: by name: the dimension that is divided, and blocks in it."""
 
     def __init__(self, parameters: Mapping[str, tuple[int, int]]) -> None:
         super().__init__()

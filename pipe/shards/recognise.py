@@ -61,7 +61,6 @@ class Recogniser:
             self._value = self._run_on_fakes(hooks)
 
     def region(self, module: nn.Module, taken: Collection[nn.Module] = ()) -> Region | None:
-        """Styles for a module, without the modules in `taken`; None where none are found."""
         if (known := _by_class(module)) is not None:
             return self._known.setdefault((type(module), repr(known)), known)
         is_layer = sum(_sizes(each) is not None for each in module.modules()) <= _MOST
@@ -167,8 +166,6 @@ def _key(module: nn.Module, children: Mapping[str, nn.Module]) -> object:
 
 
 class _Trial:
-    """A module run on random numbers, with outputs of children replaced."""
-
     def __init__(self, module: nn.Module, children: Mapping[str, nn.Module]) -> None:
         self._module = module
         self._children = children
@@ -192,7 +189,6 @@ class _Trial:
         return []
 
     def region(self, columns: Sequence[str], row: str, *, wanted: int) -> dict[str, ParallelStyle] | None:
-        """Styles for these children, if the body between them can be cut."""
         outputs = {name: torch.randn_like(out) for name, out in self._outputs.items() if name in {*columns, row}}
         whole = self._values(outputs, row)
         weights = self._weights(whole[0]) if whole and whole[0][0].shape[-1] == self._sizes[row][0] else None
@@ -314,7 +310,6 @@ def _given(taken: dict[str, torch.Tensor], name: str, out: torch.Tensor, x: torc
 
 
 def _members(sizes: Sequence[int], wanted: int) -> int:
-    """Number of members to try: `wanted`, or the least that divides these sizes; 0: none does."""
     common = math.gcd(*sizes)
     if common % wanted == 0:
         return wanted

@@ -62,10 +62,8 @@ class Style(ParallelStyle):
         return f"<{self.describe()}>"
 
     def cut(self, name: str, module: nn.Module, group: TensorGroup) -> dict[str, Shard]:
-        """Divide the module's parameters and make its forward that of one member; shards by parameter name.
-
-        Raises StyleError for a module that is cut already, or fails `check`.
-        """
+        """Divide the module's parameters and make its forward that of one member; shards by parameter name. Raises
+        StyleError for a module that is cut already, or fails `check`."""
         if _RECORD in module.__dict__:
             raise StyleError(f"module {name!r} is cut already: expected one style for it")
         self.check(name, module, group.count)
@@ -83,8 +81,6 @@ class Style(ParallelStyle):
 
 @cache
 def _cut_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """A class derived from a module's class, whose forward is that of its style."""
-
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cut: _CutModule = self.__dict__[_RECORD]
         return cut.style.forward(self, cut.before, cut.group, *args, **kwargs)
@@ -104,7 +100,6 @@ def cut_module(module: nn.Module, style: Style, group: TensorGroup) -> None:
 
 
 def uncut(root: nn.Module) -> None:
-    """Restore modules' classes and attributes, not their parameters."""
     for module in root.modules():
         cut: _CutModule | None = module.__dict__.pop(_RECORD, None)
         if cut is not None:
@@ -118,7 +113,6 @@ def style_of(module: nn.Module) -> Style | None:
 
 
 def numbers_of(module: nn.Module, names: Iterable[str], count: int) -> dict[str, int]:
-    """Attributes of a module that are whole numbers, for one of `count` members."""
     own = module.__dict__
     return {name: own[name] // count for name in names if isinstance(own.get(name), int)}
 
@@ -126,7 +120,6 @@ def numbers_of(module: nn.Module, names: Iterable[str], count: int) -> dict[str,
 def shard_of(
     module: nn.Module, key: str, dim: int, *, index: int, count: int, blocks: int | Sequence[int] = 1
 ) -> Shard:
-    """A member's shard of a parameter that is divided along a dimension."""
     return Shard.whole(tuple(module.get_parameter(key).shape)).divided(dim, index=index, count=count, blocks=blocks)
 
 

@@ -31,7 +31,6 @@ from .tensor_group import TensorGroup, enter, gather, leave, split
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the Conv1D of transformers: a Linear whose weight is [in, out]."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
@@ -83,7 +82,6 @@ class Column(Style):
         return [(outputs - self.shared) // self.blocks] * self.blocks + [self.shared] * (self.shared > 0)
 
     def part(self, outputs: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
-        """A member's part of the whole outputs."""
         blocks = torch.split(outputs, self.widths(outputs.shape[-1]), -1)
         return torch.cat([b.chunk(count, -1)[index] for b in blocks[: self.blocks]] + [*blocks[self.blocks :]], -1)
 
@@ -121,12 +119,8 @@ class Column(Style):
 
 class Row(Style):
     """Each member multiplies its part of the inputs with its rows of W; the products are summed, the bias added once.
-
-    Of an Embedding: each member has its part of the vocabulary, and gives zeros for the other tokens.
-
-    Arguments:
-        split_input: whether each member gets all inputs, and uses its own.
-    """
+    Of an Embedding: each member has its part of the vocabulary, and gives zeros for the other tokens. `split_input`:
+    whether each member gets all inputs, and uses its own."""
 
     def __init__(self, *, split_input: bool = False) -> None:
         super().__init__()
@@ -171,13 +165,9 @@ class Row(Style):
 
 
 class Sequence(Style):
-    """Each member computes its part of the positions, with whole weights, from all inputs, and gathers all outputs.
-
-    For modules that compute each position independently: norms, dropout, a Linear. Gradients of the weights are summed.
-
-    Arguments:
-        dim: of the positions.
-    """
+    """Each member computes its part of the positions, with whole weights, from all inputs, and gathers all outputs. For
+    modules that compute each position independently: norms, dropout, a Linear. Gradients of the weights are summed.
+    `dim`: of the positions."""
 
     def __init__(self, *, dim: int = 1) -> None:
         super().__init__()
@@ -343,11 +333,8 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[
 
 @contextmanager
 def _gradients_summed(module: nn.Module, group: TensorGroup) -> Iterator[None]:
-    """Context in which the module's own parameters get the sum of all members' gradients.
-
-    An attribute of the instance hides its parameter of that name; the parameter stays in its table, where weight
-    versions and hooks find it.
-    """
+    """Context in which the module's own parameters get the sum of all members' gradients. An attribute of the instance
+    hides its parameter of that name; the parameter stays in its table, where weight versions and hooks find it."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     for name in names:
         module.__dict__[name] = enter(module.get_parameter(name), group)

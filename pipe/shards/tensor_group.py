@@ -103,8 +103,6 @@ _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _TensorExchange(torch.autograd.Function):
-    """A change of a tensor, and another one of its gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, change: _Change, change_back: _Change) -> torch.Tensor:
         ctx.change_back = change_back
@@ -132,18 +130,15 @@ def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 
 def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """The sum of the members' `x`."""
     group.region(False)
     return _exchanged(x, group.sum, lambda gradient: gradient)
 
 
 def gather(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
-    """The members' parts put together."""
     group.region(False)
     return _exchanged(x, partial(group.all, dim=dim), partial(group.own, dim=dim))
 
 
 def split(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
-    """This member's part of a tensor that each member holds."""
     group.region(True)
     return _exchanged(x, partial(group.own, dim=dim), partial(group.all, dim=dim))

@@ -55,10 +55,8 @@ LEAST_BYTES = 1 << 16  # of a tensor that "auto" sends in parts: gathering a sma
 
 
 def peers_in_parts(sends: str, place: MeshPlace, collectives: Collectives) -> frozenset[int]:
-    """Ranks to and from which this process sends in parts, the same for all members of a group. Collective.
-
-    Groups of another size would have other parts: they get whole tensors.
-    """
+    """Ranks to and from which this process sends in parts, the same for all members of a group. Collective. Groups of
+    another size would have other parts: they get whole tensors."""
     sizes = place.mesh.tensor_sizes
     if max(sizes) == 1 or sends == "whole":
         return frozenset()
@@ -92,10 +90,8 @@ class TensorStyles:
         return f"{len(each)} divided modules ({zlib.crc32(chr(10).join(each).encode()):08x})"
 
     def table(self, model: nn.Module) -> str:
-        """A table of the modules' styles, of the model before it is cut.
-
-        Equal layers share a row. Modules that have no own weights and stay whole are left out.
-        """
+        """A table of the modules' styles, of the model before it is cut. Equal layers share a row. Modules that have no
+        own weights and stay whole are left out."""
         rows: dict[tuple[str, str], list[int]] = {}
         for name, module in model.named_modules():
             style = self.styles.get(name)
@@ -201,10 +197,8 @@ def _published_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[st
 
 
 def _styles_of_plan(where: str, base: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
-    """Styles by module name below `base`. An entry that matches nothing is for other sizes of the model.
-
-    Raises StyleError for an unknown word, and for a needed one that is not supported.
-    """
+    """Styles by module name below `base`. An entry that matches nothing is for other sizes of the model. Raises
+    StyleError for an unknown word, and for a needed one that is not supported."""
     named = {name: module for name, module in base.named_modules() if name}
     parameters = {name for name, _ in base.named_parameters()}
     found: dict[str, ParallelStyle] = {}
@@ -332,7 +326,6 @@ def _words(patterns: Mapping[str, str | ParallelStyle], model: nn.Module) -> dic
 def _of_region(
     name: str, word: str, parent: str, region: Region, words: Mapping[str, object]
 ) -> dict[str, ParallelStyle]:
-    """A child's style in its region, and the module's own."""
     child = name.rpartition(".")[2]
     known = region[child]
     wanted = "column" if isinstance(known, Column) else "row"

@@ -53,7 +53,6 @@ class CutModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """[S] names of the units of each stage, for messages."""
         return tuple(stage.name for stage in self.train.stages)
 
     def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
@@ -61,11 +60,9 @@ class CutModel:
 
 
 def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
-    """Cut a model, or use the user's stages; a loss that is a module is added to the last one.
-
-    Raises ValueError for a model that can't be recorded or cut into the schedule's stages, for wrong split points, for
-    a plan for another model, and for modules to recompute that no stage runs.
-    """
+    """Cut a model, or use the user's stages; a loss that is a module is added to the last one. Raises ValueError for a
+    model that can't be recorded or cut into the schedule's stages, for wrong split points, for a plan for another
+    model, and for modules to recompute that no stage runs."""
     layout, options, root, loss_fn = run.layout, run.options, run.root, run.options.loss_fn
     infer = partial(InferredStages, root=root, seeder=run.seeder, device=options.device, loss_fn=loss_fn)
     with untouched(loss_fn, device=options.device):  # it may hold lists that forwards fill
@@ -150,11 +147,8 @@ def _stage_by_node(plan: Plan, names: Sequence[str]) -> dict[str, int]:
 
 def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
     """ValueError unless each stage holds as many bytes of parameters as in the plan; in plans of older profiles tied
-    parameters count only with the first stage that holds them.
-
-    Where the plan splits tensors over up to T ranks, either number of bytes may be that of one rank, or have some
-    parameters whole.
-    """
+    parameters count only with the first stage that holds them. Where the plan splits tensors over up to T ranks, either
+    number of bytes may be that of one rank, or have some parameters whole."""
     most = plan.tensor
     seen: set[int] = set()
     for number, (planned, module) in enumerate(zip(plan.stages, stages, strict=True)):

@@ -60,7 +60,6 @@ def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
 
 
 def give_loss(loss_fn: object, stage: StageModule) -> None:
-    """Add a loss that is a module to the last stage."""
     if isinstance(loss_fn, nn.Module):
         stage.module._modules[_CHILD] = loss_fn
 
@@ -139,7 +138,6 @@ class UntrainedLeaves:
         return set() if self._looked else {*(x.grad_fn or id(x) for x in outputs), *map(id, inputs)}
 
     def check(self, loss: torch.Tensor, ends: set[object]) -> None:
-        """ValueError for such a tensor between the ends and the loss."""
         if self._looked or not loss.requires_grad:
             return
         self._looked = True
@@ -163,7 +161,6 @@ class UntrainedLeaves:
 
 
 def _leaves(loss: torch.Tensor, ends: set[object]) -> Iterator[torch.Tensor]:
-    """Leaves of the loss's graph up to `ends`."""
     pending, seen = [loss.grad_fn], set(ends)
     while pending:
         node = pending.pop()

@@ -51,16 +51,12 @@ class MemberShards:
         self._undo: Callable[[], None] | None = None
 
     def add_up(self, tensor: torch.Tensor) -> None:
-        """Sum the members' values of their parts, in place. Collective over the tensor group."""
         self._collectives.tensor_sum(tensor, what="adding up the norm of a tensor group's gradients")
 
     def compare_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Compare the gradients of whole tensors, in the first batches. Collective over the tensor group.
-
-        Where a module computes with a part of the activations, its gradient is a part of a sum that is not made.
-
-        Raises ValueError, on all members, for one that is not the same on all of them.
-        """
+        """Compare the gradients of whole tensors, in the first batches. Collective over the tensor group. Where a
+        module computes with a part of the activations, its gradient is a part of a sum that is not made. Raises
+        ValueError, on all members, for one that is not the same on all of them."""
         names = tuple(gradients)
         if self._comparisons is None or self._comparisons[names] == _COMPARISONS:
             return
@@ -112,7 +108,6 @@ class MemberShards:
         return name in self._by_member or self._collectives.is_first_member
 
     def shard(self, name: str, local: torch.Tensor) -> Shard:
-        """This process's shard of a tensor that it holds as `local`."""
         shards = self._by_member.get(name)
         return Shard.whole(tuple(local.shape)) if shards is None else shards[self._own]
 
@@ -143,13 +138,8 @@ class MemberShards:
 
 
 def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberShards:
-    """Cut a model's modules for the tensor group of this process. Collective over the tensor group.
-
-    Arguments:
-        styles: by module name.
-
-    Raises ValueError for modules that can't be cut so, and where members have models of other shapes.
-    """
+    """Cut a model's modules for the tensor group of this process. Collective over the tensor group. `styles`: by module
+    name. Raises ValueError for modules that can't be cut so, and where members have models of other shapes."""
     root, collectives = run.root, run.collectives
     members = collectives.tensor_members
     if len(members) == 1 or not styles:

@@ -80,10 +80,8 @@ class Activations:
         return sum(each.nbytes() for each in self._storages)
 
     def leave(self) -> list[torch.Tensor]:
-        """Free the tensors; returns the bytes of each storage, which are not held here any longer.
-
-        Raises RuntimeError where a saved tensor was changed in place.
-        """
+        """Free the tensors; returns the bytes of each storage, which are not held here any longer. Raises RuntimeError
+        where a saved tensor was changed in place."""
         for handle in self._handles:
             self._check(handle)
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -106,7 +104,6 @@ class Activations:
         return parts
 
     def come(self, parts: Sequence[torch.Tensor], arrival: torch.cuda.Event | None = None) -> None:
-        """Restore the tensors from these bytes; on CUDA they are complete after `arrival`."""
         self._parts, self._arrival, self._is_away = parts, arrival, False
         for leaf, handle in self._leaves:
             if handle.number is not None:

@@ -12,10 +12,7 @@ from torch.utils import _pytree as pytree
 
 def mapped(value: Any, change: Callable[[Any], Any], *, kind: type = torch.Tensor, objects: bool = True) -> Any:
     """A copy of a value with `change(leaf)` for each leaf of a kind; an object that is in it twice stays one.
-
-    Arguments:
-        objects: whether objects that code may change, such as caches, are copied, too.
-    """
+    `objects`: whether objects that code may change, such as caches, are copied, too."""
     return _mapped(value, change, kind, objects, {})
 
 

@@ -15,7 +15,6 @@ EXTRA = "_extra_state"  # as torch ends the key of what `get_extra_state` return
 
 
 def tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, in the order of a plain `state_dict()`."""
     return {name: table[key] for name, table, key in _places(root)}
 
 
@@ -49,7 +48,6 @@ def set_extra_states(root: nn.Module, extra: Mapping[str, Any]) -> None:
 
 
 def state_of(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of `root.state_dict()` with these tensors and extra states."""
     with _placed(root, tensors, extra):
         return dict(root.state_dict(keep_vars=True))
 

@@ -74,11 +74,8 @@ class Ownership:
         self._free({id(x): name for name, x in reversed(everything) if not self.is_local(name)})
 
     def refuse_plain_state(self, tensors: Collection[torch.Tensor], why: str) -> None:
-        """Let `state_dict` and pickling of modules that hold any of these tensors themselves raise ValueError.
-
-        Arguments:
-            why: "whose weights ...: they would be ...".
-        """
+        """Let `state_dict` and pickling of modules that hold any of these tensors themselves raise ValueError. `why`:
+        "whose weights ...: they would be ..."."""
         wanted = {id(tensor) for tensor in tensors}
         for module in self._modules:
             if any(id(value) in wanted for value in (*module._parameters.values(), *module._buffers.values())):
@@ -93,7 +90,6 @@ class Ownership:
         return not self._local.isdisjoint(self.stages[name])
 
     def shard(self, name: str) -> Shard:
-        """This member's shard of a parameter or buffer."""
         return self._shares[name]
 
     def names(self) -> list[str]:
@@ -140,10 +136,7 @@ class Ownership:
 
     def counted_parameters(self, ranks: Collection[int], *, among: Collection[int]) -> list[nn.Parameter]:
         """The parameters that count in the gradient norm on these ranks: shared ones count on their first rank.
-
-        Arguments:
-            among: the ranks of the norm.
-        """
+        `among`: the ranks of the norm."""
         return [
             p
             for name, p in self.parameters()
@@ -170,7 +163,6 @@ class Ownership:
         return [(name, p) for name, p in self.parameters() if self.is_local(name)]
 
     def held(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers of this process, tied ones under each name."""
         root = self.model.root
         named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
         return {name: x for name, x in named if self.is_local(name)}
@@ -180,7 +172,6 @@ class Ownership:
 
     @contextmanager
     def asks(self) -> Iterator[nn.Module]:
-        """Context in which the modules' state may be read."""
         before, self.reads_state = self.reads_state, True
         try:
             yield self.model.root
@@ -188,7 +179,6 @@ class Ownership:
             self.reads_state = before
 
     def keys(self) -> dict[str, str]:
-        """By name, the key in the model's `state_dict()`, where that differs."""
         with self.asks() as root:
             return keys_of(root)
 
@@ -213,11 +203,7 @@ class Ownership:
 
     def whole(self, name: str, tensor: torch.Tensor, collectives: Collectives, *, what: str) -> torch.Tensor:
         """A full parameter or buffer, or its gradient, of its first holder, on every process. Collective over the
-        processes.
-
-        Arguments:
-            tensor: this process's part; where it holds none, it gives the type.
-        """
+        processes. `tensor`: this process's part; where it holds none, it gives the type."""
         stage = self.stages[name][0]
         is_here, source = stage in self._local, self._owners[stage][0]
         full = self.group.gather(name, tensor) if is_here else tensor.new_empty(self.group.shard(name, tensor).full)
@@ -268,7 +254,6 @@ class Ownership:
                     tensors[name].copy_(parts[name])
 
     def own_parts(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parts of a full or a local state dict that this process holds."""
         tensors = self._tensors()
         return {
             name: self.group.own_part(name, tensor, state[name])
@@ -326,10 +311,8 @@ def _callers() -> Iterator[FrameType]:
 
 
 class Elsewhere(torch.Tensor):
-    """A parameter or buffer that another process holds, or a result of such alone: a shape without values.
-
-    A use that needs values is a ValueError, as is one together with other tensors: a norm, a mean over time.
-    """
+    """A parameter or buffer that another process holds, or a result of such alone: a shape without values. A use that
+    needs values is a ValueError, as is one together with other tensors: a norm, a mean over time."""
 
     owner: Ownership
     known_as: str

@@ -177,8 +177,6 @@ def _without_saving(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _BufferBefore:
-    """A buffer of a module before a forward."""
-
     module: nn.Module
     name: str
     buffer: torch.Tensor
@@ -233,10 +231,8 @@ class MovingBuffers:
         return found
 
     def after_forward(self, before: Snapshot) -> Snapshot:
-        """The values to restore for the second run.
-
-        Raises ValueError for a large buffer that changes, and did not in the first forward.
-        """
+        """The values to restore for the second run. Raises ValueError for a large buffer that changes, and did not in
+        the first forward."""
         moving = []
         for each in before:
             if each.buffer.nbytes <= _SMALL:
@@ -278,10 +274,8 @@ class KeptInputs:
         return args, kwargs
 
     def copies(self, changed: Collection[int]) -> list[torch.Tensor]:
-        """The tensors, with copies of those in `changed` and of all that share their memory.
-
-        A copy is not a leaf, since a leaf can't be changed in place.
-        """
+        """The tensors, with copies of those in `changed` and of all that share their memory. A copy is not a leaf,
+        since a leaf can't be changed in place."""
         by_memory: dict[object, list[int]] = {}
         for i, x in enumerate(self.tensors):
             by_memory.setdefault((x.untyped_storage()._cdata, x.dtype) if _is_plain(x) else i, []).append(i)
@@ -293,11 +287,8 @@ class KeptInputs:
         return found
 
     def changed(self, copies: Sequence[torch.Tensor] = ()) -> frozenset[int]:
-        """Numbers of the tensors that have changed; releases all of them.
-
-        Arguments:
-            copies: of all of them, if known: not every change counts a version.
-        """
+        """Numbers of the tensors that have changed; releases all of them. `copies`: of all of them, if known: not every
+        change counts a version."""
         values = copies if copies else self.tensors
         same = zip(self._versions, _versions(self.tensors), map(_equal, self.tensors, values), strict=True)
         found = frozenset(i for i, (before, after, is_equal) in enumerate(same) if before != after or not is_equal)
@@ -410,6 +401,5 @@ def _memories(x: torch.Tensor) -> list[object]:
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:
-    """Without the graph, but with the same version, also below autograd."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()

@@ -166,10 +166,8 @@ class InferredStages:
         return self.of(inputs).specs
 
     def of(self, inputs: Signature) -> Inferred:
-        """The stages for these inputs, cached by signature, autocast and modes, as long as their guards hold.
-
-        Raises ValueError for inputs that the stages do not accept.
-        """
+        """The stages for these inputs, cached by signature, autocast and modes, as long as their guards hold. Raises
+        ValueError for inputs that the stages do not accept."""
         key = self._key(inputs)
         is_new = key not in self._known
         self._changes.note(inputs.tensors, ["a non-tensor argument"] if is_new else [])
@@ -284,7 +282,6 @@ class InferredStages:
         )
 
     def _stage_run(self, stage: StageModule, arguments: Tensors, outputs: Tensors) -> StageRun:
-        """If random numbers decide what runs, as in LayerDrop, every output is taken to require a gradient."""
         trains = any(x.requires_grad for x in (*stage.module.parameters(), *arguments))
         has_drawn = self._seeder.has_drawn()
         if has_drawn and self._training and trains:
@@ -354,11 +351,8 @@ def _refuse_sparse(stage: StageModule, outputs: Tensors) -> None:
 
 
 def size_of(microbatch: Signature, parameters: Sequence[str]) -> Size:
-    """Samples, and elements of one sample in the model's first argument with a batch dimension.
-
-    Arguments:
-        parameters: names in the model's signature.
-    """
+    """Samples, and elements of one sample in the model's first argument with a batch dimension. `parameters`: names in
+    the model's signature."""
 
     def position_of(slot: int) -> int:
         name = argument_name(microbatch.form.paths[slot])

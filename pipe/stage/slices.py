@@ -44,7 +44,6 @@ class _Kept:
         self._waiting: Tensor | None = None  # gradients of the first `.shape[-2]` tokens, from later slices
 
     def with_slice(self, new: Tensor, span: TokenSpan) -> Tensor:
-        """Write those of the slice; returns those of all tokens up to its end."""
         # .data: graphs of earlier slices hold the front of this memory, which does not change.
         self._all.data[..., span.start : span.end, :] = new
         self.filled = max(self.filled, span.end)
@@ -65,8 +64,6 @@ class _Kept:
 
 
 class _Join(torch.autograd.Function):
-    """Appends keys or values of a slice to those of the slices before it."""
-
     @staticmethod
     def forward(ctx: Any, new: Tensor, kept: _Kept, span: TokenSpan) -> Tensor:
         ctx.kept, ctx.span = kept, span
@@ -160,7 +157,6 @@ _Caller = tuple[nn.Module | None, str]
 
 
 def _caller(frame: FrameType | None) -> _Caller:
-    """The module whose forward called attention, and its name."""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -192,10 +188,8 @@ class KVCache:
 
     @contextmanager
     def backward(self, stage: int, index: int, span: TokenSpan) -> Iterator[None]:
-        """Context of a slice's backward, with recomputation; that of the first slice drops what was kept.
-
-        Raises ValueError where gradients that later slices have left are not used.
-        """
+        """Context of a slice's backward, with recomputation; that of the first slice drops what was kept. Raises
+        ValueError where gradients that later slices have left are not used."""
         key = stage, index // self._num_slices
         calls = self._kept[key]
         with attending(calls, span):

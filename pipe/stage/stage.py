@@ -243,7 +243,6 @@ class Stage:
         return [x.grad for x in live.leaves]
 
     def weight_grad(self, key: int) -> None:
-        """Add the weights' gradients of a `backward` with `is_half` to the others."""
         version, group, weights = self._owed.pop(key)
         if self._weights is not None:
             self._weights.begin_backward(version, group)
@@ -286,7 +285,6 @@ class Stage:
         return outputs
 
     def _with_loss(self, outputs: Tensors, target: object, leaves: Tensors) -> tuple[Tensors, LossValue | None]:
-        """The outputs of the stage; on the last stage the loss is the only output."""
         if self._loss_of is None:
             return outputs, None
         loss = self._loss_of(outputs, target, True, leaves)

@@ -69,7 +69,6 @@ class Unchanged:
             raise untrained()
 
     def check(self, *, training: bool) -> None:
-        """ValueError that names a change; in training also of requires_grad."""
         for name, parameter in self._frozen if training else ():
             if parameter.requires_grad:
                 raise ValueError(
@@ -105,7 +104,6 @@ def _parts(root: nn.Module) -> Iterator[tuple[Mapping[str, Any], str, str, objec
 
 
 def _inside_units(root: nn.Module, cut: CutModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in units, by name, without units that the user has compiled."""
     names = {module: name for name, module in root.named_modules()}
     for unit in (unit for stage in cut.train.stages for unit in stage.units):
         if is_users_compiled(unit):
@@ -114,7 +112,6 @@ def _inside_units(root: nn.Module, cut: CutModel) -> Iterator[tuple[str, nn.Modu
 
 
 def _opened(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The nn.Sequentials whose children run in their place: the model, or the user's stages."""
     if is_sequential(model):
         yield "", model
     elif type(model) is nn.ModuleList:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ...schedules.weight_rules import WeightRule
-from ..shards.split import ShardedParameter
+from ..shards.shard import ShardedParameter
 
 _SAMPLED = 1024  # elements of a parameter
 
@@ -99,10 +99,8 @@ class WeightVersions:
                 leaf.grad = gradient
 
     def end_backward(self, version: int, group: int) -> None:
-        """Take the gradients that the backward added.
-
-        Raises ValueError for one that went to the module's own Parameters, where it would be lost.
-        """
+        """Take the gradients that the backward added. Raises ValueError for one that went to the module's own
+        Parameters, where it would be lost."""
         version = self._rule.version_in_backward(version, self.newest)
         self.release()
         leaves = self._leaves(version)
@@ -120,7 +118,6 @@ class WeightVersions:
             )
 
     def _own_gradients(self) -> list[tuple[int, int] | None]:
-        """Ids and versions of the gradients of the module's own Parameters."""
         gradients = [parameter.grad for parameter in self._originals]
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
@@ -139,7 +136,6 @@ class WeightVersions:
     # Gradients of an update group, in the order of the parameters
 
     def gradients(self, group: int) -> Gradients:
-        """Sums of the group's gradients so far; None for a parameter without one."""
         return self._gradients.setdefault(group, [None] * len(self.own))
 
     # Updates
@@ -172,7 +168,6 @@ class WeightVersions:
         self.note()
 
     def skip(self, group: int) -> None:
-        """Make the next version equal to the newest, and drop the gradients of `group`."""
         self._gradients[group] = [None] * len(self.own)
         self.update(group, lambda: None)
 
@@ -205,11 +200,9 @@ class WeightVersions:
         return [name for name in self.names if name in changed]
 
     def take_hooks(self) -> str | None:
-        """Give every version the gradient hooks of the module's own Parameters.
-
-        Returns the name of a parameter with a hook after the accumulation, or None. Such a hook would get a version,
-        and could not, for example, step an optimizer of the Parameter.
-        """
+        """Give every version the gradient hooks of the module's own Parameters. Returns the name of a parameter with a
+        hook after the accumulation, or None. Such a hook would get a version, and could not, for example, step an
+        optimizer of the Parameter."""
         for i, (name, original) in enumerate(zip(self.names, self._originals, strict=True)):
             if getattr(original, "_post_accumulate_grad_hooks", None):
                 return name
@@ -220,7 +213,6 @@ class WeightVersions:
         return None
 
     def frozen_outside(self) -> list[str]:
-        """Names of the parameters that were frozen, or unfrozen, since `follow`."""
         pairs = zip(self.names, self._originals, self._leaves(self.newest), strict=True)
         return [name for name, original, leaf in pairs if original.requires_grad is not leaf.requires_grad]
 
@@ -243,7 +235,6 @@ class WeightVersions:
         self.note()
 
     def older(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The other versions that are kept, by number and name, for a checkpoint."""
         numbers = range(max(0, self.newest - self._count + 1), self.newest)
         return {v: {name: p.data for name, p in zip(self.names, self._leaves(v), strict=True)} for v in numbers}
 
@@ -276,7 +267,6 @@ class WeightVersions:
         self._sampled = self._sample()
 
     def _sample(self) -> torch.Tensor:
-        """A copy of elements of all parameters, in equal steps through the memory of each."""
         parts = [
             own.detach().as_strided((length,), (step,))
             for own, (length, step) in zip(self.own, self._sampled_at, strict=True)

@@ -90,7 +90,6 @@ class Mode:
         self.receives_ahead = receives_ahead(max(sizes, default=0))
 
     def forwards(self, num_microbatches: int) -> Mode:
-        """The same for forwards alone, of `num_microbatches`."""
         found = copy.copy(self)
         found.schedule = self.schedule.forward_only(num_microbatches=num_microbatches)
         return found
@@ -126,10 +125,7 @@ Layouts = Callable[[Message, Sequence[TensorSpec]], Sequence[TensorSpec]]
 
 def message_bytes(mode: Mode, inferred: Inferred, layouts: Layouts) -> tuple[list[float], list[float]]:
     """Bytes of a microbatch's activations and gradients over each edge of the schedule, as `Links` takes them.
-
-    Arguments:
-        layouts: of a message as it is sent.
-    """
+    `layouts`: of a message as it is sent."""
     sizes: dict[tuple[MessageKind, int, int], float] = {}
     for wire in mode.wires:
         message, specs = wire.message(0), mode.message_specs(wire.message(0), inferred)

@@ -49,7 +49,6 @@ class Measurement:
         self._latency: float | None = None  # measured once [s]
 
     def costs(self) -> Costs:
-        """See PipelineModule.measured_costs."""
         costs = self._costs()
         if costs is None:
             raise ValueError("nothing was measured yet: expected at least one train_step before measured_costs()")
@@ -94,7 +93,6 @@ class Measurement:
         return costs_from_medians(by_rank, between, schedule=self._schedule, latency=latency, norm=norm, around=around)
 
     def spread(self) -> Spread | None:
-        """See PipelineModule.measured_spread."""
         costs = self._costs()
         if costs is None:
             return None
@@ -123,7 +121,6 @@ def gather_records(
     assemble: Callable[[Sequence[RankRecord]], Timeline],
     clocks: HostClocks,
 ) -> Timeline:
-    """The Timeline of all ranks, on every rank, combined by `assemble`; clocks of hosts are compared before."""
     if len(records) > 1:  # all ranks are here
         return assemble(records)
     clocks.compare()

@@ -66,7 +66,6 @@ class RankRecorder:
         self._counts = True  # whether durations of the current step are remembered
 
     def enter(self) -> None:
-        """Enter the next step: time from here on belongs to it."""
         self._entered = self.clock.stamp()
 
     def leave(self) -> None:
@@ -129,7 +128,6 @@ class RankRecorder:
         self._step_norms += self._norms[-1]
 
     def median_norm(self) -> float | None:
-        """Median seconds of the global norm, with waits for other ranks; None without one."""
         return statistics.median(self._norms) if self._norms else None
 
     def last_actions(self) -> list[Action]:
@@ -186,7 +184,6 @@ class RankRecorder:
         return [read() for read in (*self._records, *newest)]
 
     def forget(self) -> None:
-        """Drop the durations (the first steps are slower)."""
         self._steps.clear()
         self._records.clear()
         self._unrecorded = 0
@@ -216,7 +213,6 @@ class RankRecorder:
         self._remembered = len(self._now.actions)
 
     def _launches(self) -> set[int]:
-        """Numbers of this step's actions after which sums or gathers were begun."""
         ends, begun = [end for _, _, end in self._now.actions], [begun for _, begun, _ in self._now.collectives]
         return launches(ends, begun, between=self.clock.between)
 
@@ -254,11 +250,9 @@ class RankRecorder:
         return min([between(ended, now), *(between(end, now) for end in ends)])
 
     def _ran(self) -> tuple[TimedAction, ...]:
-        """Actions of this step, with the overhead after each action.
-
-        After the last one, before an update, and where sums begin, the time is not overhead (sums, the norm, the end of
-        the batch): there the median of the others is taken.
-        """
+        """Actions of this step, with the overhead after each action. After the last one, before an update, and where
+        sums begin, the time is not overhead (sums, the norm, the end of the batch): there the median of the others is
+        taken."""
         after = {} if self._takes_turns else dict(self._between(1))
         launched = self._launches()
         inner = [n for n in after if n not in launched]

@@ -80,17 +80,14 @@ def flush_programs(run: Run, mode: Mode, ownership: Ownership) -> FlushPrograms:
 
 
 def batch_programs(schedule: Schedule, sharing: Sharing) -> Sequence[RankProgram]:
-    """One batch by rank, with its messages and collectives."""
     lowered = lower(schedule, sharing=sharing)
     check_lowered(lowered)
     return lowered.programs
 
 
 class FlushUpdate(Update):
-    """Sums, scales and clips a batch's gradients after it, and steps the optimizers.
-
-    Sums of gradients that several ranks hold (replicas, tied weights) overlap with later backwards (`shared_sums`).
-    """
+    """Sums, scales and clips a batch's gradients after it, and steps the optimizers. Sums of gradients that several
+    ranks hold (replicas, tied weights) overlap with later backwards (`shared_sums`)."""
 
     def __init__(
         self,
@@ -228,7 +225,6 @@ class FlushUpdate(Update):
                 recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
 
     def _unscale(self) -> bool:
-        """Divide by the loss scale; whether a gradient of any stage or replica overflowed, the same on all ranks."""
         scale = self.loss_scale
         if scale is None:
             return False
@@ -250,7 +246,6 @@ class FlushUpdate(Update):
             self.shards.drop()
 
     def accumulated(self) -> Known:
-        """Result of the last batch, whose gradients are then complete on every rank, for divided parameters too."""
         assert self._known is not None
         self.shards.gather_gradients(self._present)
         self._add_before(divided=True)
@@ -260,11 +255,8 @@ class FlushUpdate(Update):
     def clip(
         self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False, of_parts: bool = False
     ) -> float:
-        """Scale all gradients so that their global norm is at most `max_norm`; see Update.clip.
-
-        Arguments:
-            of_parts: before updates, when each rank has the gradients of its parts of divided parameters.
-        """
+        """Scale all gradients so that their global norm is at most `max_norm`; see Update.clip. `of_parts`: before
+        updates, when each rank has the gradients of its parts of divided parameters."""
         counted, changed = self._counted, self._parameters
         if of_parts:
             counted = [p for p in counted if id(p) not in self._divided]
@@ -284,7 +276,6 @@ class FlushUpdate(Update):
         return assemble_timeline(schedule, records)
 
     def _updated(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are used in updates: parts of divided ones."""
         whole = [p for p in self._parameters if id(p) not in self._divided]
         return whole + [part.parameter for part in self.shards.parts.values()]
 
@@ -303,7 +294,6 @@ class FlushUpdate(Update):
 
 
 def shared_sums(ownership: Ownership, shards: Shards, collective: Collective, ranks: Sequence[int]) -> list[SharedSum]:
-    """Sums of divided parameters, and of the others, over these ranks."""
     run = ownership.run
     named, names = dict(ownership.named_parameters()), ownership.shared()[collective.stages]
     own = [name for name in names if name in shards.parts]

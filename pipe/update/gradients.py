@@ -32,7 +32,6 @@ _Scale = tuple[float, int]  # a loss scale, and the number of updates in a row s
 
 
 def added(known: torch.Tensor | None, more: Grad) -> Grad:
-    """The sum of two gradients, or the one that exists."""
     if known is None or more is None:
         return more if known is None else known
     return known + more
@@ -48,11 +47,9 @@ def scale_gradients(gradients: Iterable[torch.Tensor | None], factor: float) -> 
 def norm_part(
     gradients: Iterable[torch.Tensor | None], *, norm_type: float = 2.0, device: torch.device
 ) -> torch.Tensor:
-    """[2] float64 on `device`: the part of these gradients in a norm, and whether one of them is not a number.
-
-    The first is the sum of |x|^p over all elements x, or their maximum where p is infinite: those of several ranks are
-    added up, or their maximum is taken (which would lose a NaN, so that it counts as infinite there).
-    """
+    """[2] float64 on `device`: the part of these gradients in a norm, and whether one of them is not a number. The
+    first is the sum of |x|^p over all elements x, or their maximum where p is infinite: those of several ranks are
+    added up, or their maximum is taken (which would lose a NaN, so that it counts as infinite there)."""
     present = [_values(gradient) for gradient in gradients if gradient is not None]
     norms = [norm.to(device, torch.float64) for norm in torch._foreach_norm(present, norm_type)] if present else []
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -116,10 +113,8 @@ def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max
 
 
 def flags_of(names: Sequence[str], gradients: Grads, note: Sequence[float], *, device: torch.device) -> torch.Tensor:
-    """[n + note] float64: 1 where there is a gradient, else 0, then the note. Raises ValueError for a sparse one.
-
-    A gradient that no rank has stays None, since optimizers skip such a parameter.
-    """
+    """[n + note] float64: 1 where there is a gradient, else 0, then the note. Raises ValueError for a sparse one. A
+    gradient that no rank has stays None, since optimizers skip such a parameter."""
     refuse_sparse(names, gradients)
     flags = [float(gradient is not None) for gradient in gradients]
     return torch.tensor([*flags, *note], dtype=torch.float64, device=device)
@@ -137,7 +132,6 @@ def gradient_specs(flat: Flat) -> list[TensorSpec]:
 
 
 def unpack_gradients(flat: Flat, message: Tensors) -> tuple[list[torch.Tensor | None], list[float]]:
-    """The gradients of a message, views of it, and the note."""
     numbers: list[float] = message[0].tolist()
     gradients = zip(flat.unpack(message[1:]), numbers, strict=False)
     return [gradient if is_there else None for gradient, is_there in gradients], numbers[len(flat.like) :]
@@ -160,10 +154,8 @@ class LossScale:
         return self._scale[0]
 
     def update(self, *, overflowed: bool) -> None:
-        """Set the scale of the next update, after one that was made, or skipped since gradients overflowed.
-
-        Raises NonFiniteLossError, on every rank alike, where the scale has shrunk to 0.
-        """
+        """Set the scale of the next update, after one that was made, or skipped since gradients overflowed. Raises
+        NonFiniteLossError, on every rank alike, where the scale has shrunk to 0."""
         value, good = self._scale
         scale, tracker = torch.tensor(value, dtype=torch.float32), torch.tensor(good, dtype=torch.int32)
         torch._amp_update_scale_(
@@ -183,7 +175,6 @@ class LossScale:
         self._scale = scale.item(), int(tracker)
 
     def publish(self) -> None:
-        """Write the scale into the user's scaler."""
         if self._scale != self._published:
             value, good = self._scale
             self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": value, "_growth_tracker": good})

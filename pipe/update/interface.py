@@ -87,7 +87,6 @@ class Update(ABC):
         return self._lost is not None
 
     def lose(self, error: BaseException) -> None:
-        """Note an error after some weights were updated, and others may not be."""
         self._lost = f"{type(error).__name__}: {error}"
 
     def _require_whole(self) -> None:
@@ -183,10 +182,7 @@ class Update(ABC):
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False) -> float:
         """Clip the gradients that are left to the user; returns the global norm before. Collective over the processes.
-
-        Arguments:
-            only_finite: whether gradients with a norm that is not finite are not changed.
-        """
+        `only_finite`: whether gradients with a norm that is not finite are not changed."""
         raise AssertionError("no gradients are left to the user")
 
     # Draining
@@ -232,8 +228,4 @@ class Update(ABC):
 
     @abstractmethod
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
-        """The measured Timeline of all ranks' records.
-
-        Arguments:
-            schedule: that was run.
-        """
+        """The measured Timeline of all ranks' records. `schedule`: that was run."""

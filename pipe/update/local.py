@@ -113,7 +113,6 @@ class LocalUpdate(FlushUpdate):
             _, self.scale = next(iter(self.ranks.values())).total(0, among=self._pipeline)
 
     def step(self) -> Known:
-        """Clip by this replica's norm, and update it; average after every H-th step."""
         known = super().step()
         self._differs = True
         if self._is_due(known.step):
@@ -210,7 +209,6 @@ class LocalUpdate(FlushUpdate):
         return step + 1 >= self._next
 
     def _neighbours(self, own: Given, *, shapes_alone: bool) -> Given:
-        """The microbatch of the replica before this one. Collective over the data group."""
         run = self.run
         leaves, spec = pytree.tree_flatten((own.arguments.tensors, own.target))
         there = {i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and not x.is_meta}

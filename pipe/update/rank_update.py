@@ -39,7 +39,6 @@ class UpdateGate:
         self._waits: list[Callable[[], None]] = []
 
     def hold(self, wait: Callable[[], None]) -> None:
-        """Let the next `enter` call `wait`, after earlier ones."""
         self._waits.append(wait)
 
     def enter(self) -> None:
@@ -204,14 +203,9 @@ class RankUpdate:
         return (self._summaries[message.index][self._rank],)
 
     def total(self, group: int, *, among: Collection[int] | None = None) -> tuple[GroupLoss, float]:
-        """The loss of a group, and the factor for its gradients.
-
-        Arguments:
-            among: the ranks whose losses the gradients are of; None: all.
-
-        Raises NonFiniteLossError, unless losses are scaled (then gradients are checked), and ValueError for counts that
-        can't be a divisor.
-        """
+        """The loss of a group, and the factor for its gradients. `among`: the ranks whose losses the gradients are of;
+        None: all. Raises NonFiniteLossError, unless losses are scaled (then gradients are checked), and ValueError for
+        counts that can't be a divisor."""
         number, within = divmod(group * self._group_size, self._batch_indices)
         batch = self.batches[number]
         summaries = self._summaries[group]

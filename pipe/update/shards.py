@@ -25,7 +25,7 @@ from ...comm.buckets import buckets_of, flatten, unflatten
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..settings.delay_correction import Feedback
-from ..shards.split import ParameterSplit, ShardedParameter, split_parameters
+from ..shards.shard import ParameterSplit, ShardedParameter, split_parameters
 from ..stage.ownership import BETWEEN_BATCHES, Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
@@ -164,7 +164,6 @@ class Shards:
         return [*parts, *(part.grad for part in parts if part.grad is not None)]
 
     def gather(self) -> None:
-        """Complete the whole parameters with the parts of all ranks. Collective over the processes."""
         together([self._begin_gather(stage) for stage in self._stages])()
 
     def gather_gradients(self, names: Collection[str]) -> None:
@@ -195,12 +194,9 @@ class Shards:
 
     @contextmanager
     def whole_weights(self, *, replaced: bool = False) -> Iterator[None]:
-        """Context with whole weights where each rank keeps a part. Collective over the processes.
-
-        Arguments:
-            replaced: whether all of them get new values within, which are kept; then the old ones are not gathered, and
-                nothing is collective.
-        """
+        """Context with whole weights where each rank keeps a part. Collective over the processes. `replaced`: whether
+        all of them get new values within, which are kept; then the old ones are not gathered, and nothing is
+        collective."""
         parts = tuple(self.parts.values()) if self.apart else ()
         try:
             if replaced:
@@ -248,7 +244,6 @@ class Shards:
         self.drop()
 
     def drop(self) -> None:
-        """Keep the parts alone."""
         self.awaited.clear()
         self._let_go()
 
@@ -272,11 +267,8 @@ def stage_optimizers(
     delays: Sequence[float],
     versions: WeightVersions | None = None,
 ) -> StageOptimizers:
-    """The optimizers of a stage's parameters; see StageOptimizers.
-
-    Arguments:
-        delays: [S] of each stage's gradients [updates].
-    """
+    """The optimizers of a stage's parameters; see StageOptimizers. `delays`: [S] of each stage's gradients
+    [updates]."""
     options, model = ownership.run.options, ownership.model
     assert options.optimizer is not None
     feedback = None
@@ -300,10 +292,8 @@ def stage_optimizers(
 def shard(
     ownership: Ownership, rank: int, stages: Sequence[StageOptimizers], schedule: Schedule, recorder: RankRecorder
 ) -> Shards:
-    """Give the optimizers of a rank's stages parts of their parameters. Collective over the processes.
-
-    Raises ValueError for an optimizer that does not support parts.
-    """
+    """Give the optimizers of a rank's stages parts of their parameters. Collective over the processes. Raises
+    ValueError for an optimizer that does not support parts."""
     sharding, collectives = ownership.run.layout.sharding, ownership.run.collectives
     if not sharding.is_any:
         return Shards({}, collectives, recorder)
@@ -336,9 +326,7 @@ def shard(
 
 def _agreed(ownership: Ownership, mine: Mapping[str, ParameterSplit]) -> dict[str, ParameterSplit]:
     """The splits that all holders agree on; a parameter that one must keep whole (tied weights) stays whole on all.
-
-    Raises ValueError, on every rank alike, where replicas would divide a parameter in different ways.
-    """
+    Raises ValueError, on every rank alike, where replicas would divide a parameter in different ways."""
     proposed = ownership.run.collectives.by_rank(dict(mine), what="agreeing on the parts of optimizers")
     found = {}
     for name in dict.fromkeys(name for own in proposed.values() for name in own):

@@ -23,9 +23,9 @@ from torch import nn
 from ...comm import Collectives
 from ...comm.buckets import BucketSum
 from ...schedules import Collective
-from ..shards.split import ShardedParameter
+from ..shards.shard import ShardedParameter
 from .gradients import flags_of, scale_gradients
-from .options import differing_options
+from .optimizers import differing_options
 from .shards import begin_sum
 
 
@@ -87,11 +87,9 @@ class SharedSum:
 
     @contextmanager
     def beside(self, factor: float) -> Iterator[None]:
-        """Context of the last backward before `begin`, with the same factor: sums begin as gradients are made.
-
-        Not in the first one, which shows whether it adds to a gradient more than once, or a module's hook changes it
-        then; nor for parts, packed or compared gradients, and on CUDA: all these begin in `begin`.
-        """
+        """Context of the last backward before `begin`, with the same factor: sums begin as gradients are made. Not in
+        the first one, which shows whether it adds to a gradient more than once, or a module's hook changes it then; nor
+        for parts, packed or compared gradients, and on CUDA: all these begin in `begin`."""
         together = bool(self._parts) or self._is_other or self._compare is not None or self._device.type != "cpu"
         if together or self._made_once is False:
             yield
@@ -131,7 +129,6 @@ class SharedSum:
             self._made_once = False
 
     def _check_unchanged(self) -> None:
-        """ValueError for a changed gradient whose sum has begun; a change before that ends early sums."""
         parameters = self._parameters
         for number, (gradient, version) in self._made.items():
             if parameters[number].grad is gradient and gradient._version == version:
@@ -179,12 +176,10 @@ class SharedSum:
         return self._another is not None and self._another.is_on
 
     def _following(self) -> int | None:
-        """The next bucket."""
         count = len(self._total.left)
         return self._order[count] if count < len(self._order) else None
 
     def _leave(self, at: int, factor: float) -> None:
-        """Begin the sum of a bucket's gradients, times `factor`."""
         parameters = [self._parameters[i] for i in self._total.buckets[at]]
         scale_gradients([p.grad for p in parameters], factor)
         self._total.leave(at, [_whole(p) for p in parameters])
@@ -228,5 +223,4 @@ class SharedSum:
 
 
 def _whole(parameter: nn.Parameter) -> torch.Tensor:
-    """Its gradient, or zeros."""
     return torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad

@@ -60,10 +60,8 @@ class StreamUpdate(Update):
         return self._ranks[rank].weights[stage]
 
     def begin(self, batch: Batch) -> Programs:
-        """Begin one call. The user's changes of parameters are adopted when the pipeline is empty.
-
-        Raises ValueError for changes while batches are in flight, and for a stream that an error has ended.
-        """
+        """Begin one call. The user's changes of parameters are adopted when the pipeline is empty. Raises ValueError
+        for changes while batches are in flight, and for a stream that an error has ended."""
         self._require_whole()
         self._take_changes()
         self._read_options(batch.step, is_next=True)
@@ -90,10 +88,8 @@ class StreamUpdate(Update):
                 raise rank.failure
 
     def abandon(self, error: BaseException) -> None:
-        """Restore the weights before a batch that was alone in the pipeline, unless an update of it has begun.
-
-        Else stages have weights of different updates, and the batches in flight are lost.
-        """
+        """Restore the weights before a batch that was alone in the pipeline, unless an update of it has begun. Else
+        stages have weights of different updates, and the batches in flight are lost."""
         ranks = self._ranks.values()
         failed = any(rank.failure is error for rank in ranks)
         if self._course.is_alone(self._last) and (failed or not any(rank.has_updated for rank in ranks)):
@@ -144,7 +140,6 @@ class StreamUpdate(Update):
         return put_back
 
     def refuse_reading(self, what: str) -> None:
-        """ValueError where parts of weights are still being sent by the ranks that updated them."""
         if self.shards.parts:
             self.refuse_changes(f"{what}, of weights that several ranks update in parts,")
 
@@ -213,9 +208,7 @@ class StreamUpdate(Update):
 
 def stream_course(run: Run, mode: Mode, ownership: Ownership) -> Course:
     """Calls of an asynchronous schedule, after `flush_first` batches with a flush. Collective over the processes.
-
-    Raises ValueError for options that a weight rule excludes, and ScheduleError for a schedule that does not repeat.
-    """
+    Raises ValueError for options that a weight rule excludes, and ScheduleError for a schedule that does not repeat."""
     sharing = _sharing_of(run, mode, ownership)
     for ranks in sharing.parts:
         run.collectives.subgroup(ranks)  # for collectives with an empty pipeline
@@ -224,11 +217,8 @@ def stream_course(run: Run, mode: Mode, ownership: Ownership) -> Course:
 
 
 def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
-    """Messages that the updates need, besides activations and gradients.
-
-    Raises ValueError for options that a rule excludes: a global norm, or weights tied over ranks, where stages update
-    independently.
-    """
+    """Messages that the updates need, besides activations and gradients. Raises ValueError for options that a rule
+    excludes: a global norm, or weights tied over ranks, where stages update independently."""
     schedule, max_grad_norm, shards = mode.schedule, run.options.max_grad_norm, run.layout.sharding.shards
     sums = sorted({ranks for _, ranks in ownership.tied()})
     stage_groups = {tuple(sorted(ranks)) for ranks in schedule.owners}
@@ -248,7 +238,6 @@ def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
 
 
 def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
-    """The schedule with updates that wait for other ranks as late as possible."""
     if not schedule.rule.updates_may_wait or not (sharing.norm or sharing.sums):
         return schedule
     late = defer_updates(schedule)

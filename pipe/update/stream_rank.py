@@ -32,16 +32,13 @@ from .gradients import (
     scale_gradients,
     unpack_gradients,
 )
-from .optimizers import StageOptimizers
-from .options import SameOptions
+from .optimizers import SameOptions, StageOptimizers
 from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards
 
 
 @dataclass(slots=True)
 class _UpdateGroup:
-    """One update group in flight."""
-
     sums: dict[int, Tensors] = field(default_factory=dict)  # by rank
     added: set[str] = field(default_factory=set)  # shared gradients that are complete
     notes: set[int] = field(default_factory=set)  # ranks whose note is read
@@ -97,12 +94,10 @@ class StreamRank(RankUpdate):
         self._made: dict[tuple[int, int], int] = {}  # (stage, update group) -> the version that its update made
 
     def enter(self, batch: Batch, *, first_batch: int = 0) -> None:
-        """Begin a batch, in a stream that began with `first_batch`; it is kept until its last update is done."""
         self.batches[batch.step] = batch
         self._first_batch = first_batch
 
     def version(self, stage: int, index: int) -> int:
-        """The version of the schedule's rule; the newest for first batches that are alone in the pipeline."""
         return self._course.version(stage, index, first_batch=self._first_batch)
 
     # Messages
@@ -271,11 +266,9 @@ class StreamRank(RankUpdate):
         return Flat([self._part(name, of, _like(self._parameter(name))) for name in names])
 
     def _flat_parts(self, peer: int, *, of: int) -> Flat:
-        """The parts of a rank, among what this one and `peer` divide."""
         return Flat([part.of(_like(part.whole), rank=of) for part in self._parts[peer]])
 
     def _part(self, name: str, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A rank's part of a shared gradient, or all of it."""
         part = self.shards.parts.get(name)
         return tensor if part is None else part.of(tensor, rank=rank)
 
@@ -287,7 +280,6 @@ class StreamRank(RankUpdate):
         return sum(shard * part.mean for shard, part in zip(shards, parts, strict=True)) / sum(shards)
 
     def _add_shared(self, index: int) -> None:
-        """Sum the shared gradients that have arrived from all other ranks, in the order of the ranks."""
         group = self._group(index)
         if not group.sums:
             return
@@ -336,5 +328,4 @@ class StreamRank(RankUpdate):
 
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and type without memory."""
     return parameter.new_empty(()).expand(parameter.shape)
