@@ -139,8 +139,7 @@ class BatchReader:
         if where is not None and self._options.grad_scaler is None:
             raise ValueError(
                 f"{where} in torch.float16, where small gradients become 0 without a loss scale: expected "
-                f"PipelineModule(..., precision='fp16'), or torch.bfloat16, which "
-                f"needs none"
+                f"PipelineModule(..., precision='fp16'), or torch.bfloat16, which needs none"
             )
 
     def _inputs_read(self, inferred: Inferred) -> frozenset[int]:

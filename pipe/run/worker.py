@@ -286,7 +286,7 @@ class TrainingWorker(Worker):
         graded = (True,) if s == self._last else ports.graded
         group, is_half = index // batch.group_size, op is Op.I and action not in self._fused
         slices = _WHOLE if self._slices is None or span is None else self._slices.backward(s, index, span)
-        with batch.autocast.off(), slices, self.updates.beside(action):
+        with batch.autocast.off(), slices, self.updates.overlapping(action):
             by_input = stage.backward(index, gradients, graded, autocast=batch.autocast, group=group, is_half=is_half)
         self._emit_gradients(s, index, by_input, part.inferred.certain[s])
         for slot, gradient in zip(_model_inputs(s, part), by_input[len(ports.inputs) :], strict=True):

@@ -17,8 +17,10 @@ from .tensor_group import TensorGroup, enter, gather, leave
 
 
 class Heads(Style):
-    """A torch.nn.MultiheadAttention of which each member computes its part of the heads. The fused projection [q | k |
-    v] is divided block by block, the output projection by its inputs."""
+    """A torch.nn.MultiheadAttention of which each member computes its part of the heads.
+
+    The fused projection [q | k | v] is divided block by block, the output projection by its inputs.
+    """
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         if not isinstance(module, nn.MultiheadAttention):
@@ -140,7 +142,10 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 
 class Experts(Style):
     """A module that holds the weights of many experts as tensors; each member computes its part of each expert.
-    `parameters`: by name: the dimension that is divided, and blocks in it."""
+
+    Arguments:
+        parameters: by name: the dimension that is divided, and blocks in it.
+    """
 
     def __init__(self, parameters: Mapping[str, tuple[int, int]]) -> None:
         super().__init__()

@@ -148,7 +148,7 @@ def _shard(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tens
     return shard
 
 
-def in_ways(tensor: TensorStyles, plan: Plan | None, model: nn.Module) -> TensorStyles:
+def styles_of_plan(tensor: TensorStyles, plan: Plan | None, model: nn.Module) -> TensorStyles:
     """The styles of a plan's nodes: nodes by samples, or whole on each member, lose the model's styles. Raises
     StyleError for nodes that are no children of an nn.Sequential, and for modules that can't be cut by samples."""
     styles, order = dict(tensor.styles), [name for name, _ in model.named_modules()]

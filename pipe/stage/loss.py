@@ -92,12 +92,12 @@ class LeftBehind:
 
     def __init__(self, places: Places, root: nn.Module) -> None:
         names = {id(vars(module)): name for name, module in root.named_modules()}
-        self._places = [(held, key, _left(held, names.get(id(held)), key)) for held, key in places]
+        self._entries = [(held, key, _left(held, names.get(id(held)), key)) for held, key in places]
 
     @contextmanager
     def refused(self) -> Iterator[None]:
         kept = []
-        for held, key, left in self._places:
+        for held, key, left in self._entries:
             if isinstance(held, dict):
                 kept.append((held, key, held.get(key, left), left))
                 held[key] = left
@@ -110,7 +110,7 @@ class LeftBehind:
                 held[key] = value
                 if value is left:
                     del held[key]
-            for held, _, left in self._places:
+            for held, _, left in self._entries:
                 if isinstance(held, list):
                     held[:] = [each for each in held if each is not left]
 

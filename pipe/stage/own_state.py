@@ -15,7 +15,7 @@ EXTRA = "_extra_state"  # as torch ends the key of what `get_extra_state` return
 
 
 def tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: table[key] for name, table, key in _places(root)}
+    return {name: table[key] for name, table, key in _entries(root)}
 
 
 def keys_of(root: nn.Module) -> dict[str, str]:
@@ -67,10 +67,10 @@ def tensors_from(
 
 @contextmanager
 def _placed(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> Iterator[None]:
-    before = [(table, key, table[key]) for _, table, key in _places(root)]
+    before = [(table, key, table[key]) for _, table, key in _entries(root)]
     asked = [(vars(one), extra[key]) for path, one in root.named_modules() if (key := _joined(path, EXTRA)) in extra]
     try:
-        for name, table, key in _places(root):
+        for name, table, key in _entries(root):
             table[key] = tensors[name]
         for attributes, value in asked:
             attributes["get_extra_state"] = lambda value=value: value
@@ -82,7 +82,7 @@ def _placed(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping
             del attributes["get_extra_state"]
 
 
-def _places(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _entries(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     for path, module in root.named_modules(remove_duplicate=False):
         for table, left in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
             yield from (

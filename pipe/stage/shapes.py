@@ -335,8 +335,7 @@ def _refuse_shared_memory(stage: StageModule, index: int, arguments: Tensors, ch
             raise ValueError(
                 f"stage {index} ({stage.name}) changes its input {one} in place, which shares memory with its input "
                 f"{other}: in one process both would change, but a stage gets copies. Expected an operation that is "
-                f"not in-place (inplace=False), a clone() where the values part, or both modules on one stage "
-                f"(cut=)"
+                f"not in-place (inplace=False), a clone() where the values part, or both modules on one stage (cut=)"
             )
 
 

@@ -57,9 +57,9 @@ class WeightVersions:
         originals = [parameter for _, parameter in parameters]
         self.own = [nn.Parameter(p.detach().clone()) if name in copied else p for name, p in parameters]
         self._originals = originals
-        self._places = _places(module, originals)
-        self._flat_places = _flat_places(module, originals)
-        _refuse_other_places(module, parameters)
+        self._entries = _entries(module, originals)
+        self._flat_entries = _flat_entries(module, originals)
+        _refuse_other_references(module, parameters)
         _refuse_renorm(module, parameters)
         self._sets: list[list[nn.Parameter] | None] = [None] * count
         self._sets[0] = [nn.Parameter(p.data) for p in self.own]
@@ -80,9 +80,9 @@ class WeightVersions:
         self._put(self._originals)
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
-        for table, key, i in self._places:
+        for table, key, i in self._entries:
             table[key] = parameters[i]
-        for module, positions in self._flat_places:
+        for module, positions in self._flat_entries:
             flat = list(module.__dict__["_flat_weights"])
             for position, i in positions:
                 flat[position] = parameters[i]
@@ -286,7 +286,7 @@ def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _places(
+def _entries(
     module: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
     """(table, key, number) of each parameter in the module; a tied one has several."""
@@ -299,7 +299,7 @@ def _places(
     ]
 
 
-def _flat_places(
+def _flat_entries(
     module: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> list[tuple[nn.Module, list[tuple[int, int]]]]:
     """The weights that RNNs keep in a list as well, with which they compute."""
@@ -325,7 +325,7 @@ def _refuse_renorm(module: nn.Module, parameters: Sequence[tuple[str, nn.Paramet
             )
 
 
-def _refuse_other_places(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+def _refuse_other_references(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     names = {id(parameter): name for name, parameter in parameters}
     for part in module.modules():
         for key, value in part.__dict__.items():

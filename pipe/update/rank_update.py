@@ -134,13 +134,13 @@ class RankUpdate:
         for each in self.sums[collective]:
             each.begin(self._factor, self._numbers, on_through=lambda: stamps.append(stamp()))
 
-    def beside(self, action: Action) -> AbstractContextManager[None]:
-        """Context of a backward that overlaps with its sum, see `SharedSum.beside`."""
+    def overlapping(self, action: Action) -> AbstractContextManager[None]:
+        """Context of a backward that overlaps with its sum, see `SharedSum.overlapping`."""
         sums = self.sums.get(self.sum_after[action], ()) if action in self.sum_after else ()
         if len(sums) != 1:  # the order of two would be that of the gradients
             return nullcontext()
         self._count_samples()
-        return sums[0].beside(self._factor)
+        return sums[0].overlapping(self._factor)
 
     def settle(self) -> None:
         """Block, at the end of a program, until everything begun is complete."""

@@ -1,6 +1,6 @@
 """All-reduces of gradients that several processes hold (replicas, tied weights), overlapping with later backwards.
 
-    a stage's last backward  -> beside: the all-reduce of a flat bucket begins as soon as it has all its gradients
+    a stage's last backward  -> overlapping: the all-reduce of a flat bucket begins as soon as it has all its gradients
     worker runs REDUCE_GRAD  -> begin: those of the others, and of flags
     program has ended        -> wait
     gradients are ready      -> finish: the sums become the gradients
@@ -86,7 +86,7 @@ class SharedSum:
         self._sums: Sequence[torch.Tensor] = ()  # by parameter; none where they are divided
 
     @contextmanager
-    def beside(self, factor: float) -> Iterator[None]:
+    def overlapping(self, factor: float) -> Iterator[None]:
         """Context of the last backward before `begin`, with the same factor: sums begin as gradients are made. Not in
         the first one, which shows whether it adds to a gradient more than once, or a module's hook changes it then; nor
         for parts, packed or compared gradients, and on CUDA: all these begin in `begin`."""

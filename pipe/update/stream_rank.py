@@ -70,13 +70,15 @@ class StreamRank(RankUpdate):
         self._known_losses: dict[int, list[GroupLoss]] = {}  # by batch
         self._same_options = SameOptions(rank, num_stages=len(stages))
         # By parameter, its stage and its number among that stage's.
-        self._places = {name: (stage, i) for stage, one in self.weights.items() for i, name in enumerate(one.names)}
+        self._versions_at = {
+            name: (stage, i) for stage, one in self.weights.items() for i, name in enumerate(one.names)
+        }
         tied, counted_parts = dict(ownership.tied()), {part.name for part in shards.counted(ownership)}
         # All ranks that hold a parameter, in the same order on each: its gradient is their sum.
-        self._shared = {name: ranks for name, ranks in tied.items() if name in self._places}
+        self._shared = {name: ranks for name, ranks in tied.items() if name in self._versions_at}
         self._counted = [  # in this rank's part of the global norm; of a divided one, the part
             name
-            for name in self._places
+            for name in self._versions_at
             if (name in counted_parts if name in shards.parts else rank == min(tied.get(name, (rank,))))
             and ownership.group.counts(name)
         ]
@@ -173,7 +175,7 @@ class StreamRank(RankUpdate):
         self._known_losses.setdefault(step.index // self._per_batch, []).append(loss)
         gradients = self._gradients(step.index)
         scale_gradients(gradients, scale)
-        self._tensor_group.compare_gradients(dict(zip(self._places, gradients, strict=True)))
+        self._tensor_group.compare_gradients(dict(zip(self._versions_at, gradients, strict=True)))
 
     def step(self, stage: int, index: int) -> None:
         if self.failure is not None:
@@ -255,7 +257,7 @@ class StreamRank(RankUpdate):
         for peer, message in updated.items():
             parts = self._parts[peer]
             for part, value in zip(parts, self._flat_parts(peer, of=peer).unpack(message), strict=True):
-                stage, _ = self._places[part.name]
+                stage, _ = self._versions_at[part.name]
                 whole = self.weights[stage].kept(versions[stage], part.name)
                 if whole is not None and value.numel():
                     part.of(whole, rank=peer).copy_(value)
@@ -292,7 +294,7 @@ class StreamRank(RankUpdate):
             for name, gradient in zip(self._with[peer], gradients, strict=True):
                 parts.setdefault(name, {})[peer] = gradient
         for name, by_rank in parts.items():
-            (stage, number), ranks = self._places[name], self._shared[name]
+            (stage, number), ranks = self._versions_at[name], self._shared[name]
             if name in group.added or len(by_rank) < len(ranks) - 1:
                 continue
             group.added.add(name)
@@ -312,15 +314,15 @@ class StreamRank(RankUpdate):
 
     def _option_numbers(self, stage: int) -> dict[str, int]:
         numbers = self.stages[stage].option_numbers()
-        names = [name for name in self._shared if self._places[name][0] == stage]
+        names = [name for name in self._shared if self._versions_at[name][0] == stage]
         return {name: numbers.get(id(self._parameter(name)), 0) for name in names}
 
     def _parameter(self, name: str) -> torch.nn.Parameter:
-        stage, number = self._places[name]
+        stage, number = self._versions_at[name]
         return self.weights[stage].own[number]
 
     def _gradient(self, name: str, index: int) -> torch.Tensor | None:
-        stage, number = self._places[name]
+        stage, number = self._versions_at[name]
         return self.weights[stage].gradients(index)[number]
 
     def _group(self, index: int) -> _UpdateGroup:
