@@ -72,11 +72,9 @@ class Flat:
         return [TensorSpec((numel,), (1,), dtype, False) for numel, dtype in zip(numels, types, strict=True)]
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Every bucket as a copy."""
         return tuple(flatten([tensors[i] for i in bucket]) for bucket in self.buckets)
 
     def unpack(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors, views of the buckets."""
         found = list(self.like)  # empty ones stay
         for bucket, flat in zip(self.buckets, flats, strict=True):
             for i, part in zip(bucket, unflatten(flat, [self.like[i] for i in bucket]), strict=True):
@@ -85,7 +83,7 @@ class Flat:
 
 
 class BucketSum(Flat):
-    """Tensors that are summed over ranks, each bucket by an all-reduce that goes on alongside compute.
+    """Tensors that are summed over ranks, each bucket by an all-reduce that overlaps with compute.
 
     Arguments:
         ranks: that make the same sum, with buckets that leave in the same order; None: all processes.
@@ -105,8 +103,8 @@ class BucketSum(Flat):
         self._memory: dict[int, torch.Tensor] = {}  # by bucket
 
     def leave(self, at: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Those of a bucket. One alone is summed where it is and may not be touched until then; several in memory that
-        is kept from sum to sum (on a CPU fresh memory costs more than the copy into it)."""
+        """Begin the sum of a bucket. A single tensor is summed in place and may not be touched until then; several are
+        copied into memory that is kept from sum to sum (on a CPU fresh memory costs more than the copy)."""
         if len(tensors) == 1 and tensors[0].is_contiguous():
             total = tensors[0].view(-1)
         else:
@@ -120,7 +118,6 @@ class BucketSum(Flat):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what has left."""
         return sum(total.nbytes for total in self.left.values())
 
     def wait(self) -> list[torch.Tensor]:

@@ -1,18 +1,18 @@
-"""Codecs: a tensor packed into fewer bytes for a slow link. None of them is exact: a run with them trains otherwise.
+"""Codecs: a tensor packed into fewer bytes for a slow link. None of them is exact: a run with them trains differently.
 
 int8      a whole number of 8 bits for each element, a scale for each row (its last dimension):
           |x - unpacked| <= max |row| / 254
-topk      the largest elements, a share of all, with their places. What was left out is added to the tensor that
-          follows on the same link (error feedback, arXiv 1809.07599):
+topk      the largest elements, a share of all, with their indices. What was left out is added to the next tensor on
+          the same link (error feedback, arXiv 1809.07599):
               sent 1 + ... + sent n + memory n = x 1 + ... + x n
 lowrank   a matrix M (rows of the last dimension) as P Q^T of rank r, by one step of power iteration from the Q of the
           tensor before, as in PowerSGD (arXiv 1905.13727); exact for matrices of rank r. Nothing is added to the next.
 
     worker ─ tensors ─> packing ─ fewer bytes ─> transport ~~~~> transport ─> unpacking ─ tensors ─> worker
 
-What is kept for the next tensor stays with the sender: of each link, tensor and shape, whatever the microbatch. A
-tensor that would not become smaller goes as it is. Which ones are packed follows from their layouts, so that receives
-can be posted. Values that are not finite stay so, and leave no trace in the memory.
+The sender keeps its memory for the next tensor by link, position and shape, not by microbatch. A tensor that would not
+become smaller is sent unpacked. Which tensors are packed follows from their layouts, so that receives can be posted.
+Values that are not finite stay so, and leave no trace in the memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DEFAULTS = {"int8": 0, "topk": 0.01, "lowrank": 4}
 
 
 def read_codec(given: object) -> Codec | None:
-    """The codec that was given by its name, or by name and level; None for what is none."""
+    """The codec that was given by its name, or by name and level; None for any other value."""
     if isinstance(given, str) and given in _DEFAULTS:
         return Codec(given, _DEFAULTS[given])
     if not isinstance(given, Mapping) or len(given) != 1:
@@ -89,7 +89,7 @@ def read_compress(given: object) -> Compress | None:
 
 @cache
 def wire_specs(codec: Codec, spec: TensorSpec) -> Sequence[TensorSpec]:
-    """Layouts of a packed tensor; its own where it goes as it is: no gradient comes back, or it would not be smaller.
+    """Layouts of a packed tensor; its own where it is sent unpacked: without a gradient, or if it would not be smaller.
 
     >>> spec = TensorSpec((2, 100), (100, 1), torch.float32, True)
     >>> [num_bytes(wire_specs(Codec(*codec), spec)) for codec in (("int8",), ("topk", 0.05), ("lowrank", 1))]
@@ -116,7 +116,7 @@ class LinkCodecs:
 
     Attributes:
         boundaries: by kind and stages of a message.
-        data: of sums of gradients over data groups; None: as they are.
+        data: of sums of gradients over data groups; None: unpacked.
         sent: by (sending stage, receiving stage), or "data": bytes that this process sent, and those without a codec.
         memory: what each sender keeps, by what it sends.
     """
@@ -135,7 +135,7 @@ class LinkCodecs:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Everything goes as it is, with nothing under way at either end, and is not counted."""
+        """Context in which everything is sent unpacked and uncounted; nothing may be in flight at either end."""
         self.is_paused = True
         try:
             yield
@@ -150,19 +150,17 @@ class LinkCodecs:
         self.sent[link] = before[0] + sent, before[1] + whole
 
     def pack(self, codec: Codec, x: torch.Tensor, key: object) -> Packed:
-        """A tensor, and the memory of those before it under this key."""
         packed, kept = pack(codec, x, self.memory.get(key))
         if kept is not None:
             self.memory[key] = kept
         return packed
 
     def layouts(self, message: Message, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        """Layouts of a message as it travels."""
         codec = self.of(message)
         return specs if codec is None else [each for spec in specs for each in wire_specs(codec, spec)]
 
     def packed(self, message: Message, tensors: Packed, specs: Sequence[TensorSpec], *, rank: int) -> Packed:
-        """A message as it travels from this rank, whose memory it changes."""
+        """The message as this rank sends it; changes this rank's memory."""
         codec, found = self.of(message), list[torch.Tensor]()
         if codec is None:
             return tensors
@@ -183,8 +181,6 @@ class LinkCodecs:
 
 
 class PackingTransport(TransportAround):
-    """A transport whose messages travel packed."""
-
     def __init__(self, inner: Transport, codecs: LinkCodecs) -> None:
         super().__init__(inner)
         self._codecs = codecs
@@ -215,11 +211,7 @@ def num_bytes(specs: Sequence[TensorSpec]) -> int:
 
 @torch.no_grad()
 def pack(codec: Codec, x: torch.Tensor, memory: torch.Tensor | None) -> tuple[Packed, torch.Tensor | None]:
-    """A tensor for which `wire_specs` has such layouts, and what its sender keeps for the one that follows.
-
-    Arguments:
-        memory: that the one before left; None: there was none.
-    """
+    """The tensors that `wire_specs` describes, and the sender's memory for the next tensor (`memory`: of the last)."""
     values = x.to(exact_type(x.dtype)).reshape(-1, x.shape[-1])
     if codec.kind == "int8":
         scale = values.abs().amax(1) / _LARGEST
@@ -228,10 +220,10 @@ def pack(codec: Codec, x: torch.Tensor, memory: torch.Tensor | None) -> tuple[Pa
         return (whole.to(torch.int8).reshape(-1), scale), None
     if codec.kind == "topk":
         flat = values.reshape(-1) if memory is None else values.reshape(-1) + memory
-        places = flat.abs().topk(_count(codec, flat.numel()), sorted=False).indices
-        sent = flat[places].to(x.dtype)
-        left = flat.index_put((places,), flat[places] - sent)
-        return (sent, places.to(torch.int32)), left.masked_fill_(~left.isfinite(), 0.0)
+        indices = flat.abs().topk(_count(codec, flat.numel()), sorted=False).indices
+        sent = flat[indices].to(x.dtype)
+        left = flat.index_put((indices,), flat[indices] - sent)
+        return (sent, indices.to(torch.int32)), left.masked_fill_(~left.isfinite(), 0.0)
     columns = torch.linalg.qr(product(values, start_matrix(values, int(codec.level)) if memory is None else memory)).Q
     right = product(values.T, columns)
     return (columns.to(x.dtype).reshape(-1), right.to(x.dtype).reshape(-1)), orthonormal(right)
@@ -239,7 +231,6 @@ def pack(codec: Codec, x: torch.Tensor, memory: torch.Tensor | None) -> tuple[Pa
 
 @torch.no_grad()
 def unpack(codec: Codec, packed: Packed, spec: TensorSpec) -> torch.Tensor:
-    """The tensor of this layout, as far as it was kept."""
     rows, width = prod(spec.shape[:-1]), spec.shape[-1]
     first, second = packed
     if codec.kind == "int8":
@@ -268,7 +259,7 @@ def product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns that span these; some others in place of zeros and of what is not finite."""
+    """Orthonormal columns that span these; arbitrary ones in place of zeros and of non-finite values."""
     found: torch.Tensor = torch.linalg.qr(columns.nan_to_num(0.0, 0.0, 0.0)).Q
     return found
 
@@ -278,7 +269,6 @@ def _count(codec: Codec, numel: int) -> int:
 
 
 def exact_type(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 

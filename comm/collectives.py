@@ -1,4 +1,4 @@
-"""Collectives between the processes of a run, each with a time-out that says what was waited for."""
+"""Collectives between the processes of a run, each with a time-out whose error names what was waited for."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _EVER = timedelta(days=365)
 
 
 class Collectives:
-    """All-reduce, broadcast and gather over all processes, or over some of them. Alone, they do nothing.
+    """All-reduce, broadcast and gather over all processes, or over some of them. In a single process they do nothing.
 
-    Ranks are those of the schedule: what is done over ranks is done in each plane, that is among the processes of one
-    tensor coordinate; where tensor groups differ in size, their first members speak for them. What is done over the
-    tensor group is done among the processes of this rank.
+    Ranks are those of the schedule: a collective over ranks runs in each plane, that is among the processes of one
+    tensor coordinate; where tensor groups differ in size, their first members represent them. A collective over the
+    tensor group runs among the processes of this rank.
 
-    Making it is collective: it makes groups of its own, so that their time-out is the run's. So is `subgroup`. `groups`
-    makes those of the links, too.
+    The constructor and `subgroup` are collective: they make process groups, so that their time-out is the run's.
+    `groups` makes those of the links, too.
 
     Arguments:
-        guard: knows whether a process that does not come will not.
+        guard: knows whether a missing process has failed.
 
     Attributes:
         rank, size: number of this process, and how many there are.
-        alone: whether there is no other.
-        device: where tensors that it takes are.
-        behind: the newest call that its owner made without it, for `gather`: the same in every process.
+        alone: whether this is the only process.
+        device: of the tensors that it is given.
+        last_call: text for the errors of `gather`, the same in every process.
     """
 
     def __init__(self, place: MeshPlace, *, device: torch.device, timeout: float, guard: Guard | None = None) -> None:
@@ -56,7 +56,7 @@ class Collectives:
         self.groups = Groups(place, device=device, timeout=timeout, guard=self._guard)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
-        self.behind = ""
+        self.last_call = ""
         self._everyone = tuple(range(self.size))
         tensor_groups = [place.mesh.members(rank) for rank in range(place.mesh.num_ranks)]
         self.tensor_members = (0,) if self.alone else _own(self.rank, tensor_groups)
@@ -66,11 +66,10 @@ class Collectives:
         return self._place.name_of(process)
 
     def subgroup(self, ranks: Sequence[int]) -> None:
-        """Make groups for what is done over these ranks, if there are none yet."""
         self._make(*self._place.groups(ranks))
 
     def all_reduce(self, tensor: torch.Tensor, *, what: str, largest: bool = False) -> None:
-        """Sum `tensor` in place over all processes; or take the largest value of each element, which no NaN may be."""
+        """Sum `tensor` in place over all processes; or take the largest value of each element (without NaN)."""
         if not self.alone:
             op, wire = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, self._on_wire(tensor)
             self._run(lambda group: dist.all_reduce(wire, op, group=group), self._everyone, what)
@@ -84,15 +83,15 @@ class Collectives:
         ranks: Sequence[int] | None = None,
         on_through: Callable[[], None] | None = None,
     ) -> Callable[[], None]:
-        """Begin to sum `tensor` in place, over the ranks or over all processes; the answer waits. Until then nobody may
-        touch it.
+        """Begin to sum `tensor` in place, over the ranks or over all processes; the returned function waits. Until then
+        `tensor` may not be touched.
 
-        What is begun among the same ranks is carried out in order: all of them must begin it in the same order. The
-        time counts while somebody waits, not while this rank still computes.
+        Sums among the same ranks are carried out in order: all ranks must begin them in the same order. The time-out
+        counts only while a rank waits, not while it still computes.
 
         Arguments:
-            on_through: is called once it is through or has failed, on another thread (CUDA: at once, on a stream that
-                is then behind it).
+            on_through: called when the sum is complete or has failed, on another thread (CUDA: at once, on a stream
+                that waits for it).
         """
         if ranks is None and self.alone:
             return lambda: None
@@ -119,12 +118,12 @@ class Collectives:
         return self._broadcast(tensor, self._place.process_of(source, tensor=0), self._everyone, what)
 
     def gather(self, mine: T, *, what: str, ranks: Sequence[int] | None = None) -> list[T]:
-        """Values of every process, or of those of these ranks, on each of them, by number of the process. ValueError on
-        all of them unless all are at the same `what`, behind the same calls."""
+        """Values of every process, or of those of these ranks, by number of the process. Raises ValueError on all of
+        them unless all are at the same `what`, after the same calls."""
         return self._gather(mine, self._everyone if ranks is None else self._processes(ranks), what)
 
     def gather_ranks(self, mine: T, *, what: str) -> list[T]:
-        """[R] by rank, what the first process of its tensor group gives, on every process. One rank a process."""
+        """[R] values of the first process of each rank's tensor group, on every process. One rank per process."""
         everyone = self.gather(mine, what=what)
         return [everyone[self._place.process_of(rank, tensor=0)] for rank in range(self._place.mesh.num_ranks)]
 
@@ -136,11 +135,11 @@ class Collectives:
         what: str,
         problem: str = "",
     ) -> list[T]:
-        """Values of every process, by its number; where they are not alike, ValueError on all, and the run goes on.
+        """Values of every process, by its number. Raises ValueError on all where they differ; the run continues.
 
         Arguments:
-            differing: how the values of two processes, each after its number, are not alike; None: they are.
-            problem: that this process has met before: then all of them raise it.
+            differing: describes how the values of two processes, each after its number, differ; None: they agree.
+            problem: an earlier error of this process: then all of them raise it.
         """
         everyone = self.gather((problem, mine), what=what)
         text = next((its for its, _ in everyone if its), None)
@@ -155,7 +154,7 @@ class Collectives:
 
     @property
     def is_first_member(self) -> bool:
-        """Whether this process is the first of its tensor group: it speaks for what all of them hold."""
+        """Whether this process is the first of its tensor group, which represents all of them."""
         return self.rank == self.tensor_members[0]
 
     # Over the tensor group, whose members make the same calls in the same order
@@ -166,8 +165,7 @@ class Collectives:
         return self._groups[self.tensor_members]
 
     def lost_member(self, error: RuntimeError) -> PipelineError | None:
-        """Meaning of an error of an action if it came from a collective of a module that the tensor group has divided;
-        None for any other."""
+        """The error to raise for one of an action that came from a collective in a divided module; None for others."""
         if len(self.tensor_members) == 1 or not _BACKEND_ERROR.search(str(error)):
             return None
         others = [one for one in self.tensor_members if one != self.rank]
@@ -181,7 +179,6 @@ class Collectives:
             self._run(lambda group: dist.all_reduce(tensor, group=group), self.tensor_members, what)
 
     def tensor_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
-        """[T] `tensor` of every member of the tensor group, all of one shape and type."""
         if len(self.tensor_members) == 1:
             return [tensor]
         mine = tensor.contiguous()
@@ -208,14 +205,15 @@ class Collectives:
         ranks: Sequence[int],
         on_through: Callable[[], None] | None = None,
     ) -> Callable[[], list[torch.Tensor]]:
-        """Begin to send each of these ranks a part of its own; the answer waits, and returns what each of them sent.
+        """Begin to send a different part to each of these ranks (all-to-all); the returned function waits and returns
+        what each of them sent.
 
-        Reduce-scatter and all-gather of parts of any sizes are made of it: gloo has no reduce-scatter but an
-        all-reduce (twice the bytes), and neither takes unequal parts. What is to be sent is copied at once.
+        Reduce-scatter and all-gather of parts of any sizes are made of it: gloo's reduce-scatter is an all-reduce
+        (twice the bytes), and neither takes unequal parts. What is sent is copied at once.
 
         Arguments:
             parts: by rank, tensors of one type that travel as one; this rank's own are ignored.
-            sizes: by rank, elements of what it sends here; this rank's own is ignored.
+            sizes: by rank, the number of elements received from it; this rank's own is ignored.
             on_through: as of `begin_all_reduce`.
         """
         processes = tuple(self._place.process_of(rank) for rank in ranks)
@@ -249,24 +247,24 @@ class Collectives:
 
         def wait() -> list[torch.Tensor]:
             self._run(lambda group: work.wait(*limit), group_of, what)
-            by_place = dict(zip(order, torch.split(received.to(self.device), incoming), strict=True))
-            return [by_place[i] for i in range(len(ranks))]
+            by_index = dict(zip(order, torch.split(received.to(self.device), incoming), strict=True))
+            return [by_index[i] for i in range(len(ranks))]
 
         return wait
 
     def by_rank(self, mine: T, *, what: str) -> dict[int, T]:
-        """Values that the processes of this plane's ranks give, on every process; alone, its own for every rank."""
+        """Values of the processes of this plane's ranks, on every process; in one process its own for every rank."""
         given = self.gather(mine, what=what)
         return {rank: given[self._place.process_of(rank)] for rank in range(self._place.mesh.num_ranks)}
 
     def abort(self) -> None:
-        """After an error: let nobody wait for this rank any longer."""
+        """After an error: fail the collectives in which others wait for this rank."""
         for processes, group in self._groups.items():
             if self.rank in processes:
                 break_group(group, self.groups.wire)
 
     def close(self) -> None:
-        """Destroy all groups, those of the links too. No process may wait for another in them any more."""
+        """Destroy all groups, those of the links too. No process may still wait for another in them."""
         self._groups.clear()
         self.groups.close()
 
@@ -280,10 +278,8 @@ class Collectives:
         self._groups.update(zip(missing, self.groups.make(*missing), strict=True))
 
     def _in_the_background(self, options: dist.AllreduceOptions | dist.AllToAllOptions) -> list[timedelta]:
-        """Let what is begun with these options take its time until somebody waits; what to wait with.
-
-        NCCL's own watch ends what takes too long: there waiting blocks no host.
-        """
+        """Set options of an operation that only times out while it is waited for; returns the arguments of `wait`. With
+        NCCL waiting does not block the host: its own watchdog ends what takes too long."""
         options.asyncOp = True
         if self.groups.backend == "nccl":
             return []
@@ -305,7 +301,7 @@ class Collectives:
         if self.alone:
             return [mine]
         self._gathers[processes] += 1
-        own = f"{what!r} (number {self._gathers[processes]} of what they gather){self.behind}"
+        own = f"{what!r} (number {self._gathers[processes]} of what they gather){self.last_call}"
         pickles = [packed := compact((own, mine))] * len(processes)
         self._run(lambda group: dist.all_gather_object(pickles, packed, group=group), processes, what)
         everyone: list[tuple[str, T]] = [pickle.loads(each) for each in pickles]
@@ -319,7 +315,6 @@ class Collectives:
         return [given for _, given in everyone]
 
     def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that is summed in place: the tensor itself, or a copy where it goes through the host's memory."""
         return tensor.to(self.groups.wire, copy=True) if self.groups.is_staged else tensor
 
     def _run(self, collective: Callable[[dist.ProcessGroup], T], processes: tuple[int, ...], what: str) -> T:
@@ -342,5 +337,5 @@ def _own(process: int, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its memory: backends know few types. One element without gaps may have any stride."""
+    """Its memory as bytes: backends support few types. One element without gaps may have any stride."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,12 +1,11 @@
-"""Errors between ranks. One that fails tells the others why, lets go of them, and finds out whose failure it was.
+"""Errors between ranks. A rank that fails reports why, breaks its links, and finds the rank that failed first.
 
-What a rank sees when it loses a connection, or when a wait runs out, is often only the echo of what happened
-further away:
+A lost connection or a wait that timed out is often only the consequence of a failure elsewhere:
 
-    rank 0 waits for 1, rank 1 waits for 2, rank 3 waits for 2, rank 2 says nothing  ->  rank 2 is the cause
+    rank 0 waits for 1, rank 1 waits for 2, rank 3 waits for 2, rank 2 reports nothing  ->  rank 2 is the cause
 
-So a rank that fails writes on a board whom it waited for, breaks its links (so that whoever waits for it fails
-at once, too), and follows the reports to their end. The board is the rendezvous store.
+So a rank that fails writes into the rendezvous store which ranks it waited for, breaks its links (so that the ranks
+that wait for it fail at once, too), and follows the reports to their end.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ E = TypeVar("E", bound=BaseException)
 
 _SOON = 0.6  # [s] for the reports of ranks that lose a connection, and for the others to read rank 0's store
 _LATER = 1.5  # [s] for those of ranks whose own wait began a little later
-_STORE_LIMIT = 1.0  # [s] for one answer of the store: its host may be stopped
+_STORE_LIMIT = 1.0  # [s] for one answer of the store, whose host may be stopped
 _POLL = 0.05  # [s]
 _LIBRARY = [f"{Path(__file__).parents[1] / folder}{os.sep}" for folder in ("comm", "partition", "pipe", "schedules")]
 _NOT_THE_USERS = (*_LIBRARY, str(Path(os.__file__).parent))  # files of frames
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # which torchrun names to each process
-_GLANCE = 0.25  # [s] that count at most between two looks: more than that, and this process did not run
+_GLANCE = 0.25  # [s] at most that count between two polls: if it was more, this process did not run
 
 
 class PipelineError(RuntimeError):
-    """A run that cannot continue; PipelineTimeout and PeerLost are such. The message names ranks and actions.
+    """A run that cannot continue, such as PipelineTimeout and PeerLost. The message names the ranks and actions.
 
     peers: the ranks that were waited for.
-    is_explained: whether the message names the cause, which was looked for.
+    is_explained: whether the message names the cause.
     """
 
     def __init__(self, message: str, *, peers: Sequence[int] = (), is_explained: bool = False) -> None:
@@ -57,12 +56,12 @@ class PipelineError(RuntimeError):
         self.is_explained = is_explained
 
 
-class PipelineTimeout(PipelineError):  # noqa: N818 - a time-out says it all
-    """A message did not come in time: names who waited for which action of whom, and how long."""
+class PipelineTimeout(PipelineError):  # noqa: N818 - the name of a time-out is clear
+    """A message did not arrive in time. The message names the waiting rank, the action waited for, and how long."""
 
 
 class PeerLost(PipelineError):  # noqa: N818 - likewise
-    """The connection to a rank broke: it died, or stopped after an error of its own."""
+    """The connection to a rank broke: it died, or stopped after its own error."""
 
 
 def short_reason(error: BaseException) -> str:
@@ -78,10 +77,10 @@ def short_reason(error: BaseException) -> str:
 
 
 class Account(NamedTuple):
-    """Account of a rank that failed.
+    """Report of a rank that failed.
 
-    peers: whom it waited for; none: the error was its own.
-    gave_up: its wait ran out (else it lost a connection).
+    peers: the ranks that it waited for; none: the error was its own.
+    gave_up: its wait timed out (else it lost a connection).
     """
 
     peers: tuple[int, ...]
@@ -96,20 +95,17 @@ class Account(NamedTuple):
 
 
 class FailureBoard:
-    """Reports of one run's ranks, in a store that all of them reach.
-
-    Each rank makes as many boards as the others, in the same order: so an old report is not taken for a new one.
-    """
+    """Reports of one run's ranks, in a store that all of them reach. All ranks make the same number of boards, in the
+    same order, so that an old report is not mistaken for a new one."""
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
         self._store = sealed(store)
         self._rank = rank
         self._size = size
         self._name = f"failure/{store.add(f'failure/boards of rank {rank}', 1)}"
-        self.place = MeshPlace.line(World(rank=rank, size=size))  # until the mesh is known: for names alone
+        self.place = MeshPlace.line(World(rank=rank, size=size))  # until the mesh is known; only for names
 
     def write(self, error: BaseException) -> None:
-        """Write this rank's error down. Never raises: the store may be gone."""
         text = json.dumps(Account.of(error))
         _within(_STORE_LIMIT, lambda: self._store.set(f"{self._name}/{self._rank}", text))
 
@@ -123,7 +119,7 @@ class FailureBoard:
             found = _within(_STORE_LIMIT, partial(self._read, frozenset(reports)))
             if found is None:
                 cause = (
-                    "the store that the ranks met at does not answer either: its host "
+                    "the rendezvous store does not answer either: its host "
                     "(rank 0, unless a launcher hosts it) died or is stalled"
                 )
                 break
@@ -153,10 +149,8 @@ class FailureBoard:
 
 
 class Guard:
-    """Around everything that ranks do together: an error on one of them ends the run on all, and at once.
-
-    Without a board there are no other processes, and nothing ends.
-    """
+    """Ends the run on all ranks at once when one of them fails in a collective part of it. Without a board there are no
+    other processes, and nothing ends."""
 
     def __init__(self, board: FailureBoard | None) -> None:
         self._board = board
@@ -164,20 +158,20 @@ class Guard:
         self._end: str | None = None
         self._spared: BaseException | None = None
         self.closed = False
-        self.goes_on = False  # whether the run may go on without a lost peer: whoever calls finds out
+        self.survives_losses = False  # whether the run may continue without a lost peer; the caller decides
         self.someone_died: Callable[[], bool] = lambda: False
 
-    def stands_at(self, place: MeshPlace) -> None:
-        """The mesh is known: reports name processes by their places on it."""
+    def set_place(self, place: MeshPlace) -> None:
+        """Name processes in reports by their positions on the mesh."""
         if self._board is not None:
             self._board.place = place
 
     def on_failure(self, let_go: Callable[[], None]) -> None:
-        """Register a call after which nobody waits for this rank any longer."""
+        """Register a function that breaks the links of this rank."""
         self._let_go.append(let_go)
 
     def spared(self, error: E) -> E:
-        """The error, which ends nothing within `together`, since all ranks raise one at this place."""
+        """The error, marked not to end the run within `together`, since all ranks raise it at this point."""
         self._spared = error
         return error
 
@@ -192,14 +186,13 @@ class Guard:
         return self._end is not None
 
     def close(self) -> None:
-        """End what several processes do together."""
         if self._board is not None:
             self.closed = True
             self._end = self._end or "close()"
             self._let_go.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks of an error in between, such as in a data loader; it ends the run on all."""
+        """Report an error between collective calls, such as in a data loader, and end the run on all ranks."""
         if self._board is not None and self._end is None:
             self._end = f"{type(error).__name__}: {error}"
             self._board.write(error)
@@ -208,7 +201,7 @@ class Guard:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context whose errors are told to the other ranks, and raised with their cause."""
+        """Context whose errors are reported to the other ranks, and raised with their cause."""
         if self._end is not None:
             raise PipelineError(f"this pipeline has ended: expected a new PipelineModule after {self._end}")
         try:
@@ -221,16 +214,16 @@ class Guard:
                 self._release()
                 raise
             self._end = f"{type(error).__name__}: {error}"
-            if self.goes_on and isinstance(error, PeerLost | PipelineTimeout):
+            if self.survives_losses and isinstance(error, PeerLost | PipelineTimeout):
                 self._release()
                 raise
             self._board.write(error)
             self._release()
-            told = self._board.explain(error)
+            explained = self._board.explain(error)
             self._board.linger()
-            if told is error:
+            if explained is error:
                 raise
-            raise told from error
+            raise explained from error
 
     def _release(self) -> None:
         for let_go in self._let_go:
@@ -238,10 +231,8 @@ class Guard:
 
 
 def make_guard(world: World) -> Guard:
-    """Guard of a run; an exception that nobody catches is told to the other ranks, too.
-
-    All processes must make theirs in the same order.
-    """
+    """Guard of a run, which reports uncaught exceptions to the other ranks, too. All processes must make their guards
+    in the same order."""
     if not world.distributed:
         return Guard(None)
     guard = Guard(FailureBoard(_get_default_store(), rank=world.rank, size=world.size))
@@ -259,55 +250,52 @@ def _tell_uncaught(
     is_plain = before is sys.__excepthook__ or getattr(before, "__module__", "") == _get_default_store.__module__
     whole = TracebackException.from_exception(error)
     if is_plain and (isinstance(error, PipelineError) or _is_mistake(whole)):
-        print(told := _own_lines(whole), file=sys.stderr, flush=True)
+        print(text := _own_lines(whole), file=sys.stderr, flush=True)
     else:
         before(kind, error, traceback)
-        told = "".join(whole.format())
-    _leave_to_torchrun(error, told)
+        text = "".join(whole.format())
+    _leave_to_torchrun(error, text)
     guard = known()
     if guard is not None:
         guard.fail(error)
 
 
 def _is_mistake(whole: TracebackException) -> bool:
-    """Whether it is a ValueError of this package, whose words say all."""
     kind, frames = whole.exc_type, whole.stack
     is_ours = bool(frames) and frames[-1].filename.startswith(tuple(_LIBRARY))
     return is_ours and kind is not None and issubclass(kind, ValueError)
 
 
 def _own_lines(whole: TracebackException) -> str:
-    """Where in the user's own code it happened, and what; the frames below go to a file, which is named.
-
-    The error behind a run's end is another rank's: its traceback here, chained from gloo up, tells nothing of it.
-    """
+    """The error and its position in the user's code; the full traceback goes to a file, which is named. The cause is
+    often another rank's error: the traceback here, chained from gloo up, does not show it."""
     folder = os.path.dirname(os.environ.get(_ERROR_FILE, ""))  # it may be gone in a process that outlives torchrun
-    beside = folder if os.access(folder, os.W_OK) else None
+    where = folder if os.access(folder, os.W_OK) else None
     with NamedTemporaryFile(
-        "w", prefix="stagewright-", suffix=".log", delete=False, encoding="utf-8", dir=beside
+        "w", prefix="stagewright-", suffix=".log", delete=False, encoding="utf-8", dir=where
     ) as log:
         log.writelines(whole.format())
     own = [frame for frame in whole.stack if not frame.filename.startswith(_NOT_THE_USERS)]
     lines = StackSummary.from_list(own).format()
-    said = "".join(whole.format_exception_only())
-    return f"Traceback (your own lines; all of it: {log.name}):\n{''.join(lines)}{said}".rstrip()
+    message = "".join(whole.format_exception_only())
+    return f"Traceback (your own lines; all of it: {log.name}):\n{''.join(lines)}{message}".rstrip()
 
 
-_ECHO = 30  # [s] that an echo claims to be later: a slow machine tells its cause after it
+_ECHO = 30  # [s] added to the time of a consequence: a slow machine may report its cause later
 
 
-def _leave_to_torchrun(error: BaseException, told: str) -> None:
-    """Text for torchrun's last lines, instead of where to read about tracebacks. Causes stand before their echoes."""
+def _leave_to_torchrun(error: BaseException, text: str) -> None:
+    """Write the text that torchrun shows at its end. Causes are listed before their consequences."""
     path, when = os.environ.get(_ERROR_FILE), int(time.time()) + _ECHO * isinstance(error, PipelineError)
     if path is None or os.path.exists(path):  # torch's own decorator was quicker
         return
-    message = {"message": str(error), "extraInfo": {"py_callstack": told, "timestamp": str(when)}}
+    message = {"message": str(error), "extraInfo": {"py_callstack": text, "timestamp": str(when)}}
     with suppress(OSError):
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | None = None) -> tuple[str, bool]:
-    """Follow who waited for whom, from process `rank` on: (the cause, whether no later report can change it).
+    """Follow who waited for whom, beginning at process `rank`: (the cause, whether no later report can change it).
 
     Arguments:
         place: names the processes; None: ranks.
@@ -362,7 +350,7 @@ def _silence(silent: int, waiting: int, rank: int, reports: Mapping[int, Account
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Answer of `ask`; None when it raises, or has no answer in time (then its thread is left behind)."""
+    """Result of `ask`; None when it raises, or takes too long (then its thread keeps running)."""
     answers: list[T] = []
 
     def run() -> None:
@@ -380,14 +368,13 @@ def _within(seconds: float, ask: Callable[[], T]) -> T | None:
 
 
 class _Patience:
-    """Seconds to wait. Those in which the machine let nobody run do not count: others could not answer either."""
+    """Seconds to wait, without those in which the machine ran no process: others could not answer either."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
         self._looked = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether they have passed; to be asked now and then."""
         now = time.monotonic()
         self._left -= min(now - self._looked, _GLANCE)
         self._looked = now

@@ -1,6 +1,6 @@
 """Connections and locks that children do not inherit: they end with the last process that has them, and a DataLoader
-worker that outlives a rank would hide its death. In a child that is forked each is closed here, in one that runs
-another program by the system.
+worker that outlives a rank would hide its death. A forked child closes them here, one that runs another program has
+them closed by the system.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_OPEN = "/proc/self/fd"  # on Linux; elsewhere nothing is kept from anybody
-_kept: dict[int, str] = {}  # what a descriptor led to as it was kept: since then another may have its number
+_OPEN = "/proc/self/fd"  # on Linux; elsewhere children inherit everything
+_kept: dict[int, str] = {}  # targets by descriptor, whose number may be reused later
 
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Connections over TCP that are made within, on any thread, are no child's, nor those that they accept later."""
+    """Context whose TCP connections, made on any thread or accepted later, children do not inherit."""
     before = _connections()
     try:
         yield
@@ -50,7 +50,7 @@ def _connections() -> dict[int, tuple[str, int]]:
 
 
 def _let_go() -> None:
-    """In a child. Its objects keep the numbers, and may close them later: nothing else may get these."""
+    """In a child. Its objects may close these numbers later, so they are kept open on /dev/null."""
     nothing, there = os.open(os.devnull, os.O_RDWR), _connections()
     still = {descriptor for descriptor, target in _kept.items() if _target(descriptor) == target}
     accepting = {there[descriptor][1] for descriptor in still & there.keys()}

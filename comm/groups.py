@@ -1,4 +1,4 @@
-"""Process groups, and over which of them links go."""
+"""Process groups, and which of them each link uses."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from .process_group import Lanes, Link
 T = TypeVar("T")
 
 GLOO_LANES = 4
-_POLL, _MOST_POLL = 0.001, 0.05  # [s] from look to look at whether all have come: ever longer
-_LOOKS = 8  # of them to a look at whether one has failed
+_POLL, _MOST_POLL = 0.001, 0.05  # [s] between polls of whether all have arrived: increasing
+_LOOKS = 8  # such polls to one of whether a process has failed
 _LEAST = 0.1  # [s] for what still has to be tried when the time is up
 
 
-BACKEND = "STAGEWRIGHT_BACKEND"  # in the environment: gloo, for CUDA devices between which NCCL has no way; or nccl
+BACKEND = "STAGEWRIGHT_BACKEND"  # in the environment: gloo, for CUDA devices that NCCL can't connect; or nccl
 _CPU = torch.device("cpu")
 
 
 def own_device(device: torch.device) -> torch.device:
-    """This process's device, for a CUDA device without a number: the current one, if somebody has chosen one, else
-    that of LOCAL_RANK; where there are more processes than devices, they share them in turn."""
+    """This process's device, for a CUDA device without a number: the current one, if it was set, else that of
+    LOCAL_RANK, modulo the number of devices."""
     if device.type != "cuda" or device.index is not None:
         return device
     index, local = torch.cuda.current_device(), os.environ.get("LOCAL_RANK", "")
@@ -47,7 +47,7 @@ def own_device(device: torch.device) -> torch.device:
 
 
 class DeviceOf(NamedTuple):
-    """A process's device, for the others. uuid: empty on a CPU, which many may share; backend: that it was told."""
+    """A process's device, for the others. uuid: empty on a CPU, which many may share; backend: of its environment."""
 
     uuid: str
     backend: str
@@ -63,10 +63,8 @@ class DeviceOf(NamedTuple):
 
 
 def backend_for(devices: Sequence[DeviceOf], names: Callable[[Sequence[int]], str]) -> str:
-    """gloo where a process is told so, or two share a device, which NCCL refuses; else NCCL.
-
-    Raises ValueError, the same on all, for processes that were told otherwise than others, and for NCCL on one device.
-    """
+    """gloo where the environment says so, or two processes share a device, which NCCL does not support; else NCCL.
+    Raises ValueError, the same on all, for processes with different settings, and for NCCL on a shared device."""
     kinds, wanted = ["CUDA" if each.uuid else "the CPU" for each in devices], {each.backend for each in devices}
     if len({*kinds}) > 1:
         said = ", ".join(f"process {one} on {kind}" for one, kind in enumerate(kinds))
@@ -87,17 +85,17 @@ def backend_for(devices: Sequence[DeviceOf], names: Callable[[Sequence[int]], st
 
 def shared_device(devices: Sequence[DeviceOf]) -> list[int]:
     """Processes that share the first device which several of them use; none where each has its own."""
-    places: dict[str, list[int]] = {}
+    users: dict[str, list[int]] = {}
     for process, each in enumerate(devices):
-        places.setdefault(each.uuid or str(process), []).append(process)
-    return next((each for each in places.values() if len(each) > 1), [])
+        users.setdefault(each.uuid or str(process), []).append(process)
+    return next((each for each in users.values() if len(each) > 1), [])
 
 
 class Groups:
     """Process groups of one pipeline, made in the same order by all processes, and destroyed together.
 
-    Before each one, and behind the last, all processes meet at the rendezvous store: they connect at the same time, and
-    one that does not come is known by name. A group holds threads and descriptors until `close`.
+    Before each one, and after the last, all processes wait for each other at a barrier in the rendezvous store: so they
+    connect at the same time, and a missing one is known by name. A group holds threads and descriptors until `close`.
 
     Attributes:
         backend: gloo or nccl.
@@ -113,9 +111,9 @@ class Groups:
         self.device = device
         self._timeout = timeout
         self._made: list[dist.ProcessGroup] = []
-        self._meetings = 0
+        self._barriers = 0
         if world.distributed:
-            # A connection of its own: one that another thread waits at, as in connecting, answers nobody.
+            # A separate connection: one that another thread waits at, as in connecting, is blocked.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._name = f"groups/{self._store.add(f'groups/of process {world.rank}', 1)}"
         self.backend, self.sharing = self._backend()
@@ -123,28 +121,22 @@ class Groups:
 
     @property
     def is_staged(self) -> bool:
-        """Whether what a device has computed is carried by way of the host's memory."""
         return self.wire.type != self.device.type
 
     def make(self, *wanted: Sequence[int], backend: str | None = None) -> list[dist.ProcessGroup]:
-        """Groups of these processes, all within one time-out. Collective over all processes of the world.
-
-        Arguments:
-            backend: None: that of the device.
-
-        Raises PipelineTimeout or PeerLost, which name the processes that are behind.
-        """
+        """Groups of these processes, all within one time-out. Collective over all processes of the world. `backend`:
+        None: that of the device. Raises PipelineTimeout or PeerLost, which name the missing processes."""
         if not self.world.distributed:
             return []
         started = time.monotonic()
         kind = self.backend if backend is None else backend
         until = started + self._timeout
         made = [self._make(members, backend=kind, until=until) for members in wanted]
-        self._meet(until)  # nobody leaves, as one whose caller fails at once does, while others still connect
+        self._barrier(until)  # a process whose caller fails at once must not end while others still connect
         return made
 
     def as_one(self, run: Callable[[], T], *, what: str, processes: Sequence[int]) -> T:
-        """A collective call, or PipelineTimeout or PeerLost that says what it was for and which processes make it."""
+        """Result of a collective call. Raises PipelineTimeout or PeerLost that names its purpose and processes."""
         started = time.monotonic()
         try:
             return run()
@@ -165,72 +157,72 @@ class Groups:
         vars(self).pop("_store", None)  # and its connection
 
     def _backend(self) -> tuple[str, list[int]]:
-        """Collective over the processes of a run on CUDA: each says which device it uses."""
+        """The backend, and processes that share a device. Collective over the processes of a run on CUDA."""
         if self.device.type != "cuda" or not self.world.distributed:
             return ("nccl" if self.device.type == "cuda" else "gloo"), []
         torch.cuda.set_device(self.device)  # NCCL puts objects on the current one
         keys = [f"{self._name}/device of {one}" for one in range(self.world.size)]
         self._store.set(keys[self.world.rank], json.dumps(DeviceOf.here(self.device)))
-        self._meet(time.monotonic() + self._timeout)
+        self._barrier(time.monotonic() + self._timeout)
         devices = [DeviceOf(*json.loads(each)) for each in self._store.multi_get(keys)]
         return backend_for(devices, self.place.names_of), shared_device(devices)
 
     def _make(self, members: Sequence[int], *, backend: str, until: float) -> dist.ProcessGroup:
-        self._meet(until)
+        self._barrier(until)
         left = max(until - time.monotonic(), _LEAST)
         try:
             group = self._within(left, list(members), backend)
         except RuntimeError as error:
             if files := no_more_files(self.world.size):
                 raise PipelineError(f"{self.place.name_of(self.world.rank)}: making the links: {files}") from error
-            behind = [one for one in self._others if not self._store.check([self._place(one, self._meetings + 1)])]
-            raise self._lost(behind, "have not connected", until=until, why=f" ({short_reason(error)})") from error
+            missing = [one for one in self._others if not self._store.check([self._key(one, self._barriers + 1)])]
+            raise self._lost(missing, "have not connected", until=until, why=f" ({short_reason(error)})") from error
         if self.world.rank in members:
             self._made.append(group)
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout), group)  # of what is done in it
         return group
 
     def _within(self, seconds: float, members: list[int], backend: str) -> dist.ProcessGroup:
-        """A new group in so many seconds. gloo tries five times to connect, and takes as long each time."""
+        """A new group within `seconds`. gloo tries five times to connect, and takes as long each time."""
         make = partial(dist.new_group, members, backend=backend, timeout=timedelta(seconds=seconds))
         if backend == "nccl":  # it connects later, and a thread has a device of its own
             return cast(dist.ProcessGroup, make())
-        died = self._guard.someone_died  # errors of others are told when the time is up
+        died = self._guard.someone_died  # other errors are reported when the time is up
         return cast(dist.ProcessGroup, connected(make, seconds + _LEAST, someone_died=died))
 
-    def _meet(self, until: float) -> None:
-        self._meetings += 1
-        places = {one: self._place(one, self._meetings) for one in range(self.world.size)}
-        met = f"{self._name}/{self._meetings}"
-        self._store.add(met, 1)  # first: who stops in between has come, else the others would wait for nobody
-        self._store.set(places[self.world.rank], "")
+    def _barrier(self, until: float) -> None:
+        self._barriers += 1
+        keys = {one: self._key(one, self._barriers) for one in range(self.world.size)}
+        arrived = f"{self._name}/{self._barriers}"
+        self._store.add(arrived, 1)  # first: a process that stops between the two counts as arrived
+        self._store.set(keys[self.world.rank], "")
         for looks in count(1):
-            if self._store.add(met, 0) == self.world.size:
+            if self._store.add(arrived, 0) == self.world.size:
                 return
             if time.monotonic() > until or (looks % _LOOKS == 0 and self._guard.others_failed()):
-                behind = [one for one in self._others if not self._store.check([places[one]])]
-                raise self._lost(behind, "have not come", until=until)
+                missing = [one for one in self._others if not self._store.check([keys[one]])]
+                raise self._lost(missing, "have not come", until=until)
             time.sleep(min(looks * _POLL, _MOST_POLL))
 
     @property
     def _others(self) -> list[int]:
         return [one for one in range(self.world.size) if one != self.world.rank]
 
-    def _place(self, process: int, meeting: int) -> str:
-        return f"{self._name}/{meeting}/{process}"
+    def _key(self, process: int, barrier: int) -> str:
+        return f"{self._name}/{barrier}/{process}"
 
-    def _lost(self, behind: Sequence[int], fate: str, *, until: float, why: str = "") -> PipelineError:
+    def _lost(self, missing: Sequence[int], fate: str, *, until: float, why: str = "") -> PipelineError:
         late = time.monotonic() > until - 0.1 * self._timeout
-        me, others = self.place.name_of(self.world.rank), self.place.names_of(behind)
+        me, others = self.place.name_of(self.world.rank), self.place.names_of(missing)
         limit = f" within {self._timeout:g} s" if late else ""
         story = (
             f"{me}: making the links of a PipelineModule: {others} {fate}{limit}{why}: did all of them make this call?"
         )
-        return (PipelineTimeout if late else PeerLost)(story, peers=behind)
+        return (PipelineTimeout if late else PeerLost)(story, peers=missing)
 
 
 def no_more_files(size: int) -> str:
-    """Words for a process that may not open what a group of so many takes; gloo does not say that this is why."""
+    """Message where a process may not open the files that a group of `size` needs, which gloo does not name; or ""."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         taken = len(os.listdir("/proc/self/fd"))
@@ -244,7 +236,7 @@ def no_more_files(size: int) -> str:
 
 @kept_from_children()
 def connected(make: Callable[[], T], seconds: float, *, someone_died: Callable[[], bool]) -> T:
-    """Answer of `make`, on another thread; RuntimeError when the time is up, or soon after another process died."""
+    """Result of `make`, on another thread. Raises RuntimeError after `seconds`, or soon after another process died."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -258,20 +250,20 @@ def connected(make: Callable[[], T], seconds: float, *, someone_died: Callable[[
     while True:
         try:
             return answer.result(min(_LOOKS * _MOST_POLL, max(until - time.monotonic(), 0.0)))
-        except TimeoutError:  # of the look
+        except TimeoutError:  # of this poll
             if answer.done() or time.monotonic() >= until or someone_died():
                 raise RuntimeError("connecting takes too long, or another process has died") from None
 
 
 def link_lanes(links: Iterable[Link], groups: Groups) -> dict[Link, tuple[Lanes, ...]]:
-    """The lanes of each directed link that this process is part of, one to each process that takes what it sends, or
-    from the one that it receives from. Collective: all processes give the same links.
+    """The lanes of each directed link of this process: one to each process that receives from it, or the one from the
+    process that it receives from. Collective: all processes give the same links.
 
-    Each member of a receiving tensor group receives from one of the sending one (see `mesh`).
+    Each member of a receiving tensor group receives from one member of the sending group (see `mesh`).
 
     gloo: GLOO_LANES groups for each direction (to a higher rank, to a lower one), shared by all links. With one group,
     a thread that is preempted inside a gloo call holds the pair's lock, and gloo's own thread spins on it for a
-    scheduler slice. NCCL: a communicator a directed pair of processes, made in the same order everywhere.
+    scheduler slice. NCCL: a communicator per directed pair of processes, made in the same order everywhere.
     """
     place, me = groups.place, groups.world.rank
     members = place.mesh.members
@@ -280,17 +272,17 @@ def link_lanes(links: Iterable[Link], groups: Groups) -> dict[Link, tuple[Lanes,
         for link in sorted(links)
         for t, process in enumerate(members(link[1]))
     ]
-    ways: list[tuple[tuple[dist.ProcessGroup, ...], Sequence[int]]]  # by pair: groups, and the processes in them
+    used: list[tuple[tuple[dist.ProcessGroup, ...], Sequence[int]]]  # by pair: groups, and the processes in them
     if groups.backend == "gloo":
         everyone = range(groups.world.size)
         both = groups.make(*[everyone] * (2 * GLOO_LANES))
         up, down = tuple(both[:GLOO_LANES]), tuple(both[GLOO_LANES:])
-        ways = [(up if sender < receiver else down, everyone) for (sender, receiver), _ in pairs]
+        used = [(up if sender < receiver else down, everyone) for (sender, receiver), _ in pairs]
     else:
         ends = [sorted(pair) for _, pair in pairs]
-        ways = [((group,), pair) for group, pair in zip(groups.make(*ends), ends, strict=True)]
+        used = [((group,), pair) for group, pair in zip(groups.make(*ends), ends, strict=True)]
     lanes: dict[Link, tuple[Lanes, ...]] = {link: () for link in links if me in (*members(link[0]), *members(link[1]))}
-    for (link, pair), (over, processes) in zip(pairs, ways, strict=True):
+    for (link, pair), (over, processes) in zip(pairs, used, strict=True):
         if me in pair:
             peer = pair[1] if me == pair[0] else pair[0]
             lanes[link] += (Lanes(over, processes.index(peer), peer),)

@@ -1,7 +1,7 @@
 """Clocks of the hosts of a run, compared with that of process 0's host by the quickest of a few pings.
 
-    host a: 0 1 2 3      4 pings 0, 8 pings 0, ... all at the same time; 0 answers whoever asks with its time
-    host b: 4 5 6 7      the other processes of a host share its clock, and get the reading of its first one
+    host a: 0 1 2 3      4 pings 0, 8 pings 0, ... all at the same time; 0 answers each ping with its time
+    host b: 4 5 6 7      the other processes of a host share its clock, and get the reading of its first process
     host c: 8 9 10 11
 
 Processes of one machine need no ping: monotonic time is the kernel's, also across network namespaces and containers.
@@ -25,13 +25,13 @@ from .process_group import break_group
 
 _PINGS = 10
 _LEAST_PINGS = 3
-_ENOUGH = 0.3  # [s] after which few pings must do: hosts are far apart, or many
+_ENOUGH = 0.3  # [s] after which few pings are made: hosts are far apart, or many
 _KEPT = 256  # readings
 _CPU = torch.device("cpu")
 
 
 def machine() -> str:
-    """The same text in all processes whose monotonic clocks are one: the kernel's boot, and its time namespace."""
+    """Identifies the monotonic clock of this process: the kernel's boot, and its time namespace."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         with suppress(OSError):
@@ -41,14 +41,14 @@ def machine() -> str:
 
 
 class HostClocks:
-    """How far this process's clock is from that of process 0's host.
+    """Offset of this process's clock from that of process 0's host.
 
     Arguments:
         now: this process's clock [s].
         machine: see the function; processes with equal ones share a clock.
 
     Attributes:
-        machines: [size] of all processes, once they were compared.
+        machines: [size] of all processes, after the first comparison.
         readings: of this process's clock, the newest last; none where it is that of process 0's host.
     """
 
@@ -62,9 +62,9 @@ class HostClocks:
         self._leaders: list[int] = []  # the first process of each machine
 
     def compare(self) -> None:
-        """Read the clocks of all hosts. Collective over the processes; takes some round trips of the furthest host."""
+        """Read the clocks of all hosts. Collective over the processes; takes some round trips to the furthest host."""
         if not self.machines:
-            self._meet()
+            self._find_machines()
         if len(self._leaders) < 2:
             return
         mine, what = None, "comparing the clocks of hosts"
@@ -83,7 +83,7 @@ class HostClocks:
         if self._group is not None:
             break_group(self._group, _CPU)
 
-    def _meet(self) -> None:
+    def _find_machines(self) -> None:
         self.machines = tuple(self._collectives.gather(self._machine, what="asking for the hosts"))
         self._leaders = sorted({self.machines.index(each) for each in self.machines})
         if len(self._leaders) > 1:

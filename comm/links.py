@@ -6,7 +6,7 @@ while the other ranks wait:
     host a: 0 1 2 3        inside  0-1, 0-3, 4-5 (the first host's neighbours and ends, the last host's neighbours)
     host b: 4 5 6 7        between 0-4           (the first ranks of the first host and of the next, and of the last)
 
-Between hosts a stream shows what a link keeps up, beyond what a shaper lets pass at once.
+Between hosts a stream shows the sustained rate of a link, without the burst that a shaper lets pass.
 Sums are measured on the host with most ranks, and on the first rank of each host.
 """
 
@@ -40,24 +40,21 @@ _PAUSE = 0.01  # about the compute of a stage [s]
 CACHE_BYTES = 4 << 20  # more than a core's own caches hold
 SIZES = tuple(4**k * 1024 for k in range(8))  # 1 KiB to 16 MiB
 SUM_BYTES = 1 << 23  # of gradients in one measured sum
-SMALL_SUM_BYTES = 1 << 14  # of one whose steps take as long as empty ones, and which has something for every rank
+SMALL_SUM_BYTES = 1 << 14  # of a sum whose steps take as long as empty ones, with elements for every rank
 _SUMMED = 2  # gradients, as many as gloo sums at once
 WARM_UP = 3
 _SUMS = 9
 _PAIRS = 3  # measured of a level, at most
 _MOST_ROUNDS, _LEAST_ROUNDS = 40, 6
 _BYTES_A_SIZE = 1 << 26  # larger messages travel less often
-_STREAM, _MOST_STREAMED = 0.5, 64  # [s] of messages back to back, about, and so many of them at most
+_STREAM, _MOST_STREAMED = 0.5, 64  # [s] of messages back to back, about, and their largest number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineFit:
-    """seconds = latency + bytes / bandwidth, fitted to measured times.
+    """seconds = latency + bytes / bandwidth, fitted to measured times: latency at least 0 [s], bandwidth [bytes/s].
 
-    Arguments:
-        latency: at least 0 [s].
-        bandwidth: [bytes/s].
-        residual: root mean square of what the line is off, relative to what was measured.
+    residual: root mean square of the line's error, relative to the measured times.
     """
 
     latency: float
@@ -67,19 +64,19 @@ class LineFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLevel:
-    """One level of links, as `Level` of a Cluster wants it.
+    """One level of links, as `Level` of a Cluster describes it.
 
     Arguments:
         name: "host" or "network".
-        size: how many ranks, or groups of the level below, it joins.
-        bandwidth, residual: medians over the pairs [bytes/s], relative; no more than a link keeps up in a stream.
-        latency: the same to a rank that waits for a message asleep, without the time for which both ends are busy [s].
-        reduce_bandwidth: that each of its members moves in a ring while they sum gradients, scaled and all under
-            way at once as behind a batch [bytes/s].
-        reduce_latency: of each of the 2 (size - 1) steps of such a ring, as a small sum shows it [s].
-        message_seconds: for which the rank at either end of a message is busy with it, in none of the others [s].
+        size: number of ranks, or of groups of the level below, that it joins.
+        bandwidth, residual: medians over the pairs [bytes/s], relative; at most the sustained rate of a stream.
+        latency: median to a rank that sleeps while it waits, without the time for which both ends are busy [s].
+        reduce_bandwidth: of each member's link in a ring that sums gradients, scaled and all in flight at once as after
+            a batch [bytes/s].
+        reduce_latency: of each of the 2 (size - 1) steps of such a ring, measured with a small sum [s].
+        message_seconds: for which the rank at either end of a message is busy with it, not part of the others [s].
         sum_busy: share of a sum's seconds for which the processors of its members are busy with it (0 to 1).
-        pairs: of ranks, as measured.
+        pairs: measured pairs of ranks.
         fits: of each pair.
         seconds: by message size [bytes], of the first pair, one way [s].
     """
@@ -104,8 +101,8 @@ class MeasuredLinks:
 
     Arguments:
         levels: innermost first.
-        hosts: ranks of each host, in the order of their first ones.
-        notes: what could not be said with levels.
+        hosts: ranks of each host, in the order of their first ranks.
+        notes: what levels can't describe.
         rings: how the backend sums over several levels, as `Cluster.rings` names it: NCCL by "levels", gloo "flat".
     """
 
@@ -116,7 +113,7 @@ class MeasuredLinks:
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
-    """The line that is off by the least squares in relative terms, latency at least 0.
+    """The line with the least squares of relative errors, latency at least 0.
 
     Arguments:
         sizes: [n] of messages [bytes], at least two different ones.
@@ -139,7 +136,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
     points = list(zip(weights, sizes, seconds, strict=True))
     slope = sum(w * (n - size) * (t - mean) for w, n, t in points) / sum(w * (n - size) ** 2 for w, n, t in points)
     latency = mean - slope * size
-    if slope <= 0 or latency < 0:  # the nearest line that a link can have goes through the origin
+    if slope <= 0 or latency < 0:  # the nearest line that a link can have passes through the origin
         latency = 0.0
         slope = sum(w * n * t for w, n, t in points) / sum(w * n * n for w, n, t in points)
     off = [(latency + slope * n) / t - 1 for _, n, t in points]
@@ -154,11 +151,11 @@ def measure_links(
     sizes: Sequence[int] = SIZES,
     progress: Callable[[str], object] | None = None,
 ) -> MeasuredLinks:
-    """Fit the links between the ranks of `world`. Collective over all of them; the answer is the same on all.
+    """Fit the links between the ranks of `world`. Collective over all of them; the result is the same on all.
 
     Arguments:
-        device: on which tensors travel.
-        timeout: that a rank waits for another [s]; the whole must not take others longer than that.
+        device: of the tensors that are sent.
+        timeout: for which a rank waits for another [s]; the measurement must not take longer than that.
         sizes: of messages [bytes].
         progress: called with what is measured next, on each rank.
 
@@ -167,7 +164,7 @@ def measure_links(
     """
     if not world.distributed:
         return MeasuredLinks(levels=(), hosts=((world.rank,),))
-    tell = progress or (lambda text: None)
+    report = progress or (lambda text: None)
     together = Collectives(MeshPlace.line(world), device=device, timeout=timeout)
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(together.gather(socket.gethostname(), what="finding the hosts of all ranks")):
@@ -182,9 +179,9 @@ def measure_links(
     levels = []
     for name, pairs in wanted:
         times: list[list[PingPong]] = []  # by pair: of each size, then of the smallest one with cold caches
-        kept_up: list[float] = []
+        sustained: list[float] = []
         for pair in pairs:
-            tell(f"{name}: messages between ranks {pair[0]} and {pair[1]}")
+            report(f"{name}: messages between ranks {pair[0]} and {pair[1]}")
             exchange: dict[str, Any] = {"device": device, "timeout": timeout, "pair": pair}
             measure = partial(ping_pong, transport, ranks_of_host=max(map(len, hosts)), **exchange)
             rounds = [min(_MOST_ROUNDS, max(_LEAST_ROUNDS, _BYTES_A_SIZE // size)) for size in sizes]
@@ -192,16 +189,16 @@ def measure_links(
             mine.append(measure(specs=[_spec(min(sizes), device)], cold=True))
             what = f"measuring the link between ranks {pair[0]} and {pair[1]}"
             times.append(together.gather(mine, what=what)[pair[0]])
-            if name == "network":  # no shaper stands within a host
+            if name == "network":  # within a host there is no shaper
                 number = round(_STREAM / max(one.seconds for one in times[-1][:-1]))
                 number = min(_MOST_STREAMED, max(_LEAST_ROUNDS, number))
                 each = stream_seconds(transport, _spec(max(sizes), device), number=number, **exchange)
-                kept_up.append(max(sizes) / together.gather(each, what=what)[pair[1]])
+                sustained.append(max(sizes) / together.gather(each, what=what)[pair[1]])
         if pairs:
-            tell(f"{name}: sums over ranks")
+            report(f"{name}: sums over ranks")
             members = max(hosts, key=len) if name == "host" else [ranks[0] for ranks in hosts]
             sums = _sums(together, members, ranks_of_host=max(map(len, hosts)))
-            levels.append(_level(name, len(members), pairs, sizes, times, sums=sums, rings=rings, kept_up=kept_up))
+            levels.append(_level(name, len(members), pairs, sizes, times, sums=sums, rings=rings, sustained=sustained))
     together.gather(None, what="measuring the links")
     transport.close()
     together.close()
@@ -224,8 +221,8 @@ def _spec(size: int, device: torch.device) -> TensorSpec:
 
 
 def _sums(together: Collectives, members: Sequence[int], *, ranks_of_host: int) -> tuple[float, float, float]:
-    """Medians of sums over a level's members as gradients are: of a small one, of a large one, and for how long that
-    one keeps the processor of the busiest from it [s]."""
+    """Medians of sums of gradients over a level's members: of a small one, of a large one, and for how long the large
+    one occupies the busiest member's processor [s]."""
     together.subgroup(members)
     small, _ = _sum_seconds(together, members, SMALL_SUM_BYTES, number=1, ranks_of_host=ranks_of_host)
     large, busy = _sum_seconds(together, members, SUM_BYTES, number=_SUMMED, ranks_of_host=ranks_of_host)
@@ -235,8 +232,8 @@ def _sums(together: Collectives, members: Sequence[int], *, ranks_of_host: int) 
 def _sum_seconds(
     together: Collectives, members: Sequence[int], num_bytes: int, *, number: int, ranks_of_host: int
 ) -> tuple[float, float]:
-    """Medians of summing so many bytes over `members` as gradients are: scaled, then all under way at once, a `number`
-    of them, each by itself; the slowest member's, and for which the processor of the busiest is taken from it [s]."""
+    """Medians of summing `num_bytes` over `members` as gradients are: scaled, then in flight at once, in `number` sums;
+    of the slowest member, and of the busiest member's processor [s]."""
     device, what = together.device, "measuring sums over ranks"
     processor = processor_clock(device, ranks_of_host)
     times, busy = [], []
@@ -265,17 +262,17 @@ def _level(
     *,
     sums: tuple[float, float, float],
     rings: str,
-    kept_up: Sequence[float] = (),
+    sustained: Sequence[float] = (),
 ) -> MeasuredLevel:
-    """`times`: by pair, of each size and behind them of the smallest one with cold caches; `sums`: of `_sums`;
-    `kept_up`: rates of streams by pair, between hosts [bytes/s].
+    """`times`: by pair, of each size, then of the smallest one with cold caches; `sums`: of `_sums`; `sustained`: rates
+    of streams by pair, between hosts [bytes/s].
 
-    The small sum counts as if it were empty: 2 (size - 1) steps. What the large one tells goes back into the formula of
-    rings (`partition/topology.py`): by "levels" its steps take as long besides their bytes,
+    The small sum counts as if it were empty: 2 (size - 1) steps. The large one is put into the formula of rings
+    (`partition/topology.py`): by "levels" each step has the same latency,
 
         seconds = 2 (size - 1) (reduce_latency + bytes / size / reduce_bandwidth)
 
-    and in a "flat" ring either its steps are waited for, or its bytes, whichever is more:
+    and in a "flat" ring the larger of its steps and its bytes decides:
 
         seconds = max(2 (size - 1) reduce_latency + bytes / reduce_bandwidth,
                       2 reduce_latency + 2 (size - 1) / size bytes / reduce_bandwidth)
@@ -291,7 +288,7 @@ def _level(
     return MeasuredLevel(
         name=name,
         size=size,
-        bandwidth=statistics.median(map(min, [fit.bandwidth for fit in fits], kept_up or repeat(math.inf))),
+        bandwidth=statistics.median(map(min, [fit.bandwidth for fit in fits], sustained or repeat(math.inf))),
         latency=latency,
         message_seconds=statistics.median(each[-1].busy for each in times),
         sum_busy=min(1.0, busy / large),
@@ -305,7 +302,7 @@ def _level(
 
 
 def _as_levels(levels: Sequence[MeasuredLevel], by_host: Mapping[str, Sequence[int]], num_ranks: int) -> MeasuredLinks:
-    """Groups of equal size, whose ranks are next to each other, or one level of all."""
+    """Levels of groups of equal size whose ranks are next to each other, or one level of all ranks."""
     hosts = tuple(tuple(ranks) for ranks in by_host.values())
     size = len(hosts[0])
     if hosts == tuple(tuple(range(i, i + size)) for i in range(0, num_ranks, size)):
@@ -328,11 +325,11 @@ def _as_levels(levels: Sequence[MeasuredLevel], by_host: Mapping[str, Sequence[i
 
 
 class PingPong(NamedTuple):
-    """Medians of a message between two ranks, as LogGP has them: seconds = 2 busy + latency + bytes / bandwidth.
+    """Medians of a message between two ranks, as in LogGP: seconds = 2 busy + latency + bytes / bandwidth.
 
     seconds: one way, from its send to the return of the wait for it [s].
-    busy: of the processor at either end: to post, to send, to take [s]. It is within `seconds`, but for what threads of
-        the transport do beside.
+    busy: of the processor at either end, to post, send or receive it [s]: part of `seconds`, but for what threads of
+        the transport do alongside.
     """
 
     seconds: float
@@ -340,7 +337,6 @@ class PingPong(NamedTuple):
 
     @property
     def latency(self) -> float:
-        """Seconds of the way beside both ends [s]."""
         return max(0.0, self.seconds - 2 * self.busy)
 
 
@@ -355,15 +351,15 @@ def ping_pong(
     ranks_of_host: int = 1,
     cold: bool = False,
 ) -> PingPong:
-    """Messages of these tensors between two ranks, to and fro; nothing on the other ranks.
+    """Messages of these tensors between two ranks, back and forth; nothing on the other ranks.
 
     Both ranks of the pair must call it; their links must exist in both directions.
 
     Arguments:
-        ranks_of_host: on this host; see `processor_clock` for what counts to `busy`.
-        cold: whether to be as ranks are between two actions: both push their core's caches out, as a stage's compute
-            does, and the second sleeps in its wait for some time before the message comes. Then half of the messages
-            wake a rank: see `waking_seconds`.
+        ranks_of_host: number of ranks on this host, for `processor_clock`.
+        cold: whether to imitate ranks between two actions: both evict their core's caches, as a stage's compute does,
+            and the second sleeps in its wait before the message arrives. Then half of the messages wake a rank: see
+            `waking_seconds`.
     """
     rank = transport.rank
     if rank not in pair:
@@ -372,9 +368,9 @@ def ping_pong(
     first, peer = rank == pair[0], pair[1] if rank == pair[0] else pair[0]
     tensors = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_() for spec in specs]
     times, busy, pushed = [], [], torch.zeros(CACHE_BYTES // 4 if cold else 0)
-    for turn in range(_PING_WARM_UP + (rounds or (_COLD_ROUNDS if cold else _ROUNDS))):
-        ping = Message(MessageKind.ACT, -1, -2, turn)
-        pong = Message(MessageKind.GRAD, -2, -1, turn)
+    for number in range(_PING_WARM_UP + (rounds or (_COLD_ROUNDS if cold else _ROUNDS))):
+        ping = Message(MessageKind.ACT, -1, -2, number)
+        pong = Message(MessageKind.GRAD, -2, -1, number)
         pushed.add_(1.0)
         if cold and first:
             time.sleep(_PAUSE)
@@ -407,14 +403,14 @@ def stream_seconds(
     number: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds from one arrival to the next of messages that leave back to back: the median of the slowest half.
+    """Seconds between arrivals of messages that are sent back to back: the median of the slowest half.
 
-    A shaper lets a burst pass at once, and another one after each pause, such as while a pong is on its way: so round
-    trips show a link as faster than it is. The slowest half comes past the burst, if that is less than half of all.
-    Both ranks of the pair must call it, the second one has the answer; the others have 0.
+    A shaper lets a burst pass at once, and another one after each pause, such as while a pong returns: so round trips
+    show a link as faster than it is. The slowest half comes after the burst, if that is less than half of all.
+    Both ranks of the pair must call it; the second one has the result, the others 0.
     """
     rank, (first, second) = transport.rank, pair
-    messages = [Message(MessageKind.ACT, -3, -4, turn) for turn in range(number + 1)]
+    messages = [Message(MessageKind.ACT, -3, -4, i) for i in range(number + 1)]
     arrivals: list[float] = []
     if rank == first:
         tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
@@ -435,19 +431,13 @@ def stream_seconds(
 
 
 def waking_seconds(hot: PingPong, cold: PingPong) -> float:
-    """How much longer a message takes to a rank that sleeps in its wait for it than to one that was just awake [s].
-
-    Arguments:
-        hot, cold: medians of `ping_pong` with the same tensors, as the first rank of the pair has them.
-    """
+    """Additional seconds of a message to a rank that sleeps while it waits for it, by two `ping_pong`s [s]."""
     return max(0.0, 2 * (cold.latency - hot.latency))
 
 
 def processor_clock(device: torch.device, ranks_of_host: int) -> Callable[[], float]:
-    """The clock of what a rank is busy with; one that stands still where another device computes and sends.
-
-    Where each rank of a host has a core at most, what the transport's own threads compute is taken from the ranks.
-    """
+    """The clock of a rank's processor time; constant where another device computes and sends. Where each rank of a host
+    has a core at most, the transport's threads count, too: they take time from the ranks."""
     if device.type != "cpu":
         return lambda: 0.0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

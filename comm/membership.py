@@ -1,13 +1,14 @@
-"""Who is in a run that goes on when processes die: agreed on at the launcher's store, epoch by epoch.
+"""Members of a run that continues when processes die: agreed on at the launcher's store, epoch by epoch.
 
     FORM -> RUN -> error -> BREAK -> REPORT -> VERDICT -+-> all have the gradient: step --> FORM
                                                         +-> do the step again ------------> FORM
 
-    a process that was started again: WANTS -> ADMITTED, at the next step's border --------> FORM
+    a process that was started again: WANTS -> ADMITTED, between two steps ----------------> FORM
 
-The launcher hosts the store, so that it outlives every rank, and judges death: it says who has ended. Who has neither
-reported nor ended within the run's time-out is named to it, and killed before the others are told: it cannot come back
-and write. Once each member has reported or is dead, anybody writes the verdict; the first one counts.
+The launcher hosts the store, so that it outlives every rank, and writes which processes have ended. A process that has
+neither reported nor ended within the run's time-out is named to the launcher, which kills it before it is listed as
+dead: it cannot come back and write. Once each member has reported or is dead, any of them writes the verdict; the
+first one counts.
 """
 
 from __future__ import annotations
@@ -35,32 +36,32 @@ from .sealed import sealed
 
 JUDGED = "STAGEWRIGHT_JUDGES_DEATHS"  # in the environment of ranks whose launcher does: its own folder
 LIFE = "STAGEWRIGHT_LIFE"  # there, too: how often this one was started again
-GOES_ON = "stagewright/goes on"  # keys of the launcher's store: whether a death is to end all
+GOES_ON = "stagewright/goes on"  # key of the launcher's store: set where a death does not end the run
 _POLL = 0.002  # [s]
-_MORE = 0.25  # of the time-out, behind one
+_MORE = 0.25  # of the time-out, after a time-out
 
 
 def dead(rank: int, life: int) -> str:
-    """The launcher's word on a process, by its first number: it has ended."""
+    """Key that the launcher sets when a process, by its first number, has ended."""
     return f"stagewright/dead/{rank}/{life}"
 
 
 def silent(rank: int, life: int) -> str:
-    """The others' word on a process: it is to be ended."""
+    """Key that the others set for the launcher to kill a process."""
     return f"stagewright/silent/{rank}/{life}"
 
 
 def admitted(rank: int, life: int) -> str:
-    """The others' word to a process that was started again: where it joins."""
+    """Key by which the others admit a process that was started again: the state that it joins with."""
     return f"stagewright/admitted/{rank}/{life}"
 
 
 class Verdict(NamedTuple):
     """Outcome of an epoch.
 
-    members: who goes on, by their first numbers.
-    is_whole: whether all of them have the gradient of the step, or have made it.
-    failed: why nobody goes on; empty: they do.
+    members: the remaining processes, by their first numbers.
+    is_whole: whether all of them have the gradient of the step, or have made the step.
+    failed: why the run ends; empty: it continues.
     """
 
     members: tuple[int, ...]
@@ -69,21 +70,21 @@ class Verdict(NamedTuple):
 
 
 class Membership:
-    """A process's place among those that are left.
+    """A process's view of the remaining processes.
 
     Attributes:
-        me: number of this process in the world that began.
-        members: such numbers, by rank of the world as it is now.
-        changed: whether they are to form a world anew.
+        me: number of this process in the first world.
+        members: such numbers, by rank of the present world.
+        changed: whether the members are to form a new world.
         life: how often this process was started again.
-        step: that a process which was started again begins with.
-        calls: that all have made together since the world was formed.
-        folder: with the state for those that join, until a step is made behind it.
+        step: first step of a process that was started again.
+        calls: number of calls that all have made since the world was formed.
+        folder: with the state for joining processes, until the next step is made.
 
     Arguments:
-        made: what this process was told, by name: one that was started again must be told the same.
+        made: this process's options, by name: a process that was started again must have the same.
 
-    Raises ValueError without a launcher that judges, for a second run in this process, and for another `made`.
+    Raises ValueError without a launcher that reports deaths, for a second run in this process, and for another `made`.
     """
 
     @kept_from_children()
@@ -91,8 +92,8 @@ class Membership:
         if os.environ.get(JUDGED) is None:
             raise ValueError(
                 'mesh=Mesh(on_failure="reroute") in processes whose launcher ends all of them with the first, as '
-                "torchrun does: expected stagewright.cli.launcher.launch([...], num_ranks=N), which lets the "
-                'others go on, or on_failure="stop"'
+                "torchrun does: expected stagewright.cli.launcher.launch([...], num_ranks=N), after which the "
+                'others continue, or on_failure="stop"'
             )
         self._store = sealed(
             TCPStore(
@@ -104,7 +105,7 @@ class Membership:
             )
         )
         self.life, self._timeout, self._epoch = int(os.environ.get(LIFE, "0")), timeout, 0
-        if self.life:  # it is alone until it is let in
+        if self.life:  # until it is admitted the process is alone
             world = World(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]))
         self.me = world.rank
         self.members: tuple[int, ...] = tuple(range(world.size))
@@ -130,17 +131,16 @@ class Membership:
         other = next((name for name in {**before, **made} if before.get(name) != made.get(name)), None)
         if other is not None:
             raise ValueError(
-                f"rank {self.me}, which was started again, is not let in with another {other}: {made.get(other)}, and "
+                f"rank {self.me}, which was started again, can't join with another {other}: {made.get(other)}, and "
                 f"{before.get(other)} in the processes that it would join. Expected the same script and options"
             )
 
     @property
     def is_outside(self) -> bool:
-        """Whether this process was started again, and has not entered."""
         return self.life > 0 and self._epoch == 0
 
     def enter(self) -> None:
-        """Ask to be let in, and wait for it. Raises PipelineTimeout."""
+        """Ask to be admitted, and wait for it. Raises PipelineTimeout."""
         key, until = admitted(self.me, self.life), time.monotonic() + self._timeout
         self._store.set(self._wants(self.me), str(self.life))
         while not self._store.check([key]):
@@ -150,23 +150,21 @@ class Membership:
                     f"at the beginning of a step: expected a longer timeout= than a step takes"
                 )
             time.sleep(_POLL)
-        told = self._store.get(key)
+        given = self._store.get(key)
         try:
-            epoch, members, lives, step = json.loads(told)
+            epoch, members, lives, step = json.loads(given)
             self.members, self._lives = tuple(map(int, members)), dict(enumerate(map(int, lives)))
             self._epoch, self.step, self.folder = int(epoch), int(step), self._folder_of(int(epoch) - 1)
         except (ValueError, TypeError) as error:
             raise RuntimeError(
-                f"{key!r} in the store at which the ranks meet is {told!r:.80}, which no rank of this run writes: "
-                f"expected a port that nobody else reaches"
+                f"{key!r} in the rendezvous store is {given!r:.80}, which no rank of this run writes: "
+                f"expected a port that no other process reaches"
             ) from error
         self.changed = True
 
     def someone_comes(self, step: int) -> bool:
-        """Whether processes that were started again join in front of this step: all members say the same.
-
-        The first of them looks, and announces it for the next step: nobody begins that before the first has ended this.
-        """
+        """Whether processes that were started again join before this step: the same on all members. The first member
+        announces them for the next step, which no member begins before the first has ended this one."""
         if len(self.members) == len(self._lives):
             return False
         key = self._key("admits")
@@ -183,7 +181,7 @@ class Membership:
         return False
 
     def folder_for_those_that_come(self) -> Path:
-        """Within the launcher's own; the first of the members makes it, and removes it."""
+        """A folder within the launcher's; the first member makes and removes it."""
         folder = self._folder_of(self._epoch)
         if self.me == self.members[0]:
             folder.mkdir(mode=0o700)
@@ -194,34 +192,34 @@ class Membership:
         return Path(os.environ[JUDGED], f"joining in epoch {epoch:d}")
 
     def let_in(self, step: int) -> None:
-        """Those that come are members from here on, and take what is in the folder."""
+        """Make the joining processes members, which load what is in the folder."""
         is_first, coming = self.me == self.members[0], self._coming
         self._lives |= coming
         self.members = tuple(sorted((*self.members, *coming)))
         self.folder, self._epoch, self.changed = self._folder_of(self._epoch), self._epoch + 1, True
         self.calls = 0
         for one, life in coming.items() if is_first else ():
-            told = [self._epoch, self.members, [*self._lives.values()], step]
-            self._store.set(admitted(one, life), json.dumps(told))
+            state = [self._epoch, self.members, [*self._lives.values()], step]
+            self._store.set(admitted(one, life), json.dumps(state))
 
     def step_made(self) -> None:
-        """All have what was in the folder, if there was one."""
+        """Remove the folder, if there is one: all have loaded its content."""
         made, self._made_folder, self.folder = self._made_folder, None, None
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
 
     def fail(self, error: BaseException) -> None:
-        """This process's own error ends the run on all."""
         with suppress(RuntimeError):  # the store may be gone
             self._report(0, False, f"rank {self.me} failed: {type(error).__name__}: {error}")
 
     def agree(self, num_steps: int, *, is_ready: bool, has_waited: bool = False) -> Verdict:
-        """Report, wait until every member has or is dead, and take the verdict.
+        """Report, wait until every member has reported or is dead, and return the verdict.
 
         Arguments:
-            num_steps: calls that this process has made.
-            is_ready: whether it has all that the next one is made of.
-            has_waited: for others, up to the time-out: who is alive hears of it at once now, and has little time more.
+            num_steps: number of calls that this process has made.
+            is_ready: whether it has all that the next step needs.
+            has_waited: whether it has waited for others up to the time-out: live members learn of it at once, and get
+                little more time.
         """
         self._report(num_steps, is_ready, "")
         key, until = self._key("verdict"), time.monotonic() + self._timeout * (_MORE if has_waited else 1.0)
@@ -238,14 +236,14 @@ class Membership:
             time.sleep(_POLL)
         members, is_whole, failed = json.loads(self._store.get(key))
         if self.me not in members and not failed:  # killed a moment later
-            failed = f"rank {self.me} was taken for dead by the others, which go on without it"
+            failed = f"rank {self.me} was taken for dead by the others, which continue without it"
         self._epoch += 1
         self.members, self.changed, self.calls = tuple(members), True, 0
         return Verdict(self.members, is_whole, failed)
 
     @kept_from_children()
     def form(self) -> World:
-        """The world of all that are left; its process group. PeerLost where one more dies meanwhile."""
+        """Form the world of the remaining processes, with its process group. PeerLost where one more dies meanwhile."""
         what, until = "forming the processes that are left anew", time.monotonic() + self._timeout
         self._store.set(self._key("here", self.me), "")
         while not self._store.check([self._key("here", one) for one in self.members]):
@@ -256,7 +254,7 @@ class Membership:
             time.sleep(_POLL)
         if dist.is_initialized():
             dist.destroy_process_group()
-        # The name of the next world, which must be every rank's: a forming that a death ended has counted on some.
+        # The next world's name must be the same on every rank: an attempt that a death ended has counted on some.
         dist.distributed_c10d._world.group_count = 0
         world = World(rank=self.members.index(self.me), size=len(self.members))
         if world.distributed:
@@ -288,7 +286,7 @@ class Membership:
 
 
 def _judge(reports: dict[int, tuple[int, bool, str]]) -> Verdict:
-    """The verdict on what the living report.
+    """The verdict on the reports of live members.
 
     >>> _judge({0: (4, True, ""), 2: (5, False, "")})  # rank 2 has made the step, and rank 0 can
     Verdict(members=(0, 2), is_whole=True, failed='')

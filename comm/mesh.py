@@ -1,4 +1,4 @@
-"""Where processes stand: the world, the mesh that its processes form, and the ranks of a schedule that each one runs.
+"""Positions of processes: the world, the mesh that its processes form, and the ranks of a schedule that each one runs.
 
     ProcessMesh(pipe=2, data=2, tensor=2), the last axis of its order changes fastest:
 
@@ -13,12 +13,12 @@
 
 Member t of a group of T receives from member t mod S of a group of S, whichever is larger:
 
-    2 -> 1    member 0 ──> member 0    (nobody takes what member 1 has: it is the same)
+    2 -> 1    member 0 ──> member 0    (member 1 has the same, and sends nothing)
     1 -> 2    member 0 ─┬> member 0
                         └> member 1
 
-A process is what the launcher started. A schedule's rank is a row of the schedule: a position along the pipeline in one
-of its replicas. The processes of a tensor group run the same rank; in one process all ranks run.
+The launcher starts processes. A schedule's rank is a row of the schedule: a position along the pipeline in one of its
+replicas. The processes of a tensor group run the same rank; in one process all ranks run.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ class World:
 
 
 class Coordinates(NamedTuple):
-    """Position on each axis of a mesh."""
-
     pipe: int
     data: int = 0
     tensor: int = 0
@@ -87,12 +85,10 @@ class ProcessMesh:
 
     @property
     def num_ranks(self) -> int:
-        """R of the schedule over all replicas."""
         return self.pipe * self.data
 
     @property
     def is_line(self) -> bool:
-        """Whether ranks are processes: no tensor axis, and replicas in a row."""
         return self.tensor == 1 and all(self.rank_of(process) == process for process in range(self.num_processes))
 
     def coordinates(self, process: int) -> Coordinates:
@@ -154,7 +150,7 @@ class MeshPlace:
 
     @property
     def replica(self) -> tuple[int, int]:
-        """(number, count) of the data replica whose batch this process passes; the one batch in one process."""
+        """(number, count) of the data replica whose batch this process passes; (0, 1) in one process."""
         return (self._coordinates.data, self.mesh.data) if self.world.distributed else (0, 1)
 
     @property
@@ -165,19 +161,16 @@ class MeshPlace:
         return self._coordinates.tensor, self.mesh.tensor_sizes[self.mesh.rank_of(self.world.rank)]
 
     def process_of(self, rank: int, *, tensor: int | None = None) -> int:
-        """The process that runs rank `rank` in a plane.
-
-        Arguments:
-            tensor: coordinate of the plane; None: that of this process. Smaller groups are in several planes.
-        """
+        """The process that runs rank `rank` in a plane. `tensor`: coordinate of the plane; None: that of this process.
+        Smaller groups are in several planes."""
         if not self.world.distributed:
             return 0
         members = self.mesh.members(rank)
         return members[(self._coordinates.tensor if tensor is None else tensor) % len(members)]
 
     def groups(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-        """Groups of the processes that do together what is done over these ranks: by plane, or, where the sizes of
-        their tensor groups differ, all in one.
+        """Groups of processes for a collective over these ranks: one per plane, or, where the sizes of their tensor
+        groups differ, one of all.
 
         >>> place = MeshPlace(world=World(rank=0, size=5), mesh=ProcessMesh(pipe=3, tensor=(2, 2, 1)))
         >>> place.groups((0, 1)), place.groups((0, 2))
@@ -192,7 +185,7 @@ class MeshPlace:
         return not isinstance(sizes, int) and len({*sizes} if ranks is None else {sizes[rank] for rank in ranks}) > 1
 
     def name_of(self, process: int) -> str:
-        """A process for people: its rank, and more where that is not all.
+        """Name of a process in messages: its rank, and its tensor coordinate where it has one.
 
         >>> MeshPlace(world=World(rank=0, size=4), mesh=ProcessMesh(pipe=2, tensor=2)).name_of(3)
         'process 3 (rank 1, tensor 1)'
@@ -219,8 +212,8 @@ def read_mesh(
     """The mesh that was given, or one pipeline over the world.
 
     Arguments:
-        mesh: sizes by axis; the axes left out are 1, and pipe is what the processes leave.
-        wanted: P of a schedule that was given whole.
+        mesh: sizes by axis; axes left out are 1, but pipe the rest of the processes.
+        wanted: P of a given schedule.
         order: the axes, the slowest first; None: pipe, data, tensor.
 
     Raises ValueError for an unknown axis, a tensor axis above 1 in one process, and sizes that do not match the

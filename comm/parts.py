@@ -21,11 +21,11 @@ from .transport import TensorSpec
 
 
 class PartsTransport(ProcessGroupTransport):
-    """One rank's end, whose tensors go in parts where their layout says so, to and from some peers.
+    """One rank's end, which sends tensors in parts where their layout allows it, to and from some peers.
 
     Arguments:
-        peers: ranks that send and take parts.
-        least_bytes: of a tensor that goes in parts; smaller ones go whole.
+        peers: ranks that send and receive parts.
+        least_bytes: of a tensor that is sent in parts; smaller ones are sent whole.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class PartsTransport(ProcessGroupTransport):
         super().send(message, peer, tensors, specs)
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
-        """Wait for the own parts, then gather those of all members."""
         specs = self._cut_messages.pop(message, None)
         arrived = super().wait(message, timeout)
         if specs is None:
@@ -80,7 +79,6 @@ class PartsTransport(ProcessGroupTransport):
         return spec.in_parts and prod(spec.shape) * spec.dtype.itemsize >= max(self._least_bytes, 1)
 
     def _part_of(self, spec: TensorSpec) -> TensorSpec:
-        """Layout of a part: equal ones, the last with room to spare."""
         return spec._replace(shape=(self._size(spec),), stride=(1,)) if self._is_cut(spec) else spec
 
     def _size(self, spec: TensorSpec) -> int:

@@ -1,15 +1,15 @@
 """Messages over torch.distributed process groups: gloo for the CPU, NCCL for CUDA.
 
-gloo: several groups (lanes) for each direction. Each tensor has a tag of its own: a counter per directed link and a
+gloo: several groups (lanes) for each direction. Each tensor has its own tag: a counter per directed link and a
 checksum of its layout, since one that does not fit its buffer would end the process. Waiting blocks the thread. A
-work that is dropped before it is through breaks its pair, and one that timed out closes every pair of its group for
+work that is dropped before it is complete breaks its pair, and one that timed out closes every pair of its group for
 good: so a time-out is fatal.
 
 NCCL: a communicator for each directed link, so that no order between links can deadlock: on one link both
 sides issue the same messages in the same order (`check_lowered`). Waiting orders the current stream.
 
-A process that ends takes what has not left along. So at its exit (gloo) all sends of transports that nobody closed are
-waited for.
+Messages of a process that ends before they have left are lost. So at its exit (gloo) it waits for all sends of its open
+transports.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Link = tuple[int, int]  # (sender, receiver), ranks of the schedule
 
 
 class Lanes(NamedTuple):
-    """The groups over which the messages of one directed link go in turn, the peer's index in them, its process."""
+    """The groups that the messages of one directed link use in turn, the peer's index in them, its process."""
 
     groups: tuple[dist.ProcessGroup, ...]
     peer: int
@@ -47,18 +47,18 @@ class Lanes(NamedTuple):
 _UnderWay = tuple[int, list[torch.Tensor], list[dist.Work]]  # with its peer
 _Start = Callable[[list[torch.Tensor], int, int], dist.Work]
 
-_COUNTS = 1 << 14  # far above the messages under way on a link
+_COUNTS = 1 << 14  # far above the messages in flight on a link
 _LAYOUTS = 1 << 16
 _NEVER_SENT = _COUNTS * _LAYOUTS
-_UNTOUCHED = 0xA5  # bytes of a buffer that nothing has come into yet
+_UNTOUCHED = 0xA5  # bytes of a buffer before anything has arrived
 
 
 class ProcessGroupTransport(Transport):
     """One rank's end over real processes.
 
     Arguments:
-        lanes: see `link_lanes`: what is received comes over one of a link, what is sent goes over all.
-        timeout: for sends whose receipt is known, which should be through at once [s].
+        lanes: see `link_lanes`: a link receives over one of its lanes, and sends over all.
+        timeout: for sends whose receipt is known, which should be complete at once [s].
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ProcessGroupTransport(Transport):
         self.pins = False  # whether buffers of receives are pinned, to be copied to a device
         self._blocking = device.type != "cuda"
         self._counts: dict[Link, int] = dict.fromkeys(lanes, 0)  # tensors
-        self._turns: dict[Link, int] = dict.fromkeys(lanes, 0)  # messages
+        self._num_messages: dict[Link, int] = dict.fromkeys(lanes, 0)
         self._posted: dict[Message, _UnderWay] = {}
         self._watched: dict[Message, list[torch.Tensor]] = {}  # posted ones' last elements
         self._sent: dict[Message, _UnderWay] = {}
@@ -86,7 +86,6 @@ class ProcessGroupTransport(Transport):
         return sum(t.numel() * t.element_size() for _, tensors, _ in self._posted.values() for t in tensors)
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
-        """Make buffers and post the receives, one a tensor."""
         ((group, index),) = self._next_lanes((peer, self.rank))
         buffers, works = [], []
         for spec in specs:
@@ -95,19 +94,20 @@ class ProcessGroupTransport(Transport):
             )
             buffers.append(buffer)
             if self.is_watched and self._blocking and buffer.numel():
-                self._watched.setdefault(message, []).append(_last_bytes(buffer).fill_(_UNTOUCHED))
+                last = buffer.as_strided((1,), (1,), buffer.numel() - 1).view(torch.uint8)
+                self._watched.setdefault(message, []).append(last.fill_(_UNTOUCHED))
             tag = self._next_tag((peer, self.rank), spec)
             if buffer.numel():
                 works.append(self._start(group.recv, buffer, index, tag, message=message, peer=peer))
         self._posted[message] = (peer, buffers, works)
 
     def is_here(self, message: Message) -> bool:
-        """gloo tells of no receive that nobody waits for, but fills its buffer in order: by the last bytes."""
+        """By the last bytes of its buffers, which gloo fills in order: it has no test for a complete receive."""
         last = self._watched.get(message, ())
         return len(last) > 0 and all(any(byte != _UNTOUCHED for byte in one.tolist()) for one in last)
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-        """Start the sends; what they read is kept until their receipt is known."""
+        """Start the sends; their tensors are kept until their receipt is known."""
         lanes = self._next_lanes((self.rank, peer))
         kept, works = [], []
         for tensor, spec in zip(tensors, specs, strict=True):
@@ -118,7 +118,6 @@ class ProcessGroupTransport(Transport):
         self._sent[message] = (peer, kept, works)
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
-        """Block until the tensors are here (CUDA: until the stream will have them)."""
         peer, buffers, works = self._posted.pop(message)
         self._watched.pop(message, None)
         for work in works:
@@ -126,7 +125,7 @@ class ProcessGroupTransport(Transport):
         return tuple(buffers)
 
     def acknowledged(self, messages: Sequence[Message]) -> None:
-        """Free these sends; gloo wants each work waited for, which returns at once."""
+        """Free these sends; gloo requires a wait for each work, which returns at once."""
         for message in messages:
             sent = self._sent.pop(message, None)
             if sent is not None and self._blocking:
@@ -134,7 +133,7 @@ class ProcessGroupTransport(Transport):
                     self._finish(work, message, sent[0], self._timeout, _receipt)
 
     def end_of_program(self) -> None:
-        """Sends without an answer wait here for one more program: by then they are through."""
+        """Keep sends without an answer for one more program, at whose end they are complete."""
         self._free_leftover(self._timeout)
         self._leftover.extend(self._sent.items())
         self._sent.clear()
@@ -144,7 +143,6 @@ class ProcessGroupTransport(Transport):
         self._free_leftover(timeout)
 
     def abort(self) -> None:
-        """After an error: close this rank's links, so that nobody waits for it any longer, and drop all messages."""
         lanes = [lane for each in self._lanes.values() for lane in each]
         for group in {id(group): group for lane in lanes for group in lane.groups}.values():
             break_group(group, self._device)
@@ -154,12 +152,12 @@ class ProcessGroupTransport(Transport):
         self._leftover.clear()
 
     def close(self) -> None:
-        """Drop the groups: whoever made them can destroy them then."""
+        """Drop the groups, so that their owner can destroy them."""
         self._lanes = {}
         _open.discard(self)
 
     def at_exit(self) -> None:
-        """The process ends: wait for what other ranks will still take. Never raises: they tell what they lack."""
+        """Wait for what other ranks will still receive. Never raises: they report what they miss."""
         if self._blocking:
             with suppress(PipelineTimeout, PeerLost):
                 self.drain(self._timeout)
@@ -171,8 +169,8 @@ class ProcessGroupTransport(Transport):
                 self._finish(work, message, peer, timeout, _receipt)
 
     def _next_lanes(self, link: Link) -> list[tuple[dist.ProcessGroup, int]]:
-        turn = self._turns[link] = self._turns[link] + 1
-        return [(lane.groups[turn % len(lane.groups)], lane.peer) for lane in self._lanes[link]]
+        number = self._num_messages[link] = self._num_messages[link] + 1
+        return [(lane.groups[number % len(lane.groups)], lane.peer) for lane in self._lanes[link]]
 
     def _next_tag(self, link: Link, spec: TensorSpec) -> int:
         count = self._counts[link] = (self._counts[link] + 1) % _COUNTS
@@ -188,7 +186,7 @@ class ProcessGroupTransport(Transport):
             raise PeerLost(story, peers=sorted(self._processes[peer])) from error
 
     def _finish(
-        self, work: dist.Work, message: Message, peer: int, timeout: float, tell: Callable[[Message, int], str]
+        self, work: dist.Work, message: Message, peer: int, timeout: float, describe: Callable[[Message, int], str]
     ) -> None:
         started = time.monotonic()
         try:
@@ -197,7 +195,7 @@ class ProcessGroupTransport(Transport):
             else:
                 work.wait()
         except RuntimeError as error:
-            waited, what = time.monotonic() - started, tell(message, peer)
+            waited, what = time.monotonic() - started, describe(message, peer)
             if "timed out" in str(error).lower() or waited >= timeout:
                 raise PipelineTimeout(
                     f"waited {waited:.1f} s for {what}", peers=sorted(self._processes[peer])
@@ -218,12 +216,10 @@ def _drain_open() -> None:
 
 
 def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Close this rank's connections in a group, so that whoever waits for it there fails at once. Never raises.
-
-    gloo's own abort() leaves its sockets open (torch 2.13); a receive that times out closes all of them.
-    """
+    """Close this rank's connections in a group, so that ranks that wait for it there fail at once. Never raises. gloo's
+    own abort() leaves its sockets open (torch 2.13); a receive that times out closes all of them."""
     if device.type == "cuda":
-        with suppress(RuntimeError):  # it is broken already, which is what we want
+        with suppress(RuntimeError):  # it is broken already
             group.abort()
         return
     for peer in range(group.size()):
@@ -233,7 +229,6 @@ def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def in_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor as it is sent: itself, or a copy without its gaps and overlaps."""
     if tensor.stride() == spec.stride:
         return tensor
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
@@ -241,12 +236,11 @@ def in_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 @cache
 def _checksum(spec: TensorSpec) -> int:
-    """The same in every process."""
     return zlib.crc32(repr(spec[:3]).encode()) % _LAYOUTS
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor without gaps, in order; as bytes where its type is none that every backend knows."""
+    """The memory of a tensor without gaps, in order; as bytes where not every backend supports its type."""
     is_known = tensor.dtype not in (torch.bool, torch.bfloat16)
     if is_known and tensor.is_contiguous():
         return tensor
@@ -254,12 +248,8 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
     return flat if is_known else flat.view(torch.uint8)
 
 
-def _last_bytes(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.as_strided((1,), (1,), buffer.numel() - 1).view(torch.uint8)
-
-
 def _arrival(message: Message, peer: int) -> str:
-    """The action that a wait is for, its rank, and the message that it brings."""
+    """The action that a wait is for, its rank, and the message that it makes."""
     if message.kind not in STAGE_KINDS:
         return f"rank {peer}: the {message}"
     made_by = Action(message.src, Op.F if message.kind is MessageKind.ACT else Op.B, message.index)

@@ -1,9 +1,9 @@
-"""How processes meet: at the store of MASTER_ADDR, and whether gloo will be able to connect them.
+"""The rendezvous of processes at the store of MASTER_ADDR, and whether gloo will be able to connect them.
 
-gloo connects each rank with all others at the address that the name of its host has there, or that of
-GLOO_SOCKET_IFNAME. If that is a loopback address, or a firewall stands between, it tries five times, each as long as
-the time-out, and says neither who nor what. Here the first rank of each host listens at that address and connects to
-those of the other hosts; all ranks learn what failed, and say the same.
+gloo connects each rank with all others at the address to which its host's name resolves there, or that of
+GLOO_SOCKET_IFNAME. If that is a loopback address, or a firewall blocks it, it tries five times, each as long as the
+time-out, and names neither rank nor reason. Here the first rank of each host listens at that address and connects to
+those of the other hosts; all ranks learn what failed, and raise the same error.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .mesh import World
 
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-_PATIENCE = 5.0  # [s] for connecting: TCP asks again after 1 s and 3 s
+_PATIENCE = 5.0  # [s] for connecting: TCP retries after 1 s and 3 s
 
 
 @kept_from_children()
 def join_world(*, device: torch.device, timeout: float) -> World:
-    """Use the process group that is present; else, with WORLD_SIZE above 1, make one; else be alone.
+    """Use the process group that exists; else, with WORLD_SIZE above 1, make one; else run in one process.
 
     Raises RuntimeError that names the address, and the ranks that are missing, when the rendezvous fails within
     `timeout` [s]; PeerLost that names hosts which gloo cannot connect, and what to type; ValueError for a
@@ -70,30 +70,29 @@ def join_world(*, device: torch.device, timeout: float) -> World:
         dist.init_process_group(kind, store=store, rank=world.rank, world_size=world.size, timeout=limit)
         connected = [f"connected/{rank}" for rank in range(size)]
         store.set(connected[world.rank], "")
-        store.wait(connected, limit)  # whose caller fails at once must not leave while others still connect
+        store.wait(connected, limit)  # a process whose caller fails at once must not end while others still connect
     except Exception as error:
         raise RuntimeError(
-            f"rank {world.rank} of {size} met all others at {address}, but could not be connected with them within "
+            f"rank {world.rank} of {size} found all others at {address}, but could not be connected with them within "
             f"{timeout:g} s ({no_more_files(size) or short_reason(error)})"
         ) from error
     return world
 
 
 def _meet(world: World, limit: timedelta, mine: str) -> tuple[Store, list[str]]:
-    """The store at MASTER_ADDR, which all ranks have reached, and what each has said of itself: torch's env://
-    rendezvous, which names who is missing.
-
-    An agent that started the ranks hosts it, else rank 0: on loopback alone, unless the job spans hosts.
-    """
+    """The store at MASTER_ADDR, once all ranks have reached it, and the text of each: torch's env:// rendezvous, with
+    an error that names missing ranks. The agent that started the ranks hosts it, else rank 0: on loopback alone, unless
+    the job spans hosts."""
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ValueError(f"{name} is not set")
     host, port, listens = os.environ["MASTER_ADDR"], _environment("MASTER_PORT"), None
     is_master = world.rank == 0 and not has_agent
-    if not has_agent and _is_one_host(host, world):
+    is_one_host = host in ("localhost", "::1", _LOOPBACK) or os.environ.get("LOCAL_WORLD_SIZE") == str(world.size)
+    if is_one_host and not has_agent:
         host = _LOOPBACK
-        with suppress(OSError):  # this process listens there already, or the store tells who does
+        with suppress(OSError):  # this process listens there already, or the store reports who does
             listens = socket.create_server((host, port), backlog=128 + world.size).detach() if is_master else None
     store = TCPStore(
         host,
@@ -117,11 +116,6 @@ def _meet(world: World, limit: timedelta, mine: str) -> tuple[Store, list[str]]:
     return PrefixStore(f"default_pg/{visit}", store), said
 
 
-def _is_one_host(host: str, world: World) -> bool:
-    """Whether all ranks are on this one: no other means it by that address, or whoever started them has said so."""
-    return host in ("localhost", "::1", _LOOPBACK) or os.environ.get("LOCAL_WORLD_SIZE") == str(world.size)
-
-
 def _environment(name: str, *, default: int | None = None) -> int:
     text = os.environ.get(name)
     if text is None and default is not None:
@@ -142,7 +136,6 @@ class Place(NamedTuple):
 
 
 def read_place(text: str) -> Place:
-    """A place as JSON. Raises ValueError for another text."""
     try:
         return Place(*json.loads(text))
     except (TypeError, ValueError):
@@ -150,11 +143,8 @@ def read_place(text: str) -> Place:
 
 
 def gloo_address() -> str:
-    """The address at which gloo listens on this host: of the first interface of GLOO_SOCKET_IFNAME; else the first of
-    the host's name that is its own; else the loopback one.
-
-    Raises ValueError for a name of no interface.
-    """
+    """The address at which gloo listens on this host: of the first interface of GLOO_SOCKET_IFNAME; else the first one
+    of the host's name that can be bound here; else the loopback address. Raises ValueError for an unknown interface."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         there = interfaces()
@@ -173,7 +163,7 @@ def gloo_address() -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """IPv4 addresses by network interface of this host; those without one are left out."""
+    """IPv4 addresses by network interface of this host; interfaces without one are left out."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -184,18 +174,18 @@ def interfaces() -> dict[str, str]:
 
 
 def unreached(store: Store, places: Sequence[Place], rank: int, *, limit: float) -> str:
-    """Why hosts do not reach each other, the same on all ranks; empty where they do. Collective over them.
+    """Why hosts do not reach each other, the same on all ranks; empty where they do. Collective over the ranks.
 
     Arguments:
-        store: of this meeting alone.
+        store: of this rendezvous alone.
         places: of all ranks.
-        limit: seconds that ranks wait for each other.
+        limit: of the waits of ranks for each other [s].
     """
     leaders: dict[str, int] = {}
     for number, each in enumerate(places):
         leaders.setdefault(each.host, number)
     if len(leaders) == 1 or not all(each.address for each in places):
-        return ""  # an interface without an IPv4 address is gloo's own business
+        return ""  # an interface without an IPv4 address is left to gloo
     first = {host: places[leader] for host, leader in leaders.items()}
     wait = timedelta(seconds=limit)
     listens, answers = ([f"reach/{what}/{host}" for host in leaders] for what in ("listens", "answers"))
@@ -215,7 +205,6 @@ def unreached(store: Store, places: Sequence[Place], rank: int, *, limit: float)
 
 
 def _server(address: str, *, backlog: int) -> socket.socket:
-    """A socket to which so many others may connect, though nobody takes them in."""
     return socket.create_server((address, 0), family=_family(address), backlog=max(backlog, 128))
 
 
@@ -228,7 +217,7 @@ def refusals(targets: Mapping[str, tuple[str, int]], *, seconds: float) -> dict[
 
     Arguments:
         targets: address and port by host.
-        seconds: that all together may take.
+        seconds: limit for all of them together.
     """
     found: dict[str, str] = {}
     until = time.monotonic() + seconds
@@ -239,12 +228,12 @@ def refusals(targets: Mapping[str, tuple[str, int]], *, seconds: float) -> dict[
             error = tried.connect_ex(at)
             if error in (0, errno.EINPROGRESS):
                 selector.register(tried, selectors.EVENT_WRITE, host)
-            else:  # no way there, say
+            else:  # no route to the host, for example
                 found[host] = os.strerror(error)
         is_over = False
         while selector.get_map() and not is_over:
             left = until - time.monotonic()
-            is_over = left <= 0  # one more look, at what came while this process did not run
+            is_over = left <= 0  # one more poll, for what arrived while this process did not run
             for key, _ in selector.select(max(0.0, left)):
                 assert isinstance(key.fileobj, socket.socket)
                 if error := key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -264,6 +253,6 @@ def _story(first: Mapping[str, Place], failed: Mapping[str, Mapping[str, str]]) 
         return ""
     return (
         f"{'; '.join(lines)}: expected the address of a network that all hosts share (its interface: type "
-        f"GLOO_SOCKET_IFNAME=eth0 in front of the command), and that nothing, such as a firewall, stands between: gloo "
+        f"GLOO_SOCKET_IFNAME=eth0 before the command), and that nothing, such as a firewall, blocks it: gloo "
         f"connects to any free TCP port"
     )

@@ -1,7 +1,7 @@
-"""Seals of one run: a secret that the launcher hands to each process in its environment decides what is believed of
-the store, whose port others may reach, and which pickles in shared memory are read.
+"""Seals of one run: a secret that the launcher gives each process in its environment decides which entries of the
+store, whose port others may reach, are trusted, and which pickles in shared memory are read.
 
-Without a secret, as under torchrun unless STAGEWRIGHT_SECRET is set, the store is believed, and folders are checked.
+Without a secret, as under torchrun unless STAGEWRIGHT_SECRET is set, the store is trusted, and folders are checked.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SEAL = 64  # characters of a seal: SHA-256 in hex
 
 
 def sealed(store: Store) -> Store:
-    """The store, for what is acted on; itself where the run has no secret."""
+    """The store with seals; the store itself where the run has no secret."""
     secret = os.environ.get(SECRET)
     return cast(Store, SealedStore(store, secret)) if secret else store
 
 
 class SealedStore:
-    """A store in which only what processes with the same secret wrote counts; what is not named here is the store's."""
+    """A store that ignores entries of processes without the same secret; other attributes are the store's."""
 
     def __init__(self, store: Store, secret: str) -> None:
         self._store, self._secret = store, secret
@@ -42,15 +42,13 @@ class SealedStore:
         self._store.set(key, self._own(key, value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether such processes have written all of them."""
         return all(self._store.check([key]) and self._is_sealed(key, self._store.get(key)) for key in keys)
 
     def get(self, key: str) -> bytes:
-        """Raises RuntimeError for what somebody else wrote."""
         return self._opened(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        assert not expected  # a key that nobody has written
+        assert not expected  # the key has not been written
         return self._opened(key, self._store.compare_set(key, "", self._own(key, value)))
 
     def _own(self, key: str, value: str) -> str:
@@ -63,8 +61,8 @@ class SealedStore:
         if self._is_sealed(key, found):
             return found[_SEAL:]
         raise RuntimeError(
-            f"{key!r} in the store at which the ranks meet was written by a process that is none of this run: expected "
-            f"a port that nobody else reaches"
+            f"{key!r} in the rendezvous store was written by a process that is not part of this run: expected a port "
+            f"that no other process reaches"
         )
 
 
@@ -74,12 +72,12 @@ def _seal(secret: str, what: str, value: bytes) -> bytes:
 
 
 def own_folder(folder: Path) -> Path:
-    """The folder. Raises ValueError unless it is this user's, no link, and nobody else may enter; OSError for none."""
+    """The folder. Raises ValueError unless it is this user's, no link, and closed to other users; OSError for none."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ValueError(
             f"{folder} ({stat.filemode(status.st_mode)}, of user {status.st_uid}): expected a folder of user "
-            f"{os.geteuid()} that nobody else may enter (drwx------), and no link"
+            f"{os.geteuid()} that no other user may enter (drwx------), and no link"
         )
     return folder
 
@@ -89,7 +87,7 @@ def save_sealed(value: Any, path: Path) -> None:
 
 
 def load_sealed(path: Path) -> Any:
-    """The object that a process of this run has saved. RuntimeError for what another one has: nothing of it runs."""
+    """The object that a process of this run has saved. RuntimeError, without unpickling, for another process's."""
     try:
         return torch.load(path, mmap=True, weights_only=False, pickle_module=_PICKLES)
     except pickle.UnpicklingError as error:
@@ -97,7 +95,7 @@ def load_sealed(path: Path) -> Any:
 
 
 class CompactPickler(pickle.Pickler):
-    """A pickler that writes only the elements of a view: torch writes all memory under it, such as a data set."""
+    """A pickler that writes only the elements of a view: torch writes its whole storage, such as a data set."""
 
     def reducer_override(self, value: Any) -> Any:
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided
@@ -112,8 +110,6 @@ def compact(value: object) -> bytes:
 
 
 class _Pickler(CompactPickler):
-    """Writes a seal behind the pickle."""
-
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
         self._file = file
@@ -127,7 +123,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         text = file.read()
         if not hmac.compare_digest(text[-_SEAL:], _seal(os.environ.get(SECRET, ""), "pickle", text[:-_SEAL])):
-            raise pickle.UnpicklingError("a process that is none of this run has written it")
+            raise pickle.UnpicklingError("a process that is not part of this run has written it")
         super().__init__(io.BytesIO(text), **options)
 
 

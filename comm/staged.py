@@ -1,10 +1,10 @@
-"""Messages of a CUDA device through the host's memory, where NCCL cannot be: gloo carries pinned copies.
+"""Messages of a CUDA device through the host's memory, where NCCL can't be used: gloo carries pinned copies.
 
-    send   compute ── event ──> copy to the host, a stream of its own ── event ──> a thread: the transport's send
-    wait   the transport's wait ──> copy to the device, a stream of its own ── event ──> compute
+    send   compute ── event ──> copy to the host, on its own stream ── event ──> a thread: the transport's send
+    wait   the transport's wait ──> copy to the device, on its own stream ── event ──> compute
 
-Neither direction holds up compute, nor the thread that launches it. Messages leave in the order in which they were
-sent. Pinned memory is that of torch's allocator, which gives a buffer again once the copies from and to it are through.
+Neither direction delays compute, nor the thread that launches it. Messages leave in the order in which they were sent.
+Pinned memory is that of torch's allocator, which reuses a buffer once the copies from and to it are complete.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from .transport import TensorSpec, Transport, TransportAround
 
 
 def staged(transport: ProcessGroupTransport, groups: Groups) -> Transport:
-    """The transport as the run's device needs it: through the host's memory where gloo carries what CUDA computes."""
     return StagedTransport(transport, CudaSide(groups.device)) if groups.is_staged else transport
 
 
 class CudaSide:
-    """Copies between a CUDA device and pinned memory, each direction on a stream of its own.
+    """Copies between a CUDA device and pinned memory, each direction on its own stream.
 
     pins: whether buffers on the host are to be pinned.
     """
@@ -40,22 +39,22 @@ class CudaSide:
     def to_host(
         self, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]
     ) -> tuple[list[torch.Tensor], Callable[[], object]]:
-        """Copies laid out as `specs` say, and what blocks until they are whole."""
+        """Copies with these layouts, and a function that blocks until they are complete."""
         whole = [in_layout(x, spec) for x, spec in zip(tensors, specs, strict=True)]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         hosts = [torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, pin_memory=self.pins) for spec in specs]
         with torch.cuda.stream(self._out):
             for host, x in zip(hosts, whole, strict=True):
                 _flat(host).copy_(_flat(x), non_blocking=True)
-                x.record_stream(self._out)  # its memory is taken again only after the copy
+                x.record_stream(self._out)  # its memory is reused only after the copy
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(self._out)
         return hosts, copied.synchronize
 
     def to_device(self, hosts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Copies on the device, there for what is launched on the current stream from here on."""
+        """Copies on the device, for what is launched on the current stream after this call."""
         compute, found = torch.cuda.current_stream(self._device), []
-        with torch.cuda.stream(self._back):  # memory of this stream: nothing that compute still reads
+        with torch.cuda.stream(self._back):  # memory of this stream, which compute does not read any more
             for host in hosts:
                 x = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
                 _flat(x).copy_(_flat(host), non_blocking=True)
@@ -66,8 +65,6 @@ class CudaSide:
 
 
 class StagedTransport(TransportAround):
-    """A transport around one of tensors on the host."""
-
     def __init__(self, inner: ProcessGroupTransport, side: CudaSide) -> None:
         super().__init__(inner)
         inner.pins = side.pins
@@ -109,12 +106,12 @@ class StagedTransport(TransportAround):
         super().close()
 
     def _have_left(self, messages: Sequence[Message]) -> None:
-        """Wait until these are with the inner transport. Raises what its send has raised."""
+        """Wait until the inner transport has these messages. Raises the error of its send."""
         for message in messages:
             if (leaving := self._leaving.pop(message, None)) is not None:
                 leaving.result()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor without gaps, in order: one copy, whatever the strides."""
+    """The memory of a tensor without gaps, in order, to be copied at once."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,8 +1,8 @@
-"""Exchange between processes beside training, in a thread of their own: through the store at which they met.
+"""Exchange between processes alongside training, in a separate thread: through the rendezvous store.
 
 A collective of the run would wait for the run's other collectives, and one that timed out would break its group. Here a
-wait is a look at the store now and then, which any thread may take, and which ends nothing. Whoever reaches the store
-may write into it: what is read from it is sealed (see `sealed`) where the run has a secret, and JSON, never code.
+wait polls the store, on any thread, and a time-out ends nothing. Any process that reaches the store may write into it:
+so its entries are sealed (see `sealed`) where the run has a secret, and JSON, never code.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _POLL = 0.02  # [s]
 
 
 class ExchangeError(Exception):
-    """Another process gave up, or this one is to wait no longer."""
+    """Another process gave up, or this one is to stop waiting."""
 
 
 class StoreExchange:
-    """A few rounds in which each process gives something and gets what the others gave.
+    """Rounds in which each process gives a value and gets those of all.
 
     Arguments:
         name: of these rounds, the same on all processes and never used before.
-        is_over: whether to wait no longer.
+        is_over: whether to stop waiting.
     """
 
     def __init__(self, store: Store, *, rank: int, size: int, name: str, is_over: Callable[[], bool]) -> None:
@@ -43,21 +43,21 @@ class StoreExchange:
         self._round = 0
 
     def gather(self, mine: T, *, what: str) -> list[T]:
-        """[size] what every process gives, on every process, as JSON keeps it. Raises ExchangeError where one will not
-        come, or is no JSON."""
+        """[size] values of all processes, on every process, as JSON. Raises ExchangeError where one will not come, or
+        is no JSON."""
         keys = [self._key(rank) for rank in range(self._size)]
         self._store.set(keys[self.rank], json.dumps(mine))
         while not self._store.check(keys):
             if self._store.check([self._ended]):
                 raise ExchangeError(f"{what}: {self._store.get(self._ended).decode(errors='replace')}")
             if self._is_over():
-                raise ExchangeError(f"{what}: nobody waits for it any more")
+                raise ExchangeError(f"{what}: no process waits for it any more")
             time.sleep(_POLL)
         try:
             answers: list[T] = [json.loads(self._store.get(key)) for key in keys]
         except (ValueError, RecursionError) as error:
-            raise ExchangeError(f"{what}: what stands in the store is no JSON ({error})") from None
-        if self._round:  # all have read the round before: they are in this one
+            raise ExchangeError(f"{what}: an entry of the store is no JSON ({error})") from None
+        if self._round:  # all are in this round, and have read the one before
             self._store.delete_key(self._key(self.rank, self._round - 1))
         self._round += 1
         return answers
@@ -77,22 +77,20 @@ class StoreExchange:
 
 
 class Alone:
-    """The only process."""
-
     rank = 0
 
     def gather(self, mine: T, *, what: str) -> list[T]:
         return [mine]
 
     def give_up(self, why: str) -> None:
-        """Nobody waits."""
+        """Nothing to do: no process waits."""
 
     def missing(self) -> list[int]:
         return []
 
 
 def exchanges(world: World, *, what: str) -> Callable[[int, Callable[[], bool]], StoreExchange | Alone]:
-    """Makes exchanges between the processes of a run, by number and `is_over`. All make theirs in the same order."""
+    """Makes exchanges between the processes of a run, by number and `is_over`. All call it in the same order."""
     if not world.distributed:
         return lambda number, is_over: Alone()
     store = sealed(_get_default_store())

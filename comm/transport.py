@@ -1,8 +1,8 @@
 """Messages between ranks: the contract of a transport, and the transport within one process.
 
 A message is a tuple of tensors under a `Message` key. A receive is posted ahead with the shapes expected; `wait`
-returns its tensors. On each directed link the receives are posted in the order of the sends (made sure by
-`check_lowered`), so a transport may match them by order alone. Sends never block.
+returns its tensors. On each directed link the receives are posted in the order of the sends (`check_lowered` checks
+it), so a transport may match them by order alone. Sends never block.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..schedules import Message
 
 
 class TensorSpec(NamedTuple):
-    """Layout of a tensor on its way.
+    """Layout of a tensor in a message.
 
-    stride: without gaps or overlaps. It is kept on the way, since random masks are drawn in memory order.
-    requires_grad: a gradient comes back for it.
-    in_parts: all members of a tensor group hold it alike, so that each may send its part.
+    stride: without gaps or overlaps. The receiver's is the same, since random masks are drawn in memory order.
+    requires_grad: whether its gradient is sent back.
+    in_parts: whether all members of a tensor group hold the same values, so that each may send a part.
     """
 
     shape: tuple[int, ...]
@@ -38,14 +38,14 @@ class TensorSpec(NamedTuple):
 
 
 class Transport(ABC):
-    """One rank's end; where nothing is held or under way, there is nothing to free or to wait for."""
+    """One rank's end of its links. By default nothing is held or in flight, so there is nothing to free or wait for."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.is_watched = False  # whether `is_here` is asked of what is posted from now on
+        self.is_watched = False  # whether `is_here` is called for messages posted from now on
 
     def layouts(self, message: Message, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
-        """Layouts of a message as it travels, whose tensors have these."""
+        """Layouts in which tensors with these layouts are sent."""
         return specs
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
@@ -54,14 +54,14 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
-        """Hand over `message` for rank `peer`, laid out as `specs` say; returns at once."""
+        """Send `message` to rank `peer`, with the layouts `specs`; returns at once."""
 
     def ready(self, message: Message) -> bool:
         """Whether `wait` may be called: always where waiting blocks."""
         return True
 
     def is_here(self, message: Message) -> bool:
-        """Whether `wait` is seen to return at once; it may without."""
+        """Whether `wait` is known to return at once; it may also do so otherwise."""
         return False
 
     @abstractmethod
@@ -69,28 +69,28 @@ class Transport(ABC):
         """The tensors of a posted message; blocks for at most `timeout` [s], then raises PipelineTimeout."""
 
     def acknowledged(self, messages: Sequence[Message]) -> None:
-        """These sends are known to be received: free what they hold."""
+        """Free these sends, which are known to be received."""
         return
 
     def end_of_program(self) -> None:
-        """All sends of a program are out: those of the program before must be through by now."""
+        """Called after the last send of a program: those of the program before must be complete by now."""
         return
 
     def drain(self, timeout: float) -> None:
-        """Wait until all sends are through."""
+        """Wait until all sends are complete."""
         return
 
     @abstractmethod
     def abort(self) -> None:
-        """After an error: let nobody wait for this rank any longer."""
+        """After an error: fail the waits of other ranks for this one."""
 
     def close(self) -> None:
-        """Let go of the links: nothing can be sent or received any more."""
+        """Release the links: nothing can be sent or received any more."""
         return
 
 
 class TransportAround(Transport):
-    """A transport around another, which has its way but where a subclass says otherwise."""
+    """A transport that delegates to another, but where a subclass overrides it."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.rank)
@@ -130,14 +130,12 @@ class TransportAround(Transport):
         self.inner.close()
 
 
-Mailbox = dict[tuple[int, Message], tuple[torch.Tensor, ...]]  # under way in one process, by receiver and message
+Mailbox = dict[tuple[int, Message], tuple[torch.Tensor, ...]]  # in flight in one process, by receiver and message
 
 
 class InProcessTransport(Transport):
-    """One rank's end of a `Mailbox`: sending is putting, no copy is made.
-
-    A receiver gets detached aliases of the sender's tensors.
-    """
+    """One rank's end of a `Mailbox`: sending is putting, no copy is made. A receiver gets detached aliases of the
+    sender's tensors."""
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         super().__init__(rank)
@@ -152,9 +150,8 @@ class InProcessTransport(Transport):
     is_here = ready
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
-        """Take it out; it must be `ready`."""
         return self._mailbox.pop((self.rank, message))
 
     def abort(self) -> None:
-        """Drop what is under way: the next batch has messages of the same names."""
+        """Drop what is in flight: the next batch has messages of the same names."""
         self._mailbox.clear()

@@ -31,7 +31,7 @@ from .run.training import Training
 from .run.worker import TrainingWorker
 from .settings.arguments import AUTO
 from .settings.given import Given
-from .shards.cutting import in_ways
+from .shards.cutting import styles_of_plan
 from .shards.tensor_option import peers_in_parts, read_tensor_parallel
 from .stage.build import CutModel, cut_model, look_at_loss
 from .stage.members import MemberShards, divide_over_group, refuse_divided
@@ -324,7 +324,7 @@ def _divided_and_cut(
     if styles is None and layout.plan is not None:  # it may split tensors, and does not say how
         styles = AUTO
     tensor = read_tensor_parallel(styles, root, count=layout.place.tensor[1], example=example)
-    tensor = in_ways(tensor, layout.plan, root)
+    tensor = styles_of_plan(tensor, layout.plan, root)
     if tensor.styles and layout.place.world.rank == mesh.members(mesh.tensor_sizes.index(tensor.count))[0]:
         _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
     regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None

@@ -93,7 +93,7 @@ class Building:
             from .reroute import life_cycle_of
 
             self.life = life_cycle_of(self, layout)
-        self.guard.stands_at(layout.place)
+        self.guard.set_place(layout.place)
         if example is not None:
             replica, num_replicas = layout.place.replica
             check_batch(example, len(range(replica, layout.schedule.num_microbatches, num_replicas)))

@@ -28,20 +28,20 @@ from .shards.shard import Sharding, sharding_of, sharding_over
 from .telling import tell, tell_of_one_rank
 
 DEFAULT_SCHEDULE = "1f1b"
-_SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages a rank", "num_slices": "{} slices a microbatch"}
+_SIZES = {"num_microbatches": "{}", "num_chunks": "{} stages per rank", "num_slices": "{} slices per microbatch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A schedule, and what each of its ranks does.
+    """A schedule, and how its ranks run it.
 
     Arguments:
         schedule: over all replicas.
-        plan: where it came from, if from one: then its nodes say where the model is cut.
+        plan: the plan of the layout, if any: then its nodes determine where the model is cut.
         recompute: what is computed again in the backward.
         sharding: what the ranks that hold a stage divide among themselves.
-        place: where this process stands, and which of the schedule's ranks it runs.
-        adds: make what is around a run of it.
+        place: this process's position on the mesh, and its ranks of the schedule.
+        adds: makers of the additions to a run.
     """
 
     schedule: Schedule
@@ -56,12 +56,12 @@ class Run:
     """Context of one process's pipeline, of a model or of stages. Collective over the processes.
 
     Attributes:
-        root: above all modules of the model or of the stages.
+        root: the module that contains the model or the stages.
         verifies: whether there is a copy of the plain model to verify with, or of a unit at a time (`by_unit`).
         evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
-        added: what is around it.
-        spares_memory: whether the model was built without memory: then what is freed goes back to the system.
-        inside: what of the user's runs in the midst of a step, and may not call the pipeline, if anything.
+        added: the additions to the run.
+        spares_memory: whether the model was built without memory: then freed memory is returned to the system.
+        inside: name of the user's code that runs within a step, and may not call the pipeline, if any.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Run:
         self.added = [make(self) for make in layout.adds]
 
     def _check_backend(self) -> None:
-        """ValueError for what NCCL, or gloo on CUDA, cannot do here; tell where processes share a GPU."""
+        """ValueError for what NCCL, or gloo on CUDA, can't do here; a message where processes share a GPU."""
         groups, place, device = self.collectives.groups, self.layout.place, self.options.device
         if groups.is_staged and max(place.mesh.tensor_sizes) > 1:
             raise ValueError(
@@ -119,10 +119,8 @@ class Run:
 
 
 def choose_layout(options: Options) -> Callable[[World], Layout] | None:
-    """Maker of the layout; None: under schedule="auto" the first batch decides.
-
-    Raises ValueError for options that exclude each other.
-    """
+    """Maker of the layout; None: schedule="auto", which the first batch decides. Raises ValueError for options that
+    exclude each other."""
     check_options(options)
     schedule = DEFAULT_SCHEDULE if options.schedule is None else options.schedule
     if isinstance(schedule, Plan):
@@ -131,10 +129,8 @@ def choose_layout(options: Options) -> Callable[[World], Layout] | None:
 
 
 def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) -> Layout:
-    """Layout that a plan asks for. All ranks pass the same batch, whatever replicas there are.
-
-    Raises ValueError for a plan for another number of processes, and for what the runtime does not do.
-    """
+    """Layout of a plan. All ranks pass the same batch, with any replicas. Raises ValueError for a plan for another
+    number of processes, and for what the runtime does not support."""
     if world.distributed and plan.num_devices != world.size:
         raise ValueError(
             f"the plan is for {plan.num_devices} ranks and the process group has {world.size}: expected a plan for "
@@ -151,7 +147,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
     if over := plan.num_devices - sum(sizes):
         raise ValueError(
             f"the plan splits tensors over groups of {plan.tensor} of its {plan.num_devices} ranks, which leaves "
-            f"{over} in no group: expected a number that {plan.tensor} divides (plan(runnable=True) finds such alone)"
+            f"{over} in no group: expected a number that {plan.tensor} divides (plan(runnable=True) finds only such)"
         )
     is_even = len({*sizes}) == 1
     if not is_even and schedule.is_asynchronous:
@@ -168,7 +164,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
     return Layout(
         schedule=schedule,
         plan=plan,
-        # What leaves for the host stands in the schedule.
+        # Moves to the host are in the schedule.
         recompute=Recompute(stages=tuple("none" if s.recompute == OFFLOAD else s.recompute for s in plan.stages)),
         sharding=sharding_over([stage.optimizer_shards for stage in plan.stages], world),
         # Replicas share one batch: no axis of data.
@@ -177,11 +173,9 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
 
 
 def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[World], Layout]:
-    """Layout of a schedule of one pipeline, with as many replicas side by side as the mesh has, for a world.
-
-    Over several processes each replica passes a batch of its own; in one process the one batch is shared out.
-    A name or a file that does not exist is refused at once, before anybody looks for other ranks.
-    """
+    """Maker of the layout of a pipeline's schedule, with the mesh's number of replicas, for a world. Over several
+    processes each replica passes its own batch; in one process one batch is divided among them. Raises ValueError at
+    once, before the rendezvous, for a name or a file that does not exist."""
     sizes, mesh = options.sizes, options.mesh
     own = find_user_schedule(schedule, option="schedule=")
     given = dict(zip(_SIZES, (options.num_microbatches, options.num_chunks, options.slices.num_slices), strict=True))
@@ -206,20 +200,20 @@ def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[Wo
         else:
             one = own.build(otherwise | asked if own.needs_ranks else asked) if whole is None else whole
             _check_sizes(one, asked)
-        replicated, goes_on, members = replicate(one, axes.data), mesh.on_failure == REROUTE, max(axes.tensor_sizes)
-        if goes_on:
+        replicated, reroutes, members = replicate(one, axes.data), mesh.on_failure == REROUTE, max(axes.tensor_sizes)
+        if reroutes:
             check_reroute(options, replicated, num_replicas=axes.data, tensor=members)
         layout = Layout(
             schedule=replicated,
             plan=None,
             recompute=read_recompute(options.recompute, one.num_stages),
             sharding=sharding_of(mesh.data_parallel, replicated, world),
-            # Whoever takes over a microbatch has its samples: replicas share one batch, and there is no axis of data.
-            place=MeshPlace.line(world) if goes_on and world.distributed else MeshPlace(world=world, mesh=axes),
+            # A rank that takes over a microbatch needs its samples: replicas share one batch, without an axis of data.
+            place=MeshPlace.line(world) if reroutes and world.distributed else MeshPlace(world=world, mesh=axes),
         )
         if members > 1 and mesh.tensor_parallel is None:
             raise ValueError(
-                f"a tensor group of {members} processes without tensor_parallel=: each of them would do the "
+                f"a tensor group of {members} processes without tensor_parallel=: all of them would do the "
                 f"same. Expected tensor_parallel='auto', or {{'blocks.*.up': 'column', 'blocks.*.down': 'row'}}"
             )
         return layout
@@ -228,7 +222,6 @@ def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[Wo
 
 
 def _check_sizes(whole: Schedule, asked: Mapping[str, int]) -> None:
-    """P, M, V and n beside a schedule that has them must agree."""
     has = sizes_of(whole)
     for size, number in asked.items():
         if number == has[size]:

@@ -144,7 +144,7 @@ class Rerouted(LifeCycle):
         run, members = self._run, self._members
         while True:
             try:
-                run.guard.goes_on = True
+                run.guard.survives_losses = True
                 step = run.num_steps
                 if admits and not members.changed and members.someone_comes(step):
                     folder = members.folder_for_those_that_come()
@@ -152,7 +152,7 @@ class Rerouted(LifeCycle):
                     members.let_in(step)
                 if members.changed:
                     self._form()
-                run.guard.goes_on = True
+                run.guard.survives_losses = True
                 result = call()
                 members.calls += 1
             except (PeerLost, PipelineTimeout) as error:
@@ -165,7 +165,7 @@ class Rerouted(LifeCycle):
                     members.fail(error)
                 raise
             finally:
-                run.guard.goes_on = False
+                run.guard.survives_losses = False
             members.step_made()
             self._in_vain = 0
             return result
@@ -203,7 +203,7 @@ class Rerouted(LifeCycle):
             local.transport.close()
         world = members.form()
         guard: Guard = make_guard(world)
-        guard.someone_died, guard.goes_on = members.someone_died, True
+        guard.someone_died, guard.survives_losses = members.someone_died, True
         gone = set(range(whole.schedule.num_ranks)) - set(members.members)
         schedule = on_rows(schedule_without(whole.schedule, gone), members.members)
         layout = replace(whole, schedule=schedule, place=MeshPlace.line(world))

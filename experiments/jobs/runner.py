@@ -137,7 +137,7 @@ def run_jobs(
     make_backend: Callable[[str], Backend],
     workers: int | None = None,
 ) -> list[Status]:
-    """Run all jobs that are to run, `workers` single-process jobs at once (None: one per core). Returns their statuses in
+    """Run all jobs that are to run, `workers` of one process at once (None: one per core). Returns their statuses in
     the order of their ends.
 
     Ctrl-C ends the running jobs, which count as interrupted, and raises KeyboardInterrupt.

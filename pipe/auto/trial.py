@@ -259,7 +259,7 @@ class Trials:
     def _carry_out(self, plan: Plan, given: Given, options: Options, guard: Guard, *, seconds: float) -> _Ran:
         """Steps of a plan, recorded as any run is. Collective over the processes."""
         layout = layout_of_plan(plan, self._world, num_microbatches=None)
-        guard.stands_at(layout.place)
+        guard.set_place(layout.place)
         first = given.on(options.device).cut(layout.schedule.num_microbatches)[0]
         with guard.together():
             pipeline = build(Run(layout, options, guard), lambda: first.arguments)

@@ -1,8 +1,8 @@
-"""All ranks must have the same: otherwise their messages would not fit, or never come, or numbers would mean nothing.
+"""Checks that all ranks have the same pipeline, programs and weights when it is built, and the same batch in each call.
 
-The same pipeline, programs and weights when it is built; the same batch in each call. Rank 0 computes with the inputs
-and the last rank with the target. If a data loader shuffles by itself on each rank, an input meets the target of
-another one, and training goes on as if the labels were noise.
+Otherwise their messages would not match, or results would be meaningless: rank 0 computes with the inputs and the last
+rank with the target. If a data loader shuffles differently on each rank, inputs are paired with the wrong targets, and
+the labels are noise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..settings.options import Options
 
 T = TypeVar("T")
 
-# Elements of each tensor, evenly spread: an order or a sample that differs shows, at no cost to speak of.
+# Elements of each tensor, evenly spread: enough to find another order or sample, at little cost.
 _SAMPLED = 4096
 UNKNOWN = -1.0  # of a rank that passes shapes alone
 
@@ -38,11 +38,11 @@ _ONE_PIPELINE = (
     "Ranks of one pipeline must pass the same batch, since the first computes with its inputs and the last with its "
     "targets; most often a DataLoader(shuffle=True) or a sampler draws another order on each rank."
 )
-_BUILDING = "building the stages"  # whatever each process has come to
+_BUILDING = "building the stages"  # the same text at every step of it
 
 
 def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str:
-    """Description of all that must be the same on every rank, in a line that people can compare.
+    """Description of all that must be the same on every rank, in a line that can be compared by eye.
 
     >>> from ...schedules import build
     >>> describe(build("gpipe", num_ranks=1, num_microbatches=2), ["0 .. 3"], seed=0)
@@ -60,19 +60,17 @@ def describe(schedule: Schedule, names: Sequence[str], **options: object) -> str
 
 
 def made_of(schedule: Schedule, options: Options) -> dict[str, str]:
-    """All that decides on a run's numbers, by name: the same in a process that is started with the same script."""
-    told = {name: getattr(options, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
-    such = describe(schedule, [*options.cut] if options.cut else ["as they come"], **told)
+    """All that determines a run's numbers, by name: the same in a process that is started with the same script."""
+    shown = {name: getattr(options, name) for name in ("seed", "max_grad_norm", "autocast", "compile")}
+    described = describe(schedule, [*options.cut] if options.cut else ["as they come"], **shown)
     code = {"optimizer": options.user_code[-1], "loss_fn": options.loss_fn, "lr_scheduler": options.lr_scheduler}
-    return {"set of options": such, **told_apart(options.root, code)}
+    return {"set of options": described, **told_apart(options.root, code)}
 
 
 def unequal_weights(root: nn.Module, schedule: Schedule, place: MeshPlace, collectives: Collectives) -> str | None:
-    """In words, the first parameter that ranks of a pipeline have made otherwise; None: there is none. Collective.
-
-    Each stage begins with the weights of its first replica's first process, so that only these count. Of a deferred
-    model its tensor group does: each member makes its own part. Weights of the meta device differ from any others.
-    """
+    """Message that names the first parameter that differs between ranks; None: there is none. Collective. Each stage
+    begins with the weights of its first replica's first process, so only these are compared; with a deferred model
+    those of its tensor group, each member of which makes a part. Meta tensors differ from any others."""
     if collectives.alone:
         return None
     begin = dict.fromkeys(place.process_of(owners[0], tensor=0) for owners in schedule.owners)
@@ -101,10 +99,8 @@ def _checksum(parameter: torch.Tensor) -> float:
 
 
 def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, what: str) -> T:
-    """Call `make`; where it fails on one rank, ValueError on all, and the run goes on. Collective over all.
-
-    Within, `make` may ask what all give as `_BUILDING`: a rank that fails before answers there.
-    """
+    """Call `make`; where it fails on one rank, ValueError on all, and the run continues. Collective over all. `make`
+    may gather as `_BUILDING`: a rank that failed before takes part in that gather with its error."""
     if collectives.alone:
         return make()
     made: list[T] = []
@@ -115,7 +111,10 @@ def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, wha
     except Exception as error:
         if guard.spares(error):
             raise
-        failed, story = error, f"{what} failed on {collectives.name_of(collectives.rank)}: {_told(error)}"
+        failed, text = error, str(error)
+        if not text or not isinstance(error, ValueError | RuntimeError):  # else the text is a sentence
+            text = f"{type(error).__name__}: {text}"
+        story = f"{what} failed on {collectives.name_of(collectives.rank)}: {text}"
     try:
         collectives.alike(None, what=_BUILDING, problem=story)
     except ValueError as error:
@@ -123,18 +122,9 @@ def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, wha
     return made[0]
 
 
-def _told(error: Exception) -> str:
-    """An error in a sentence about it: with its kind, unless its text was written to be read alone."""
-    text = str(error)
-    return text if text and isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
-
-
 def check_agreement(mine: str, collectives: Collectives, *, replica: tuple[int, str] = (0, "")) -> None:
-    """ValueError on every rank unless all give the same description; the run goes on. Collective over the processes.
-
-    Arguments:
-        replica: its number, and what the ranks of that one must have in common.
-    """
+    """ValueError on every rank unless all give the same description; the run continues. Collective over the processes.
+    `replica`: its number, and what its ranks must have in common."""
 
     def differing(process: int, its: tuple[int, str, str], other: int, others: tuple[int, str, str]) -> str | None:
         if its[2] == others[2] and (its[0] != others[0] or its[1] == others[1]):
@@ -149,8 +139,8 @@ def check_agreement(mine: str, collectives: Collectives, *, replica: tuple[int, 
 
 
 class SamePrograms:
-    """Compares what all processes are to run; see `Agree`. `alike`: processes that give the same here are compared; it
-    may change."""
+    """Compares the programs of all processes; see `Agree`. Processes with the same `alike`, which may change, are
+    compared."""
 
     def __init__(self, collectives: Collectives, guard: Guard, alike: str) -> None:
         self._collectives: Collectives | None = collectives
@@ -159,7 +149,6 @@ class SamePrograms:
         self._differed: dict[bool, bool] = {}  # by mode: training or evaluation
 
     def __call__(self, own: Steps, canonical: Steps | None = None, *, training: bool = True) -> bool:
-        """See Agree."""
         together = self._collectives
         if together is None:
             return self._differed.get(training, False)
@@ -176,7 +165,6 @@ class SamePrograms:
         return self._differed[training]
 
     def settled(self) -> None:
-        """All is built: from now on nobody is asked."""
         self._collectives = None
 
 
@@ -188,7 +176,7 @@ def _first_difference(everyone: Sequence[tuple[str, Sequence[Step]]], collective
         at, (mine, other) = next(((i, pair) for i, pair in pairs if pair[0].text != pair[1].text), (0, (None, None)))
         if mine is not None and other is not None:
             alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine.text, other.text, strict=False))
-            begin = max(60, sum(1 for _ in alike) - 40)  # behind the name, in front of the difference
+            begin = max(60, sum(1 for _ in alike) - 40)  # after the name, before the difference
             texts = [
                 f"{each.text[:60]}{'...' * (begin > 60)}{each.text[begin : begin + 120]}{each.line}"
                 for each in (mine, other)
@@ -196,17 +184,17 @@ def _first_difference(everyone: Sequence[tuple[str, Sequence[Step]]], collective
             return (
                 f"{collectives.name_of(one)} and {collectives.name_of(process)} run different programs; the first "
                 f"difference, at step {at}: {texts[0]} in the former, {texts[1]} in the latter. Expected a model that "
-                f"does the same in every process. One that goes through a set of strings does not, since these hash "
-                f"otherwise in each: type sorted(...) around the set, or PYTHONHASHSEED=0 in front of the command. "
+                f"does the same in every process. One that iterates over a set of strings does not, since these hash "
+                f"differently in each: type sorted(...) around the set, or PYTHONHASHSEED=0 before the command. "
                 f"Numbers that differ come from generators without a seed, from ranks or the environment"
             )
     raise AssertionError("no two programs differ")
 
 
 class Identity(NamedTuple):
-    """A call with a batch: which of CALLS, its number among those of the pipeline; checksums of the batch's inputs and
-    targets and of what the stages run for it, UNKNOWN where they are not to be compared; and the size of the tensor
-    group, since groups of other sizes run other programs."""
+    """A call with a batch: which of CALLS, its number among the pipeline's; checksums of the batch's inputs and targets
+    and of the stages' programs for it, UNKNOWN where they are not compared; and the size of the tensor group, since
+    groups of other sizes run other programs."""
 
     call: float
     number: float
@@ -216,7 +204,7 @@ class Identity(NamedTuple):
     group: float = UNKNOWN
 
     def refuse_other(self, other: Identity, *, step: int, name: str, its_name: str, why: str = _ONE_PIPELINE) -> None:
-        """ValueError, which names both, unless another process has made the same call with the same batch."""
+        """ValueError that names both processes, unless the other has made the same call with the same batch."""
         if self[:2] != other[:2]:
             mine, its = (f"{CALLS[int(one.call)]} (call {int(one.number)} with a batch)" for one in (self, other))
             raise ValueError(
@@ -242,8 +230,8 @@ class Identity(NamedTuple):
 def checksum(value: object) -> float:
     """A whole number of 32 bits over shapes, types and up to 4,096 elements of each tensor in `value`.
 
-    UNKNOWN where a tensor is on the meta device. Of sparse and nested tensors shapes and types count alone, of other
-    objects nothing. On CUDA it waits for the tensors to be there.
+    UNKNOWN where a tensor is on the meta device. Of sparse and nested tensors only shapes and types count, and other
+    objects not at all. On CUDA it synchronizes.
 
     >>> checksum((torch.arange(6), "name")) == checksum((torch.arange(6), "other"))
     True
@@ -262,8 +250,8 @@ def checksum(value: object) -> float:
             continue
         some = leaf.detach()
         if leaf.numel() > _SAMPLED:
-            places = _places(leaf.numel()).to(leaf.device)
-            some = some.view(-1)[places] if leaf.is_contiguous() else some[torch.unravel_index(places, leaf.shape)]
+            indices = _indices(leaf.numel()).to(leaf.device)
+            some = some.view(-1)[indices] if leaf.is_contiguous() else some[torch.unravel_index(indices, leaf.shape)]
         some = torch.view_as_real(some.resolve_conj()) if some.is_complex() else some
         if some.numel():
             flat = some.contiguous().as_strided((some.numel(),), (1,))  # bytes need this stride
@@ -272,13 +260,12 @@ def checksum(value: object) -> float:
 
 
 def is_shape_alone(value: object) -> bool:
-    """Whether a tensor in `value` is on the meta device."""
     return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value))
 
 
 @lru_cache(maxsize=64)  # sequences may have any number of lengths
-def _places(size: int) -> torch.Tensor:
-    """One element of each of 4,096 equal runs, each at another place of its run: equal columns must not be all."""
+def _indices(size: int) -> torch.Tensor:
+    """One element of each of 4,096 equal runs, at a different offset in each, so that not all are of one column."""
     run = size / _SAMPLED
     number = torch.arange(_SAMPLED, dtype=torch.float64)
     return ((number + (number * 0.6180339887498949) % 1.0) * run).to(torch.int64).clamp_(max=size - 1)

@@ -23,9 +23,9 @@ from .agreement import Identity
 class BatchPart(NamedTuple):
     """One of the M microbatches of a batch, or a slice of one.
 
-    inputs: the model's; None of a microbatch of another data replica, whose target is None, too.
-    inferred: what all stages run for it, and what these give.
-    size: samples; tokens of a slice.
+    inputs: the model's; None for a microbatch of another data replica, whose target is None, too.
+    inferred: what all stages run for it, and their outputs' layouts.
+    size: number of samples; of tokens for a slice.
     weight: its share of the samples (or tokens) of its update group.
     span: tokens of a slice.
     """
@@ -40,10 +40,10 @@ class BatchPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One batch, cut into M microbatches, or all their slices: M n then stands for M here.
+    """One batch, cut into M microbatches, or into all their slices: then M is M n here.
 
-    Where data replicas have batches of their own, each rank has its own replica's microbatches, and takes the others to
-    be of the same sizes; the losses that travel say what they really are.
+    Where data replicas have different batches, each rank has its own replica's microbatches, and assumes the same sizes
+    for the others; the losses that travel have the real ones.
 
     Arguments:
         parts: [M].
@@ -51,8 +51,8 @@ class Batch:
         step: number of this batch, for random numbers and reports.
         autocast: under which it was passed.
         replica: (number, count) of the data replica whose batch it is.
-        identity: to be compared with that of other ranks.
-        signatures: of this process's own microbatches (or slices): shapes and types.
+        identity: compared with that of other ranks.
+        signatures: shapes and types of this process's own microbatches (or slices).
     """
 
     parts: list[BatchPart]
@@ -73,12 +73,10 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """N without slices, and with them, too."""
         span = self.parts[0].span
         return self.num_items if span is None else self.num_items // span.total
 
     def group_items(self, group: int) -> int:
-        """Samples, or tokens of slices, of update group `group` of this batch."""
         return sum(part.size for part in self.parts[group * self.group_size : (group + 1) * self.group_size])
 
 
@@ -93,11 +91,8 @@ class NonFiniteLossError(FloatingPointError):
 
 
 def join_outputs(parts: Sequence[torch.Tensor], dimension: int | None) -> torch.Tensor | list[torch.Tensor]:
-    """M outputs -> that of the whole batch, joined along its dimension of the batch.
-
-    Without one: the values, [M], of an output without dimensions, and of any other the list of all M (one alone is
-    itself); likewise where microbatches differ elsewhere, too.
-    """
+    """M outputs -> that of the whole batch, joined along its batch dimension. Without one, or where microbatches differ
+    in other dimensions: scalars are stacked to [M], others are returned as a list (a single one as itself)."""
     if dimension is not None and len({(*x.shape[:dimension], *x.shape[dimension + 1 :]) for x in parts}) == 1:
         return torch.cat(list(parts), dim=dimension)
     if len(parts) == 1 and parts[0].dim():
@@ -106,8 +101,7 @@ def join_outputs(parts: Sequence[torch.Tensor], dimension: int | None) -> torch.
 
 
 def share_of_sum(loss_fn: object, group_size: int) -> float | None:
-    """Count of one of so many microbatches under which their losses add up, of a loss with reduction="sum"; None of any
-    other."""
+    """Count of each microbatch with which the losses of a group add up, for a loss with reduction="sum"; else None."""
     while isinstance(loss_fn, partial) and "reduction" not in loss_fn.keywords:
         loss_fn = loss_fn.func
     reduction = loss_fn.keywords["reduction"] if isinstance(loss_fn, partial) else getattr(loss_fn, "reduction", None)
@@ -115,11 +109,8 @@ def share_of_sum(loss_fn: object, group_size: int) -> float | None:
 
 
 def read_loss(value: object, share: float | None) -> LossValue:
-    """Value of loss_fn as (loss, count); ValueError unless it is a scalar, or (sum, count).
-
-    Arguments:
-        share: of a loss that adds up, see `share_of_sum`.
-    """
+    """Value of loss_fn as (loss, count); ValueError unless it is a scalar, or (sum, count). `share`: of a loss that
+    adds up, see `share_of_sum`."""
     count: object = None if share is None else torch.tensor(share, dtype=torch.float64)
     loss = value
     if isinstance(value, tuple | list):
@@ -132,9 +123,9 @@ def read_loss(value: object, share: float | None) -> LossValue:
             raise ValueError(f"loss_fn returned the count {_shown(count)}: expected a number, or a scalar tensor")
         if count.requires_grad:
             raise ValueError(
-                "loss_fn returned (sum, count) with a count that wants a gradient, which would be dropped: the mean "
-                "over the batch is made behind the backwards. Expected count.detach() where it is a constant; or a "
-                "scalar mean of the microbatch, whose gradients are all there"
+                "loss_fn returned (sum, count) with a count that requires a gradient, which would be dropped: the mean "
+                "over the batch is made after the backwards. Expected count.detach() where it is a constant; or a "
+                "scalar mean of the microbatch, whose gradients are complete"
             )
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ValueError(
@@ -153,11 +144,11 @@ SUMMARY_SIZE = 7 + len(Identity._fields)
 
 
 def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: int) -> torch.Tensor:
-    """[13] float64 on the losses' device: what every rank must know of an update group, whatever M is.
+    """[13] float64 on the losses' device: what every rank must know of an update group, for any M.
 
     (total, counts, has counts, first microbatch whose loss is not finite or -1, that loss, samples of these losses,
-    samples that the weights took for the whole group, the batch's identity), where total is
-    sum_k weights[k] loss_k, or sum_k sum_k beside counts = sum_k count_k. Makes no CUDA device wait.
+    samples of the whole group by the weights, the batch's identity), where total is sum_k weights[k] loss_k, or
+    sum_k sum_k with counts = sum_k count_k. Does not synchronize a CUDA device.
 
     Arguments:
         losses: by microbatch of the batch; of those that ran here.
@@ -190,7 +181,7 @@ def summarize_losses(losses: Mapping[int, LossValue], batch: Batch, *, group: in
 
 
 def combine_summaries(summaries: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The summary of all losses from those of the ranks that have a part of them, in the order given."""
+    """The summary of all losses from those of the ranks that have some of them, in the given order."""
     if len(summaries) == 1:
         return summaries[0]
     parts = torch.stack(list(summaries)).cpu()
@@ -222,7 +213,6 @@ class GroupLoss(NamedTuple):
     num_samples: float
 
     def scale(self, num_samples: float) -> float:
-        """Factor for gradients that were weighted as of a group of `num_samples`."""
         return num_samples / (self.num_samples if self.counts is None else self.counts)
 
 
@@ -233,13 +223,13 @@ LOWER_OR_CLIP = "lower the learning rate or clip (max_grad_norm=1.0)"
 def read_loss_summary(
     summary: torch.Tensor, *, step: int, must_be_finite: bool, outcome: str, advice: str
 ) -> GroupLoss:
-    """Loss that `summarize_losses` tells of.
+    """Loss of a summary by `summarize_losses`.
 
     Arguments:
-        outcome: which updates were made where the loss is not finite, for people.
-        advice: what to do then, beside a look at the samples.
+        outcome: text on which updates were made, for a loss that is not finite.
+        advice: what to do then, besides looking at the samples.
 
-    Raises NonFiniteLossError with step and microbatch, and ValueError for counts that cannot be divided by.
+    Raises NonFiniteLossError with step and microbatch, and ValueError for counts that can't be a divisor.
     """
     total, counts, has_counts, first_bad, bad_loss, samples, *_ = summary.tolist()
     if first_bad >= 0 and must_be_finite:
@@ -257,7 +247,7 @@ def read_loss_summary(
 def hand_back(
     batch: Batch, by_rank: Sequence[Mapping[tuple[int, int], torch.Tensor]], scale: float, collectives: Collectives
 ) -> None:
-    """Run the backward of what has made a batch that wants gradients: of modules in front of the pipeline.
+    """Run the backward of the modules before the pipeline, for a batch that requires gradients.
 
     Each rank has passed the same batch. Collective over the processes.
 
@@ -288,11 +278,9 @@ def hand_back(
 
 
 def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.device) -> None:
-    """ValueError on every member of a tensor group unless all are in the same call with the same batch; on every
-    process, where it is the pipeline's first one. Collective over the group, then over all processes.
-
-    The others are compared where losses arrive: ranks of the last stage, which wait for nobody, learn of it later.
-    """
+    """ValueError on every member of a tensor group unless all are in the same call with the same batch; for the
+    pipeline's first batch on every process. Collective over the group, then over all processes. Other batches are
+    compared when losses arrive: ranks of the last stage, which do not wait, learn of it later."""
     members, step = collectives.tensor_members, batch.step
     if len(members) > 1:
         own = torch.tensor(batch.identity, dtype=torch.float64, device=device)

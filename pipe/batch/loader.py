@@ -1,6 +1,6 @@
-"""Batches of a dataset for `train_step`, with a place in the data that a checkpoint keeps.
+"""Batches of a dataset for `train_step`, with a position in the data that a checkpoint keeps.
 
-All ranks of a pipeline pass the same samples, each replica a share of its own:
+All ranks of a pipeline pass the same samples, each replica its own share:
 
     epoch's order   | 5 2 7 0 | 1 6 3 4 |          drawn from (seed, epoch) alone, so equal on every rank
     batch 0         | 5 2 | 7 0 |                   replica 0 passes 5 2, replica 1 passes 7 0
@@ -8,7 +8,7 @@ All ranks of a pipeline pass the same samples, each replica a share of its own:
     position 4                  ^                  samples that all replicas together have passed
 
 Random numbers that a dataset draws for a sample depend on (seed, epoch, sample) alone: the same with workers and
-without, on every rank of a pipeline, and in a run that goes on from a checkpoint with other sizes.
+without, on every rank of a pipeline, and in a run that continues from a checkpoint with other sizes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ Remainder = Literal["drop", "carry", "keep"]
 
 
 class Draw(NamedTuple):
-    """A sample of an epoch."""
-
     epoch: int
     number: int
 
@@ -41,17 +39,18 @@ class Draw(NamedTuple):
 class ReplicaBatches(Sampler[list[int]]):
     """Sample numbers batch by batch: a `batch_sampler` for `torch.utils.data.DataLoader`.
 
-    No sample is drawn twice in an epoch, over all replicas, also where another run with other sizes goes on from the
-    state of this one. Each `iter()` after a whole epoch begins the next one.
+    No sample is drawn twice in an epoch, over all replicas, also where a run with other sizes continues from the state
+    of this one. Each `iter()` after a whole epoch begins the next one.
 
     Arguments:
         num_samples: of the dataset.
         batch_size: samples that one replica passes to one `train_step`.
-        replica, num_replicas: coordinate and size of the `data` axis; a rank's place along `pipe` does not matter.
+        replica, num_replicas: coordinate and size of the `data` axis; the coordinate along `pipe` does not matter.
         shuffle: another order in each epoch, drawn from `seed` and the epoch's number.
-        remainder: samples at the end of an epoch that make no whole batch: "drop" leaves them out; "carry" fills the
-            batch with the first ones of the next epoch, so that each sample is used exactly once an epoch; "keep": the
-            last batch has other sizes (with fewer samples than replicas they join the one before), as for evaluation.
+        remainder: what becomes of samples at the end of an epoch that make no whole batch: "drop" leaves them out;
+            "carry" fills the batch with the first samples of the next epoch, so that each sample is used exactly once
+            per epoch; "keep": the last batch has other sizes (with fewer samples than replicas they join the batch
+            before), as for evaluation.
 
     Raises ValueError for sizes that make no batch.
 
@@ -95,16 +94,13 @@ class ReplicaBatches(Sampler[list[int]]):
         self._orders: dict[int, Sequence[int]] = {}  # of this epoch and the one before
 
     def __len__(self) -> int:
-        """Batches of a whole epoch that begins with its first sample."""
         return self._batches_from(0)
 
     @property
     def left(self) -> int:
-        """Batches of the rest of the current epoch."""
         return self._batches_from(self.position)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The rest of the current epoch."""
         for draws in self.draws():
             yield [draw.number for draw in draws]
 
@@ -116,24 +112,23 @@ class ReplicaBatches(Sampler[list[int]]):
             if self.remainder == "keep" and number == self._batches_from(begin) - 1:
                 size = self._num_samples - first
             own = (first + size * q // self._num_replicas for q in (self._replica, self._replica + 1))
-            places = (divmod(at, self._num_samples) for at in range(*own))
-            yield [Draw(epoch + ahead, self._order(epoch + ahead)[at]) for ahead, at in places]
+            positions = (divmod(at, self._num_samples) for at in range(*own))
+            yield [Draw(epoch + ahead, self._order(epoch + ahead)[at]) for ahead, at in positions]
 
     def worker_seed(self) -> int:
-        """For what a dataset's worker draws outside its samples: alike along a pipeline, another one per replica."""
+        """Seed for what a dataset's worker draws outside its samples: the same along a pipeline, not over replicas."""
         return mix(self._seed, self.epoch, self.position, self._replica) >> 1
 
     def sample_seed(self, draw: Draw) -> int:
-        """For random augmentation of a sample: another one in each epoch, whoever draws it."""
+        """Seed for random augmentation of a sample: different in each epoch, the same in every process."""
         return mix(self._seed, draw.epoch, draw.number, 1) >> 1
 
     def passed(self) -> None:
-        """One more batch was passed on."""
         self.position += self._batch_size * self._num_replicas
         self._enter_next()
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, position and what they are counted in: enough to go on with the next sample."""
+        """Epoch, position and what they are counted in: enough to continue with the next sample."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -143,10 +138,8 @@ class ReplicaBatches(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where another run stood, whatever its batches were and how many replicas passed them.
-
-        Raises ValueError where samples would be lost or seen twice.
-        """
+        """Continue from another run's position, with any batch size and number of replicas. Raises ValueError where
+        samples would be lost or seen twice."""
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(f"the data's state has {sorted(state)}: expected {sorted(own)}, as from state_dict()")
@@ -170,7 +163,6 @@ class ReplicaBatches(Sampler[list[int]]):
         return left // whole + is_batch
 
     def _enter_next(self) -> None:
-        """Begin the next epoch where no batch of this one is left."""
         if self.left > 0:
             return
         carried = max(0, self.position - self._num_samples) if self.remainder == "carry" else 0
@@ -192,15 +184,15 @@ class ReplicaLoader:
     Arguments:
         batches: which samples this process passes.
         is_idle: whether no stage of this process reads a batch's values, once the stages are built.
-        same_shapes: all batches have the first one's shapes; an idle process then loads no other, and passes meta
-            tensors (shapes alone).
-        waiting: entered around the wait for a batch.
-        seeded: a dataset whose samples are drawn under seeds of their own.
+        same_shapes: whether all batches have the first one's shapes; an idle process then loads no other, and passes
+            meta tensors (shapes alone).
+        waiting: context of the wait for a batch.
+        seeded: makes the dataset that seeds the generators for each sample.
         options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
 
     Python's, numpy's and torch's generators are seeded for each sample, so that augmentation is random and can be
-    repeated (a generator of the dataset's own is not; a dataset with `__getitems__` is seeded once a batch). Without
-    workers the process's own random state is put back behind each batch.
+    repeated (not a generator of the dataset's own; a dataset with `__getitems__` is seeded once per batch). Without
+    workers the process's random state is restored after each batch.
 
     Raises ValueError under `same_shapes` for a batch of other shapes than the first one's.
     """
@@ -224,7 +216,7 @@ class ReplicaLoader:
                 raise ValueError(f"{name}= is the pipeline's to decide: expected {instead}")
         if same_shapes and batches.remainder == "keep":
             raise ValueError(
-                'same_shapes=True beside remainder="keep", whose last batch is smaller: expected one of them'
+                'same_shapes=True with remainder="keep", whose last batch is smaller: expected one of them'
             )
         self.batches = batches
         self._workers: torch.Generator = options.setdefault("generator", torch.Generator())
@@ -237,7 +229,6 @@ class ReplicaLoader:
         self._shapes: Any = None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
@@ -247,7 +238,7 @@ class ReplicaLoader:
         for batch in () if self.may_rest() else self.loaded():
             if self._same_shapes:
                 self._check_shapes(batch)
-            self.batches.passed()  # before the caller runs it: a state saved after train_step begins behind it
+            self.batches.passed()  # before the caller runs it: a state saved after train_step begins after it
             left -= 1
             yield batch
             if self.may_rest():
@@ -259,18 +250,17 @@ class ReplicaLoader:
             yield self._shapes
 
     def state_dict(self) -> dict[str, int]:
-        """Place in the data: see ReplicaBatches.state_dict."""
         return self.batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there; ValueError where samples would be lost or seen twice."""
+        """Continue from there; ValueError where samples would be lost or seen twice."""
         try:
             self.batches.load_state_dict(state)
         except ValueError as error:
             raise ValueError(f"{self._name} as the dataset: {error}") from None
 
     def loaded(self) -> Iterator[Any]:
-        """The rest of the epoch from the DataLoader, whose work leaves this process's random state as it was."""
+        """The rest of the epoch from the DataLoader, which does not change this process's random state."""
         loaded = iter(self.within)
         while True:
             with _own_random_state(), self._waiting():
@@ -281,11 +271,10 @@ class ReplicaLoader:
             yield batch
 
     def may_rest(self) -> bool:
-        """Whether this process needs no more batches of the epoch."""
         return self._shapes is not None and self._is_idle()
 
     def rest(self) -> None:
-        """This process takes no more batches of the epoch."""
+        """Called when this process takes no more batches of the epoch."""
 
     def _check_shapes(self, batch: Any) -> None:
         shapes = pytree.tree_map_only(torch.Tensor, lambda leaf: torch.empty_like(leaf, device="meta"), batch)
@@ -301,8 +290,6 @@ class ReplicaLoader:
 
 
 class _DrawnBatches(Sampler[list[Draw]]):
-    """Samples that ReplicaBatches draws, with the epoch of each sample."""
-
     def __init__(self, batches: ReplicaBatches) -> None:
         self._batches = batches
 
@@ -314,7 +301,7 @@ class _DrawnBatches(Sampler[list[Draw]]):
 
 
 class Seeded(Dataset[Any]):
-    """A dataset whose samples are drawn under seeds of their own; all else is that of the dataset within."""
+    """A dataset that seeds the generators for each sample; other attributes are those of the dataset within."""
 
     def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches) -> None:
         self.dataset = dataset
@@ -322,7 +309,7 @@ class Seeded(Dataset[Any]):
 
     def __getitems__(self, draws: Sequence[Draw]) -> Any:
         within: Any = self.dataset
-        while isinstance(within, Subset):  # which only passes on what the dataset within can
+        while isinstance(within, Subset):  # it has `__getitems__` whether its dataset has or not
             within = within.dataset
         if getattr(within, "__getitems__", None) is not None:
             seed_generators(self._batches.sample_seed(draws[0]))
@@ -350,7 +337,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def _own_random_state() -> Iterator[None]:
-    """Within, generators may be seeded: this process's state is put back."""
+    """Context after which the generators have this process's state again."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -361,12 +348,10 @@ def _own_random_state() -> Iterator[None]:
 
 
 def count_samples(dataset: Dataset[Any]) -> int:
-    """Samples of a dataset; ValueError for one that cannot be drawn from by number."""
     has_numbers = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     if not has_numbers or not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"pipe.loader was given {type(dataset).__name__}, which cannot be drawn from by number: expected a "
-            f"dataset with __len__ and __getitem__; or a DataLoader of your own that yields the same batches on "
-            f"all ranks of a pipeline"
+            f"pipe.loader was given {type(dataset).__name__}, which has no samples by number: expected a dataset with "
+            f"__len__ and __getitem__; or your own DataLoader that yields the same batches on all ranks of a pipeline"
         )
     return len(dataset)

@@ -1,10 +1,10 @@
 """replan="batch": the schedule of each batch, searched by one process and run by all.
 
 every process    sizes of the batch's microbatches ---------------+
-process 0        a search, from what did well on batches before --+-> compared, handed on -> one order everywhere
+process 0        a search, from earlier batches' best orders -----+-> compared, passed on -> one order everywhere
 
 One process searches: floating point need not agree to the last bit on different machines, and ranks with two orders
-would wait for each other for ever. Sizes that came before have their order already.
+would wait for each other for ever. Known sizes have their order already.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...comm import Collectives, Guard
 from ...partition.plans.replan import Replanner
 from ...partition.plans.sizes import Size
 from ...schedules import Action, Schedule
@@ -28,24 +27,26 @@ _SHOWN = 6  # sizes in an error
 
 
 class Replanning(Addition):
-    """Gives each batch the order that is found for it.
+    """Gives each batch its own order of the plan's actions, the same in every process.
 
     Arguments:
-        parameters, replanner: see BatchSchedules.
+        parameters: see `size_of`.
+        replanner: of process 0 alone.
     """
 
     may_split = True
 
     def __init__(self, parameters: Sequence[str], replanner: Replanner | None, run: Run) -> None:
         self._parameters, self._replanner, self._run = parameters, replanner, run
+        self._known: dict[tuple[Size, ...], Schedule] = {}
 
     def connected(self, pipeline: Any, links: Any) -> None:
-        run, training, update = self._run, pipeline.training, pipeline.state.update
-        orders = BatchSchedules(self._parameters, self._replanner, update.schedule, run.collectives, run.guard)
+        training, update = pipeline.training, pipeline.state.update
+        planned = update.schedule
 
         def follow(batch: Batch) -> None:
             begun = time.perf_counter()
-            schedule = orders.of(batch)
+            schedule = self._schedule_of(batch, planned)
             update.follow(schedule)
             for local in pipeline.engine.ranks:
                 local.worker.follow(schedule)
@@ -53,45 +54,18 @@ class Replanning(Addition):
 
         training.on_batch.append(follow)
 
-
-class BatchSchedules:
-    """The schedule of each batch, the same in every process: another order of the actions of the plan's.
-
-    Arguments:
-        parameters: see `size_of`.
-        replanner: of process 0 alone.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[str],
-        replanner: Replanner | None,
-        schedule: Schedule,
-        collectives: Collectives,
-        guard: Guard,
-    ) -> None:
-        self._parameters = parameters
-        self._replanner = replanner
-        self._schedule = schedule
-        self._collectives = collectives
-        self._guard = guard
-        self._known: dict[tuple[Size, ...], Schedule] = {}
-
-    def of(self, batch: Batch) -> Schedule:
-        """The schedule of a batch. Collective over the processes.
-
-        Raises ValueError, on every rank alike, where ranks passed other sizes, and for a microbatch that no device has
-        room for.
-        """
-        sizes = tuple(size_of(each, self._parameters) for each in batch.signatures)
-        with self._guard.together():
-            told = self._collectives.gather((sizes, *self._find(sizes)), what="agreeing on the schedule of a batch")
-        first, order, story = told[0]
-        for process, (its, *_) in enumerate(told):
+    def _schedule_of(self, batch: Batch, planned: Schedule) -> Schedule:
+        """The schedule of a batch. Collective over the processes. Raises ValueError, on every rank alike, where ranks
+        passed other sizes, and for a microbatch that fits no device."""
+        sizes, collectives = tuple(size_of(each, self._parameters) for each in batch.signatures), self._run.collectives
+        with self._run.guard.together():
+            answers = collectives.gather((sizes, *self._find(sizes)), what="agreeing on the schedule of a batch")
+        first, order, story = answers[0]
+        for process, (its, *_) in enumerate(answers):
             if its != first:
                 raise ValueError(
-                    f"{self._collectives.name_of(process)} passed microbatches of {_shown(its)} to step {batch.step}, "
-                    f"and {self._collectives.name_of(0)} {_shown(first)}: expected the same batch on every rank; "
+                    f"{collectives.name_of(process)} passed microbatches of {_shown(its)} to step {batch.step}, and "
+                    f"{collectives.name_of(0)} {_shown(first)}: expected the same batch on every rank; "
                     f"pipe.loader(dataset, batch_size=...) draws it"
                 )
         if story:
@@ -100,11 +74,11 @@ class BatchSchedules:
             programs = tuple(tuple(map(Action.parse, text.split())) for text in order)
             if len(self._known) == _KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[sizes] = replace(self._schedule, name="auto", programs=programs)
+            self._known[sizes] = replace(planned, name="auto", programs=programs)
         return self._known[sizes]
 
     def _find(self, sizes: tuple[Size, ...]) -> tuple[tuple[str, ...], str]:
-        """(order, why there is none), from process 0 for sizes that it has not met."""
+        """(order, why there is none), from process 0 for unknown sizes."""
         if self._replanner is None or sizes in self._known:
             return (), ""
         try:

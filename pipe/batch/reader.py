@@ -1,4 +1,4 @@
-"""From what a call was given to a batch of microbatches."""
+"""From the arguments of a call to a batch of microbatches."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class BatchReader:
 
     Arguments:
         example: arguments that the stages were built for.
-        slices_agree: called once with the first microbatch and its slices, where values are at hand.
+        slices_agree: called once with the first microbatch and its slices, where their values are known.
 
     Attributes:
         reads_inputs: slots of the model's inputs whose values the stages of this process read; the others may be
             passed as meta tensors (shapes alone).
         reads_target: whether they read the target's, too.
 
-    A batch that is refused is refused on every rank alike, unless each replica has its own: then the others, which
-    would go on without this one, are told.
+    An error of a batch is raised on every rank alike, unless each replica has its own batch: then it is reported to the
+    others, which would continue without this one.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BatchReader:
         self._group_size = schedule.group_size
         replica, num_replicas = place.replica
         self._own = range(replica, M, num_replicas)
-        # Microbatches of other replicas are taken to be as large as one's own.
+        # Microbatches of other replicas are assumed to be as large as this one's.
         self._like = [k // num_replicas * n + q for k in range(M) for q in range(n)]
         self._is_own = [k in self._own for k in range(M) for _ in range(n)]
         self._stages, self._is_chain = run.local_stages, options.model is None or is_sequential(options.model)
@@ -135,12 +135,11 @@ class BatchReader:
         return [part for each in slices for part, _ in each], [span for each in slices for _, span in each]
 
     def _refuse_float16(self, inferred: Sequence[Inferred]) -> None:
-        place = next((each.float16 for each in inferred if each.float16 is not None), None)
-        if place is not None and self._options.grad_scaler is None:
+        where = next((each.float16 for each in inferred if each.float16 is not None), None)
+        if where is not None and self._options.grad_scaler is None:
             raise ValueError(
-                f"{place} in torch.float16, where small gradients become 0 without a loss scale: expected "
-                f"PipelineModule(..., precision='fp16'), or torch.bfloat16, which "
-                f"needs none"
+                f"{where} in torch.float16, where small gradients become 0 without a loss scale: expected "
+                f"PipelineModule(..., precision='fp16'), or torch.bfloat16, which needs none"
             )
 
     def _inputs_read(self, inferred: Inferred) -> frozenset[int]:

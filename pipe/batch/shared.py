@@ -4,9 +4,9 @@
     process 1                                         mapped, and unlinked
     process 2                                                  mapped, and unlinked
 
-The reader of a replica's batches is the first process of that pipeline on the host. Each process holds a lock on a file
-of its own, which the kernel lets go when it ends: where the reader has ended, the others go on reading by themselves.
-Only this user may enter the folder; it goes with the last process, or, where that was killed, with the next run.
+The reader of a replica's batches is the first process of that pipeline on the host. Each process holds a lock on its
+own file, which the kernel releases when it ends: after the reader has ended, the others read the data themselves.
+Only this user may enter the folder; the last process removes it, or, where that was killed, the next run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .loader import Draw, ReplicaBatches, ReplicaLoader, Seeded, count_samples
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "stagewright-data-"
-_AHEAD = 2  # batches that nobody took yet, of each process
+_AHEAD = 2  # batches at most that a process has not taken yet
 _POLL = 0.0005  # [s]
-_YOUNG = 60.0  # [s] a folder without locks may still be set up
+_YOUNG = 60.0  # [s] for which a folder without locks may still be set up
 _GOLDEN = 0.6180339887498949  # multiples of it fill [0, 1) evenly
 
 _log = logging.getLogger("stagewright")
@@ -47,7 +47,7 @@ class HostShare:
 
     Arguments:
         processes: of the replica on this host, in order; the first one reads.
-        timeout: [s] for which this one waits for another.
+        timeout: for which this one waits for another [s].
     """
 
     def __init__(self, folder: Path, process: int, processes: tuple[int, ...], *, timeout: float) -> None:
@@ -62,17 +62,15 @@ class HostShare:
 
     @property
     def reads(self) -> bool:
-        """Whether this process reads, for itself and others."""
         return self._process == self._reader
 
     def begin(self) -> None:
-        """Another iteration, on all processes."""
         self._iteration, self._number = self._iteration + 1, 0
 
-    def put(self, batch: Any, place: tuple[int, int]) -> None:
-        """The next batch, for all others; waits for one that is far behind."""
+    def put(self, batch: Any, position: tuple[int, int]) -> None:
+        """Give the next batch to all others; waits for a process that is far behind."""
         new = self.folder / f"new.{self._process}"
-        save_sealed((place, batch), new)
+        save_sealed((position, batch), new)
         for process in self._others:
             self._wait(process, partial(self._may_have, process), "takes the batches of")
             if not self._rest_of(process).exists():
@@ -80,50 +78,47 @@ class HostShare:
         new.unlink()
         self._number += 1
 
-    def take(self, place: tuple[int, int]) -> list[Any]:
-        """[the next batch]; [] where the reader has ended; RuntimeError where it failed or is elsewhere."""
+    def take(self, position: tuple[int, int]) -> list[Any]:
+        """[the next batch]; [] where the reader has ended; RuntimeError where it failed or is at another position."""
         path, failed = self._path(self._process), self._failure
         self._wait(self._reader, lambda: path.exists() or failed.exists(), "reads the data for")
         if failed.exists() and not path.exists():
             raise RuntimeError(f"process {self._reader} reads the data for this one and failed: {failed.read_text()}")
         if not path.exists():
             _log.warning(
-                "process %s, which read the data for process %s, has ended: it reads on by itself, from %s",
-                *(self._reader, self._process, place),
+                "process %s, which read the data for process %s, has ended: the latter reads it itself, from %s",
+                *(self._reader, self._process, position),
             )
             return []
         its, batch = load_sealed(path)
         path.unlink()
         self._number += 1
-        if its != place:
+        if its != position:
             raise RuntimeError(
                 f"process {self._reader} reads the data for process {self._process} and is at (epoch, sample) {its}, "
-                f"not {place}: expected the same loops over the loader, and the same state loaded, on both"
+                f"not {position}: expected the same loops over the loader, and the same state loaded, on both"
             )
         return [batch]
 
     def rest(self) -> None:
-        """This process takes no more batches."""
         self._rest_of(self._process).touch()
 
     def fail(self, error: BaseException) -> None:
         new = self._failure.with_suffix(".partial")
         new.write_text(f"{type(error).__name__}: {error}")
-        new.rename(self._failure)  # whoever sees it reads it whole
+        new.rename(self._failure)  # a file that exists is complete
 
     def _may_have(self, process: int) -> bool:
         waiting = sum(name.endswith(f".for{process}") for name in os.listdir(self.folder))
         return waiting < _AHEAD or self._rest_of(process).exists()
 
     def _wait(self, process: int, until: Callable[[], bool], what: str) -> None:
-        """Until that holds, or the other process has ended."""
         begun, pause = time.monotonic(), _POLL
         while not until() and not self._has_ended(process):
             if time.monotonic() - begun > self._timeout:
                 raise RuntimeError(
-                    f"process {process} {what} process {self._process} on this host, and was waited for for "
-                    f"{self._timeout:g} s: expected equal loops over a shared loader on all processes, or a longer "
-                    f"timeout="
+                    f"waited {self._timeout:g} s for process {process}, which {what} process {self._process} on this "
+                    f"host: expected equal loops over a shared loader on all processes, or a longer timeout="
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, 0.01)
@@ -149,7 +144,7 @@ class HostShare:
 
 
 class SharedLoader(ReplicaLoader):
-    """Batches from the process that reads for this one, as long as it does.
+    """Batches from the process that reads for this one, while it runs.
 
     Arguments:
         cache: bytes of samples that the host keeps for later epochs.
@@ -199,7 +194,7 @@ class SharedLoader(ReplicaLoader):
 
 
 def share_on_host(place: MeshPlace, *, timeout: float) -> HostShare:
-    """This process's part. Collective over the processes of the run."""
+    """This process's share of its host. Collective over the processes of the run."""
     world, root = place.world, _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     if not world.distributed:
         return HostShare(_new_folder(root), 0, (0,), timeout=timeout)
@@ -210,7 +205,7 @@ def share_on_host(place: MeshPlace, *, timeout: float) -> HostShare:
     host, replica = everybody[world.rank]
     first = next(process for process, (own, _) in enumerate(everybody) if own == host)
     mine = _new_folder(root).name.removeprefix(_PREFIX) if first == world.rank else None
-    name = os.path.basename(str(rounds.gather(mine, what=what)[first]))  # the rest of the path is no word of another
+    name = os.path.basename(str(rounds.gather(mine, what=what)[first]))  # no other process decides on the path
     share = HostShare(
         root / f"{_PREFIX}{name}",
         world.rank,
@@ -222,7 +217,7 @@ def share_on_host(place: MeshPlace, *, timeout: float) -> HostShare:
 
 
 def _new_folder(root: Path) -> Path:
-    for left in root.glob(f"{_PREFIX}*"):  # by processes that were killed
+    for left in root.glob(f"{_PREFIX}*"):  # left by killed processes
         with suppress(OSError):
             is_old = left.stat().st_uid == os.getuid() and time.time() - left.stat().st_mtime > _YOUNG
             if is_old and not any(map(_is_held, left.glob("*.lock"))):
@@ -250,14 +245,13 @@ def _leave(folder: Path, lock: BinaryIO, process: int) -> None:
 
 
 def kept_sample(folder: Path, number: int) -> list[Any]:
-    """[the sample]; [] where the host has not kept it."""
     with suppress(FileNotFoundError):
         return [load_sealed(folder / f"sample.{number}")]
     return []
 
 
 def keep_sample(folder: Path, number: int, sample: Any, *, share_of: float) -> None:
-    """Keep it, where its number is among those that fit: so many bytes for each sample of the dataset."""
+    """Keep a sample if its number is among those that fit: `share_of` bytes for each sample of the dataset."""
     new = folder / f"new.{os.getpid()}.{number}"
     save_sealed(sample, new)
     if number * _GOLDEN % 1 < share_of / new.stat().st_size:
@@ -267,8 +261,6 @@ def keep_sample(folder: Path, number: int, sample: Any, *, share_of: float) -> N
 
 
 class _CachedSamples(Seeded):
-    """A dataset of which the host keeps samples: so many bytes for each."""
-
     def __init__(self, dataset: Dataset[Any], batches: ReplicaBatches, *, folder: Path, share_of: float) -> None:
         super().__init__(dataset, batches)
         self._folder: Path | None = folder
@@ -285,7 +277,7 @@ class _CachedSamples(Seeded):
             try:
                 if self._folder is not None:
                     keep_sample(folder, draw.number, sample, share_of=self._share_of)
-            except (OSError, RuntimeError) as error:  # torch's own, of a full disk
+            except (OSError, RuntimeError) as error:  # torch's error of a full disk
                 self._folder = None
                 for left in folder.glob(f"new.{os.getpid()}.*"):
                     left.unlink(missing_ok=True)

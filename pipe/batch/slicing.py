@@ -1,12 +1,12 @@
-"""Slices of the sequence in a run: how microbatches are cut into them, and whether a model and its loss compute
-the same in slices.
+"""Slices of the sequence in a run: cutting microbatches, and checking that a model and its loss give the same results
+in slices.
 
     microbatch   tokens [B, T], target [B, T]
     slice q      tokens [B, start : end], target [B, start : end]
 
-Nothing says of a module whether its tokens meet anywhere but in causal attention. So it is tried: each stage runs once
-on a whole microbatch and once slice by slice, on random numbers and with random weights, and the loss on outputs of the
-first batch."""
+Whether tokens depend on each other outside causal attention can't be read from a module. So it is tried: each stage
+runs once on a whole microbatch and once slice by slice, on random numbers and with random weights, and the loss on
+outputs of the first batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .batches import read_loss
 def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[TokenSpan]:
     if total < num_slices:
         raise ValueError(
-            f"a sequence of {total} tokens for num_slices={num_slices}: expected at least one token a slice"
+            f"a sequence of {total} tokens for num_slices={num_slices}: expected at least one token per slice"
         )
     if lengths is None:
         least, longer = divmod(total, num_slices)
@@ -54,7 +54,6 @@ def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[T
 
 
 def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice]:
-    """The slices of a microbatch; ValueError where it is not clear where the sequence stands in a tensor."""
     arguments, named = given.arguments, options.slices.dims or {}
     names = parameter_names(signature_of(options.model))
     keys = [next((key for key in keys_of(path, names) if key in named), None) for path in arguments.form.paths]
@@ -117,8 +116,8 @@ def _checked(option: str, name: str, x: torch.Tensor, dim: int | None, batch: in
         return None
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == batch:
         raise ValueError(
-            f"{option}={dim} and {name} has shape {tuple(x.shape)}: expected a dimension below {x.dim()} beside that "
-            f"of the batch, or None where all slices share it"
+            f"{option}={dim} and {name} has shape {tuple(x.shape)}: expected a dimension below {x.dim()} other than "
+            f"that of the batch, or None where all slices share it"
         )
     return dim % x.dim()
 
@@ -126,13 +125,13 @@ def _checked(option: str, name: str, x: torch.Tensor, dim: int | None, batch: in
 def _unclear(name: str, x: torch.Tensor, key: str, total: int | None = None) -> str:
     of = "" if total is None else f" of {total} tokens"
     return (
-        f"{name} has shape {tuple(x.shape)}, and where in it the sequence{of} stands is not clear: expected it in "
+        f"{name} has shape {tuple(x.shape)}, and which dimension is the sequence{of} is not clear: expected it in "
         f"dimension 1, and nowhere else; or dims={{{key}: its dimension, or None where all slices share it}}"
     )
 
 
 def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
-    """ValueError for a stage of this process that computes something else from slices than from a whole microbatch."""
+    """ValueError for a stage of this process that gives other results for slices than for a whole microbatch."""
     inference, device = parts.train, run.options.device
     arguments = [whole.arguments, *(part.arguments for part, _ in slices)]
     inferred = [inference.of(Signature.of(each)) for each in arguments]
@@ -151,8 +150,8 @@ def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice
 
 
 _EXPECTED = (
-    "Expected a model whose tokens meet in F.scaled_dot_product_attention(..., is_causal=True) alone, each with its "
-    "position from stagewright.first_position() within a module's forward, or from an input of the model "
+    "Expected a model whose tokens depend on each other in F.scaled_dot_product_attention(..., is_causal=True) alone, "
+    "with positions from stagewright.first_position() within a module's forward, or from an input of the model "
     "(docs/guides/schedules.md); or a schedule without slices"
 )
 
@@ -160,7 +159,6 @@ _EXPECTED = (
 def _inputs(
     s: int, inferred: Sequence[Inferred], arguments: Sequence[Arguments], spans: Sequence[TokenSpan]
 ) -> list[list[torch.Tensor]]:
-    """Inputs of a stage for the whole microbatch, then for each slice."""
     columns = []
     for ref in inferred[0].stages[s].inputs:
         if ref.producer == MODEL_INPUT:
@@ -168,7 +166,7 @@ def _inputs(
             continue
         specs = [each.specs[ref.producer][ref.slot] for each in inferred]
         dim = sequence_dim(specs, spans, f"output {ref.slot} of stage {ref.producer}")
-        whole = _made_up(specs[0], arguments[0].tensors[0].device)
+        whole = _random(specs[0], arguments[0].tensors[0].device)
         columns.append([whole, *(span.part(whole, dim) for span in spans)])
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -176,7 +174,6 @@ def _inputs(
 def _check_stage(
     s: int, inferred: Sequence[Inferred], inputs: Sequence[Sequence[torch.Tensor]], spans: Sequence[TokenSpan]
 ) -> None:
-    """ValueError where slices give other outputs than the whole; `inferred` and `inputs` of it, then of each slice."""
     stages = [each.stages[s] for each in inferred]
     total = spans[0].total
     (whole,) = _run(stages[:1], inputs[:1], [TokenSpan(0, total, total)])
@@ -192,7 +189,6 @@ def _check_stage(
 def _run(
     stages: Sequence[StageModule], inputs: Sequence[Sequence[torch.Tensor]], spans: Sequence[TokenSpan]
 ) -> list[Tensors]:
-    """Outputs by slice, one after the other, without dropout."""
     kept: KeptCalls = {}
     outputs = []
     for stage, own, span in zip(stages, inputs, spans, strict=True):
@@ -214,20 +210,16 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, span: TokenSpan, what:
         if difference <= by_type(SLICED_OUTPUTS, expected.dtype) * size:
             return
     raise ValueError(
-        f"{what} is another one over slices of the sequence: of tokens {span.start} to {span.end} of {span.total} it "
-        f"differs by {difference:.2g} in numbers around {size:.2g} from that of the whole (tried on random numbers, "
-        f"with random weights and without dropout). {_EXPECTED}"
+        f"{what} differs over slices of the sequence: for tokens {span.start} to {span.end} of {span.total} by "
+        f"{difference:.2g} in numbers of size {size:.2g} from that of the whole (tried on random numbers, with random "
+        f"weights and without dropout). {_EXPECTED}"
     )
 
 
 def sequence_dim(specs: Sequence[TensorSpec], spans: Sequence[TokenSpan], what: str) -> int | None:
-    """The dimension in which a tensor of the whole and those of its slices differ; None: they are of one shape.
-
-    Arguments:
-        specs: of the whole, then of each slice.
-
-    Raises ValueError where several differ, or other sizes than the tokens.
-    """
+    """The dimension in which a tensor of the whole and those of its slices differ; None: their shapes are equal.
+    `specs`: of the whole, then of each slice. Raises ValueError where several differ, or other sizes than the
+    tokens."""
     whole, *others = (spec.shape for spec in specs)
     dims = {d for shape in others for d, (one, other) in enumerate(zip(whole, shape, strict=False)) if one != other}
     if all(len(shape) == len(whole) for shape in others) and len(dims) <= 1:
@@ -237,11 +229,11 @@ def sequence_dim(specs: Sequence[TensorSpec], spans: Sequence[TokenSpan], what: 
             return dim
     raise ValueError(
         f"{what} has shape {whole} for {spans[0].total} tokens and {others[0]} for {spans[0].end}: expected the "
-        f"sequence in one dimension, of its own. {_EXPECTED}"
+        f"sequence in one dimension, separate from all else. {_EXPECTED}"
     )
 
 
-def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+def _random(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     if spec.dtype.is_floating_point:
         return torch.randn(spec.shape, dtype=torch.float32, device=device).to(spec.dtype)
     return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
@@ -249,7 +241,7 @@ def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _other_weights(module: nn.Module) -> Iterator[None]:
-    """Within: parameters with noise, since a branch whose weights are zero yet hides what it does."""
+    """Context with noise on the parameters, since a branch whose weights are still zero hides its effect."""
     kept = [(p, p.data) for p in module.parameters() if p.is_floating_point() and p.dim()]
     try:
         for parameter, data in kept:
@@ -262,7 +254,7 @@ def _other_weights(module: nn.Module) -> Iterator[None]:
 
 
 class SlicedLoss:
-    """Watches the loss of the first microbatch that is expected, until it has come for all slices."""
+    """Checks the loss of the first expected microbatch, once it is computed for all slices."""
 
     def __init__(self, loss_fn: Callable[[object, object], object], output: Callable[[Tensors], object]) -> None:
         self._loss_fn = loss_fn
@@ -278,7 +270,7 @@ class SlicedLoss:
         self._specs = list(zip(*(inference.of(Signature.of(each)).specs[-1] for each in arguments), strict=True))
 
     def saw(self, flat: Tensors, target: object) -> None:
-        """The loss is computed of a slice. Raises ValueError, with the last one, where it is another one in slices."""
+        """Record a slice's outputs. Raises ValueError, with the last slice, where the loss differs from the whole's."""
         if self._whole is None:
             return
         for q, (part, _) in enumerate(self._slices):
@@ -303,7 +295,7 @@ class SlicedLoss:
         with torch.no_grad(), untouched(*kept, device=flat[0].device):
             try:
                 losses = [self._loss(*each, torch.float64) for each in zip(columns, targets, strict=True)]
-            except (RuntimeError, TypeError, ValueError):  # a loss for one type of outputs alone
+            except (RuntimeError, TypeError, ValueError):  # a loss that does not support float64
                 losses = [self._loss(*each, None) for each in zip(columns, targets, strict=True)]
         tolerance = by_type(SLICED_LOSSES, losses[0][0].dtype)
         (expected, count), *others = losses

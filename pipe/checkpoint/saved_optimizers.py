@@ -19,8 +19,7 @@ import torch
 from ..settings.delay_correction import LAST_UPDATE
 from ..shards.shard import Shard
 from ..stage.ownership import Ownership
-from ..update.optimizers import StageOptimizers
-from ..update.options import options_of_group, shown
+from ..update.optimizers import StageOptimizers, options_of_group, shown
 from .reader import Checkpoint
 from .snapshot import state_shard
 from .values import decode, encode

@@ -26,8 +26,7 @@ from ..shards.shard import Shard, TensorBox
 from ..stage.own_state import EXTRA
 from ..stage.ownership import Ownership
 from ..update.interface import Update
-from ..update.optimizers import StageOptimizers
-from ..update.options import options_of_group
+from ..update.optimizers import StageOptimizers, options_of_group
 from .manifest import model_key, optimizer_key, version_key
 from .values import Json, encode
 

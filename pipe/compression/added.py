@@ -1,32 +1,230 @@
-"""Compression as it is added to a run: transports and sums that pack, codecs that are chosen, and what is owed."""
+"""Mesh(compress=) as an addition to a run: packing transports and sums, and the choice of codecs for links.
+
+Under "auto" links are packed only where it shortens the step:
+
+a few steps  unpacked, to measure actions; then the speed of the links between ranks, unless the user has given it
+rank 0       up the ladder for the boundary with most of the bytes on the simulated step's critical path, as long as the
+             step gets shorter by at least WORTH; then down again wherever the step does not get longer
+together     the same codecs on every rank, from the next step on
+
+Packing is not exact, and its effect on the loss is not known ahead. Under "auto" sums over data groups are not packed.
+"""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Protocol
+from functools import cache
+from itertools import chain
+from math import prod
+from typing import Any, Protocol
 
 import torch
 
-from ...comm import Collectives, LinkCodecs, LinkName, PackingTransport, TensorSpec
+from ...comm import Codec, Collectives, LinkCodecs, LinkName, PackingTransport, TensorSpec
 from ...comm.buckets import BucketSum
-from ...comm.codecs import exact_type, num_bytes, orthonormal, product, start_matrix, unpack, wire_specs
+from ...comm.codecs import exact_type, num_bytes, orthonormal, pack, product, start_matrix, unpack, wire_specs
+from ...comm.links import fit_line, ping_pong
+from ...schedules import Costs, Link, Links, Message, MessageKind, critical_path, simulate
+from ...schedules.dependencies import Wire
+from ...schedules.messages import STAGE_KINDS
+from ...schedules.timing.links import Network
 from ..addition import Addition
 from ..context import Run
 from ..run.engine import Engine
 from ..run.ranks import RankLinks
 from ..run.training import Training
 from ..settings.arguments import AUTO
+from ..settings.excludes import shown
+from ..settings.given import Given
 from ..stage.shapes import Inferred
-from ..stage.wiring import Mode
+from ..stage.wiring import Mode, message_bytes
+from ..telling import tell
 from ..trace.measurement import Measurement
-from .choice import decides, take_codecs
+
+Boundary = tuple[int, int]  # stages, the producer's first
+Chosen = dict[Boundary, Codec]
+
+LADDER = (None, Codec("int8"))  # effects of others on the loss: experiments/results/slow-links
+WORTH = 0.05  # of the step, for which one more rung is taken
+STEPS = 5  # measured ones
+_SMALL, _TIMED, _ROUNDS = 1024, 3, 5
+
+
+def take_codecs(codecs: LinkCodecs, compress: Mapping[Any, Codec], mode: Mode, inferred: Inferred) -> None:
+    """Use these codecs; ValueError for a boundary that does not exist, that packs nothing, or packs twice."""
+    links, named = boundaries(mode), dict[Any, Codec]()
+    codecs.boundaries, codecs.data = {}, compress.get("data")
+    for link, codec in compress.items():
+        if link == "data":
+            continue
+        wires = list(dict.fromkeys(chain(*links.values()))) if link == "pipe" else links.get(link, [])
+        carried = [spec for wire in wires for spec in mode.message_specs(wire.message(0), inferred)]
+        if not any(len(wire_specs(codec, spec)) > 1 for spec in carried):
+            raise ValueError(f"compress={{{link!r}: {codec}}}: {_nothing_to_pack(carried, links)}")
+        for wire in wires:
+            if (codecs.boundaries if link == "pipe" else named).setdefault(wire[:3], codec) != codec:
+                raise ValueError(
+                    f"compress={{{link!r}: {codec}}}: stages {wire.consumers} are on one rank, and get one message, "
+                    f"packed as {named[wire[:3]]}: expected one codec for all of them"
+                )
+    codecs.boundaries |= named
+
+
+def boundaries(mode: Mode) -> dict[Boundary, list[Wire]]:
+    """Wires between two ranks, by producer and consumer: a wire with several consumers is listed for each."""
+    owners, found = mode.schedule.owners, dict[Boundary, list[Wire]]()
+    for wire in mode.wires:
+        for consumer in wire.consumers if owners[wire.src] != owners[wire.dst] else ():
+            found.setdefault((wire.producer, consumer), []).append(wire)
+    return found
+
+
+def _nothing_to_pack(carried: list[TensorSpec], links: Mapping[Boundary, object]) -> str:
+    if not carried:
+        return f"no message is sent there. Boundaries between ranks are {', '.join(map(str, links)) or 'none'}"
+    kinds = ", ".join(dict.fromkeys(f"{spec.dtype} {list(spec.shape)}" for spec in carried))
+    return (
+        f"nothing there becomes smaller, since messages there are {kinds}. Expected a boundary with floating tensors "
+        f"that get gradients, or compress= without it"
+    )
+
+
+def choose(
+    links: list[Boundary],
+    seconds: Callable[[Chosen], tuple[float, Mapping[Boundary, float]]],
+    ladder: Sequence[Codec | None] = LADDER,
+) -> Chosen:
+    """Codecs of these boundaries. `seconds`: of a step with such codecs, and those for which bytes of each boundary are
+    on its critical path."""
+    rungs = dict.fromkeys(links, 0)
+
+    def at(tried: Mapping[Boundary, int]) -> Chosen:
+        return {link: codec for link, rung in tried.items() if (codec := ladder[rung]) is not None}
+
+    (step, path), tried = seconds({}), dict(rungs)
+    while True:
+        # Where paths are equally long, each must become shorter before the step does: so a rung of all is tried.
+        able = [each for each in links if tried[each] == rungs[each] < len(ladder) - 1 and path.get(each)]
+        if not able:
+            break
+        tried[max(able, key=lambda link: path[link])] += 1
+        found, path = seconds(at(tried))
+        if found < (1 - WORTH) * step:
+            step, rungs = found, dict(tried)
+    for link in sorted(links, key=lambda link: -rungs[link]):
+        while rungs[link] and seconds(at(lower := rungs | {link: rungs[link] - 1}))[0] <= step * (1 + 1e-3):
+            rungs = lower
+    return at(rungs)
+
+
+def step_seconds(
+    mode: Mode, inferred: Inferred, costs: Costs, network: Network, busy: Callable[[Boundary, Codec], float]
+) -> Callable[[Chosen], tuple[float, Mapping[Boundary, float]]]:
+    """`seconds` for `choose`, by simulating. `busy`: seconds of a boundary's ranks together for packing and unpacking a
+    message [s]."""
+
+    def seconds(chosen: Chosen) -> tuple[float, Mapping[Boundary, float]]:
+        codecs, overhead = LinkCodecs(), [0.0] * mode.schedule.num_stages
+        take_codecs(codecs, chosen, mode, inferred)
+        for link, codec in chosen.items():  # half at either end, before or after an action
+            for stage in link:
+                overhead[stage] += busy(link, codec) / 2
+        (acts, grads), edges = message_bytes(mode, inferred, codecs.layouts), [e[:2] for e in mode.schedule.stage_edges]
+        links = Links(network=network, activation_bytes=acts, gradient_bytes=grads)
+        timeline = simulate(mode.schedule, replace(costs, message_overhead=overhead), links)
+        path: dict[Boundary, float] = {}
+        for each in critical_path(timeline).steps:
+            if isinstance(each.what, Message) and each.what.kind in STAGE_KINDS and each.sender is not None:
+                ends, is_act = (each.what.src, each.what.dst), each.what.kind is MessageKind.ACT
+                link = ends if is_act else ends[::-1]
+                num_bytes_sent = (acts if is_act else grads)[edges.index(link)]
+                rate = links.way(each.sender, each.rank).seconds_per_byte
+                path[link] = path.get(link, 0.0) + num_bytes_sent * rate
+        return timeline.makespan, path
+
+    return seconds
+
+
+def decides(
+    run: Run,
+    mode: Mode,
+    inferred: Inferred,
+    ranks: RankLinks,
+    training: Training,
+    *,
+    codecs: LinkCodecs,
+    costs: Callable[[], Costs],
+) -> None:
+    begun, before = iter(range(STEPS + 1)), training.before_step
+    specs: dict[Boundary, list[TensorSpec]] = {}  # of activations that every codec can pack
+    for wire in dict.fromkeys(chain(*boundaries(mode).values())):
+        carried = mode.message_specs(wire.message(0), inferred)
+        if wire.kind is MessageKind.ACT and any(all(len(wire_specs(c, s)) > 1 for c in LADDER if c) for s in carried):
+            specs[wire.producer, wire.consumers[0]] = carried
+
+    def busy(link: Boundary, codec: Codec) -> float:
+        found = 0.0
+        for spec in (each for each in specs[link] if len(wire_specs(codec, each)) > 1):
+            x = torch.linspace(-1.0, 1.0, prod(spec.shape)).view(spec.shape).to(run.options.device, spec.dtype)
+            times = []
+            for _ in range(_TIMED):
+                start = time.perf_counter()
+                unpack(codec, pack(codec, x, None)[0], spec)
+                times.append(time.perf_counter() - start)
+            found += statistics.median(times)
+        return found
+
+    compress = run.options.compress
+    stated = compress[AUTO] if isinstance(compress, Mapping) else None
+    if stated is not None:  # ValueError for a link that it lacks
+        step_seconds(mode, inferred, Costs(), stated, busy)({})
+
+    def decide(given: Given, step: int, reads_nothing: bool) -> None:
+        before(given, step, reads_nothing)
+        if next(begun, None) != STEPS:
+            return
+        measured, network = costs(), _measured(run, ranks, specs) if stated is None else stated
+        with run.guard.together():
+            found = {}
+            if run.collectives.rank == 0:
+                free = replace(measured, latency=0.0)
+                found = choose(list(specs), step_seconds(mode, inferred, free, network, cache(busy)))
+            found = run.collectives.gather(found, what="choosing codecs for links")[0]
+        take_codecs(codecs, found, mode, inferred)
+        tell(f"compress='auto': {shown(found) if found else 'nothing'} is packed", rank=run.collectives.rank)
+
+    training.before_step = decide
+
+
+def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSpec]]) -> Network:
+    """The links between ranks that send each other messages. Collective over the processes."""
+    transport, device = next(iter(ranks.transports.values())), run.options.device
+    if run.collectives.alone or not specs:
+        return Link()
+    sizes = _SMALL, max(8 * _SMALL, *map(num_bytes, specs.values()))
+    found: dict[tuple[int, int], Link] = {}
+    for pair in sorted((a, b) for a, b in ranks.between if a < b and (b, a) in ranks.between):
+        mine = [
+            ping_pong(
+                transport,
+                [TensorSpec((size,), (1,), torch.uint8, False)],
+                device=device,
+                timeout=run.options.timeout,
+                pair=pair,
+                rounds=_ROUNDS,
+            ).seconds
+            for size in sizes
+        ]
+        line = fit_line(sizes, run.collectives.gather_ranks(mine, what="measuring the links between ranks")[pair[0]])
+        found |= dict.fromkeys((pair, pair[::-1]), Link(latency=line.latency, seconds_per_byte=1 / line.bandwidth))
+    return {link: found.get(link, Link()) for link in ranks.between}  # messages in one direction only are never packed
 
 
 class Built(Protocol):
-    """The parts of `build.Pipeline` that compression connects to."""
-
     @property
     def engine(self) -> Engine: ...
     @property
@@ -36,10 +234,8 @@ class Built(Protocol):
 
 
 class Compression(Addition):
-    """Packed links of a run, for stages that are wired so.
-
-    Raises ValueError for a boundary that does not exist, that packs nothing, or that packs twice.
-    """
+    """Packed links of a run, for stages with this wiring. Raises ValueError for a boundary that does not exist, that
+    packs nothing, or that packs twice."""
 
     def __init__(self, run: Run, mode: Mode, inferred: Inferred) -> None:
         self._run, self._mode, self._inferred = run, mode, inferred
@@ -54,7 +250,7 @@ class Compression(Addition):
         return self.codecs.sent
 
     def connected(self, pipeline: Built, links: RankLinks) -> None:
-        """From here on what the training engine sends goes packed; under "auto" once its first steps are measured."""
+        """Pack the training engine's messages; under "auto" after its first steps are measured."""
         engine, compress = pipeline.engine, self._run.options.compress
         engine.ranks = [
             replace(local, transport=PackingTransport(local.transport, self.codecs)) for local in engine.ranks
@@ -72,12 +268,10 @@ class Compression(Addition):
     def lost(self) -> str | None:
         if not self.codecs.remember:
             return None
-        return "it has nothing of what compress= had left out and owed its links, which begin anew"
+        return "it has no memory of what compress= had left out on links, which begin again"
 
 
 class PackedSums:
-    """Sums of gradients over data groups, where they have a codec."""
-
     def __init__(self, codecs: LinkCodecs) -> None:
         self._codecs = codecs
 
@@ -94,10 +288,11 @@ class PackedSums:
 def begin_packed_sum(
     codecs: LinkCodecs, named: Mapping[str, torch.Tensor], collectives: Collectives, *, ranks: Sequence[int], what: str
 ) -> Callable[[], list[torch.Tensor]]:
-    """Begin to sum these tensors over ranks, packed; the answer waits, and returns the sums, the same on all.
+    """Begin to sum these tensors over ranks, packed; the returned function waits, and returns the sums, the same on
+    all.
 
-    "lowrank": M of each rank, and what it owes, as in PowerSGD: P = sum of M Q, orthonormal; then Q = sum of M^T P, and
-    the sum is P Q^T, of which each owes what its mean lacks. Else all get what each has packed. Others go as they are.
+    "lowrank": M of each rank, plus its memory, as in PowerSGD: P = sum of M Q, orthonormal; then Q = sum of M^T P, and
+    the sum is P Q^T; each keeps the error of its mean. Else all exchange packed tensors. Others are sent unpacked.
     """
     codec, count = codecs.data, len(ranks)
     assert codec is not None

@@ -1,10 +1,11 @@
-"""Gradients by the graphs of shape inference: what the loss does not depend on gets none in one process, and none here.
+"""Which gradients exist, by the graphs of shape inference: as in one process, inputs that the loss does not depend on
+get none.
 
-    certain   a path of torch's own operations leads from the loss to the input: its gradient always comes
-    flagged   all others (an output that a loss may ignore, code that reads values or draws numbers, autograd functions
-              of the user's): the message says of each tensor whether it is there, and has zeros in its place if not
+    certain   a path of torch's own operations leads from the loss to the input: its gradient always exists
+    flagged   all others (an output that a loss may ignore, code that reads values or draws numbers, the user's autograd
+              functions): the message has a flag for each gradient, and zeros for one that does not exist
 
-A flag is read on the host, for which a CUDA device has to be waited for: therefore only where it is needed.
+A flag is read on the host, which synchronizes a CUDA device: so there are flags only where they are needed.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ Gradients = Sequence[torch.Tensor | None]  # None: there is none
 
 OutputSpecs = Sequence[Sequence[TensorSpec]]  # of the outputs of each stage
 
-# Autograd functions that hand every gradient on; others may return None for an input.
+# Autograd functions that return every gradient; others may return None for an input.
 _FAITHFUL = ("torch.distributed.", "stagewright.")
 
 
 class StageRun(NamedTuple):
-    """One stage's run in shape inference; `is_typical`: every run makes this graph, as far as one can see."""
+    """One stage's run in shape inference; `is_typical`: every run seems to make this graph."""
 
     refs: Sequence[ValueRef]
     leaves: Tensors
@@ -37,11 +38,11 @@ class StageRun(NamedTuple):
 
 
 def certain_gradients(runs: Sequence[StageRun], *, loss_slot: int | None) -> tuple[tuple[bool, ...], ...]:
-    """Inputs whose gradients always come, by stage and input.
+    """Inputs whose gradients always exist, by stage and input.
 
     Arguments:
         runs: [S].
-        loss_slot: the output of the last stage that is the loss; None: any, and at least one, makes the loss.
+        loss_slot: the output of the last stage that is the loss; None: the loss depends on at least one, any of them.
     """
     certain: list[tuple[bool, ...]] = []
     wanted: set[tuple[int, int]] = set()  # (stage, slot) of outputs that certainly get a gradient
@@ -59,7 +60,7 @@ def certain_gradients(runs: Sequence[StageRun], *, loss_slot: int | None) -> tup
 
 
 def _reached(outputs: Sequence[torch.Tensor], leaves: Tensors) -> set[int]:
-    """The leaves to which the gradients of any of the outputs certainly lead."""
+    """The leaves that certainly get a gradient from each of these outputs."""
     number = {id(leaf): i for i, leaf in enumerate(leaves) if leaf.requires_grad}
     found = {number[id(x)] for x in outputs if id(x) in number}
     pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
@@ -69,31 +70,28 @@ def _reached(outputs: Sequence[torch.Tensor], leaves: Tensors) -> set[int]:
         variable = getattr(node, "variable", None)  # of the end of a path
         if id(variable) in number:
             found.add(number[id(variable)])
-        for ahead, _ in node.next_functions if _hands_on(node) else ():
+        for ahead, _ in node.next_functions if _gives_all(node) else ():
             if ahead is not None and ahead not in seen:
                 seen.add(ahead)
                 pending.append(ahead)
     return found
 
 
-def _hands_on(node: object) -> bool:
-    """Whether a node of the graph gives every input a gradient."""
+def _gives_all(node: object) -> bool:
     function = getattr(node, "_forward_cls", None)
     return function is None or function.__module__.startswith(_FAITHFUL)
 
 
 def flag_spec(certain: Sequence[bool]) -> list[TensorSpec]:
-    """Layout of the flags in front of the gradients of a message: none where all are certain."""
     return [] if all(certain) else [TensorSpec((len(certain),), (1,), torch.uint8, False)]
 
 
 def has_flags(specs: Sequence[TensorSpec]) -> bool:
-    """Whether flags stand in front of the gradients of a message: nothing else there is made of bytes."""
     return specs[0].dtype is torch.uint8
 
 
 def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
-    """A message of these layouts: flags, where it has them, and every gradient, zeros where there is none."""
+    """A message of these layouts: flags, where it has them, and every gradient, or zeros."""
     if not has_flags(specs):
         return tuple([gradient for gradient in gradients if gradient is not None])
     flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=device)
@@ -114,7 +112,7 @@ def unpack(message: Tensors, specs: Sequence[TensorSpec]) -> Gradients:
 
 
 def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str]) -> str | None:
-    """Description of what some outputs, with their graph, were computed with in float16; None: no gradient is."""
+    """Description of a gradient in float16 in the graph of these outputs; None: there is none."""
     pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
     seen = set(pending)
     while pending:
@@ -128,7 +126,6 @@ def float16_gradients(outputs: Sequence[torch.Tensor], names: Mapping[int, str])
 
 
 def _near(node: Any, names: Mapping[int, str]) -> str:
-    """The parameter next to an operation, or else the operation."""
     pending = [node]
     for each in pending:  # grows
         variable = getattr(each, "variable", None)

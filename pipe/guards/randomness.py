@@ -3,9 +3,9 @@
 At the entry of each cut unit the generators are seeded with `mix(seed, step, microbatch, unit)`. So a dropout mask, or
 the layer that LayerDrop leaves out, is the same on one rank and on any cut, with and without recomputation.
 
-torch's generator is seeded for every unit. Seeding Python's takes longer than a small layer, and numpy's is kept at
-some cost: both are seeded for units that drew from them in shape inference. A unit that begins to draw later, as where
-an attribute was changed, is noticed in its first batch.
+torch's generator is seeded for every unit. Seeding Python's takes longer than a small layer, and saving numpy's has a
+cost, too: both are seeded for units that drew from them in shape inference. A unit that begins to draw later, after an
+attribute was changed, is noticed in its first batch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ...partition.model.untouched import StateSnapshot, torch_generators, untouc
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOSS = -1  # its number among the units
-_OWN_REGION = 1 << 20  # and a member: its number behind that of the unit
-MERSENNE_WORDS = 624  # of the state of Python's and numpy's generators; after them the place of the next one
+_OWN_REGION = 1 << 20  # plus the member's number: folded after the unit's number
+MERSENNE_WORDS = 624  # of the state of Python's and numpy's generators, before the index of the next word
 
 
 def mix(seed: int, step: int, microbatch: int, unit: int) -> int:
@@ -50,12 +50,12 @@ def _fold(state: int, value: int) -> int:
 class Seeder:
     """Seeds the generators for the units of one action at a time.
 
-        call: the user's states are kept    action: begin, enter(unit), ..., end    action: ...    they are put back
+        call: the user's states are saved    action: begin, enter(unit), ..., end    action: ...    they are restored
 
     Arguments:
-        device: of the run, whose generator is seeded beside the CPU's.
-        runs_again: whether anything runs again: what an action draws may then not depend on what ran before it.
-        member: of its tensor group, that this process is.
+        device: of the run, whose generator is seeded as well as the CPU's.
+        runs_again: whether anything is recomputed: an action's numbers must then not depend on what ran before it.
+        member: this process's number in its tensor group.
     """
 
     def __init__(self, seed: int, device: torch.device, *, runs_again: bool = False, member: int = 0) -> None:
@@ -64,9 +64,9 @@ class Seeder:
         self._runs_again = runs_again
         self._member = member
         self._in_own_region = False
-        self._other_region: list[torch.Tensor] | None = None  # where torch's generators stand there, in this unit
-        self._region_began: list[torch.Tensor] | None = None  # where they stood, while someone wants to know
-        self._drew_apart: bool | None = None  # None: nobody wants to know
+        self._other_region: list[torch.Tensor] | None = None  # states of torch's generators there, in this unit
+        self._region_began: list[torch.Tensor] | None = None  # their states at its begin, within `drawing_apart`
+        self._drew_apart: bool | None = None  # None: not within `drawing_apart`
         self._torch = torch_generators(device)
         self._others: tuple[_Global, ...] = (_Global(), _Numpy())
         self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
@@ -78,7 +78,7 @@ class Seeder:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around all actions of a call: afterwards the user's generators are where they were."""
+        """Context of all actions of a call, after which the user's generators have their states again."""
         self._called = True
         before = [each.position() for each in self._others]
         try:
@@ -90,11 +90,11 @@ class Seeder:
             self._kept = []
             for each, position in zip(self._others, before, strict=True):
                 if not each.put_back() and each.position() != position:
-                    each.is_for_all_behind(self._newest)
+                    each.seed_all_after(self._newest)
 
     def begin(self, *, step: int, microbatch: int) -> None:
-        """An action begins: `enter` seeds for this step and microbatch until `end`."""
-        self._keep()  # before a checkpoint of the user's, in a backward, sets them for its second run
+        """Begin an action: `enter` seeds for this step and microbatch until `end`."""
+        self._keep()  # before a checkpoint of the user's, in a backward, sets them for recomputation
         self._begun = _fold(_fold(self._seed & _MASK, step), microbatch)
         self._step, self._newest = step, max(self._newest, step)
         self._active = True
@@ -110,7 +110,7 @@ class Seeder:
         if self._runs_again:
             for each in self._others:
                 if not each.is_for_unit and each.has_moved():
-                    each.is_for_all_behind(self._newest)
+                    each.seed_all_after(self._newest)
         if self._unit == _LOSS and not self._knows_loss:
             self._knows_loss = True
             for each in self._others:
@@ -118,7 +118,7 @@ class Seeder:
                     each.units.discard(_LOSS)
 
     def enter(self, unit: int) -> None:
-        """The unit begins: seed for it. In shape inference, look at what the one before it drew from."""
+        """Seed for a unit that begins. In shape inference, note what the unit before drew from."""
         if self._active:
             self._keep()
             self._in_own_region, self._other_region = False, None
@@ -135,15 +135,12 @@ class Seeder:
         self._unit = unit
 
     def enter_loss(self) -> None:
-        """The loss begins: a unit of its own, which shape inference does not run: its first run shows what it draws."""
+        """Seed for the loss, a separate unit. Shape inference does not run it: its first run shows what it draws."""
         self.enter(_LOSS)
 
     def region(self, is_own: bool) -> None:
-        """A forward comes to tensors of which each member of the tensor group has its own part, or back.
-
-        What all members hold alike is drawn for alike. In a region of own parts each member has a stream of its own:
-        masks of different heads must not be the same.
-        """
+        """Enter or leave a region of tensors that are divided over the tensor group. Outside, all members draw the same
+        numbers. Inside, each member has its own stream: masks of different heads must not be the same."""
         if not self._active or is_own is self._in_own_region:
             return
         here = [generator.get_state() for generator in self._torch]
@@ -162,7 +159,7 @@ class Seeder:
 
     @contextmanager
     def drawing_apart(self) -> Iterator[Callable[[], bool]]:
-        """Within: what is given answers whether anything was drawn in a region of own parts."""
+        """Context whose function returns whether anything was drawn in a region of divided tensors."""
         self._drew_apart = False
         try:
             yield lambda: bool(self._drew_apart)
@@ -170,7 +167,7 @@ class Seeder:
             self._drew_apart = self._region_began = None
 
     def state(self) -> Sequence[Any]:
-        """Where the generators stand in the midst of a unit, for `resume`; outside of actions, the user's own."""
+        """States of the generators within a unit, for `resume`; outside of actions those of the user's."""
         if not self._active:
             return (StateSnapshot((), device=None),)
         moved = [each.state() if each.is_for_unit or each.has_moved() else None for each in self._others]
@@ -178,7 +175,7 @@ class Seeder:
         return [generator.get_state() for generator in self._torch], moved, region, self._unit
 
     def resume(self, state: Sequence[Any]) -> None:
-        """In a later action of the same microbatch: they stand there again, for a second run of what followed."""
+        """Set the generators to these states in a later action of the same microbatch, to recompute what followed."""
         if len(state) == 1:
             state[0].restore()
             return
@@ -195,7 +192,7 @@ class Seeder:
 
     @contextmanager
     def again(self, state: Sequence[Any]) -> Iterator[None]:
-        """Within, a second run; outside of actions, the user's generators are behind it where they were."""
+        """Context of a recomputation; outside of actions the user's generators have their states again after it."""
         with nullcontext() if self._active else untouched(device=None):
             self.resume(state)
             yield
@@ -206,10 +203,8 @@ class Seeder:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Within, units run for their shapes: it is noted which of them draw from Python's and numpy's generators.
-
-        What they draw is the same on every rank. The caller puts the generators back.
-        """
+        """Context of shape inference: it is noted which units draw from Python's and numpy's generators. They draw the
+        same on every rank. The caller restores the generators."""
         self._watching, self._unit = True, None
         self._start(0)
         try:
@@ -218,7 +213,6 @@ class Seeder:
             self._watching = False
 
     def has_drawn(self) -> bool:
-        """Whether units drew from Python's or numpy's generator since this was last asked, within `watch`."""
         self._look()
         self._start(0)
         drawn, self._drawn = self._drawn, False
@@ -239,11 +233,11 @@ class Seeder:
 
 
 class _Global:
-    """A generator of the whole process beside torch's: Python's.
+    """A global generator other than torch's: Python's.
 
     Attributes:
         units: that draw from it; the loss until it is known.
-        known_until: the last step for which these are all; behind it all units count. A batch keeps to one rule.
+        known_until: the last step for which only these are seeded, then all. A batch has one rule.
         is_for_unit: whether it was last seeded for a unit, not for an action.
     """
 
@@ -256,11 +250,9 @@ class _Global:
         self._kept: Any = None
 
     def position(self) -> object:
-        """Another one once a number was drawn."""
         return random.getstate()
 
     def has_moved(self) -> bool:
-        """Whether a number was drawn since it was seeded."""
         return bool(random.getstate()[1][-1] != MERSENNE_WORDS)
 
     def state(self) -> Any:
@@ -273,26 +265,26 @@ class _Global:
         random.seed(seed)
 
     def seed(self, seed: int, *, keep: bool) -> None:
-        """Begin anew; `keep`: until it is put back."""
+        """Seed it; `keep`: save its state for `put_back`."""
         if keep and self._kept is None:
             self._kept = self.state()
         self._start(seed)
 
     def put_back(self) -> bool:
-        """To where it was before it was seeded; False where it was not."""
+        """Restore the state before it was seeded; False where it was not."""
         kept, self._kept = self._kept, None
         if kept is not None:
             self.set(kept)
         return kept is not None
 
-    def is_for_all_behind(self, step: int) -> None:
-        """A unit drew that did not when the stages were built: all are seeded behind this step."""
+    def seed_all_after(self, step: int) -> None:
+        """Seed all units after this step, since one drew that did not when the stages were built."""
         if self.known_until == math.inf:
             self.known_until = step
             warnings.warn(
                 f"the model drew from {self.name}, and did not when its stages were built: in this batch these numbers "
-                f"depend on how it is cut; from the next one on they do not. Expected what switches them on, such as "
-                f"LayerDrop's probability, to be set before the pipeline is built",
+                f"depend on how it is cut; from the next batch they do not. Expected options that switch them on, such "
+                f"as LayerDrop's probability, to be set before the pipeline is built",
                 stacklevel=2,
             )
 
@@ -301,7 +293,7 @@ class _Numpy(_Global):
     name = "numpy's random numbers"
 
     def position(self) -> object:
-        """See _Global; its memory, since asking for its state takes 20 times as long."""
+        """Its memory: reading its state takes 20 times as long."""
         generator = get_bit_generator()
         if isinstance(generator, np.random.MT19937):
             return ctypes.string_at(generator.ctypes.state_address, 4 * (MERSENNE_WORDS + 1))
@@ -311,8 +303,8 @@ class _Numpy(_Global):
         generator = get_bit_generator()
         if not isinstance(generator, np.random.MT19937):
             return True
-        place = ctypes.c_uint32.from_address(generator.ctypes.state_address + 4 * MERSENNE_WORDS)
-        return place.value != MERSENNE_WORDS
+        index = ctypes.c_uint32.from_address(generator.ctypes.state_address + 4 * MERSENNE_WORDS)
+        return index.value != MERSENNE_WORDS
 
     def state(self) -> Any:
         return np.random.get_state(legacy=False)

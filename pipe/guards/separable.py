@@ -1,8 +1,8 @@
-"""Whether an optimizer treats each of its parameters by itself, as stages need it, each of which has its own.
+"""Whether an optimizer updates each of its parameters independently, as stages with separate optimizers need it.
 
-torch's own are known, and a class says it in its attribute `separable`. Any other is tried once, before its first step,
+torch's own are known, and other classes have an attribute `separable`. Any other is tried once, before its first step,
 as is one with a hook before its step: twice on small weights and gradients, which are the same for one parameter and
-others for the rest. If that one moves in another way, a norm or another statistic joins them.
+differ for the rest. If the update of that one differs, a norm or another statistic joins them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ for _name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "A
     _KNOWN[getattr(torch.optim, _name)] = "elements"
 _CUT = 4  # of each dimension of a tensor, in the trial
 _WATCHED = 4  # groups of which one parameter is watched
-_SCALES = (1e4, 1e-3, 1.0)  # of the others' gradients, by step: beyond any threshold, and with memory of it
+_SCALES = (1e4, 1e-3, 1.0)  # of the others' gradients, by step: above any threshold, then with its effect on the state
 
 
 def separable(optimizer: torch.optim.Optimizer) -> Separable:
-    """ValueError for one that is not known to treat each element of a parameter, or each parameter, by itself."""
+    """ValueError unless it is known to update each element of a parameter, or each parameter, independently."""
     kind = known_to_separate(optimizer)
     if kind is None:
         name = type(optimizer).__name__
         raise ValueError(
-            f"optimizer {name} is not known to update each parameter by itself, and might come to another result where "
+            f"optimizer {name} is not known to update each parameter independently, and its result might differ where "
             f"each rank updates a part: expected data_parallel='replicate', or {name}.separable = 'elements' (it "
-            f"treats each element of a parameter by itself) or 'parameters' (each parameter)"
+            f"updates each element of a parameter independently) or 'parameters' (each parameter)"
         )
     return kind
 
@@ -54,10 +54,10 @@ def known_to_separate(optimizer: torch.optim.Optimizer) -> Separable | None:
 def refuse_shared_statistic(
     optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], *, own_hook: Callable[..., None] | None = None
 ) -> None:
-    """ValueError for a step that moves one parameter by the values of others; a warning where it cannot be tried.
+    """ValueError for a step that moves one parameter by the values of others; a warning where it can't be tried.
 
     Arguments:
-        model: all parameters. They stay as they are, as do the optimizer and the random generators.
+        model: all parameters. They do not change, nor do the optimizer and the random generators.
         own_hook: a hook before the step that is not the user's.
     """
     hooks = [hook for hook in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values() if hook != own_hook]
@@ -75,7 +75,7 @@ def refuse_shared_statistic(
             stacklevel=2,
         )
         return
-    what, instead = f"the step of optimizer {name}", "an optimizer that treats each parameter by itself (AdamW)"
+    what, instead = f"the step of optimizer {name}", "an optimizer that updates each parameter independently (AdamW)"
     out = f", or {name}.separable = 'parameters' if it only joins parameters of one stage"
     if is_known:
         what, instead, out = f"a hook before {what}", "max_grad_norm= or pipe.clip_grad_norm_ to clip", ""
@@ -86,7 +86,7 @@ def refuse_shared_statistic(
 
 
 def _joins(optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], hooks: Sequence[object]) -> bool:
-    """Whether a parameter moves, or its state changes, in another way where the others have other values."""
+    """Whether the update of a parameter, or of its state, depends on the values of the others."""
     own = dict(vars(optimizer))
     held = {id(p): p for group in own["param_groups"] for p in group["params"] if not p.is_meta}
     kept = [(p, p.data, p.grad) for p in ({id(p): p for p in model if not p.is_meta} | held).values()]
@@ -114,7 +114,7 @@ def _joins(optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], hook
 
 
 def _trained(optimizer: torch.optim.Optimizer, watched: nn.Parameter | None) -> list[list[torch.Tensor]]:
-    """By group, its first parameter and what three steps make of it. Others than `watched` have other values."""
+    """By group, its first parameter and its changes after three steps. All but `watched` have other values."""
     optimizer._optimizer_step_post_hooks = OrderedDict()
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if not p.is_meta]  # those of other processes
@@ -160,7 +160,7 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _small(content: dict[str, Any], *, shared: Collection[object]) -> dict[str, Any]:
-    """A copy of an optimizer's attributes with cut tensors. What is `shared` stays, and what can be called."""
+    """A copy of an optimizer's attributes with cut tensors, but for objects in `shared` and callables."""
     known = {id(each): (each, each) for each in shared}
 
     def number(value: Any) -> int | None:

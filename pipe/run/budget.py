@@ -1,12 +1,12 @@
-"""Recomputation under a memory budget: of a stage's cut units those run again that let it fit in the least seconds.
+"""Recomputation under a memory budget: the cut units of a stage to recompute so that it fits, in the least time.
 
-    trace    a microbatch through the stage, alone: bytes that stay behind each unit, bytes within it, seconds
-    moments  where the stage may hold most: F and B of each unit, beside the microbatches in flight of its schedule
+    trace    a microbatch through the stage, alone: bytes that each unit keeps, bytes within it, seconds
+    moments  where the stage may hold most: F and B of each unit, with the microbatches in flight of its schedule
     fit      of all choices that stay below the budget at every moment the one with the least seconds
 
-Each rank tries its own stages, with a microbatch of its first batch to train on: once with all units under each rule,
-and then as it was chosen, which has the last word. A later batch with microbatches of other sizes has the choice of one
-before that was as large in each dimension, or else its own.
+Each rank tries its own stages, with a microbatch of its first training batch: once with all units under each rule, and
+then with the choice, whose measurement decides. A later batch with microbatches of other sizes uses an earlier choice
+for sizes at least as large in each dimension, or else gets its own.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from ..telling import told_if_slow
 from .ranks import Ranks
 
 RULES = ("none", "selective", "full")
-ROUNDS, SECONDS = 15, 3.0  # timed microbatches under each rule: two at least, then until so much time has passed
-TRIALS = 5  # choices that are carried out, where one holds more than its units said
-TOLD_SECONDS = 1.0  # what takes longer is told
+ROUNDS, SECONDS = 15, 3.0  # timed microbatches under each rule: at least two, then until this time has passed
+TRIALS = 5  # choices to try, where one holds more than its units were measured to
+TOLD_SECONDS = 1.0  # after which a message is shown
 
 Choice = Sequence[int]  # by unit, the number of its rule
 Sizes = dict[tuple[int, ...], Sequence[int]]  # of tensors, by their numbers of dimensions
-Point = tuple[Op, int, int]  # an action, with so many microbatches in flight, its own among them; within it a call
+Point = tuple[Op, int, int]  # an action; microbatches in flight, with its own; a call within it
 
 
 class HeldMoments(NamedTuple):
-    """Bytes of a stage: `base` [n], there in any case, and `held` [n, units, rules]."""
+    """Bytes of a stage: `base` [n], the same under every choice, and `held` [n, units, rules]."""
 
     base: Floats
     held: Floats
@@ -74,11 +74,9 @@ class HeldMoments(NamedTuple):
 
 
 def fit(seconds: Floats, moments: HeldMoments, limit: float | None) -> Choice | None:
-    """Choice of least seconds [units, rules] of those whose peak is at most `limit`; None: there is none.
-
-    Without a limit one with the least peak. A multiple-choice knapsack with a row for each moment, solved to the end by
-    HiGHS, so that seconds never rise with the limit; what its tolerance lets through is cut off.
-    """
+    """Choice of least seconds [units, rules] of those whose peak is at most `limit`; None: there is none. Without a
+    limit one with the least peak. A multiple-choice knapsack with a row for each moment, solved to optimality by HiGHS,
+    so that seconds never rise with the limit; solutions that only its tolerance admits are cut off."""
     (num_moments, num_units, num_rules), width = moments.held.shape, seconds.size
     if not width:
         return () if limit is None or moments.peak(()) <= limit else None
@@ -102,16 +100,15 @@ def fit(seconds: Floats, moments: HeldMoments, limit: float | None) -> Choice | 
 
 
 def least(seconds: Floats, moments: HeldMoments) -> Choice:
-    """The choice with the least peak, and of these the one with the least seconds."""
     smallest = fit(seconds, moments, None)
     assert smallest is not None
     return fit(seconds, moments, moments.peak(smallest)) or smallest
 
 
 class _UnitTrace(NamedTuple):
-    """A microbatch of one stage, by its units' calls, 1 to C; 0 and C + 1: in front of them, and behind.
+    """A microbatch of one stage, by its units' calls, 1 to C; 0 and C + 1: before and after them.
 
-    units: of the calls. kept: [C + 2] bytes that stay behind F. most: within F and B. seconds: [C + 2] of both.
+    units: of the calls. kept: [C + 2] bytes held after F. most: within F and B. seconds: [C + 2] of both.
     """
 
     units: list[int]
@@ -121,8 +118,6 @@ class _UnitTrace(NamedTuple):
 
 
 class _Probe:
-    """One stage, run beside its training with the microbatch of most bytes of a batch."""
-
     def __init__(self, run: Run, mode: Mode, stage: Stage, batch: Batch) -> None:
         own = (part for part in batch.parts if part.inputs is not None)
         part = max(own, key=lambda part: bytes_of(tensors_in(part.inputs, part.target)))
@@ -135,7 +130,7 @@ class _Probe:
             if ref.producer == MODEL_INPUT:
                 assert part.inputs is not None
                 self.inputs.append(part.inputs[ref.slot])
-            else:  # as the stage before might send it: small numbers, zeros for integers
+            else:  # like the output of the stage before: small numbers, zeros for integers
                 spec = self.specs[ref.producer][ref.slot]
                 x = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=run.options.device)
                 self.inputs.append(x.normal_() if x.is_floating_point() else x.zero_())
@@ -147,7 +142,7 @@ class _Probe:
         self._clock = clock_for(run.options.device)
 
     def reruns(self, choice: Choice) -> CheckpointedModules:
-        """Modules that run again so; it has learned what changes in place."""
+        """The recomputed modules of a choice, after a run that shows which tensors change in place."""
         each = zip(self.units, self.names, choice, strict=True)
         found = CheckpointedModules({unit: (name, RULES[rule]) for unit, name, rule in each if rule}, self._seeder)
         self.trace(found, None)
@@ -160,7 +155,7 @@ class _Probe:
         makers: dict[int, int] = {}
         now, alive = (Op.F, 0), {} if live is None else live.made()
 
-        def turn(point: tuple[Op, int], _: object = None) -> None:
+        def enter(point: tuple[Op, int], _: object = None) -> None:
             nonlocal now, alive
             stamps.append((now[1], self._clock.stamp()))
             if live is not None:
@@ -173,8 +168,8 @@ class _Probe:
             if now[0] is Op.B:
                 return forward(*args, **kwargs)
             units.append(unit)
-            backward = partial(turn, (Op.B, len(units)))
-            turn((Op.F, len(units)))
+            backward = partial(enter, (Op.B, len(units)))
+            enter((Op.F, len(units)))
             value = forward(*args, **kwargs)
             for x in pytree.tree_leaves(value):
                 if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -187,7 +182,7 @@ class _Probe:
             with counted, batch.autocast.again():
                 outputs, loss = stage.forward(0, self.module, self.inputs, self._wants, self._target)
             self._seeder.end()
-            turn((Op.B, len(units) + 1))
+            enter((Op.B, len(units) + 1))
             kept = np.zeros(len(units) + 2)
             for key, (_, number, _) in alive.items():
                 kept[makers[key]] += number
@@ -197,7 +192,7 @@ class _Probe:
             with counted, batch.autocast.off():
                 stage.backward(0, gradients, [True] * len(ends), autocast=batch.autocast)
             self._seeder.end()
-            turn(now)
+            enter(now)
         self._clock.settle()
         seconds = np.zeros(len(units) + 2)
         for (_, begin), (call, end) in pairwise(stamps):
@@ -205,45 +200,45 @@ class _Probe:
         return _UnitTrace(units, kept, most, seconds)
 
     def seconds(self, every: Sequence[CheckpointedModules]) -> Floats:
-        """[units, rules] seconds a microbatch that each unit takes more than under no rule; all rules in turn."""
+        """[units, rules] additional seconds of each unit per microbatch, relative to the first rule."""
         took, begun = np.full((len(self.units), len(every)), math.inf), time.perf_counter()
-        for turn in range(ROUNDS):
-            for rule, reruns in enumerate(every if turn < 2 or time.perf_counter() - begun < SECONDS else ()):
+        for number in range(ROUNDS):
+            for rule, reruns in enumerate(every if number < 2 or time.perf_counter() - begun < SECONDS else ()):
                 trace = self.trace(reruns, None)
                 each = trace.seconds[1:-1] @ np.eye(len(self.units))[trace.units]
-                took[:, rule] = np.minimum(took[:, rule], each)  # what else runs on the machine makes any other larger
+                took[:, rule] = np.minimum(took[:, rule], each)  # other load on the machine only adds seconds
         return np.where(np.arange(len(every)) > 0, np.maximum(took - took[:, :1], 1e-6), 0.0)
 
 
-class _Stay(NamedTuple):
-    """Points at which a stage may hold most, and what is there `beside` its activations [bytes]; the update first."""
+class _HeldAlways(NamedTuple):
+    """Points at which a stage may hold most, and `others`, all bytes there but activations; the update first."""
 
     points: Sequence[Point]
-    beside: Floats
+    others: Floats
 
     def most(self, trace: _UnitTrace) -> float:
-        """Where every microbatch in flight is like this one."""
+        """The peak [bytes] where every microbatch in flight is like this one."""
         kept = trace.kept.sum()
         each = [(n - (op is not Op.U)) * kept + trace.most.get((op, call), 0) for op, n, call in self.points]
-        return float((self.beside + each).max())
+        return float((self.others + each).max())
 
     def moments(self, traces: Sequence[_UnitTrace], num_units: int) -> HeldMoments:
-        """By unit and rule; a call takes what it took where all units had its rule."""
+        """By unit and rule; a call is taken to hold as much as when all units have its rule."""
         units, kept = np.eye(num_units)[traces[0].units], np.array([trace.kept for trace in traces])
         bases, held = [], []
-        for (op, in_flight, call), beside in zip(self.points, self.beside, strict=True):
-            behind = 0 if op is Op.U else call + (op is Op.B)  # calls that keep something of this microbatch
-            share = kept * (in_flight - (op is not Op.U) + (np.arange(kept.shape[1]) < behind))
+        for (op, in_flight, call), others in zip(self.points, self.others, strict=True):
+            done = 0 if op is Op.U else call + (op is Op.B)  # calls that keep something of this microbatch
+            share = kept * (in_flight - (op is not Op.U) + (np.arange(kept.shape[1]) < done))
             if op is not Op.U:
-                share[:, call] += [trace.most.get((op, call), 0) for trace in traces] - kept[:, :behind].sum(axis=1)
-            bases.append(beside + share[0, 0] + share[0, -1])
+                share[:, call] += [trace.most.get((op, call), 0) for trace in traces] - kept[:, :done].sum(axis=1)
+            bases.append(others + share[0, 0] + share[0, -1])
             held.append((share[:, 1:-1] @ units).T)
         return HeldMoments(np.array(bases), np.array(held))
 
 
 class Budgets:
-    """Decides, for a batch to train on, what runs again of this process's stages under a budget. Raises ValueError
-    beside what has memory that is not counted here."""
+    """Decides, for a training batch, what this process's stages recompute under a budget. Raises ValueError with
+    options whose memory is not counted here."""
 
     def __init__(self, mode: Mode, ranks: Ranks) -> None:
         self._run, self._mode, self._ranks, self._ownership = ranks.update.run, mode, ranks, ranks.update.ownership
@@ -262,15 +257,13 @@ class Budgets:
         self._choices: list[tuple[Sizes, Mapping[int, CheckpointedModules]]] = []
         for what in (what for what, is_there in others.items() if is_there):
             raise ValueError(
-                f"recompute={{{BUDGET!r}: ...}} beside {what}: expected a word, such as recompute='layer', or a "
-                f"schedule of whole backwards such as '1f1b', without what stands beside it"
+                f"recompute={{{BUDGET!r}: ...}} with {what}: expected a word, such as recompute='layer', or a schedule "
+                f"of whole backwards such as '1f1b', without the other option"
             )
 
     def decide(self, batch: Batch) -> None:
-        """Collective over the processes, where no batch before had as large microbatches.
-
-        ValueError, on every rank alike, for a stage that fits under no choice.
-        """
+        """Collective over the processes, if no earlier batch had as large microbatches. ValueError, on every rank
+        alike, for a stage that fits under no choice."""
         sizes = _sizes(batch)
         chosen = next((chosen for before, chosen in self._choices if _cover(before, sizes)), None)
         if chosen is None:
@@ -283,18 +276,18 @@ class Budgets:
     def _decided(self, batch: Batch) -> Mapping[int, CheckpointedModules]:
         run, limits = self._run, self._run.layout.recompute.stages
         stages = {s: stage for each in self._ranks.stages.values() for s, stage in each.items()}
-        under_way = self._mode.schedule.is_asynchronous
-        alone = batch.replica[1] > 1 and run.layout.place.world.distributed  # others do not know
+        is_stream = self._mode.schedule.is_asynchronous
+        alone = batch.replica[1] > 1 and run.layout.place.world.distributed  # other replicas do not know its sizes
 
         def choose() -> dict[int, CheckpointedModules]:
             limited = [(stage, limit) for s, stage in stages.items() if isinstance(limit := limits[s], float)]
             return {stage.index: self._chosen(stage, batch, limit) for stage, limit in limited}
 
         with run.guard.together(), run.seeder.call():
-            if self._choices and (under_way or alone):
+            if self._choices and (is_stream or alone):
                 raise ValueError(
                     f"step {batch.step}: microbatches larger than those that recompute={{{BUDGET!r}: ...}} was decided "
-                    f"for, beside {'an asynchronous schedule' if under_way else 'data replicas'}: expected the largest "
+                    f"for, with {'an asynchronous schedule' if is_stream else 'data replicas'}: expected the largest "
                     f"batch first, or a word, such as recompute='layer'"
                 )
             return agreed(choose, run.collectives, run.guard, what="choosing what runs again")
@@ -309,19 +302,19 @@ class Budgets:
         with slow, left_alone, profiled(probe.module.module, device=run.options.device):
             every = [probe.reruns([0 if each else rule for each in why]) for rule in range(len(RULES))]
             traces = [probe.trace(every[0], LiveBytes())]
-            stay = self._stay(probe, s, len(traces[0].units), optimizer)
-            plain = stay.most(traces[0])
+            always = self._held_always(probe, s, len(traces[0].units), optimizer)
+            plain = always.most(traces[0])
             if plain <= limit:
                 self._recomputed.told[s] = f"budget {size(limit)}: {size(plain)} at the most, nothing runs again"
                 return every[0]
             traces += [probe.trace(each, LiveBytes()) for each in every[1:]]
-            moments, seconds = stay.moments(traces, len(probe.units)), probe.seconds(every)
+            moments, seconds = always.moments(traces, len(probe.units)), probe.seconds(every)
             target = limit
             for trial in range(TRIALS + 1):
                 fitting = fit(seconds, moments, target) if trial < TRIALS else None
                 choice = fitting or least(seconds, moments)
                 reruns = probe.reruns(choice)
-                most = stay.most(probe.trace(reruns, LiveBytes()))
+                most = always.most(probe.trace(reruns, LiveBytes()))
                 if most <= limit or fitting is None:
                     break
                 target = moments.peak(choice) - (most - limit)
@@ -329,25 +322,25 @@ class Budgets:
             raise ValueError(
                 f"recompute={{{BUDGET!r}: ...}}: {limit:.0f} bytes for stage {s} ({stage.name}), and the least that "
                 f"fits is {math.ceil(most)}B; weights, gradients, optimizer and messages alone take "
-                f"{math.ceil(stay.beside[0])}B. Expected {{{BUDGET!r}: '{math.ceil(most)}B'}} or more, more stages, or "
-                f"smaller microbatches"
+                f"{math.ceil(always.others[0])}B. Expected {{{BUDGET!r}: '{math.ceil(most)}B'}} or more, more stages, "
+                f"or smaller microbatches"
             )
         took = duration(sum(float(seconds[unit, rule]) for unit, rule in enumerate(choice)))
-        told = f"budget {size(limit)}: {size(most)} at the most, {size(plain)} with nothing run again; {took} more"
-        lines = _told(probe.names, choice, moments, seconds, why)
-        self._recomputed.told[s] = "\n".join([f"{told} a microbatch", *lines])
+        total = f"budget {size(limit)}: {size(most)} at the most, {size(plain)} with nothing run again; {took} more"
+        lines = _lines(probe.names, choice, moments, seconds, why)
+        self._recomputed.told[s] = "\n".join([f"{total} a microbatch", *lines])
         return reruns
 
-    def _stay(self, probe: _Probe, s: int, num_calls: int, optimizer: tuple[int, int]) -> _Stay:
+    def _held_always(self, probe: _Probe, s: int, num_calls: int, optimizer: tuple[int, int]) -> _HeldAlways:
         run, schedule, stages, module = self._run, self._mode.schedule, self._mode.inference.stages, probe.module.module
         local, trained = set(run.local_stages), [p for p in module.parameters() if p.requires_grad]
         versions = max(count_in_flight(schedule)[rank].versions for rank in schedule.owners[s])
-        late = run.options.correction is not None  # it keeps the last update
+        late = run.options.correction is not None  # which keeps the last update
         held = float(storage_bytes(module.parameters()) * versions + bytes_of(trained) * (1 + late) + optimizer[0])
         held += storage_bytes(module.buffers()) + self._ranks.update.summing_bytes(s, trained)
         inputs = list(zip(probe.module.inputs, probe.inputs, strict=True))
         received = bytes_of(x for ref, x in inputs if ref.producer not in (MODEL_INPUT, *local))
-        # A stream copies batches, of which two are under way, and others come to the device as a whole.
+        # A stream copies batches, two of which are in flight; other batches are moved to the device as a whole.
         copies = 2 if schedule.is_asynchronous else int(run.options.device.type != "cpu")
         held += copies * schedule.num_microbatches * probe.given_bytes
         consumers = {c for c, stage in enumerate(stages) for ref in stage.inputs if ref.producer == s}
@@ -363,14 +356,14 @@ class Budgets:
                     in_flight += action.op is Op.F
                     most[action.op] = max(in_flight, most[action.op])
                     in_flight -= action.op is Op.B
-        waiting = min(ahead, most[Op.B] - 1 if consumers <= local else ahead)  # gradients that nobody has taken yet
+        waiting = min(ahead, most[Op.B] - 1 if consumers <= local else ahead)  # gradients that have arrived early
         more = {Op.U: optimizer[1], Op.F: waiting * returned, Op.B: (waiting + 1) * returned}
         calls = {Op.U: range(1), Op.F: range(num_calls + 1), Op.B: range(1, num_calls + 2)}
         points = [(op, number, call) for op, number in most.items() for call in calls[op]]
-        return _Stay(points, np.array([held + number * received + more[op] for op, number, _ in points]))
+        return _HeldAlways(points, np.array([held + number * received + more[op] for op, number, _ in points]))
 
     def _optimizer_bytes(self, probe: _Probe, s: int) -> tuple[int, int]:
-        """The state of a stage's optimizers, and what they take while they step; on copies."""
+        """Bytes of the state of a stage's optimizers, and of their step; measured on copies."""
         named, factory = self._ownership.stage_parameters(s), self._run.options.optimizer
         if factory is None or not named:
             return 0, 0
@@ -383,7 +376,6 @@ class Budgets:
 
 
 def _sizes(batch: Batch) -> Sizes:
-    """The largest of this process's microbatches, by dimension."""
     found: Sizes = {}
     for tensors in (tensors_in(part.inputs, part.target) for part in batch.parts if part.inputs is not None):
         shapes = [(x.itemsize, x.numel()) if x.is_nested else (x.itemsize, *x.shape) for x in tensors]
@@ -396,10 +388,10 @@ def _cover(before: Sizes, sizes: Sizes) -> bool:
     return all(kind in before and all(map(ge, before[kind], own)) for kind, own in sizes.items())
 
 
-def _told(
+def _lines(
     names: Sequence[str], choice: Choice, moments: HeldMoments, seconds: Floats, why: Sequence[str | None]
 ) -> list[str]:
-    """Lines on what runs again and what that brings; candidates that are refused, and why; and those that need not."""
+    """Lines on recomputed units and their effect, on units that are not needed, and on refused ones, with reasons."""
     plain, lines = moments.by_moment([0] * len(choice)), []
     for unit, (name, rule, reason) in enumerate(zip(names, choice, why, strict=True)):
         freed = (moments.held[:, unit, :1] - moments.held[:, unit]).T  # [rules, moments]
@@ -409,6 +401,6 @@ def _told(
         elif reason is None and ((plain - freed).max(axis=1) < plain.max()).any():
             lines.append(f"  not needed  {name}")
         else:
-            gone = "what it frees is not there, or made again, when the stage holds most"
-            lines.append(f"  refused     {name}: {reason or (gone if (freed > 0).any() else 'it keeps as much')}")
+            useless = "what it frees is not there, or made again, when the stage holds most"
+            lines.append(f"  refused     {name}: {reason or (useless if (freed > 0).any() else 'it keeps as much')}")
     return lines

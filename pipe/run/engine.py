@@ -1,12 +1,12 @@
-"""The engine: pulls each rank's machine, one program without I/O, clock, thread or torch, and carries out what it says.
+"""The engine: pulls each rank's machine, a program without I/O, clock, thread or torch, and executes its instructions.
 
     machine --Transfer--> transport.post / transport.send
             --Wait------> transport.wait, then worker.put and machine.arrived
             --Action----> worker.run, stamped by the recorder
-            --GroupStep, Collective-> worker.take_part; at the end worker.settle waits for all that was begun
+            --GroupStep, Collective-> worker.take_part; at the end worker.settle waits for everything begun
 
 Over processes there is one rank, and waiting blocks. In one process the ranks take turns, each running until it
-waits for what is not there yet. Nothing else differs.
+waits for a message that has not arrived. Nothing else differs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .worker import Worker
 
 
 class Wait(NamedTuple):
-    """The program stands before `before` (None: at its end) until `messages` have arrived."""
+    """The program waits before `before` (None: at its end) until `messages` have arrived."""
 
     messages: tuple[Message, ...]
     before: Work | None
@@ -37,16 +37,16 @@ Instruction = Transfer | Wait | Work
 
 
 class RankMachine:
-    """One rank's program as a state machine; its driver pulls with `next()` and tells it what arrived.
+    """One rank's program as a state machine; its driver pulls with `next()` and reports arrivals.
 
-        next() -> Transfer (send)   hand this message to the transport
+        next() -> Transfer (send)   give this message to the transport
                -> Transfer (post)   post a receive for this message
-               -> Wait              nothing can go on before these messages have arrived
-               -> Action, GroupStep carry it out now; all its inputs are here
-               -> Collective        begin it now, and go on
+               -> Wait              nothing can run before these messages have arrived
+               -> Action, GroupStep run it now; all its inputs have arrived
+               -> Collective        begin it now, and continue
                -> None              the program is done
 
-    Invariant: work is handed out once, in program order, with all its inputs there.
+    Invariant: work is returned once, in program order, after all its inputs have arrived.
     """
 
     def __init__(self, program: RankProgram) -> None:
@@ -56,7 +56,7 @@ class RankMachine:
         self._proven: list[Message] = []
 
     def next(self) -> Instruction | None:
-        """Next instruction; the same Wait again until all its messages are told by `arrived`."""
+        """Next instruction; the same Wait again until `arrived` has reported all its messages."""
         steps = self._program.steps
         if self._position == len(steps):
             return self._wait_for(self._program.finally_needs, None)
@@ -74,7 +74,7 @@ class RankMachine:
             self._proven += self._program.proves.get(message, ())
 
     def proven(self) -> list[Message]:
-        """The sends of this rank that arrivals since the last look prove received."""
+        """The sends of this rank that arrivals since the last call prove received."""
         proven, self._proven = self._proven, []
         return proven
 
@@ -85,8 +85,6 @@ class RankMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRank:
-    """All that one rank of this process is made of."""
-
     worker: Worker
     transport: Transport
     recorder: RankRecorder
@@ -98,23 +96,23 @@ class Engine:
     def __init__(self, run: Run, ranks: Sequence[LocalRank]) -> None:
         self.ranks = ranks
         self._guard, self._seeder = run.guard, run.seeder
-        self._lost_member = run.collectives.lost_member  # of a tensor group, behind an action's error
+        self._lost_member = run.collectives.lost_member  # of a tensor group, as the cause of an action's error
         self._timeout = run.options.timeout
 
     def run(self, programs: Mapping[int, RankProgram]) -> None:
         """Run the programs, by rank, to their end on every rank of this process.
 
-        Round and round, each rank until it waits for what is not there; a round in which none got on is a deadlock.
-        All in one function, since between `train_step` and a layer every call counts. Collective over the processes.
+        In rounds, each rank until it waits for a message that has not arrived; a round without progress is a deadlock.
+        All in one function, since each call between `train_step` and a layer costs time. Collective over the processes.
 
-        Raises PipelineTimeout or PeerLost, with who waited for which action of whom and this rank's last actions.
+        Raises PipelineTimeout or PeerLost, which name the ranks, the action waited for and this rank's last actions.
         """
-        torch.clear_autocast_cache()  # casts of weights that somebody changed since, within one autocast
+        torch.clear_autocast_cache()  # of casts of weights that have changed since, within one autocast
         with self._guard.together(), self._seeder.call():
-            standing = [(local, _begin(local, programs[local.worker.rank])) for local in self.ranks]
-            while standing:
+            running = [(local, _begin(local, programs[local.worker.rank])) for local in self.ranks]
+            while running:
                 moved = False
-                for local, machine in tuple(standing):
+                for local, machine in tuple(running):
                     worker, transport, recorder = local.worker, local.transport, local.recorder
                     stamp = recorder.clock.stamp
                     instruction: Instruction | None = None
@@ -133,17 +131,17 @@ class Engine:
                             moved = True
                         else:
                             _end(local, machine)
-                            standing.remove((local, machine))
+                            running.remove((local, machine))
                             moved = True
                     except RuntimeError as error:
-                        self._tell(error, local, instruction)
+                        self._explain(error, local, instruction)
                         raise
                 if not moved:
-                    stories = "; ".join(_why_it_waits(local, machine) for local, machine in standing)
+                    stories = "; ".join(_why_it_waits(local, machine) for local, machine in running)
                     raise PipelineError(f"deadlock in one process: {stories}")
 
     def _receive(self, local: LocalRank, machine: RankMachine, wait: Wait) -> bool:
-        """Take the messages; False where they are not there and another rank of this process must go on first."""
+        """Take the messages; False where they have not arrived and another rank of this process must run first."""
         worker, transport, recorder = local.worker, local.transport, local.recorder
         if proven := machine.proven():  # freed before a wait, when there is time
             transport.acknowledged(proven)
@@ -156,7 +154,7 @@ class Engine:
         machine.arrived(wait.messages)
         return True
 
-    def _tell(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
+    def _explain(self, error: RuntimeError, local: LocalRank, instruction: Instruction | None) -> None:
         known = error if isinstance(error, PipelineError) else self._lost_member(error)
         if known is not None:
             story = f"rank {local.worker.rank}: {known}, {_story(local, instruction)}"
@@ -168,10 +166,8 @@ class Engine:
 
 
 def check_runnable(schedule: Schedule, *, has_optimizer: bool) -> None:
-    """Raise ScheduleError or ValueError for a schedule that the engine does not run.
-
-    It runs flush schedules of one batch, and asynchronous ones as streams, which need an optimizer.
-    """
+    """Raise ScheduleError or ValueError for a schedule that the engine does not run: it runs flush schedules of one
+    batch, and asynchronous ones as streams, which need an optimizer."""
     if not schedule.is_asynchronous and schedule.num_batches > 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} follows the weight rule {schedule.weight_rule!r} over {schedule.num_batches} "

@@ -27,13 +27,13 @@ from .ranks import Ranks, links_of
 from .training import Training
 from .worker import EvaluationWorker
 
-# The way of batches of one number of microbatches, over the transports and recorders of the ranks that train.
+# What runs batches of one number of microbatches, over the transports and recorders of the ranks that train.
 _Forwards = tuple[Mode, BatchReader, Engine, Programs]
 _Ran = tuple[Mode, Engine, Sequence[Arguments]]  # a batch that has run forwards, by microbatch
 
 
 def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_samples: int) -> None:
-    """Say of outputs with the batch on several axes that microbatches do not see each other."""
+    """Warn of outputs with the batch on several axes, which combine samples within a microbatch only."""
     numbers = " and ".join(str(number) for number, axes in enumerate(dimensions) if len(axes) > 1)
     if numbers:
         warnings.warn(
@@ -44,8 +44,8 @@ def warn_of_two_axes(dimensions: Sequence[tuple[int, ...]], how: str, *, num_sam
 
 
 class Evaluation:
-    """Runs batches forwards; one of fewer samples than M makes fewer microbatches. A model that returns its own loss is
-    trained with labels and predicts without: the same stages, run in another way."""
+    """Runs forwards of batches; one of fewer samples than M makes fewer microbatches. A model that returns its own loss
+    is trained with labels and predicts without them, with the same stages."""
 
     def __init__(self, ranks: Ranks, mode: Mode | None, *, like: Arguments, training: Training) -> None:
         self._run = run = ranks.update.run
@@ -58,7 +58,7 @@ class Evaluation:
         self._dimensions: dict[Form, Sequence[int | None]] = {}
 
     def step(self, given: Given, *, at_rest: bool = True) -> EvalResult:
-        """The result of a batch; unless `at_rest`, with weights as they are in the midst of training."""
+        """The result of a batch; unless `at_rest` without draining a stream first."""
         has_loss = self._run.has_loss
         with self._evaluated(given, "eval_step", has_loss=has_loss, at_rest=at_rest) as ran:
             loss, output = self._result(ran, has_loss=has_loss)
@@ -70,23 +70,19 @@ class Evaluation:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the stages are made for evaluations of the arguments that they were built for."""
         return self._like.form in self._modes
 
     def prepare(self) -> None:
-        """ValueError for stages that cannot be made for evaluation, which the first one would raise."""
         self._mode_for(self._like, has_loss=self._run.has_loss)
 
     def takes(self, given: Given) -> bool:
         return given.parts[0].arguments.form == self._like.form
 
     def columns(self, given: Given) -> list[Tensors]:
-        """By flat output, those of the microbatches that end in this process."""
         with self._evaluated(given, "verify", has_loss=False) as (_, engine, _):
             return _columns(engine)
 
     def _join(self, columns: Sequence[Tensors], *, like: Arguments) -> list[torch.Tensor | list[torch.Tensor]]:
-        """Flat outputs of a batch: by output, those of its microbatches in one."""
         if like.form not in self._dimensions:
             mode, _ = self._mode_for(like, has_loss=False)
             with evaluating(*self._modules(mode)):
@@ -118,7 +114,6 @@ class Evaluation:
         return self._forwards[key]
 
     def _mode_for(self, like: Arguments, *, has_loss: bool) -> tuple[Mode, Arguments]:
-        """The mode for arguments of such a form, and the first ones."""
         if like.form in self._modes:
             return self._modes[like.form]
         parts = self._ranks.parts
@@ -150,7 +145,7 @@ class Evaluation:
 
     @contextmanager
     def _evaluated(self, given: Given, call: Call, *, has_loss: bool, at_rest: bool = True) -> Iterator[_Ran]:
-        """Within, a batch has run forwards. Collective."""
+        """Context in which a batch has run its forwards. Collective."""
         run = self._run
         num_microbatches = self.num_microbatches(given)
         microbatches = [
@@ -174,7 +169,6 @@ class Evaluation:
             engine.drop()
 
     def _result(self, ran: _Ran, *, has_loss: bool) -> tuple[float | None, object]:
-        """Loss and output of a batch."""
         mode, engine, microbatches = ran
         model_loss, num_replicas = self._run.options.model_loss, self._run.num_replicas
         outputs = _outputs(engine)
@@ -212,7 +206,6 @@ class Evaluation:
 
 
 def _outputs(engine: Engine) -> dict[int, Tensors]:
-    """Flat outputs of the microbatches that end in this process, by number."""
     return {k: flat for local in engine.ranks for k, flat in local.worker.outputs.items()}
 
 

@@ -1,4 +1,4 @@
-"""This process's ranks: how they reach others, and the stages, engines and readers that they run with."""
+"""This process's ranks: their links, stages, engines and readers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ StagesOf = dict[int, dict[int, Stage]]  # by local rank and number
 
 
 def links_of(programs: Iterable[RankProgram]) -> frozenset[Link]:
-    """The directed links, (sender, receiver), that any of the programs uses."""
     return frozenset(
         (program.rank, step.peer) if step.is_send else (step.peer, program.rank)
         for program in programs
@@ -83,11 +82,9 @@ class RankLinks:
         self._options = options
 
     def latency(self, specs: Sequence[TensorSpec]) -> float:
-        """Seconds of an activation from stage 0 to its consumer on the next rank, which sleeps until it comes.
-
-        Measured between ranks 0 and 1, known to rank 0; 0 on the others, and where they are replicas of a stage: their
-        batches may differ in size.
-        """
+        """Seconds of an activation from stage 0 to its consumer on the next rank, which sleeps until it arrives.
+        Measured between ranks 0 and 1, for rank 0; 0 on the others, and where both are replicas of a stage: their
+        batches may differ in size."""
         transport = next(iter(self.transports.values()))
         apart = self.between >= {(0, 1), (1, 0)} and not self._are_replicas
         if isinstance(transport, InProcessTransport) or not apart or not specs:
@@ -98,23 +95,21 @@ class RankLinks:
         return hot.latency + waking_seconds(hot, cold) if transport.rank == 0 else 0.0
 
 
-@cache  # once a process
+@cache  # once per process
 def keep_freed_memory() -> None:
-    """From now on malloc keeps what is freed for the next batch, as torch's allocator does on CUDA.
-
-    By default glibc gives back what is free at the heap's end, so that each step pays for fresh pages: a fifth of the
-    time of a CNN. Not where the environment tells malloc what to do, nor where it is another one.
-    """
+    """Let malloc keep freed memory for the next batch, as torch's allocator does on CUDA. By default glibc returns free
+    memory at the heap's end, so that each step pays for fresh pages: a fifth of the time of a CNN. Nothing changes
+    where the environment configures malloc, or with another malloc."""
     if platform.libc_ver()[0] != "glibc" or any(n.startswith(("MALLOC_", "GLIBC_TUNABLES")) for n in os.environ):
         return
     mallopt = ctypes.CDLL(None).mallopt
-    if mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 1 << 25):  # newer ones take 32 MiB at most
+    if mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 1 << 25):  # newer ones accept 32 MiB at most
         mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 class Ranks:
     """Makes stages, engines and readers, once the model is cut and the ranks are connected. `stages`: by local rank and
-    number; in one process each replica of a stage is one of its own."""
+    number; in one process each replica of a stage has its own."""
 
     def __init__(self, links: RankLinks, update: Update) -> None:
         self._run, self.parts = run, parts = update.run, update.ownership.model
@@ -134,12 +129,12 @@ class Ranks:
         if schedule.moves_activations and compile is not None:
             raise ValueError(
                 f"compile= with the schedule {schedule.name!r}, whose activations leave their rank while they wait: a "
-                f"compiled graph keeps them out of sight; expected compile=None, or a schedule without moves"
+                f"compiled graph hides them; expected compile=None, or a schedule without moves"
             )
 
         splits_any = any(each.may_split for each in self._run.added)
         split = frozenset(range(schedule.num_stages)) if splits_any else schedule.split_stages
-        for s, one in enumerate(parts.train.stages):  # of all ranks, which refuse it together
+        for s, one in enumerate(parts.train.stages):  # of all ranks, so that all raise the error
             name = f"stage {s} ({parts.names[s]})"
             refuse_backward(compile, one.module, schedule, stage=name, is_split=s in split)
 
@@ -187,7 +182,7 @@ class Ranks:
             return None
 
         def is_trained(leaf: torch.Tensor) -> bool:
-            if update.schedule.is_asynchronous:  # a stage computes with versions: a gradient elsewhere goes nowhere
+            if update.schedule.is_asynchronous:  # a stage computes with versions: gradients of others are lost
                 return False
             return options.optimizer is None or any(one.holds(leaf) for one in update.stages)
 

@@ -1,4 +1,4 @@
-"""Training: batches through the engine, and what an update makes of their gradients.
+"""Training: batches through the engine, and updates from their gradients.
 
 step:  begin (read, compared, checked) -> engine.run -> losses known, gradients ready -> update -> report
 """
@@ -34,8 +34,6 @@ GOES_ON = 'mesh=Mesh(on_failure="reroute")'
 
 
 class Training:
-    """Runs batches forwards and backwards."""
-
     def __init__(
         self,
         engine: Engine,
@@ -62,9 +60,9 @@ class Training:
         self._num_samples = 0  # of the newest batch
         self.on_batch: list[Callable[[Batch], None]] = []  # called with each batch before it runs
         self.before_step: Callable[[Given, int, bool], None] = lambda given, step, reads_nothing: None
-        self.goes_on = False  # whether a step in which a process dies may be done again
-        self.is_ready = False  # whether all is here that the update of such a step is made of
-        self.steps_made = 0  # updates in front of the newest such step
+        self.goes_on = False  # whether a step in which a process dies may be repeated
+        self.is_ready = False  # whether this process has all that the update of such a step needs
+        self.steps_made = 0  # updates before the newest such step
         self._buffers: Snapshot = ()
         self._root = run.root
         self._begun = 0.0
@@ -74,17 +72,17 @@ class Training:
         return not self._reader.reads_inputs and not self._reader.reads_target
 
     def read(self, reader: BatchReader, given: Given, call: Call) -> Batch:
-        """The batch of one more call; one that is refused counts for none."""
+        """The batch of one more call; a call whose batch raises an error is not counted."""
         number = self._num_calls + 1
         alone = self._collectives.alone
         identity = Identity(UNKNOWN, UNKNOWN) if alone else Identity(CALLS.index(call), number)
         batch = reader.read(given, step=self.num_steps, call=identity)
         self._num_calls = number
-        self._collectives.behind = f" behind {call} (call {number} with a batch)"
+        self._collectives.last_call = f" after {call} (call {number} with a batch)"
         return batch
 
     def step(self, given: Given, *, is_reported: bool = True) -> StepResult:
-        """A batch, and the update that it makes. The engine is called from here: each call more would count."""
+        """A batch and its update. Calls the engine directly: each additional call costs time."""
         self._begun = time.perf_counter()
         self.before_step(given, self.num_steps, self.reads_nothing)
         if self.goes_on:
@@ -99,9 +97,9 @@ class Training:
         return self.make_update(is_reported=is_reported)
 
     def make_update(self, *, is_reported: bool = True) -> StepResult:
-        """The end of a step, whose gradients are ready; where steps may be done again, nobody waits for this rank."""
+        """The update of a step whose gradients are ready; where steps may be repeated, without the other ranks."""
         rates, self.is_ready = self._update.learning_rates(), False
-        is_alone = self.goes_on and self._guard.ended  # the links broke after the vote: nobody else is needed
+        is_alone = self.goes_on and self._guard.ended  # the links broke after the vote: no other rank is needed
         with self._lost_on_error(self._update.lose), nullcontext() if is_alone else self._guard.together():
             known = self._update.step()
         self.steps_made, self._buffers = self.num_steps, ()
@@ -114,7 +112,7 @@ class Training:
 
     def accumulate(self, given: Given) -> StepResult:
         if self.goes_on:
-            raise ValueError(f"forward_backward beside {GOES_ON}: expected train_step, which is done again as one")
+            raise ValueError(f"forward_backward with {GOES_ON}: expected train_step, which is repeated as a whole")
         self._update.refuse_users_gradients("forward_backward", instead="train_step, which updates too")
         batch, programs = self._begin(given, "forward_backward")
         with self._lost_on_error(self._abandon):
@@ -124,44 +122,43 @@ class Training:
         return self._result(self._update.accumulated())
 
     def _remember(self) -> None:
-        """Keep what a step that is done again begins with."""
         self.steps_made, self.is_ready = self.num_steps, False
         if any(p.grad is not None for p in self._root.parameters()):
             raise ValueError(
-                f"gradients are left from before, beside {GOES_ON}, where a step that is done again must drop its own: "
+                f"gradients are left from before, with {GOES_ON}, where a repeated step must drop its own: "
                 f"expected p.grad = None"
             )
         self._buffers = MovingBuffers(self._root).before_forward()
 
     def _vote(self) -> None:
-        """Behind it each rank knows that all have what their update is made of: it is made, come what may."""
+        """After it each rank knows that all can make their update, which is then made in any case."""
         with self._guard.together():
             self._update.prepare()
             self.is_ready = True
             self._collectives.all_reduce(torch.zeros(1), what="asking whether all gradients are whole")
 
     def take_back(self) -> None:
-        """The step that failed is done again: it has never begun."""
+        """Undo a failed step, which will be repeated."""
         self.num_steps, self.is_ready = self.steps_made, False
         if self._buffers:
             self._update.take_back()
         with torch.no_grad():
-            for place in self._buffers:
-                place.module._buffers[place.name] = place.buffer
-                place.buffer.copy_(place.copy)
+            for each in self._buffers:
+                each.module._buffers[each.name] = each.buffer
+                each.buffer.copy_(each.copy)
 
     def clip(self, max_norm: float, *, norm_type: float, error_if_nonfinite: bool) -> float:
         option("max_norm", max_norm, above_zero())
         norm_type = check_norm_type(norm_type)
         if self._update.loss_scale is not None:
             raise ValueError(
-                "clip_grad_norm_ beside grad_scaler=: gradients are multiplied by the loss scale until train_step "
+                "clip_grad_norm_ with grad_scaler=: gradients are multiplied by the loss scale until train_step "
                 "divides them by it. Expected PipelineModule(..., max_grad_norm=...)"
             )
         self._update.refuse_users_gradients("clip_grad_norm_", instead="PipelineModule(..., max_grad_norm=...)")
         with self._guard.together():
             norm = self._update.clip(max_norm, norm_type=norm_type, only_finite=error_if_nonfinite)
-        if error_if_nonfinite and not math.isfinite(norm):  # on every rank alike: the pipeline goes on
+        if error_if_nonfinite and not math.isfinite(norm):  # on every rank alike: the run continues
             raise RuntimeError(
                 f"the gradient norm of order {norm_type:g} over all stages is {norm}, and error_if_nonfinite=True: "
                 f"nothing was clipped"
@@ -173,7 +170,7 @@ class Training:
         return [self._result(known) for known in self._update.rest()]
 
     def drain(self) -> None:
-        """End what is under way, before anything that wants the weights at rest. Collective over the processes."""
+        """Finish a stream's batches in flight, for anything that needs final weights. Collective over the processes."""
         programs = self._update.drain()
         if programs is not None:
             with self._lost_on_error(self._abandon):
@@ -182,7 +179,6 @@ class Training:
             self._reports.tell(self._update.waiting())
 
     def restart(self, step: int) -> None:
-        """Another state was loaded: the next batch is this one."""
         self.num_steps = self.steps_made = step
         for local in self._engine.ranks:
             local.recorder.restart()
@@ -193,18 +189,18 @@ class Training:
         if not self._guard.ended:
             if not self._update.is_lost:
                 self.drain()
-            left = (PeerLost, PipelineTimeout) if self.goes_on else ()  # who died behind the last call is not needed
+            left = (PeerLost, PipelineTimeout) if self.goes_on else ()  # a rank that died after the last call
             with suppress(*left), self._guard.together():
                 for local in self._engine.ranks:
                     local.transport.drain(timeout)
-                self._collectives.gather(None, what="closing a pipeline")  # nobody waits for a link any more
+                self._collectives.gather(None, what="closing a pipeline")  # no link is used any more
         for local in self._engine.ranks:
             local.transport.close()
         self._collectives.close()
         self._guard.close()
 
     def _begin(self, given: Given, call: Call) -> tuple[Batch, Programs]:
-        """The batch of a call, compared and checked on all ranks, and what runs it."""
+        """The batch of a call, compared and checked on all ranks, and its programs."""
         self.unchanged.refuse_untrained()
         for local in self._engine.ranks:
             local.recorder.enter()
@@ -224,7 +220,7 @@ class Training:
         return batch, programs
 
     def _gradients_ready(self, batch: Batch | None = None) -> None:
-        """The programs have run: losses are known, gradients of what made the batch are there, and all are summed."""
+        """After the programs: read losses, run the backward of what made the batch, and sum gradients."""
         self._update.losses_known()
         with self._guard.together():
             if batch is not None and batch.wants_grad:
@@ -239,7 +235,6 @@ class Training:
 
     @contextmanager
     def _lost_on_error(self, lose: Callable[[BaseException], None]) -> Iterator[None]:
-        """Around what runs or updates: `lose` says what an error there leaves behind."""
         try:
             yield
         except BaseException as error:
@@ -247,17 +242,15 @@ class Training:
             raise
 
     def _abandon(self, error: BaseException) -> None:
-        """The batch is lost."""
         self._engine.drop()
         self._update.abandon(error)
 
     def _refuse_batch_gradients(self, batch: Batch) -> None:
-        """ValueError where nobody could hand back the gradients that a batch wants."""
         what, instead = "a batch that wants gradients", "x.detach(), or what makes the batch as a part of the model"
         self._update.refuse_users_gradients(what, instead=instead)
         if self._update.loss_scale is not None or batch.replica[1] > 1 or self._has_groups:
             raise ValueError(
-                f"{what} beside grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
+                f"{what} with grad_scaler=, or where data replicas or a tensor group divide it: expected {instead}"
             )
 
     def _report(self, known: Known | None, rates: Sequence[float]) -> None:

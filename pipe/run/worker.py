@@ -1,13 +1,13 @@
-"""A rank's worker: carries out compute actions and keeps the tensors that flow between them.
+"""A rank's worker: runs compute actions and keeps the tensors that flow between them.
 
-The inbox holds what arrived (or was made by another stage of this rank), the outbox what is to be sent:
+The inbox holds tensors that arrived (or that another stage of this rank made), the outbox those to be sent:
 
     F(s, k): inbox act(p -> s, k) of every producer p -> stage.forward -> act(s -> c, k) for every consumer c
     B(s, k): inbox grad(c -> s, k) of every consumer c -> stage.backward -> grad(s -> p, k) for every producer p
-    I(s, k): the same with is_half, which puts gradients of weights aside for W(s, k): stage.weight_grad
+    I(s, k): the same with is_half, which leaves gradients of weights to W(s, k): stage.weight_grad
 
-Consumers on the same ranks have one message, or entry: it stays until the last of them has taken it, and their
-gradients are added up before they leave. A gradient that does not exist is None.
+Consumers on the same ranks share one message, or entry: it stays until the last of them has taken it, and their
+gradients are added up before they are sent. A gradient that does not exist is None.
 
 Training and evaluation have a worker each, over the same stages.
 """
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Ports:
-    """Where the tensors of one stage come from and go to.
+    """Sources and destinations of the tensors of one stage.
 
     takes: wires of activations that it consumes.
     inputs: (number among these, position in its message), for each input that another stage makes. Inputs of the model,
-        of which other arguments may have more or fewer, stand behind them.
+        whose number depends on its arguments, follow after them.
     wants_grad: for each of these.
     outputs: wires of its outputs, with their slots.
-    graded: for each output, whether a gradient may come.
+    graded: for each output, whether it may get a gradient.
     gradients: wires of gradients of its outputs, with their slots.
     input_gradients: wires of gradients of its inputs, with (position in its message, input).
     """
@@ -93,12 +93,6 @@ def _model_inputs(s: int, part: BatchPart) -> list[int]:
     return [ref.slot for ref in part.inferred.stages[s].inputs if ref.producer == MODEL_INPUT]
 
 
-def _kv_cache(num_slices: int) -> KVCache:
-    from ..stage.slices import KVCache  # which other runs need not load
-
-    return KVCache(num_slices)
-
-
 _WHOLE = nullcontext()  # around an action of a whole microbatch
 
 
@@ -115,14 +109,18 @@ class Worker(ABC):
         self._device = run.options.device
         self._seeder = run.seeder
         self._batch_indices = schedule.batch_indices
-        self._slices = _kv_cache(schedule.num_slices) if schedule.num_slices > 1 else None
+        self._slices: KVCache | None = None
+        if schedule.num_slices > 1:
+            from ..stage.slices import KVCache  # which other runs need not load
+
+            self._slices = KVCache(schedule.num_slices)
         self._last = schedule.num_stages - 1
         self._owner = schedule.owner
         self._ports = {s: _ports(s, mode) for s in stages}
         self._inbox: dict[Message, Gradients] = {}
         self._outbox: dict[Message, Gradients] = {}
-        self._taken: dict[Message, int] = {}  # how many consumers have taken what is in the inbox, where some have
-        # Gradients that several stages of the rank make: how many of these have added to them, and what is there.
+        self._taken: dict[Message, int] = {}  # number of consumers that have taken an entry of the inbox, if any
+        # Gradients that several stages of the rank make: the number of these that have added to them, and the sums.
         self._sums: dict[Message, tuple[int, list[torch.Tensor | None]]] = {}
         self.batch_gradients: dict[tuple[int, int], torch.Tensor] = {}  # by slot of the model's inputs and microbatch
         self._fused: frozenset[Action] = frozenset()
@@ -130,21 +128,21 @@ class Worker(ABC):
         self._split = schedule.split_stages
         self._moves = find_moves(schedule)
         self._host = Host(self._device) if self._moves else None
-        self.moved_bytes: dict[int, int] = {}  # by stage, the most that a microbatch's activations had when they left
+        self.moved_bytes: dict[int, int] = {}  # by stage, of the largest microbatch's activations when they left
 
     def begin(self, program: RankProgram) -> None:
         self._fused = program.fused
 
     def follow(self, schedule: Schedule) -> None:
-        """The next batch runs in the order of this schedule, of the same work."""
+        """Run the next batch in the order of this schedule, which has the same actions."""
         self._split = schedule.split_stages
 
     @abstractmethod
     def run(self, action: Action) -> None:
-        """Carry out one action; its inputs must be there."""
+        """Run one action, whose inputs must have arrived."""
 
     def take_part(self, step: GroupStep | Collective) -> None:
-        """Backwards of an update group are through here; or what other processes do, too, begins and goes on beside."""
+        """Finish an update group's backwards on this rank, or begin a collective that overlaps with compute."""
         if isinstance(step, Collective):
             self.updates.begin(step)
         else:
@@ -154,7 +152,6 @@ class Worker(ABC):
         self.updates.settle()
 
     def specs(self, message: Message) -> Sequence[TensorSpec]:
-        """Layouts of a message's tensors."""
         if message.kind in STAGE_KINDS:
             number, k = divmod(message.index, self._batch_indices)
             batch = self.updates.batches[number]
@@ -179,7 +176,6 @@ class Worker(ABC):
         return cast(Tensors, tensors)
 
     def drop(self) -> None:
-        """Forget what is under way (after an error)."""
         self._inbox.clear()
         self._outbox.clear()
         self._taken.clear()
@@ -194,7 +190,6 @@ class Worker(ABC):
             stage.drop()
 
     def _unshard(self, s: int) -> None:
-        """Wait for weights that are on their way, if any are."""
         if self.updates.shards.awaited:
             self.updates.shards.whole(s)
 
@@ -210,7 +205,7 @@ class Worker(ABC):
         return inputs + [part.inputs[slot] for slot in _model_inputs(s, part)]
 
     def _take_in(self, wire: Wire, index: int) -> Gradients:
-        """Tensors of the inbox, for one of the users; a message goes with the last."""
+        """Tensors of the inbox, for one of their consumers; the last one removes the entry."""
         message, users = wire.message(index), len(wire.users)
         if users > 1:
             taken = self._taken.pop(message, 0) + 1
@@ -219,20 +214,17 @@ class Worker(ABC):
                 return self._inbox[message]
         return self._inbox.pop(message)
 
-    def _hand_on(self, s: int, index: int, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:
+    def _emit_outputs(self, s: int, index: int, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:
         _check_outputs(self._stages[s], outputs, specs)
         for wire, slots in self._ports[s].outputs:
             self._emit(wire.message(index), tuple(outputs[slot] for slot in slots))
 
     def _emit(self, message: Message, tensors: Gradients) -> None:
-        """To a stage of this rank it goes straight; else it waits to be sent."""
         stays = self._owner(message.dst, message.index) == self.rank
         (self._inbox if stays else self._outbox)[message] = tuple(map(settled, tensors))
 
 
 class TrainingWorker(Worker):
-    """Forwards, backwards and updates."""
-
     def _move(self, action: Action) -> None:
         assert self._host is not None
         activations = self._stages[action.stage].moving(action.index)
@@ -267,7 +259,7 @@ class TrainingWorker(Worker):
                 inputs, wants_grad = self._inputs(s, index, part), self._ports[s].wants_grad
                 wants_grad += tuple(batch.wants_grad and x.requires_grad for x in inputs[len(wants_grad) :])
                 is_split = s in self._split and Action(s, Op.I, index) not in self._fused
-                with batch.autocast.again(), slices:  # a drain runs behind the context of train_step
+                with batch.autocast.again(), slices:  # a drain runs after the context of train_step
                     outputs, loss = self._stages[s].forward(
                         index,
                         part.inferred.stages[s],
@@ -281,7 +273,7 @@ class TrainingWorker(Worker):
                 if loss is not None:
                     self.updates.note_loss(index, loss)
                 else:
-                    self._hand_on(s, index, outputs, part.inferred.specs[s])
+                    self._emit_outputs(s, index, outputs, part.inferred.specs[s])
             else:
                 self._backward(action, batch, part)
         finally:
@@ -294,16 +286,16 @@ class TrainingWorker(Worker):
         graded = (True,) if s == self._last else ports.graded
         group, is_half = index // batch.group_size, op is Op.I and action not in self._fused
         slices = _WHOLE if self._slices is None or span is None else self._slices.backward(s, index, span)
-        with batch.autocast.off(), slices, self.updates.beside(action):
+        with batch.autocast.off(), slices, self.updates.overlapping(action):
             by_input = stage.backward(index, gradients, graded, autocast=batch.autocast, group=group, is_half=is_half)
-        self._hand_back(s, index, by_input, part.inferred.certain[s])
+        self._emit_gradients(s, index, by_input, part.inferred.certain[s])
         for slot, gradient in zip(_model_inputs(s, part), by_input[len(ports.inputs) :], strict=True):
             if gradient is not None:
-                place = slot, index % self._batch_indices
-                self.batch_gradients[place] = added(self.batch_gradients.get(place), gradient)
+                key = slot, index % self._batch_indices
+                self.batch_gradients[key] = added(self.batch_gradients.get(key), gradient)
 
     def _output_gradients(self, s: int, index: int, num_outputs: int) -> list[torch.Tensor | None]:
-        """By output slot, summed over the consumers that have one; on the last stage that of the loss."""
+        """By output slot, the sum over its consumers; on the last stage the gradient of the loss."""
         if s == self._last:
             return [self.updates.loss_gradient(index)]
         gradients: list[torch.Tensor | None] = [None] * num_outputs
@@ -312,18 +304,18 @@ class TrainingWorker(Worker):
                 gradients[slot] = added(gradients[slot], gradient)
         return gradients
 
-    def _hand_back(self, s: int, index: int, by_input: Gradients, certain: Sequence[bool]) -> None:
-        """The input gradients of a backward to the stages whose outputs they were, with what other stages here add."""
+    def _emit_gradients(self, s: int, index: int, by_input: Gradients, certain: Sequence[bool]) -> None:
+        """Emit the input gradients of a backward, summed with those of other stages of this rank."""
         for i, gradient in enumerate(by_input):
             if gradient is None and certain[i]:
                 self._stages[s].refuse_lost_gradient(i)
-        for wire, places in self._ports[s].input_gradients:
+        for wire, positions in self._ports[s].input_gradients:
             message = wire.message(index)
             if len(wire.consumers) == 1:
-                self._emit(message, [by_input[i] for _, i in places])
+                self._emit(message, [by_input[i] for _, i in positions])
                 continue
             num_parts, total = self._sums.pop(message, (0, [None] * len(self._mode.slots[wire])))
-            for position, i in places:
+            for position, i in positions:
                 total[position] = added(total[position], by_input[i])
             if num_parts + 1 == len(wire.consumers):
                 self._emit(message, total)
@@ -332,8 +324,6 @@ class TrainingWorker(Worker):
 
 
 class EvaluationWorker(Worker):
-    """Forwards alone; the outputs of the last stage are kept."""
-
     def run(self, action: Action) -> None:
         s, _, k = action
         self._unshard(s)
@@ -351,7 +341,7 @@ class EvaluationWorker(Worker):
         if s == self._last:
             self.outputs[k] = tuple(map(settled, outputs))
         else:
-            self._hand_on(s, k, outputs, part.inferred.specs[s])
+            self._emit_outputs(s, k, outputs, part.inferred.specs[s])
 
 
 def _check_outputs(stage: Stage, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:

@@ -19,14 +19,14 @@ from .tensor_group import TensorGroup, enter, gather, leave
 class Heads(Style):
     """A torch.nn.MultiheadAttention of which each member computes its part of the heads.
 
-    The fused projection [q | k | v] is divided block by block, the projection behind it by its inputs.
+    The fused projection [q | k | v] is divided block by block, the output projection by its inputs.
     """
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         if not isinstance(module, nn.MultiheadAttention):
             raise StyleError(f"module {name!r} is {type(module).__name__}: expected a torch.nn.MultiheadAttention")
         if type(module).forward is not nn.MultiheadAttention.forward:
-            raise StyleError(f"module {name!r} has a forward of its own: expected torch.nn.MultiheadAttention's")
+            raise StyleError(f"module {name!r} has its own forward: expected torch.nn.MultiheadAttention's")
         if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
             raise StyleError(f"module {name!r} adds keys and values: expected add_bias_kv=False, add_zero_attn=False")
         if module.num_heads % count:
@@ -48,8 +48,8 @@ class Heads(Style):
         return _attend(module, group, *args, **kwargs)
 
 
-_Asked = namedtuple(  # of a MultiheadAttention, behind query, key and value
-    "_Asked",
+_Options = namedtuple(  # of a MultiheadAttention, after query, key and value
+    "_Options",
     "key_padding_mask need_weights attn_mask average_attn_weights is_causal",
     defaults=(None, True, None, True, False),
 )
@@ -61,13 +61,13 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *asked: Any,
+    *options: Any,
     **named: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As torch.nn.MultiheadAttention.forward: [B, T, D] (or [T, B, D], or [T, D]) and the weights [B, T, S]."""
-    key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal = _Asked(*asked, **named)
+    key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal = _Options(*options, **named)
     if is_causal and attn_mask is None:
-        raise ValueError("is_causal=True without attn_mask: expected the mask beside it, as torch asks for")
+        raise ValueError("is_causal=True without attn_mask: expected the mask, too, as torch requires")
     entered = {id(x): enter(x, group) for x in (query, key, value)}
     query, key, value = (entered[id(x)] for x in (query, key, value))
     batched = query.dim() == 3
@@ -121,7 +121,7 @@ def _mask(
     *,
     like: Tensor,
 ) -> Tensor | None:
-    """Mask that is added to the scores [B, H/t, T, S]; a mask of each head is one of all heads, or of the own ones."""
+    """Mask that is added to the scores [B, H/t, T, S]; a mask by head may have all heads, or this member's."""
     masks = []
     if attn_mask is not None:
         mask = _added(attn_mask, like)
@@ -135,7 +135,6 @@ def _mask(
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as numbers to add: -inf where a boolean one is True."""
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
     return mask.to(like.dtype)

@@ -1,4 +1,4 @@
-"""Cutting a model for a tensor group: styles applied to the user's modules, and what each process then holds."""
+"""Cutting a model for a tensor group: styles applied to the user's modules, and the shards of each process."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ def cut_by_styles(
 ) -> dict[str, Shard]:
     """Divide the parameters of a model, which all members hold whole and equal, and the work of its forward.
 
-    Returns the shards of those that are divided, by name; `uncut` gives the modules back their classes and attributes.
-
-    Parameters stay the same objects and become plain local tensors; under a style of torch's, or of the user's, the
-    forward sees them as DTensors.
+    Returns the shards of divided parameters, by name; `uncut` restores the modules' classes and attributes. Parameters
+    stay the same objects and become plain local tensors; under styles of torch's or the user's, the forward sees them
+    as DTensors.
 
     Arguments:
         mesh: of the group; needed for styles that are not ours.
 
-    Raises StyleError, before anything is changed, for what a style of ours refuses.
+    Raises StyleError, before anything is changed, for modules that one of our styles can't cut.
     """
     for name, style in styles.items():
         if isinstance(style, Style):
@@ -70,7 +69,7 @@ class AsDTensors(Style):
         return type(self._style).__name__
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        """The plain forward with DTensors, which stand before the parameters of their names."""
+        """The plain forward with DTensors as attributes that hide the parameters of their names."""
         for name, (mesh, placements, shape, stride) in self._specs.items():
             local = module._parameters[name]
             assert local is not None
@@ -124,7 +123,7 @@ def _foreign(
 
 
 def _shard(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tensor, group: TensorGroup) -> Shard:
-    """Shard that a process holds after a style that does not say so."""
+    """Shard that a process holds after a foreign style, found by comparison."""
     shard = Shard.whole(tuple(full.shape))
     if isinstance(after, DTensor):
         for placement in after.placements:
@@ -149,11 +148,9 @@ def _shard(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tens
     return shard
 
 
-def in_ways(tensor: TensorStyles, plan: Plan | None, model: nn.Module) -> TensorStyles:
-    """The styles as a plan has them node by node: where nodes are by samples, or whole on each member, theirs go.
-
-    Raises StyleError for nodes that are no children of an nn.Sequential, and for what cannot be cut by samples.
-    """
+def styles_of_plan(tensor: TensorStyles, plan: Plan | None, model: nn.Module) -> TensorStyles:
+    """The styles of a plan's nodes: nodes by samples, or whole on each member, lose the model's styles. Raises
+    StyleError for nodes that are no children of an nn.Sequential, and for modules that can't be cut by samples."""
     styles, order = dict(tensor.styles), [name for name, _ in model.named_modules()]
     for stage in plan.stages if plan is not None else ():
         if stage.tensor != tensor.count or not stage.ways:
@@ -181,12 +178,12 @@ def profile_cut(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Profile:
-    """Measure a copy of the model as one of `tensor` ranks holds it; what travels between them is counted, not sent.
+    """Measure a copy of the model as one of `tensor` ranks holds it; messages between them are counted, not sent.
 
     Arguments:
         tensor: 1: the model itself.
         tensor_parallel: as PipelineModule takes it.
-        progress: told which module is cut how, and what is being done.
+        progress: called with the styles of modules, and with what is being done.
         options: of `profile_model`.
 
     Raises ValueError as both do.

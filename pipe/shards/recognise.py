@@ -2,10 +2,10 @@
 
     x ── column(s) ── body ── row ── ...      all inside one module's forward
 
-A module is tried on random numbers: the outputs of Linears in it, or in its children, are replaced, the row's input is
-looked at. It may be cut where the body of a part of the columns' outputs is that part of the body, for each part; where
-the body needs no x, whose gradient would be a partial sum; and where the columns' outputs go nowhere else. Attention
-passes once its number of heads is that of the part, and with it weights in the body, or arguments such as alibi.
+A module is tried on random numbers: the outputs of Linears in it, or in its children, are replaced, and the row's input
+is compared. It may be cut where the body of a part of the columns' outputs is that part of the body, for each part;
+where the body needs no x, whose gradient would be a partial sum; and where nothing else uses the columns' outputs.
+Attention passes with the part's number of heads, and with weights in the body, or arguments such as alibi, divided too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HEADS = frozenset(  # names that people give to numbers of heads
     )
 )
 _BATCH, _LENGTH = 2, 3
-_MOST = 24  # Linears in a module of which those of children count, too: a layer, and no model of many
+_MOST = 24  # Linears in a module whose children's count, too: a layer, not a model of many layers
 
 
 Region = Mapping[str, ParallelStyle]  # of a module ("") and its children, by name below it: they belong together
@@ -48,8 +48,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Recogniser:
-    """Recognises regions, for so many members where their sizes allow it; equal modules are tried once. `model` and
-    `example`: its modules are called as it calls them with such arguments; else with one tensor."""
+    """Recognises regions, for `count` members where sizes allow it; equal modules are tried once. With `model` and
+    `example` modules are called as the model calls them with these arguments; else with one tensor."""
 
     def __init__(self, count: int, model: nn.Module | None = None, example: Arguments | None = None) -> None:
         self._count, self._model = count, model or nn.Module()
@@ -61,7 +61,6 @@ class Recogniser:
             self._value = self._run_on_fakes(hooks)
 
     def region(self, module: nn.Module, taken: Collection[nn.Module] = ()) -> Region | None:
-        """How a module may be cut, without the modules that are taken; None where that is not known."""
         if (known := _by_class(module)) is not None:
             return self._known.setdefault((type(module), repr(known)), known)
         is_layer = sum(_sizes(each) is not None for each in module.modules()) <= _MOST
@@ -92,7 +91,7 @@ class Recogniser:
         if unread and (module not in self._called or self._reads(module, unread)):
             return None
         if styles and type(module).forward is nn.TransformerEncoderLayer.forward:
-            styles[""] = Local(fixed={"activation_relu_or_gelu": 0})  # its short cut reads all weights as whole ones
+            styles[""] = Local(fixed={"activation_relu_or_gelu": 0})  # its fast path needs whole weights
         return styles or None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,19 +103,21 @@ class Recogniser:
         form, specs = self._called.get(module, (None, []))
         return None if form is None else form.assemble([_made_up(*spec) for spec in specs])
 
-    def _reads(self, module: nn.Module, places: Sequence[int]) -> bool:
-        """Whether the model needs the values that a module returns at these places."""
-        hook = module.register_forward_hook(lambda *at: tuple(None if i in places else x for i, x in enumerate(at[2])))
+    def _reads(self, module: nn.Module, positions: Sequence[int]) -> bool:
+        """Whether the model needs the values that a module returns at these positions."""
+        hook = module.register_forward_hook(
+            lambda *given: tuple(None if i in positions else x for i, x in enumerate(given[2]))
+        )
         return self._value is None or self._run_on_fakes([hook]) != self._value
 
     def _run_on_fakes(self, hooks: Sequence[Any]) -> Form | None:
-        """Form of what the model returns; None where it fails. The hooks are removed."""
+        """Form of the model's output; None where it fails. Removes the hooks."""
         device = next(self._model.parameters()).device
         try:
             with on_fakes(self._model, self._example, device=device, training=True) as (given, *_):
                 args, kwargs = given.form.assemble(given.tensors)
                 return Form.of_output(call_for_shapes(self._model, args, kwargs))[0]
-        except Exception:  # whatever the user's forward raises for made-up inputs
+        except Exception:  # of the user's forward for made-up inputs
             return None
         finally:
             for hook in hooks:
@@ -138,7 +139,7 @@ def _by_class(module: nn.Module) -> Region | None:
 
 
 def _linears(module: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module]]:
-    """Linears by name, or the adapters around them, of this module and of its children so far down."""
+    """Linears by name, or the adapters around them, of this module and its children down to `depth`."""
     for name, child in module.named_children():
         if _sizes(child) is not None:
             yield name, child
@@ -165,19 +166,17 @@ def _key(module: nn.Module, children: Mapping[str, nn.Module]) -> object:
 
 
 class _Trial:
-    """A module run on random numbers, with outputs of children replaced."""
-
     def __init__(self, module: nn.Module, children: Mapping[str, nn.Module]) -> None:
         self._module = module
         self._children = children
         self._sizes: dict[str, Any] = {name: _sizes(child) for name, child in children.items()}
         self._call: Call = ((), {})
-        self._outputs: dict[str, torch.Tensor] = {}  # of the children, as they were
+        self._outputs: dict[str, torch.Tensor] = {}  # of the children, unchanged
         modules = {"": module, **{name: each for name, each in module.named_children() if name not in children}}
         self._numbers = {(name, key): n for name, each in modules.items() for key, n in _numbers(each).items()}
 
     def order(self, known: Call | None) -> list[str]:
-        """Children that are called once, in that order; none where nobody knows how to call the module."""
+        """Children that are called once, in the order of calls; none where no call of the module succeeds."""
         widths = dict.fromkeys(inputs for inputs, _ in self._sizes.values())
         like = next(self._module.parameters())
         calls: list[Call] = [((_made_up((_BATCH, _LENGTH, n), like.dtype, like.device, True),), {}) for n in widths]
@@ -190,7 +189,6 @@ class _Trial:
         return []
 
     def region(self, columns: Sequence[str], row: str, *, wanted: int) -> dict[str, ParallelStyle] | None:
-        """Styles for these, if the body between them can be cut."""
         outputs = {name: torch.randn_like(out) for name, out in self._outputs.items() if name in {*columns, row}}
         whole = self._values(outputs, row)
         weights = self._weights(whole[0]) if whole and whole[0][0].shape[-1] == self._sizes[row][0] else None
@@ -222,7 +220,7 @@ class _Trial:
         return None
 
     def _member(self, local: Mapping[str, Local], index: int, count: int) -> _Trial | None:
-        """The same with the module of one member, which shares the memory of weights; None: it cannot be cut so."""
+        """The trial of one member's module, which shares the memory of weights; None: it can't be cut so."""
         weights = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self._module.parameters()}
         module = copy.deepcopy(self._module, weights)
         try:
@@ -270,7 +268,7 @@ class _Trial:
         return found
 
     def _values(self, outputs: Mapping[str, torch.Tensor], row: str) -> list[list[torch.Tensor]]:
-        """Inputs of the row, inputs of the columns, and each value, with these outputs; empty where it fails."""
+        """The row's input, the columns' inputs, and each returned value, with these outputs; empty where it fails."""
         taken: dict[str, torch.Tensor] = {}
         value = self._run({name: partial(_given, taken, name, out) for name, out in outputs.items()})
         values = value if type(value) is tuple else (value,)
@@ -278,13 +276,12 @@ class _Trial:
         return [] if value is None or row not in taken else [[taken.pop(row)], [*taken.values()], *tensors]
 
     def _run(self, forwards: Mapping[str, Callable[[Any], Any]]) -> Any:
-        """Value of the module while its children compute so."""
         args, kwargs = self._call
         for name, forward in forwards.items():
             self._children[name].forward = forward
         try:
             return self._module(*args, **kwargs)
-        except Exception:  # whatever the user's forward raises for made-up inputs: it is not known, then
+        except Exception:  # of the user's forward for made-up inputs
             return None
         finally:
             for name in forwards:
@@ -296,7 +293,7 @@ def _numbers(module: nn.Module) -> dict[str, int]:
 
 
 def _kinds(outputs: int, inputs: int) -> list[tuple[Column, list[int]]]:
-    """Styles of a projection, which may be fused, before a row of so many inputs, with the sizes of their blocks."""
+    """Styles of a projection, which may be fused, before a row of `inputs` inputs, with the sizes of their blocks."""
     styles = [Column(), Column(blocks=3), Column(blocks=2)]  # none, [q | k | v], [gate | up]
     styles += [Column(shared=outputs - inputs)] if outputs > inputs else []
     return [(style, widths) for style in styles if sum(widths := style.widths(outputs)) == outputs]
@@ -313,7 +310,6 @@ def _given(taken: dict[str, torch.Tensor], name: str, out: torch.Tensor, x: torc
 
 
 def _members(sizes: Sequence[int], wanted: int) -> int:
-    """How many members to try for: as many as wanted, or the least that divide these sizes; 0: none do."""
     common = math.gcd(*sizes)
     if common % wanted == 0:
         return wanted

@@ -1,26 +1,30 @@
-"""Shards of tensors: the boxes of a full tensor that one process holds, and where they lie in its local tensor.
+"""Shards of tensors: the boxes of a full tensor that one process holds, and their positions in its local tensor.
 
 Tensor parallelism divides a weight along one of its dimensions (a fused one block by block, as [q | k | v]), sharding
-over replicas divides what is left once more. Whoever asks what part of which tensor is here (norms, gathering,
-checkpoints, optimizers) asks its shard.
+over replicas divides the rest once more. Norms, gathering, checkpoints and optimizers use a tensor's shard.
 
     [q | k | v] of 6 rows, member 1 of 2, blocks=3:     full rows 1, 3, 5  ->  local rows 0, 1, 2
 
-The data-parallel option says what the ranks that hold a stage divide among themselves.
+The data-parallel option decides what the ranks that hold a stage divide among themselves.
 
               gradients                optimizer's state      weights
 "replicate"   summed                   on each of them        on each of them
-"zero1"       summed to their owners   divided                gathered behind each update
-"fsdp"        summed to their owners   divided                divided; gathered for a batch, then let go
+"zero1"       summed to their owners   divided                gathered after each update
+"fsdp"        summed to their owners   divided                divided; gathered for a batch, then freed
+
+a weight [6, 4] over 2 ranks     rows 0..2 | rows 3..5        for optimizers that update each element independently
+weights a, b over 2 ranks        a | b                        for those that need a whole parameter (Muon)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
+from torch import nn
 
 from ...comm import World
 from ...schedules import Collective, Op, Schedule
@@ -29,7 +33,7 @@ from ...schedules.kinds import Kind, at_least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBox:
-    """A rectangular part: where it begins in the full tensor and in the local one, and its sizes; [dimensions] each."""
+    """A rectangular part: its start in the full tensor and in the local one, and its sizes; [dimensions] each."""
 
     start: tuple[int, ...]
     local: tuple[int, ...]
@@ -42,7 +46,7 @@ class TensorBox:
         return tuple(slice(at, at + size) for at, size in zip(self.local, self.sizes, strict=True))
 
     def part(self, part: TensorBox) -> TensorBox | None:
-        """The part that a box of the local tensor holds, which lies in a local tensor of its own; None: nothing."""
+        """The part that a box of the local tensor, with its own local tensor, holds; None: nothing."""
         low = tuple(map(max, self.local, part.start))
         high = tuple(
             min(a + b, c + d) for a, b, c, d in zip(self.local, self.sizes, part.start, part.sizes, strict=True)
@@ -95,7 +99,7 @@ class Shard:
         of blocks of these sizes.
 
         Parts are those of torch.chunk, as DTensor's Shard(dim): ceil(size / count) each, the last smaller or empty.
-        With several blocks each is divided by itself.
+        Several blocks are divided separately.
 
         Raises ValueError for a dimension or index that is not there, and for blocks that do not divide it.
         """
@@ -114,17 +118,16 @@ class Shard:
             widths, spans = (size,), [(0, size)]
         local = (*self.local[:dim], sum(last - first for first, last in spans), *self.local[dim + 1 :])
 
-        def place(at: int, other: Sequence[int] = (0,) * len(local)) -> tuple[int, ...]:
+        def along(at: int, other: Sequence[int] = (0,) * len(local)) -> tuple[int, ...]:
             return (*other[:dim], at, *other[dim + 1 :])
 
         boxes, begin, at = [], 0, 0
         for width, (first, last) in zip(widths, spans, strict=True):
-            boxes.append(TensorBox(start=place(begin + first), local=place(at), sizes=place(last - first, local)))
+            boxes.append(TensorBox(start=along(begin + first), local=along(at), sizes=along(last - first, local)))
             begin, at = begin + width, at + last - first
         return self.part(Shard(full=self.local, local=local, boxes=tuple(boxes) if prod(local) else ()))
 
     def part(self, part: Shard) -> Shard:
-        """A shard of the local tensor, as one of the full tensor."""
         pairs = ((box, inner) for inner in part.boxes for box in self.boxes)
         boxes = tuple(cut for box, inner in pairs if (cut := box.part(inner)) is not None)
         return Shard(full=self.full, local=part.local, boxes=boxes)
@@ -156,7 +159,6 @@ class Shard:
 
 
 def chunk(size: int, *, index: int, count: int) -> tuple[int, int]:
-    """Begin and end of part `index` of a dimension in `count` parts, as torch.chunk makes them."""
     step = -(-size // count)
     return min(index * step, size), min((index + 1) * step, size)
 
@@ -175,7 +177,7 @@ class Sharding:
 
     Arguments:
         shards: [S] ranks over which the optimizer's state of each stage is divided; 1: each rank holds all of it.
-        weights: whether the weights are, too, between two batches.
+        weights: whether the weights are divided, too, between two batches.
     """
 
     shards: tuple[int, ...]
@@ -191,13 +193,159 @@ class Sharding:
 
 
 def sharding_of(data_parallel: str, schedule: Schedule, world: World) -> Sharding:
-    """The same for each stage, over all ranks that hold it."""
     counts = [1 if data_parallel == "replicate" else len(ranks) for ranks in schedule.owners]
     return sharding_over(counts, world, weights=data_parallel == "fsdp")
 
 
 def sharding_over(shards: Sequence[int], world: World, *, weights: bool = False) -> Sharding:
-    """Ranks of one process share their Parameters: nothing is divided there."""
+    """Division by these counts; none in one process, whose ranks share their Parameters."""
     if not world.distributed:
         return Sharding(shards=(1,) * len(shards))
     return Sharding(shards=tuple(shards), weights=weights and any(count > 1 for count in shards))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSplit:
+    """A parameter's parts, each contiguous in memory.
+
+    Arguments:
+        ranks: that hold the same stage, ascending.
+        shards: by rank, of these; once all ranks that hold the parameter have agreed, of all of them.
+    """
+
+    ranks: tuple[int, ...]
+    shards: Mapping[int, Shard]
+
+
+def split_parameters(
+    parameters: Mapping[str, torch.Tensor], *, ranks: Sequence[int], count: int, whole: Collection[str]
+) -> dict[str, ParameterSplit]:
+    """Splits of a stage's parameters by name; the same on all of its ranks.
+
+    A parameter is cut along its first dimension above 1, into parts as torch.chunk makes them.
+
+    Arguments:
+        count: number of ranks that get a part.
+        whole: names of parameters that stay whole; the largest first, each goes to the rank with the least bytes.
+    """
+    shards: dict[str, list[Shard]] = {}
+    held = [0] * count
+    dims = {
+        name: None
+        if name in whole or not tensor.is_contiguous()
+        else next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
+        for name, tensor in parameters.items()
+    }
+    for name, dim in dims.items():
+        if dim is not None:
+            full = Shard.whole(tuple(parameters[name].shape))
+            shards[name] = [full.divided(dim, index=index, count=count) for index in range(count)]
+            for index, shard in enumerate(shards[name]):
+                held[index] += shard.numel * parameters[name].element_size()
+    for name in sorted((name for name, dim in dims.items() if dim is None), key=lambda n: -parameters[n].nbytes):
+        shape, owner = tuple(parameters[name].shape), held.index(min(held))
+        held[owner] += parameters[name].nbytes
+        shards[name] = [Shard.whole(shape) if index == owner else Shard.nothing(shape) for index in range(count)]
+    rest = len(ranks) - count
+    return {
+        name: ParameterSplit(
+            ranks=tuple(ranks),
+            shards=dict(zip(ranks, shards[name] + [Shard.nothing(tuple(tensor.shape))] * rest, strict=True)),
+        )
+        for name, tensor in parameters.items()
+    }
+
+
+class ShardedParameter:
+    """A parameter of which this rank has a part.
+
+    Arguments:
+        apart: whether the part has separate memory, and the whole parameter may be freed.
+
+    Attributes:
+        whole: the model's own Parameter.
+        parameter: held by the optimizer in its place: a view of it, unless `apart`.
+    """
+
+    def __init__(self, name: str, whole: nn.Parameter, split: ParameterSplit, rank: int, *, apart: bool) -> None:
+        self.name = name
+        self.whole = whole
+        self.split = split
+        self.rank = rank
+        self._apart = apart
+        self._stride = whole.stride()
+        self._nothing: torch.Tensor | None = None  # in place of all elements while the whole is freed
+        self._version = 0
+        own = self.of(whole.data)
+        self.parameter = nn.Parameter(own.clone() if apart else own, requires_grad=whole.requires_grad)
+
+    def follow(self) -> None:
+        """Make the part a view of the whole parameter's present memory."""
+        if not self._apart:
+            self.parameter.data = self.of(self.whole.data)
+
+    def settle(self) -> None:
+        """After a step, copy the part into the whole parameter if the optimizer put it into other memory."""
+        if self._apart or self.is_empty:
+            return
+        own = self.of(self.whole.data)
+        if own.data_ptr() != self.parameter.data_ptr():
+            own.copy_(self.parameter.data)
+            self.follow()
+
+    # Of a part with separate memory
+
+    def make_room(self) -> None:
+        if self._apart:
+            self._refuse_edits()
+            shape, own = self.whole.shape, self.parameter.data
+            self.whole.data = torch.empty_strided(shape, self._stride, dtype=own.dtype, device=own.device)
+            if not self.is_empty:
+                self.of(self.whole.data).copy_(own)
+
+    def take(self) -> None:
+        if self._apart and not self.is_empty:
+            self.parameter.data.copy_(self.of(self.whole.data))
+
+    def let_go(self) -> None:
+        """Free the whole parameter, which keeps its shape: all elements are one NaN, and none can be written."""
+        if self._apart:
+            own = self.parameter.data
+            nothing = float("nan") if own.is_floating_point() or own.is_complex() else 0
+            self._nothing = torch.full((), nothing, dtype=own.dtype, device=own.device)
+            self.whole.data = self._nothing.expand(self.whole.shape)
+            self._version = self.whole._version
+
+    def _refuse_edits(self) -> None:
+        """ValueError for a parameter that was written while it was freed, which the next gathering would undo."""
+        if self._nothing is None:
+            return
+        is_moved = self.whole.numel() > 0 and self.whole.data_ptr() != self._nothing.data_ptr()  # 0 without elements
+        is_other = is_moved or self.whole._version != self._version
+        # Reading would synchronize a CUDA device: there, writes through `.data` are not seen.
+        readable = self._nothing.device.type == "cpu" and self._nothing.is_floating_point()
+        if is_other or (readable and not bool(self._nothing.isnan())):
+            raise ValueError(
+                f"parameter {self.name!r} was changed between two batches, when fsdp keeps only parts of it, and the "
+                f"change would be lost: expected pipe.load_state_dict(...) with the new values, or "
+                f"data_parallel='zero1', under which weights stay whole"
+            )
+        self._nothing = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.parameter.numel() == 0
+
+    def of(self, tensor: torch.Tensor, *, rank: int | None = None) -> torch.Tensor:
+        return self.split.shards[self.rank if rank is None else rank].view(tensor)
+
+    def shard(self, of: Shard) -> Shard:
+        return of.part(self.split.shards[self.rank])
+
+    def state_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: self.of(value).clone()
+            if isinstance(value, torch.Tensor) and value.shape == self.whole.shape
+            else value
+            for key, value in state.items()
+        }

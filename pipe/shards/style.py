@@ -1,6 +1,6 @@
-"""The base of styles: a module whose parameters are divided, and whose forward is that of one member of a tensor group.
+"""The base of styles: a module with divided parameters, and the forward of one member of a tensor group.
 
-The module gets a class derived from its class (its hooks, names and copies stay), until `uncut`.
+Until `uncut` the module has a class derived from its class, with its hooks, names and copies.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _RECORD = "_tensor_parallel"  # attribute of a module that is cut: _CutModule
 
 
 class StyleError(ValueError):
-    """A module that cannot be cut as a style says."""
+    """A module that a style can't cut."""
 
 
 class _CutModule(NamedTuple):
-    """How a module is cut, and what it was before; a tuple, so that equal ones are known for equal."""
+    """A module's style, and its class and attributes before; a tuple, so that equal ones compare equal."""
 
     group: TensorGroup
     style: Style
@@ -41,14 +41,14 @@ class Style(ParallelStyle):
     """Base class of styles that leave plain local tensors."""
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
-        """StyleError for a module that `count` members cannot hold so; here they can hold any."""
+        """StyleError for a module that `count` members can't divide so; the base accepts any."""
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
-        """A member's shards of each of the uncut module's own parameters that is cut; here each holds all of them."""
+        """A member's shards of those parameters of the uncut module that are divided; the base divides none."""
         return {}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
-        """The module's attributes while it is cut, where they change."""
+        """Attributes that the module gets while it is cut."""
         return {}
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
@@ -62,10 +62,8 @@ class Style(ParallelStyle):
         return f"<{self.describe()}>"
 
     def cut(self, name: str, module: nn.Module, group: TensorGroup) -> dict[str, Shard]:
-        """Divide the module's parameters and make its forward that of one member; shards by parameter name.
-
-        Raises StyleError for a module that is cut already, and for what `check` refuses.
-        """
+        """Divide the module's parameters and make its forward that of one member; shards by parameter name. Raises
+        StyleError for a module that is cut already, or fails `check`."""
         if _RECORD in module.__dict__:
             raise StyleError(f"module {name!r} is cut already: expected one style for it")
         self.check(name, module, group.count)
@@ -83,8 +81,6 @@ class Style(ParallelStyle):
 
 @cache
 def _cut_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """A class derived from a module's whose forward is that of its style."""
-
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cut: _CutModule = self.__dict__[_RECORD]
         return cut.style.forward(self, cut.before, cut.group, *args, **kwargs)
@@ -95,7 +91,7 @@ def _cut_class(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def cut_module(module: nn.Module, style: Style, group: TensorGroup) -> None:
-    """Give a module the forward and the attributes of a style; its parameters are local ones already."""
+    """Give a module, whose parameters are local already, the forward and the attributes of a style."""
     changed = style.attributes(module, group.count)
     before = {key: module.__dict__[key] for key in changed}
     module.__dict__.update(changed)
@@ -104,7 +100,6 @@ def cut_module(module: nn.Module, style: Style, group: TensorGroup) -> None:
 
 
 def uncut(root: nn.Module) -> None:
-    """Give modules back their classes and attributes; their parameters stay as they are."""
     for module in root.modules():
         cut: _CutModule | None = module.__dict__.pop(_RECORD, None)
         if cut is not None:
@@ -118,7 +113,6 @@ def style_of(module: nn.Module) -> Style | None:
 
 
 def numbers_of(module: nn.Module, names: Iterable[str], count: int) -> dict[str, int]:
-    """Attributes of a module that are whole numbers, for one of `count` members."""
     own = module.__dict__
     return {name: own[name] // count for name in names if isinstance(own.get(name), int)}
 
@@ -126,7 +120,6 @@ def numbers_of(module: nn.Module, names: Iterable[str], count: int) -> dict[str,
 def shard_of(
     module: nn.Module, key: str, dim: int, *, index: int, count: int, blocks: int | Sequence[int] = 1
 ) -> Shard:
-    """A member's shard of a parameter that is divided along a dimension."""
     return Shard.whole(tuple(module.get_parameter(key).shape)).divided(dim, index=index, count=count, blocks=blocks)
 
 
@@ -141,8 +134,8 @@ def match(pattern: str, root: nn.Module, *, option: str) -> dict[str, nn.Module]
     """Modules by name that a pattern matches.
 
     Arguments:
-        pattern: it has as many parts between dots as the names that it matches, each as in fnmatch.
-        option: what the user wrote, for the error.
+        pattern: with as many parts between dots as the names that it matches, each as in fnmatch.
+        option: the user's option, for the error.
 
     Raises ValueError with near matches where there is none.
     """
@@ -152,8 +145,8 @@ def match(pattern: str, root: nn.Module, *, option: str) -> dict[str, nn.Module]
         usual = dict.fromkeys(".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in named)
         near = difflib.get_close_matches(pattern, usual, n=3, cutoff=0.3) or list(usual)[:3]
         raise ValueError(
-            f"{option} matches no module: expected names of the model, where '*' stands for one "
-            f"part between dots, such as {', '.join(map(repr, near))}"
+            f"{option} matches no module: expected names of the model, where '*' matches one part between dots, such "
+            f"as {', '.join(map(repr, near))}"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Styles: how the weights of one module are divided over the processes of a tensor group, and what travels then.
+"""Styles: how a module's weights are divided over the processes of a tensor group, and the messages between them.
 
                  x, the same everywhere ─┬──────────────────────┐
     member 0     Column: x W[:, left]    │    member 1          Column: x W[:, right]
@@ -31,13 +31,12 @@ from .tensor_group import TensorGroup, enter, gather, leave, split
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the Conv1D of transformers: a Linear whose weight is [in, out]."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a Conv1D, or computes what a torch.nn.Linear does: tried, for a forward of its own."""
+    """Whether it is a Conv1D, or computes the same as a torch.nn.Linear (a subclass with its own forward is tried)."""
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return isinstance(module, nn.Linear) or is_conv1d(module)
     weight, has_others = module.weight, {name for name, _ in module.named_parameters()} - {"weight", "bias"}
@@ -64,9 +63,9 @@ class Column(Style):
     """Each member computes its part of the outputs from whole inputs: output columns of x W.
 
     Arguments:
-        blocks: equal blocks of the outputs that are divided each by itself: 3 for [q | k | v].
-        gather_output: whether each member gets all outputs, and not its own alone.
-        shared: outputs behind the blocks of which each gets all, such as one key and value for all heads.
+        blocks: equal blocks of the outputs that are divided separately: 3 for [q | k | v].
+        gather_output: whether each member gets all outputs, instead of its own.
+        shared: outputs after the blocks that all members get, such as one key and value for all heads.
     """
 
     def __init__(self, *, blocks: int = 1, gather_output: bool = False, shared: int = 0) -> None:
@@ -83,7 +82,6 @@ class Column(Style):
         return [(outputs - self.shared) // self.blocks] * self.blocks + [self.shared] * (self.shared > 0)
 
     def part(self, outputs: torch.Tensor, *, index: int, count: int) -> torch.Tensor:
-        """Part of the whole outputs that a member hands on."""
         blocks = torch.split(outputs, self.widths(outputs.shape[-1]), -1)
         return torch.cat([b.chunk(count, -1)[index] for b in blocks[: self.blocks]] + [*blocks[self.blocks :]], -1)
 
@@ -125,7 +123,7 @@ class Row(Style):
     Of an Embedding: each member has its part of the vocabulary, and gives zeros for the other tokens.
 
     Arguments:
-        split_input: whether each member gets all inputs, and takes its own.
+        split_input: whether each member gets all inputs, and uses its own.
     """
 
     def __init__(self, *, split_input: bool = False) -> None:
@@ -147,8 +145,8 @@ class Row(Style):
             raise StyleError(not_divided(name, "inputs", sizes[0], count, count))
         if not is_linear(module):
             raise StyleError(
-                f"module {name!r} ({type(module).__name__}) has a forward of its own: expected a plain torch.nn.Linear "
-                f"for 'row', whose bias is added once"
+                f"module {name!r} ({type(module).__name__}) has its own forward: expected a plain torch.nn.Linear for "
+                f"'row', whose bias is added once"
             )
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
@@ -171,9 +169,9 @@ class Row(Style):
 
 
 class Sequence(Style):
-    """Each member computes its part of the positions, with whole weights; all inputs come in, all outputs go out.
+    """Each member computes its part of the positions, with whole weights, from all inputs, and gathers all outputs.
 
-    For modules that treat each position by itself: norms, dropout, a Linear. Gradients of the weights are summed.
+    For modules that compute each position independently: norms, dropout, a Linear. Gradients of the weights are summed.
 
     Arguments:
         dim: of the positions.
@@ -188,8 +186,8 @@ class Sequence(Style):
         own = list(module.children())
         if own or isinstance(module, batch_norms) or not _is_by_position(module):
             raise StyleError(
-                f"module {name!r} ({type(module).__name__}) cannot be cut by 'sequence': expected a module that treats "
-                f"each position by itself, such as a LayerNorm, RMSNorm or Dropout"
+                f"module {name!r} ({type(module).__name__}) cannot be cut by 'sequence': expected a module that "
+                f"computes each position independently, such as a LayerNorm, RMSNorm or Dropout"
             )
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
@@ -202,12 +200,12 @@ class Sequence(Style):
 class Samples(Style):
     """Each member computes its part of a microbatch's samples, with whole weights; gradients of the weights are summed.
 
-    For modules with few weights beside their activations, as convolutions in front of large linear layers
+    For modules with few weights compared with their activations, such as convolutions before large linear layers
     (Krizhevsky 2014, arXiv 1404.5997). All tensors among the arguments and results have the samples along dimension 0.
 
     Arguments:
-        split_input: whether each member gets all samples, and takes its own.
-        gather_output: whether each member gets all results, and not its own alone.
+        split_input: whether each member gets all samples, and uses its own.
+        gather_output: whether each member gets all results, instead of its own.
     """
 
     def __init__(self, *, split_input: bool = True, gather_output: bool = True) -> None:
@@ -223,7 +221,7 @@ class Samples(Style):
                 why = "keeps its weights in a list" if isinstance(each, nn.RNNBase) else "has all samples in its mean"
                 raise StyleError(
                     f"module {f'{name}.{inner}'.strip('.')!r} ({type(each).__name__}) {why}, and cannot be cut by "
-                    f"'samples': expected modules that treat each sample by itself, such as convolutions"
+                    f"'samples': expected modules that compute each sample independently, such as convolutions"
                 )
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
@@ -251,13 +249,13 @@ class SummedGradients(Style):
 
 
 class Local(Style):
-    """A module whose children are cut, and whose own forward reads sizes of theirs: they are the local ones.
+    """A module whose children are cut, and whose own forward reads their sizes, which become the local ones.
 
     Arguments:
         divided: attributes: num_heads=8 becomes 4 for two members. Parameters, along dimension 0.
-        fixed: attributes that have these values in any case.
-        per_head: arguments by keyword: (dimension of [..., heads], heads), of which each member takes its own.
-        unread: places of returned values that nobody reads, and that are None, since they are of the own heads.
+        fixed: attributes that get these values.
+        per_head: arguments by keyword: (dimension of [..., heads], heads), of which each member uses its own.
+        unread: positions of returned values that are not read; they become None, being those of a member's heads.
     """
 
     def __init__(
@@ -279,7 +277,7 @@ class Local(Style):
             value = getattr(module, attribute, None)
             value = len(value) if isinstance(value, nn.Parameter) else value
             if isinstance(value, bool) or not isinstance(value, int):
-                raise StyleError(f"module {name!r} has {attribute}={value!r}: expected a whole number of its own")
+                raise StyleError(f"module {name!r} has {attribute}={value!r}: expected its own whole number")
             if value % count:
                 raise StyleError(not_divided(name, attribute, value, count, count))
 
@@ -301,14 +299,14 @@ class Local(Style):
 
 
 class Summed(Style):
-    """A module whose outputs are one summand each: their sum goes on."""
+    """A module whose outputs are summed over the members."""
 
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         return leave(plain.forward(module, *args, **kwargs), group)
 
 
 class SharedKey(Style):
-    """The projection to [latent | rotary key] of latent attention: the key (`width` outputs) goes to all heads."""
+    """The projection to [latent | rotary key] of latent attention: all heads use the key (`width` outputs)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -343,11 +341,8 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[
 
 @contextmanager
 def _gradients_summed(module: nn.Module, group: TensorGroup) -> Iterator[None]:
-    """Within: the module's own parameters stand for tensors whose gradient is the sum over all members.
-
-    An attribute of the instance comes before its parameter of that name; the parameter stays where it is, so that
-    weight versions and hooks find it.
-    """
+    """Context in which the module's own parameters get the sum of all members' gradients. An attribute of the instance
+    hides its parameter of that name; the parameter stays in its table, where weight versions and hooks find it."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     for name in names:
         module.__dict__[name] = enter(module.get_parameter(name), group)
@@ -359,7 +354,7 @@ def _gradients_summed(module: nn.Module, group: TensorGroup) -> Iterator[None]:
 
 
 def _is_by_position(module: nn.Module) -> bool:
-    """Whether a part of the positions gives that part of the outputs, tried on random numbers."""
+    """Whether outputs depend on their own position alone, tried on random numbers."""
     widths = {p.shape[-1] for p in module.parameters(recurse=False)} or {6}
     if len(widths) > 1 and not isinstance(module, nn.Linear):
         return False

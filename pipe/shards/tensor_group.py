@@ -1,12 +1,12 @@
-"""Tensor groups: the processes that hold one weight together, and what travels between them, with its gradient.
+"""Tensor groups: the processes that hold one weight together, and their collectives, with gradients.
 
     enter    the same tensor everywhere -> the same                  backward: the sum of all gradients
-    leave    one summand each           -> their sum everywhere      backward: the gradient as it is
+    leave    one summand each           -> their sum everywhere      backward: the gradient, unchanged
     gather   one part each along `dim`  -> all parts, everywhere     backward: the own part of the gradient
     split    the same tensor everywhere -> the own part along `dim`  backward: all parts of the gradient
 
-Whatever is cut stands between one of the first or last kind and one of the two in the middle: Megatron's f and g
-(Shoeybi et al. 2019, section 3) are `enter` and `leave`.
+A cut module begins with `enter` or `split` and ends with `leave` or `gather`: Megatron's f and g (Shoeybi et al. 2019,
+section 3) are `enter` and `leave`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T", bound=torch.Tensor | None)
 
 
 class TensorGroup:
-    """Member `index` of `count` processes. Tensors on fake or meta devices travel nowhere, whatever the group.
+    """Member `index` of `count` processes. Fake and meta tensors are never sent.
 
     Arguments:
-        process_group: None: nobody else is there (the profiler measures one member alone).
-        on_bytes: told the size of each tensor that travels [bytes], and what becomes of it: "sum" or "gather".
-        on_region: told when a forward comes to tensors of which each member has its own part (True), and back.
+        process_group: None: there are no other processes (the profiler measures one member alone).
+        on_bytes: called with "sum" or "gather" and the size of each tensor that is sent [bytes].
+        on_region: called when a forward enters (True) or leaves a region of divided tensors.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TensorGroup:
         return cls(mesh.get_group(), index=mesh.get_local_rank(), count=mesh.size())
 
     def region(self, is_own: bool) -> None:
-        """Begin a region: a forward draws numbers of each member's own (True), or the same on all."""
+        """Begin a region in which each member draws its own numbers (True), or all the same."""
         if self._on_region is not None:
             self._on_region(is_own)
 
@@ -103,8 +103,6 @@ _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _TensorExchange(torch.autograd.Function):
-    """A change of a tensor, and another one of its gradient."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, change: _Change, change_back: _Change) -> torch.Tensor:
         ctx.change_back = change_back
@@ -121,29 +119,26 @@ def _exchanged(x: torch.Tensor, change: _Change, change_back: _Change) -> torch.
 
 
 def settled(x: T) -> T:
-    """A tensor without a graph, which is there: torch's styles return some that are still on their way."""
+    """A tensor without a graph, complete: torch's styles return some that are still being sent."""
     return cast(T, x.wait()) if isinstance(x, AsyncCollectiveTensor) else x
 
 
 def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """`x`, which each member holds; in the backward the sum of what it contributed to on each."""
+    """`x`, which each member holds; in the backward the sum of all members' gradients."""
     group.region(True)
     return _exchanged(x, lambda x: x.view_as(x), group.sum)
 
 
 def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """The sum of the members' `x`."""
     group.region(False)
     return _exchanged(x, group.sum, lambda gradient: gradient)
 
 
 def gather(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
-    """The members' parts put together, for computations that all members do alike."""
     group.region(False)
     return _exchanged(x, partial(group.all, dim=dim), partial(group.own, dim=dim))
 
 
 def split(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
-    """The own part of what each member holds."""
     group.region(True)
     return _exchanged(x, partial(group.own, dim=dim), partial(group.all, dim=dim))

@@ -1,7 +1,7 @@
-"""The options `tensor_parallel=`, which module is cut how, and `sends=`, what goes from stage to stage.
+"""The options `tensor_parallel=`, the styles of modules, and `sends=`, how members send activations.
 
 {"blocks.*.up": "column", "blocks.*.down": "row"}     patterns of module names; a word, or a style
-"auto"                                                the model's own plan, or what is recognised
+"auto"                                                the model's own plan, or recognised modules
 
 "auto"    parts where ranks are on different hosts and the members of each on one: the network carries each byte once
 "parts"   of 1/T, gathered on arrival, wherever all members hold the same tensor
@@ -32,7 +32,7 @@ TensorParallelLike = str | Mapping[str, str | ParallelStyle]
 WORDS = ("column", "row", "sequence", "samples")
 SENDS = ("auto", "parts", "whole")
 
-# Words of the plans that models of transformers bring along, `config.base_model_tp_plan`.
+# Words of the plans that models of transformers have, `config.base_model_tp_plan`.
 _GROUPS = ("moe_tp_experts", "local_params")  # of modules whose own parameters the plan names one by one
 _MODULES = {
     "colwise": Column,
@@ -55,10 +55,8 @@ LEAST_BYTES = 1 << 16  # of a tensor that "auto" sends in parts: gathering a sma
 
 
 def peers_in_parts(sends: str, place: MeshPlace, collectives: Collectives) -> frozenset[int]:
-    """Ranks to and from which this process sends in parts, the same for all members of a group. Collective.
-
-    Groups of another size have other parts: to those it sends whole tensors.
-    """
+    """Ranks to and from which this process sends in parts, the same for all members of a group. Collective. Groups of
+    another size would have other parts: they get whole tensors."""
     sizes = place.mesh.tensor_sizes
     if max(sizes) == 1 or sends == "whole":
         return frozenset()
@@ -92,10 +90,8 @@ class TensorStyles:
         return f"{len(each)} divided modules ({zlib.crc32(chr(10).join(each).encode()):08x})"
 
     def table(self, model: nn.Module) -> str:
-        """Which modules are cut how, and which are not, for people; of the model before it is cut.
-
-        Equal layers share a row. Modules without weights of their own that stay whole are left out.
-        """
+        """A table of the modules' styles, of the model before it is cut. Equal layers share a row. Modules that have no
+        own weights and stay whole are left out."""
         rows: dict[tuple[str, str], list[int]] = {}
         for name, module in model.named_modules():
             style = self.styles.get(name)
@@ -128,10 +124,10 @@ def read_tensor_parallel(
 
     Arguments:
         count: members of a tensor group.
-        example: arguments of the model, by which "auto" learns how it calls modules that take more than one tensor.
+        example: arguments of the model, with which "auto" finds how it calls modules that take more than one tensor.
 
-    Raises ValueError for a word or a pattern that means nothing, for two styles of one module, for a module that
-    cannot be cut so, and for a size that the members do not divide: each by name.
+    Raises ValueError for an unknown word or a pattern without a match, for two styles of one module, for a module that
+    can't be cut so, and for a size that the members do not divide: each by name.
     """
     if styles is None or count == 1:
         return TensorStyles(count=count, styles={})
@@ -187,7 +183,7 @@ def _automatic(model: nn.Module, count: int, example: Arguments | None) -> Tenso
 
 
 def _published_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
-    """(name, module, its plan by pattern below it) of each model in this one that brings a plan along."""
+    """(name, module, its plan by pattern below it) of each model in this one that has a plan."""
     seen: set[nn.Module] = set()
     for name, module in model.named_modules():
         prefix, config = getattr(module, "base_model_prefix", None), getattr(module, "config", None)
@@ -201,10 +197,8 @@ def _published_plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[st
 
 
 def _styles_of_plan(where: str, base: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
-    """Styles by module name below `base`. An entry that matches nothing is for other sizes of the model.
-
-    Raises StyleError for a word that is not known, and for one that is not run, if it would be needed.
-    """
+    """Styles by module name below `base`. An entry that matches nothing is for other sizes of the model. Raises
+    StyleError for an unknown word, and for a needed one that is not supported."""
     named = {name: module for name, module in base.named_modules() if name}
     parameters = {name for name, _ in base.named_parameters()}
     found: dict[str, ParallelStyle] = {}
@@ -309,7 +303,6 @@ def _adapted(styles: Mapping[str, ParallelStyle], model: nn.Module) -> dict[str,
 
 
 def _words(patterns: Mapping[str, str | ParallelStyle], model: nn.Module) -> dict[str, str | ParallelStyle]:
-    """By module name what the patterns say."""
     words: dict[str, str | ParallelStyle] = {}
     said: dict[nn.Module, tuple[str, str]] = {}
     for pattern, word in patterns.items():
@@ -333,7 +326,6 @@ def _words(patterns: Mapping[str, str | ParallelStyle], model: nn.Module) -> dic
 def _of_region(
     name: str, word: str, parent: str, region: Region, words: Mapping[str, object]
 ) -> dict[str, ParallelStyle]:
-    """A child's style as its region has it, and the module's own."""
     child = name.rpartition(".")[2]
     known = region[child]
     wanted = "column" if isinstance(known, Column) else "row"
@@ -362,18 +354,19 @@ def _refuse_unknown_heads(name: str, parent: nn.Module, where: str) -> None:
 
 def _refuse_alone(name: str, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
     parent = name.rpartition(".")[0]
-    beside = [_join(parent, child) for child, _ in model.get_submodule(parent).named_children()]
+    siblings = [_join(parent, child) for child, _ in model.get_submodule(parent).named_children()]
     style = styles.get(name)
     if (
         isinstance(style, Column)
         and not style.gather_output
         and not any(
-            isinstance(styles.get(each), Row) or not isinstance(styles.get(each), Style | None) for each in beside
+            isinstance(styles.get(each), Row) or not isinstance(styles.get(each), Style | None) for each in siblings
         )
     ):
         raise StyleError(
-            f"module {name!r} is cut by 'column' and no module beside it by 'row', so that each process would go on "
-            f"with its part alone: expected 'row' for the module that takes its outputs, or Column(gather_output=True)"
+            f"module {name!r} is cut by 'column' and no module next to it by 'row', so that each process would "
+            f"continue with its part: expected 'row' for the module that takes its outputs, or "
+            f"Column(gather_output=True)"
         )
 
 

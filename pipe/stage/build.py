@@ -1,4 +1,4 @@
-"""From a model to stages: cut it, and find out what each stage takes and returns."""
+"""From a model to stages: cut it, and infer the inputs and outputs of each stage."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class CutModel:
     """A model cut into stages.
 
     Arguments:
-        root: of all names: the model (or a ModuleList of the user's stages), and beside it, under `loss_fn.`, a loss
-            with tensors of its own.
+        root: of all names: the model (or a ModuleList of the user's stages), and, under `loss_fn.`, a loss with its own
+            tensors.
         train: the stages in training.
         evaluation: makes them in evaluation, once.
         prepared: those that are made already, in training first.
-        entering: how a copy of the model tells of its units; see `Cut`.
+        entering: how a copy of the model enters its units; see `Cut`.
         recomputed: the modules that run again in the backward.
-        evaluate_like: the stages in evaluation for other arguments of the model, such as those of `predict`; None: a
-            chain takes one kind.
+        evaluate_like: makes the stages in evaluation for other arguments of the model, such as those of `predict`;
+            None: for a chain, which takes one kind.
     """
 
     root: nn.Module
@@ -53,7 +53,6 @@ class CutModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """[S] the units of each stage, for people."""
         return tuple(stage.name for stage in self.train.stages)
 
     def output(self, flat: Sequence[torch.Tensor], *, training: bool) -> object:
@@ -61,14 +60,12 @@ class CutModel:
 
 
 def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
-    """Cut a model as it is now, or take the user's stages as they are; a loss that is a module goes to the last one.
-
-    Raises ValueError for a model that cannot be recorded or cut into so many stages, for wrong split points,
-    for a plan for another model, and for modules to be computed again that no stage runs.
-    """
+    """Cut a model, or use the user's stages; a loss that is a module is added to the last one. Raises ValueError for a
+    model that can't be recorded or cut into the schedule's stages, for wrong split points, for a plan for another
+    model, and for modules to recompute that no stage runs."""
     layout, options, root, loss_fn = run.layout, run.options, run.root, run.options.loss_fn
     infer = partial(InferredStages, root=root, seeder=run.seeder, device=options.device, loss_fn=loss_fn)
-    with untouched(loss_fn, device=options.device):  # it may know lists that forwards fill
+    with untouched(loss_fn, device=options.device):  # it may hold lists that forwards fill
         cut = _cut(run, example, agree)
         nodes = () if layout.plan is None else [node for stage in layout.plan.stages for node in stage.nodes]
         recomputed = RecomputedModules(layout.recompute, root, begins=nodes)
@@ -89,7 +86,7 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
         held = {id(x) for stage in train.stages for x in (*stage.module.parameters(), *stage.module.buffers())}
         prepared = [train]
         if run.evaluates or not all(id(x) in held for x in (*root.parameters(), *root.buffers())):
-            prepared.append(evaluation())  # where training does not tell of all tensors on which stage they are
+            prepared.append(evaluation())  # where training does not show the stages of all tensors
         _refuse_shared_writes(root, train)
         _refuse_strangers(run, train)
         if layout.plan is not None:
@@ -118,7 +115,7 @@ def _cut(run: Run, example: Arguments, agree: Agree | None) -> Cut:
         if len(run.options.stages) != num_stages:
             raise ValueError(
                 f"a list of {len(run.options.stages)} stages, and the schedule has {num_stages} (ranks x chunks): "
-                f"expected one module a stage"
+                f"expected one module per stage"
             )
         return given_stages(run.options.stages, example, device=device, enter_unit=enter)
     assert run.options.model is not None
@@ -129,7 +126,7 @@ def _cut(run: Run, example: Arguments, agree: Agree | None) -> Cut:
 
 
 def _stage_by_node(plan: Plan, names: Sequence[str]) -> dict[str, int]:
-    """Node -> stage, for the model's cut units `names`; ValueError that says what differs in a plan for others."""
+    """Node -> stage, for the model's cut units `names`; ValueError that names differences in a plan for others."""
     stages = {node: number for number, stage in enumerate(plan.stages) for node in stage.nodes}
     unknown = [node for node in stages if node not in names]
     missing = [name for name in names if name not in stages]
@@ -149,12 +146,9 @@ def _stage_by_node(plan: Plan, names: Sequence[str]) -> dict[str, int]:
 
 
 def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
-    """ValueError unless each stage holds as many bytes of parameters as in the plan; in plans of older profiles those
-    that a stage before holds, too, count with that one alone.
-
-    Where the plan splits tensors over up to T ranks, its bytes may be those of one of them, or of some parameters
-    whole, and so may those that are here.
-    """
+    """ValueError unless each stage holds as many bytes of parameters as in the plan; in plans of older profiles tied
+    parameters count only with the first stage that holds them. Where the plan splits tensors over up to T ranks, either
+    number of bytes may be that of one rank, or have some parameters whole."""
     most = plan.tensor
     seen: set[int] = set()
     for number, (planned, module) in enumerate(zip(plan.stages, stages, strict=True)):
@@ -162,11 +156,11 @@ def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
         held = sum(p.numel() * p.element_size() for p in own)
         fresh = sum(p.numel() * p.element_size() for p in own if id(p) not in seen)
         seen.update(map(id, own))
-        told = planned.parameter_bytes
-        if told is not None and not any(each / most - 0.5 <= told <= each * most + 0.5 for each in (held, fresh)):
+        known = planned.parameter_bytes
+        if known is not None and not any(each / most - 0.5 <= known <= each * most + 0.5 for each in (held, fresh)):
             raise ValueError(
                 f"the plan is for another model: stage {number} ({planned.nodes[0]} .. {planned.nodes[-1]}) has "
-                f"{told:,.0f} bytes of parameters in the plan and {held:,} in the model. Expected a "
+                f"{known:,.0f} bytes of parameters in the plan and {held:,} in the model. Expected a "
                 f"plan made from a profile of a model of these sizes and types"
             )
 
@@ -181,20 +175,20 @@ def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
         stages = stages_of.get(id(buffer), [])
         if id(buffer) in written and len(stages) > 1:
             raise ValueError(
-                f"buffer {name!r} changes in a forward and stands on each of stages {' and '.join(map(str, stages))}: "
-                f"expected one stage, since no rank sees what another writes; give each place a module of its own "
-                f"(copy.deepcopy), let both stand on one stage (cut=), or put the module into eval()"
+                f"buffer {name!r} changes in a forward and is on each of stages {' and '.join(map(str, stages))}: "
+                f"expected one stage, since no rank sees what another writes; use a separate module at each place "
+                f"(copy.deepcopy), put both on one stage (cut=), or put the module into eval()"
             )
 
 
 def look_at_loss(run: Run, mode: InferredStages, target: object) -> None:
-    """Refuse a collective in the loss, as far as that runs on fake tensors."""
+    """ValueError for a collective in the loss, as far as that runs on fake tensors."""
     loss, device = run.options.loss_fn, run.options.device
     if run.collectives.alone or loss is None or run.options.model_loss is not None:
         return
     joined: set[tuple[int, ...]] = set()
     with suppress(Exception), warnings.catch_warnings(), quiet_fakes(), uncompiled():
-        warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
+        warnings.simplefilter("ignore")  # of the user's code, which will repeat them when it runs
         with untouched(loss, device=device), strict_fake_mode(joined):
             flat = [
                 torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
@@ -209,7 +203,7 @@ def look_at_loss(run: Run, mode: InferredStages, target: object) -> None:
 
 
 def _refuse_strangers(run: Run, mode: InferredStages) -> None:
-    """ValueError for a collective of the user's own over processes of which some do not run the stage."""
+    """ValueError for a collective of the user's over processes of which some do not run the stage."""
     place, owners = run.layout.place, run.layout.schedule.owners
     for index, groups in enumerate(() if run.collectives.alone else mode.joined):
         own = {process for rank in owners[index] for process in place.mesh.members(rank)}

@@ -1,8 +1,8 @@
-"""A loss that learns: a module given as `loss_fn` belongs to the last stage; what learns has to be an optimizer's.
+"""A loss with parameters: a module given as `loss_fn` belongs to the last stage; an optimizer must hold its parameters.
 
-The module hangs below the one that the last stage runs, so that its parameters and buffers are that stage's: moved to
-the device, trained, clipped, summed over replicas, kept in versions, recomputed and saved as all others are. Among the
-names of the model its own ones begin with `loss_fn.`.
+The module is a child of the one that the last stage runs, so that its parameters and buffers are that stage's: moved to
+the device, trained, clipped, summed over replicas, kept in versions, recomputed and saved as all others are. Their
+names begin with `loss_fn.`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _CHILD = "<loss_fn>"  # no attribute of a stage's module can have this name
 
 
 class ModelWithLoss(nn.Module):
-    """Names of a model and of the loss beside it: the model's own ones, and `loss_fn.` in front of the loss's. Raises
-    ValueError where the model has such a name itself."""
+    """Names of a model and its loss: the model's, and the loss's with the prefix `loss_fn.`. Raises ValueError where
+    the model has such a name itself."""
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
         super().__init__()
         taken = sorted(name for name in model.state_dict(keep_vars=True) if name.startswith(f"{PREFIX}."))
         if taken:
             raise ValueError(
-                f"loss_fn= is a module of its own and the model has {taken[0]!r}, which would be the loss's name: "
+                f"loss_fn= is a separate module and the model has {taken[0]!r}, which would be the loss's name: "
                 f"expected another name in the model, or loss_fn=model.{PREFIX}"
             )
         self._modules[""] = model  # an empty name adds nothing to those below it
@@ -52,7 +52,7 @@ class ModelWithLoss(nn.Module):
 
 
 def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
-    """The root of all names: the model, with a loss beside it that has tensors of its own."""
+    """The root of all names: the model, or with a loss that has its own tensors both."""
     if not isinstance(loss_fn, nn.Module) or any(module is loss_fn for module in model.modules()):
         return model
     has_tensors = loss_fn.state_dict(keep_vars=True) or any(True for _ in loss_fn.buffers())
@@ -60,22 +60,20 @@ def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
 
 
 def give_loss(loss_fn: object, stage: StageModule) -> None:
-    """A loss that is a module goes to the last stage, in each mode."""
     if isinstance(loss_fn, nn.Module):
         stage.module._modules[_CHILD] = loss_fn
 
 
 def untrained() -> ValueError:
-    """The error of a batch from which nothing would learn."""
     return ValueError(
-        "nothing to train: no parameter wants a gradient, or the model's output is made without one (detach(), "
-        "torch.no_grad()), and plain PyTorch would refuse loss.backward(). Expected parameters with requires_grad=True "
-        "that the loss depends on; or eval_step, predict"
+        "nothing to train: no parameter requires a gradient, or the model's output is made without one (detach(), "
+        "torch.no_grad()), and plain PyTorch would raise in loss.backward(). Expected parameters with "
+        "requires_grad=True that the loss depends on; or eval_step, predict"
     )
 
 
 class _Left(torch.Tensor):
-    """Stands for what another stage has left behind: any use of it is a ValueError."""
+    """In place of a tensor that another stage has left in an attribute: any use of it is a ValueError."""
 
     place: str
 
@@ -83,23 +81,23 @@ class _Left(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         place = next(leaf.place for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Left))
         raise ValueError(
-            f"loss_fn reads {place}, which an earlier stage leaves behind, or code between modules, which runs once. "
-            f"Expected it in the model's output, which travels: blocks that return (h, aux), a model (h, sum of aux), "
+            f"loss_fn reads {place}, which an earlier stage sets, or code between modules, which runs once. Expected "
+            f"it in the model's output, which is sent: blocks that return (h, aux), a model (h, sum of aux), "
             f"and loss_fn=lambda output, target: loss(output[0], target) + output[1] (docs/guides/models.md)"
         )
 
 
 class LeftBehind:
-    """Refuses a loss that reads past the model's output what earlier stages have left in attributes and lists."""
+    """Raises ValueError for a loss that reads tensors that earlier stages have left in attributes and lists."""
 
     def __init__(self, places: Places, root: nn.Module) -> None:
         names = {id(vars(module)): name for name, module in root.named_modules()}
-        self._places = [(held, key, _left(held, names.get(id(held)), key)) for held, key in places]
+        self._entries = [(held, key, _left(held, names.get(id(held)), key)) for held, key in places]
 
     @contextmanager
     def refused(self) -> Iterator[None]:
         kept = []
-        for held, key, left in self._places:
+        for held, key, left in self._entries:
             if isinstance(held, dict):
                 kept.append((held, key, held.get(key, left), left))
                 held[key] = left
@@ -112,7 +110,7 @@ class LeftBehind:
                 held[key] = value
                 if value is left:
                     del held[key]
-            for held, _, left in self._places:
+            for held, _, left in self._entries:
                 if isinstance(held, list):
                     held[:] = [each for each in held if each is not left]
 
@@ -124,7 +122,7 @@ def _left(held: object, name: str | None, key: object) -> torch.Tensor:
 
 
 class UntrainedLeaves:
-    """Looks once, at the first loss with a graph, for tensors that would learn from it and that no optimizer holds."""
+    """Looks once, at the first loss with a graph, for tensors that require a gradient and that no optimizer holds."""
 
     def __init__(self, module: nn.Module, is_trained: Callable[[torch.Tensor], bool]) -> None:
         self._module = module
@@ -132,7 +130,7 @@ class UntrainedLeaves:
         self._looked = False
 
     def before(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> set[object]:
-        """Where the loss's own graph ends, before the loss runs: at the stage's outputs, or past them at its inputs."""
+        """The ends of the loss's own graph, before the loss runs: the stage's outputs, or else its inputs."""
         learning = [x for x in outputs if x.requires_grad and not self._looked]
         if len(learning) > 1 and any(x.requires_grad for x in inputs):
             for x in learning:
@@ -140,7 +138,6 @@ class UntrainedLeaves:
         return set() if self._looked else {*(x.grad_fn or id(x) for x in outputs), *map(id, inputs)}
 
     def check(self, loss: torch.Tensor, ends: set[object]) -> None:
-        """ValueError for such a tensor between these ends and the loss."""
         if self._looked or not loss.requires_grad:
             return
         self._looked = True
@@ -148,9 +145,9 @@ class UntrainedLeaves:
         for leaf in _leaves(loss, ends):
             if id(leaf) not in own and not self._is_trained(leaf):
                 raise ValueError(
-                    f"loss_fn computes with a tensor of shape {tuple(leaf.shape)} that wants a gradient, and that no "
-                    f"optimizer of the pipeline would update with it here (under an asynchronous schedule: any but the "
-                    f"last stage's own): expected the module that owns it as loss_fn= itself, or as a child of it (an "
+                    f"loss_fn computes with a tensor of shape {tuple(leaf.shape)} that requires a gradient, and that "
+                    f"no optimizer of the pipeline would update here (under an asynchronous schedule: any but the last "
+                    f"stage's own): expected the module that owns it as loss_fn= itself, or as a child of it (an "
                     f"nn.Module, whose parameters the last stage trains, with the stage that has them, too), or "
                     f"requires_grad=False"
                 )
@@ -159,12 +156,11 @@ class UntrainedLeaves:
         if not self._looked:  # within the loss
             raise ValueError(
                 "loss_fn differentiates by one of several outputs of the model (torch.autograd.grad), and would miss "
-                "what goes through earlier stages: expected it in one module, with all of that, or one stage"
+                "gradients through earlier stages: expected all of that in one module, or one stage"
             )
 
 
 def _leaves(loss: torch.Tensor, ends: set[object]) -> Iterator[torch.Tensor]:
-    """Leaves of the loss's graph that are not behind `ends`."""
     pending, seen = [loss.grad_fn], set(ends)
     while pending:
         node = pending.pop()

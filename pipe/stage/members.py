@@ -1,9 +1,9 @@
-"""Shards in a tensor group: which part of each weight a member holds, and full tensors from the parts of all members.
+"""Shards in a tensor group: each member's part of each weight, and full tensors from the parts of all members.
 
     weight [8, 4] cut by columns    member 0: rows 0..4    member 1: rows 4..8
     a norm's weight [4]             member 0: all of it    member 1: all of it, equal to member 0's
 
-A full tensor is a function of what the members hold; what is whole is equal on all of them, and counts once.
+Whole tensors are equal on all members, and count once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _COMPARISONS = 2  # update groups whose gradients are compared
 
 
 class MemberShards:
-    """Parts of a model's parameters by name; whatever has no name here is whole on every member.
+    """Parts of a model's divided parameters by name; all others are whole on every member.
 
     Arguments:
-        by_member: name -> [T] shards of the members, for what is divided.
-        originals: full tensors of what is divided, as this process was given them, until they are spread.
+        by_member: name -> [T] shards of the members.
+        originals: full tensors of this process's model, by name, until they are spread.
     """
 
     def __init__(
@@ -46,21 +46,17 @@ class MemberShards:
         self._by_member = by_member
         self._originals = dict(originals)
         self._own = collectives.tensor_members.index(collectives.rank)
-        # By their names; None: not now.
+        # Number by names of gradients; None: while none are made.
         self._comparisons = Counter[tuple[str, ...]]() if len(collectives.tensor_members) > 1 else None
         self._undo: Callable[[], None] | None = None
 
     def add_up(self, tensor: torch.Tensor) -> None:
-        """Sum what members found each of their own parts, in place. Collective over the tensor group."""
         self._collectives.tensor_sum(tensor, what="adding up the norm of a tensor group's gradients")
 
     def compare_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Compare the gradients of what all members hold whole, in the first batches. Collective over the tensor group.
-
-        Where a module computes with a part of the activations, a gradient is a part of a sum that nobody makes.
-
-        Raises ValueError, on all members, for one that is not the same on all of them.
-        """
+        """Compare the gradients of whole tensors, in the first batches. Collective over the tensor group. Where a
+        module computes with a part of the activations, its gradient is a part of a sum that is not made. Raises
+        ValueError, on all members, for one that is not the same on all of them."""
         names = tuple(gradients)
         if self._comparisons is None or self._comparisons[names] == _COMPARISONS:
             return
@@ -78,14 +74,14 @@ class MemberShards:
                     raise ValueError(
                         f"the gradient of {name!r}, which the members of a tensor group hold whole, has norm "
                         f"{one[1]:.6g} on {name_of(members[0])} and {other[1]:.6g} on {name_of(member)}: its module "
-                        f"computes with a part of the activations, and nobody adds the parts up. Expected "
+                        f"computes with a part of the activations, and the parts are not added up. Expected "
                         f"'sequence' or SummedGradients() for it in tensor_parallel=, or a place that is not between "
                         f"a 'column' and its 'row'"
                     )
 
     @contextmanager
     def compared_by_verify(self) -> Iterator[None]:
-        """Within, `compare_gradients` does nothing: verify names the module where gradients part."""
+        """Context without `compare_gradients`: verify names the module where gradients differ."""
         before, self._comparisons = self._comparisons, None
         try:
             yield
@@ -94,7 +90,7 @@ class MemberShards:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[MemberShards]:
-        """Within, an error leaves the user's model as it was before it was divided."""
+        """Context in which an error restores the user's undivided model."""
         try:
             yield self
         except BaseException:
@@ -108,11 +104,10 @@ class MemberShards:
         return name in self._by_member
 
     def counts(self, name: str) -> bool:
-        """Whether this member's part is counted in sums over the group: of what all of them hold, the first one's."""
+        """Whether this member's part is counted in sums over the group; whole tensors count on the first member."""
         return name in self._by_member or self._collectives.is_first_member
 
     def shard(self, name: str, local: torch.Tensor) -> Shard:
-        """This process's shard of a tensor that it holds as `local`."""
         shards = self._by_member.get(name)
         return Shard.whole(tuple(local.shape)) if shards is None else shards[self._own]
 
@@ -128,28 +123,23 @@ class MemberShards:
         return full
 
     def own_part(self, name: str, local: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """This process's part of `value`, which is a full tensor or such a part already; of another shape: as it is."""
+        """This process's part of `value`, if that is a full tensor; else `value`."""
         shard = self.shard(name, local)
         is_full = tuple(value.shape) == shard.full and shard.full != shard.local
         return shard.take(value) if is_full else value
 
     def is_whole_here(self, name: str) -> bool:
-        """Whether this process was given the whole tensor; of a deferred model each member makes its part alone."""
+        """Whether this process had the whole tensor; with a deferred model each member makes only its part."""
         return name not in self._by_member or name in self._originals
 
     def original(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The full tensor as this process was given it, within `undone_on_error`."""
+        """The full tensor of this process's model, within `undone_on_error`."""
         return self._originals.get(name, local)
 
 
 def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberShards:
-    """Cut a model's modules for the tensor group of this process. Collective over the tensor group.
-
-    Arguments:
-        styles: by module name.
-
-    Raises ValueError for modules that cannot be cut so, and where members were given models of other shapes.
-    """
+    """Cut a model's modules for the tensor group of this process. Collective over the tensor group. `styles`: by module
+    name. Raises ValueError for modules that can't be cut so, and where members have models of other shapes."""
     root, collectives = run.root, run.collectives
     members = collectives.tensor_members
     if len(members) == 1 or not styles:
@@ -158,7 +148,7 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
     parameters = dict(root.named_parameters(remove_duplicate=False))
     with as_recipes(root.parameters()):
         full = {id(parameter): parameter.data for parameter in parameters.values()}
-    # DTensor remembers what it did on an equal mesh, with the groups of that one: of another pipeline, maybe closed.
+    # DTensor caches by mesh, with that mesh's groups: for an equal mesh those of another, maybe closed, pipeline.
     unique = f"tensor_{uuid4().hex}"
     mesh = DeviceMesh.from_group(collectives.tensor_group, run.options.device.type, mesh_dim_names=(unique,))
     group = TensorGroup(
@@ -185,7 +175,7 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
         if differing or first.keys() != theirs.keys():
             name = (differing or sorted(first.keys() ^ theirs.keys()))[0]
             raise ValueError(
-                f"{collectives.name_of(member)} has divided {name!r} otherwise than {collectives.name_of(members[0])}: "
+                f"{collectives.name_of(member)} has divided {name!r} unlike {collectives.name_of(members[0])}: "
                 f"expected the same model and tensor_parallel= in every process"
             )
     found = MemberShards(
@@ -198,7 +188,7 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
 
 
 def _figures(gradient: torch.Tensor | None) -> torch.Tensor:
-    """[3] whether there is one, its norm, its sum: float64."""
+    """[3] whether there is a gradient, its norm, its sum: float64."""
     if gradient is None:
         return torch.zeros(3, dtype=torch.float64)
     values = gradient.detach().to_dense().double() if gradient.is_sparse else gradient.detach().double()
@@ -206,7 +196,7 @@ def _figures(gradient: torch.Tensor | None) -> torch.Tensor:
 
 
 def _differs(one: Sequence[float], other: Sequence[float], gradient: torch.Tensor | None) -> bool:
-    """Whether figures are further apart than rounding explains; what is not finite is compared nowhere."""
+    """Whether figures differ by more than rounding; non-finite ones are not compared."""
     if one[0] != other[0]:
         return True
     if gradient is None or not all(map(math.isfinite, (*one, *other))):

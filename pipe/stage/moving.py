@@ -1,12 +1,12 @@
 """Activations of one microbatch that leave the rank while they wait for their backward.
 
-    forward   autograd hands over each tensor that it saves: for that a handle, and its storage once
-    leave     the storages as bytes, to the host; nothing of them is held here any longer
+    forward   autograd packs each tensor that it saves into a handle, and keeps its storage once
+    leave     the storages as bytes, to the host; they are not held here any longer
     come      the bytes again: unpacking a handle makes a tensor of them
 
 They are the tensors saved for the backward and the stage's inputs. Parameters, buffers, targets and inputs that are
-parts of the batch stay, since they are there anyway. A storage that others hold, too (outputs on their way) goes when
-they let go of it.
+parts of the batch stay, since they are held anyway. A storage that others hold, too (outputs being sent) is freed when
+they release it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class _Handle:
 
 @dataclass(frozen=True, slots=True)
 class _Wrapped:
-    """A saved tensor that consists of others, such as a DTensor: their handles (what is no tensor is itself), and
-    how it is put together."""
+    """A saved tensor that consists of others, such as a DTensor: handles of its tensors, other parts, and how to
+    rebuild it."""
 
     kind: type
     parts: dict[str, object]
@@ -46,8 +46,8 @@ class _Wrapped:
 
 
 class Activations:
-    """Tensors that one stage keeps of one microbatch from its forward to its backward. `staying`: tensors that are
-    there in any case: parameters, buffers, the target."""
+    """Tensors that one stage keeps of one microbatch from its forward to its backward. `staying`: tensors that are held
+    in any case: parameters, buffers, the target."""
 
     def __init__(
         self, name: str, *, leaves: Sequence[torch.Tensor], staying: Iterable[torch.Tensor], device: torch.device
@@ -55,7 +55,7 @@ class Activations:
         self._name = name
         self._device = device
         self._staying = {x.untyped_storage()._cdata for x in staying if _has_storage(x)}
-        self._kept = list(staying)  # so that no other storage takes the place of one of these
+        self._kept = list(staying)  # so that their addresses are not reused
         self._storages: list[torch.UntypedStorage] = []
         self._numbers: dict[int, int] = {}
         self._handles: list[_Handle] = []
@@ -63,7 +63,7 @@ class Activations:
         self._parts: Sequence[torch.Tensor] = ()
         self._is_away = False
         self._arrival: torch.cuda.Event | None = None
-        # A part of a larger storage (of the batch) is no input that can go by itself.
+        # An input that is a part of a larger storage (of the batch) can't leave alone.
         for x in filter(_has_storage, leaves):
             if x.untyped_storage().nbytes() > x.numel() * x.element_size():
                 self._staying.add(x.untyped_storage()._cdata)
@@ -80,10 +80,8 @@ class Activations:
         return sum(each.nbytes() for each in self._storages)
 
     def leave(self) -> list[torch.Tensor]:
-        """Go; returns the bytes of each storage, which nobody here holds any longer.
-
-        Raises RuntimeError where a saved tensor was changed in place.
-        """
+        """Free the tensors; returns the bytes of each storage, which are not held here any longer. Raises RuntimeError
+        where a saved tensor was changed in place."""
         for handle in self._handles:
             self._check(handle)
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -99,21 +97,20 @@ class Activations:
         own_leaves = {id(leaf) for leaf, _ in self._leaves}
         for output in self._outputs:
             if id(output) not in own_leaves and _has_storage(output):
-                output.data = output.data.new_empty(()).expand(output.shape)  # of its shape, and nothing in it
+                output.data = output.data.new_empty(()).expand(output.shape)  # its shape, without memory
         self._outputs = ()
         self._storages.clear()
         self._kept.clear()
         return parts
 
     def come(self, parts: Sequence[torch.Tensor], arrival: torch.cuda.Event | None = None) -> None:
-        """Be there again, with these bytes; on CUDA once `arrival` is through."""
         self._parts, self._arrival, self._is_away = parts, arrival, False
         for leaf, handle in self._leaves:
             if handle.number is not None:
                 leaf.data = self._view(handle)
 
     def settle(self) -> None:
-        """In front of the backward: all must be here. RuntimeError where it is away."""
+        """Wait, before a backward, until all tensors are complete. RuntimeError where they are away."""
         if self._is_away:
             raise RuntimeError(self._absent())
         if self._arrival is not None:
@@ -121,7 +118,7 @@ class Activations:
             self._arrival = None
 
     def _absent(self) -> str:
-        return f"activations of {self._name} are away and needed: expected RELOAD in front of what needs them"
+        return f"activations of {self._name} are away and needed: expected RELOAD before the action that needs them"
 
     def _pack(self, tensor: torch.Tensor) -> object:
         if is_traceable_wrapper_subclass(tensor):
@@ -183,13 +180,12 @@ class Activations:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are in a storage of its own kind."""
     plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
     return plain and tensor.device.type != "meta" and tensor.untyped_storage().nbytes() > 0
 
 
 class Host:
-    """The host's memory, as an arena beside the device's: on CUDA pinned, with a stream for each direction."""
+    """Activations in the host's memory: on CUDA pinned, with a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -205,7 +201,7 @@ class Host:
     def take(self, activations: Activations) -> None:
         parts, own = activations.leave()[::-1], []
         if self._to_host is None:
-            while parts:  # each is free as soon as it is copied
+            while parts:  # each is freed as soon as it is copied
                 part = parts.pop()
                 own.append(_apart(part.numel()).copy_(part))
             self._rows[activations] = own, None
@@ -216,7 +212,7 @@ class Host:
             copy = torch.empty(part.numel(), dtype=torch.uint8, pin_memory=True)
             with torch.cuda.stream(self._to_host):
                 own.append(copy.copy_(part, non_blocking=True))
-            part.record_stream(self._to_host)  # its memory is taken again only behind the copy
+            part.record_stream(self._to_host)  # its memory is reused only after the copy
         self._rows[activations] = own, self._to_host.record_event()
 
     def give_back(self, activations: Activations) -> None:
@@ -226,7 +222,7 @@ class Host:
             activations.come([part.copy_(each) for part, each in zip(parts, own, strict=True)])
             return
         back = self._from_host
-        back.wait_stream(torch.cuda.current_stream(self._device))  # whoever had this memory before is through
+        back.wait_stream(torch.cuda.current_stream(self._device))  # earlier users of this memory are done
         back.wait_event(has_left)
         with torch.cuda.stream(back):
             for part, each in zip(parts, own, strict=True):
@@ -239,5 +235,5 @@ class Host:
 
 
 def _apart(size: int) -> torch.Tensor:
-    """Bytes that are none of torch's: pages of their own, given back to the system when nobody holds them."""
+    """Bytes outside torch's allocator: separate pages, returned to the system when they are freed."""
     return torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]

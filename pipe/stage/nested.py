@@ -11,11 +11,8 @@ from torch.utils import _pytree as pytree
 
 
 def mapped(value: Any, change: Callable[[Any], Any], *, kind: type = torch.Tensor, objects: bool = True) -> Any:
-    """A copy of a value with `change(leaf)` for each leaf of a kind: what is in it twice stays one.
-
-    Arguments:
-        objects: whether copies are made of objects that code may change, such as caches, or they stay themselves.
-    """
+    """A copy of a value with `change(leaf)` for each leaf of a kind; an object that is in it twice stays one.
+    `objects`: whether objects that code may change, such as caches, are copied, too."""
     return _mapped(value, change, kind, objects, {})
 
 

@@ -1,5 +1,5 @@
-"""A model's state as its own `state_dict()` gives it: its hooks and `get_extra_state` may rename, add, drop and nest.
-Here parameters and buffers have the names under which modules hold them.
+"""A model's state as its `state_dict()` gives it: its hooks and `get_extra_state` may rename, add, drop and nest. Here
+parameters and buffers have the names under which modules hold them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ EXTRA = "_extra_state"  # as torch ends the key of what `get_extra_state` return
 
 
 def tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, in the order of a plain `state_dict()`."""
-    return {name: table[key] for name, table, key in _places(root)}
+    return {name: table[key] for name, table, key in _entries(root)}
 
 
 def keys_of(root: nn.Module) -> dict[str, str]:
@@ -35,7 +34,6 @@ def keys_of(root: nn.Module) -> dict[str, str]:
 
 
 def extra_states(root: nn.Module, modules: Collection[nn.Module]) -> dict[str, Any]:
-    """The results of `get_extra_state` of these modules, by key."""
     return {
         _joined(path, EXTRA): module.get_extra_state()
         for path, module in root.named_modules()
@@ -50,7 +48,6 @@ def set_extra_states(root: nn.Module, extra: Mapping[str, Any]) -> None:
 
 
 def state_of(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of `root.state_dict()` with these tensors, and extra states, in the places of its own."""
     with _placed(root, tensors, extra):
         return dict(root.state_dict(keep_vars=True))
 
@@ -58,8 +55,8 @@ def state_of(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mappin
 def tensors_from(
     root: nn.Module, state: Mapping[str, Any], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors as `root.load_state_dict(state)` takes them out of a whole state, into `like`; it sets the extra states,
-    too. Raises ValueError for the state of another model."""
+    """Tensors as `root.load_state_dict(state)` loads them from a whole state, into `like`; it sets extra states, too.
+    Raises ValueError for the state of another model."""
     with _placed(root, like, {}):
         try:
             root.load_state_dict(dict(state))
@@ -70,10 +67,10 @@ def tensors_from(
 
 @contextmanager
 def _placed(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> Iterator[None]:
-    before = [(table, key, table[key]) for _, table, key in _places(root)]
+    before = [(table, key, table[key]) for _, table, key in _entries(root)]
     asked = [(vars(one), extra[key]) for path, one in root.named_modules() if (key := _joined(path, EXTRA)) in extra]
     try:
-        for name, table, key in _places(root):
+        for name, table, key in _entries(root):
             table[key] = tensors[name]
         for attributes, value in asked:
             attributes["get_extra_state"] = lambda value=value: value
@@ -85,7 +82,7 @@ def _placed(root: nn.Module, tensors: Mapping[str, torch.Tensor], extra: Mapping
             del attributes["get_extra_state"]
 
 
-def _places(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _entries(root: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     for path, module in root.named_modules(remove_duplicate=False):
         for table, left in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
             yield from (

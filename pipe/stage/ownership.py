@@ -1,4 +1,4 @@
-"""Which rank holds which tensor, by the model's original names; gathering, loading and freeing them."""
+"""Ranks of each tensor, by the model's original names; gathering, loading and freeing tensors."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from .own_state import extra_states, keys_of, tensors_from, tensors_of
 
 T = TypeVar("T")
 
-# Why a module cannot tell its own state: it would save too little without a word.
+# Why a module's own state can't be read: it would be incomplete, without a warning.
 META = "whose weights another process holds: they would be meta tensors, which have no values"
 DIVIDED = "whose weights a tensor group divides: they would be this process's parts, under the names of whole ones"
 BETWEEN_BATCHES = "whose weights fsdp divides between two batches: they would be NaN"
 
 
 class Ownership:
-    """Stages that hold each tensor, by name. Built on every rank, alike, before anything is freed. `by_name`: whether
-    tensors stand in the order of their names, since processes have them in other orders. It knows its `run`, and the
-    `model` as it was cut, for all that hold it."""
+    """Stages that hold each tensor, by name. Built on every rank alike, before anything is freed. `by_name`: whether
+    tensors are sorted by name, since processes have them in different orders. Also has the `run` and the cut `model`
+    for its users."""
 
     def __init__(self, run: Run, cut: CutModel, *, group: MemberShards, by_name: bool = False) -> None:
         self.run = run
         self.model = cut
         self.group = group
         self._by_name = by_name
-        self.reads_state = False  # of modules, which only the pipeline may
-        self._owners = run.layout.schedule.owners  # of replicas, the first one speaks for all
+        self.reads_state = False  # while the pipeline reads modules' state
+        self._owners = run.layout.schedule.owners  # of replicas, the first represents all
         self._local = frozenset(run.local_stages)
         held: dict[int, set[int]] = {}
         for mode in cut.prepared:
@@ -54,10 +54,10 @@ class Ownership:
         everything = self._ordered(
             [*cut.root.named_parameters(remove_duplicate=False), *cut.root.named_buffers(remove_duplicate=False)]
         )
-        # What no stage uses stays with the first one.
+        # A tensor that no stage uses is the first stage's.
         self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
         self._shares = {name: group.shard(name, tensor) for name, tensor in everything}
-        self._first_name: dict[str, str] = {}  # of tied names, the first one stands for all
+        self._first_name: dict[str, str] = {}  # of tied names, the first represents all
         by_id: dict[int, str] = {}
         for name, tensor in everything:
             self._first_name[name] = by_id.setdefault(id(tensor), name)
@@ -69,23 +69,20 @@ class Ownership:
         gone = [tensor for name, tensor in everything if not self.is_local(name)]
         self.refuse_plain_state(gone, META)
         self.refuse_plain_state([x for name, x in everything if not self._shares[name].is_whole], DIVIDED)
-        self.is_told = False  # of a gradient that another process has
-        self.asked: WeakSet[torch.optim.Optimizer] = WeakSet()  # the user's own, by Elsewhere
+        self.has_warned = False  # of a gradient that another process has
+        self.tried: WeakSet[torch.optim.Optimizer] = WeakSet()  # the user's own, by Elsewhere
         self._free({id(x): name for name, x in reversed(everything) if not self.is_local(name)})
 
     def refuse_plain_state(self, tensors: Collection[torch.Tensor], why: str) -> None:
-        """Refuse `state_dict` and pickling of modules that hold any of these tensors themselves.
-
-        Arguments:
-            why: "whose weights ...: they would be ...".
-        """
+        """Let `state_dict` and pickling of modules that hold any of these tensors themselves raise ValueError. `why`:
+        "whose weights ...: they would be ..."."""
         wanted = {id(tensor) for tensor in tensors}
         for module in self._modules:
             if any(id(value) in wanted for value in (*module._parameters.values(), *module._buffers.values())):
                 module.register_state_dict_pre_hook(_Refusal(self, why))  # type: ignore[no-untyped-call]
 
     def follow(self, run: Run) -> None:
-        """Other ranks hold the stages; this process, the same."""
+        """Update the owners of stages; this process holds the same ones."""
         self.run = run
         self._owners = run.layout.schedule.owners
 
@@ -93,14 +90,13 @@ class Ownership:
         return not self._local.isdisjoint(self.stages[name])
 
     def shard(self, name: str) -> Shard:
-        """Shard that a process with this one's place in its tensor group holds of a parameter or buffer."""
         return self._shares[name]
 
     def names(self) -> list[str]:
         return list(self._tensors())
 
     def tied_names(self) -> dict[str, str]:
-        """Names of the model's state whose tensor has another name before: name -> that one."""
+        """Names of the model's state whose tensor has an earlier name: name -> that one."""
         firsts: dict[str, str] = {}
         for name in self._tensors():
             firsts.setdefault(self._first_name[name], name)
@@ -110,13 +106,13 @@ class Ownership:
         return {name: tensor.dtype for name, tensor in self._tensors().items()}
 
     def num_parameters(self) -> tuple[int, ...]:
-        """[S] elements of each stage's parameters, those of all members of a tensor group."""
+        """[S] number of elements of each stage's full parameters."""
         stages, root = self.model.train.stages, self.model.root
         full = {id(p): prod(self.group.shard(name, p).full) for name, p in root.named_parameters()}
         return tuple(sum(full.get(id(p), p.numel()) for p in stage.module.parameters()) for stage in stages)
 
     def stage_parameters(self, stage: int, *, frozen: bool = False) -> list[tuple[str, nn.Parameter]]:
-        """Trainable (or all) parameters for the optimizer of a local stage, the first of those here that hold them."""
+        """Trainable (or all) parameters for the optimizer of a local stage, the first local one that holds them."""
         return [
             (name, parameter)
             for name, parameter in self.parameters()
@@ -129,7 +125,7 @@ class Ownership:
         return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
 
     def missing(self, modules: Sequence[nn.Module]) -> tuple[str, int] | None:
-        """A tensor, and the stage of one of these modules, by stage, that computes with it, and whose ranks lack it."""
+        """(name, stage) of a tensor that one of these modules, by stage, uses, and that its ranks do not hold."""
         names = {id(x): name for name, x in [*self.model.root.named_parameters(), *self.model.root.named_buffers()]}
         for stage, module in enumerate(modules):
             used = [names[id(x)] for x in (*module.parameters(), *module.buffers()) if id(x) in names]
@@ -139,11 +135,8 @@ class Ownership:
         return None
 
     def counted_parameters(self, ranks: Collection[int], *, among: Collection[int]) -> list[nn.Parameter]:
-        """The parameters that count in the gradient norm on these ranks: one that several hold on the first alone.
-
-        Arguments:
-            among: whose norm it is.
-        """
+        """The parameters that count in the gradient norm on these ranks: shared ones count on their first rank.
+        `among`: the ranks of the norm."""
         return [
             p
             for name, p in self.parameters()
@@ -170,7 +163,6 @@ class Ownership:
         return [(name, p) for name, p in self.parameters() if self.is_local(name)]
 
     def held(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers of this process, those with several names under each."""
         root = self.model.root
         named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
         return {name: x for name, x in named if self.is_local(name)}
@@ -180,7 +172,6 @@ class Ownership:
 
     @contextmanager
     def asks(self) -> Iterator[nn.Module]:
-        """The model, whose modules may be asked for their state within."""
         before, self.reads_state = self.reads_state, True
         try:
             yield self.model.root
@@ -188,12 +179,10 @@ class Ownership:
             self.reads_state = before
 
     def keys(self) -> dict[str, str]:
-        """By name, the key in the model's `state_dict()`, where that is another one."""
         with self.asks() as root:
             return keys_of(root)
 
     def extra_states(self) -> dict[str, Any]:
-        """The extra states of this process's modules."""
         stages = self.model.train.stages
         used = [{*stage.module.modules()} for stage in stages]
         own = {module for stage in self._local for module in used[stage]}
@@ -213,20 +202,15 @@ class Ownership:
         return full
 
     def whole(self, name: str, tensor: torch.Tensor, collectives: Collectives, *, what: str) -> torch.Tensor:
-        """The full tensor that a parameter or buffer, or its gradient, is to its first holder, on every process.
-
-        Collective over the processes.
-
-        Arguments:
-            tensor: this process's part; where it holds none, it gives the type.
-        """
+        """A full parameter or buffer, or its gradient, of its first holder, on every process. Collective over the
+        processes. `tensor`: this process's part; where it holds none, it gives the type."""
         stage = self.stages[name][0]
         is_here, source = stage in self._local, self._owners[stage][0]
         full = self.group.gather(name, tensor) if is_here else tensor.new_empty(self.group.shard(name, tensor).full)
         return collectives.broadcast(full, source, what=f"{what} {name!r} from rank {source}")
 
     def spread_from_first_owners(self, collectives: Collectives) -> None:
-        """Give all processes that hold a tensor what the first of them has: the first rank's first. Collective."""
+        """Give all processes that hold a tensor the values of the first one's model. Collective."""
         for name, tensor in self._tensors().items():
             ranks = self.holders(name)
             value = self.group.original(name, tensor.detach())
@@ -249,13 +233,13 @@ class Ownership:
         return list(firsts.values())
 
     def taken(self, state: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-        """A full or a local state dict with the names here, as the model's own `load_state_dict` takes it."""
+        """A full or a local state dict under the names used here, read by the model's own `load_state_dict`."""
         names, named = {key: name for name, key in self.keys().items()}, self._tensors()
         found = {names.get(key, key): value for key, value in state.items()}
         if found.keys() <= named.keys() and all(name in found for name in named if self.is_local(name)):
             return found
         with self.asks() as root:
-            if root.state_dict(keep_vars=True).keys() == named.keys():  # it takes nothing else
+            if root.state_dict(keep_vars=True).keys() == named.keys():  # it has no other keys
                 return found
             like = {name: torch.empty(self.shard(name).full, dtype=x.dtype) for name, x in named.items()}
             return tensors_from(root, state, like)
@@ -270,7 +254,6 @@ class Ownership:
                     tensors[name].copy_(parts[name])
 
     def own_parts(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parts of a full or a local state dict that this process holds."""
         tensors = self._tensors()
         return {
             name: self.group.own_part(name, tensor, state[name])
@@ -300,14 +283,14 @@ class Ownership:
         late = [name for name in state if name not in self.stages]
         if late:
             raise ValueError(
-                f"{late[0]!r} is in the model's state and was not when the stages were built, so that no rank knows "
-                f"whose it is: expected register_buffer with a tensor, not None, before the PipelineModule is made, "
+                f"{late[0]!r} is in the model's state and was not when the stages were built, so that its stage is not "
+                f"known: expected register_buffer with a tensor, not None, before the PipelineModule is made, "
                 f"or persistent=False"
             )
         return dict(self._ordered(state.items()))
 
     def _free(self, gone: Mapping[int, str]) -> None:
-        """Put meta tensors in the place of everything that this process does not hold, by id and name."""
+        """Replace tensors that this process does not hold, by id and name, by meta tensors."""
         metas: dict[int, Elsewhere] = {}
         for module in self._modules:
             for table in (module._parameters, module._buffers):
@@ -320,7 +303,7 @@ class Ownership:
 
 
 def _callers() -> Iterator[FrameType]:
-    """Frames from the one that called the caller of this outwards."""
+    """Frames outwards, beginning with the caller of the function that calls this one."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
@@ -328,33 +311,31 @@ def _callers() -> Iterator[FrameType]:
 
 
 class Elsewhere(torch.Tensor):
-    """A parameter or buffer that another process holds, or what is computed of such alone: a shape without values.
-
-    A use that needs values is a ValueError, as is one together with tensors that have some: a norm, a mean over time.
-    """
+    """A parameter or buffer that another process holds, or a result of such alone: a shape without values. A use that
+    needs values is a ValueError, as is one together with other tensors: a norm, a mean over time."""
 
     owner: Ownership
     known_as: str
 
     @property
     def grad(self) -> None:
-        """None, which a step leaves alone; a norm that would miss it, of torch or an optimizer, is a ValueError. Code
-        of the user's that reads it is warned once."""
+        """None, which a step skips; a norm that would miss it, of torch or an optimizer, is a ValueError. Other code of
+        the user's that reads it gets one warning."""
         for frame in _callers():
             code = frame.f_code
             if code.co_name == "clip_grad_norm_" and frame.f_globals["__name__"] == "torch.nn.utils.clip_grad":
                 raise self.refusal()
             optimizer = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "step" and code.co_varnames else None
             if isinstance(optimizer, torch.optim.Optimizer):
-                if optimizer not in self.owner.asked:
-                    self.owner.asked.add(optimizer)
+                if optimizer not in self.owner.tried:
+                    self.owner.tried.add(optimizer)
                     refuse_shared_statistic(optimizer, [p for _, p in self.owner.parameters()])
                 return
             if code.co_name == "zero_grad":
                 return
         caller = sys._getframe(1).f_code.co_filename
-        if is_users(caller) and not self.owner.is_told:
-            self.owner.is_told = True
+        if is_users(caller) and not self.owner.has_warned:
+            self.owner.has_warned = True
             warnings.warn(f"a gradient that is None here: {self.refusal()}", stacklevel=2)
 
     @grad.setter
@@ -377,15 +358,15 @@ class Elsewhere(torch.Tensor):
         return found
 
     def refusal(self) -> ValueError:
-        ways = (
+        instead = (
             "pipe.full_state_dict() for all weights, pipe.named_parameters() for this process's, "
             "pipe.clip_grad_norm_(...) for a norm over all stages, or pipe.predict(...) for the model's output"
         )
         if any(frame.f_code.co_name == "loss_of" and is_ours(frame.f_code.co_filename) for frame in _callers()):
-            ways = "the module that has it as a child of the loss module (an nn.Module as loss_fn=)"
+            instead = "the module that has it as a child of the loss module (an nn.Module as loss_fn=)"
         return ValueError(
             f"{self.known_as!r} is held by rank {self.owner.holders(self.known_as)[0]}, and this process has no values "
-            f"of it or of its gradient. Expected {ways}"
+            f"of it or of its gradient. Expected {instead}"
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Elsewhere:
@@ -404,7 +385,7 @@ def _elsewhere(like: torch.Tensor, owner: Ownership, name: str) -> Elsewhere:
 
 
 class _Refusal:
-    """A hook in front of `state_dict`; it raises ValueError when its module is pickled whole, too."""
+    """A hook before `state_dict`; it raises ValueError when its module is pickled whole, too."""
 
     def __init__(self, owner: Ownership, why: str) -> None:
         self._owner = owner

@@ -1,24 +1,24 @@
-"""Modules of a stage that keep their inputs, and run again in the backward.
+"""Activation checkpointing: modules of a stage that keep their inputs, and run again in the backward.
 
-    first run    in the forward, as ever; what it makes for the backward is dropped, but for what a policy keeps
-    second run   in the backward, as soon as an operation of the module asks for what it needs: with the same inputs,
+    first run    in the forward; tensors saved for the backward are dropped, but for those that a policy keeps
+    second run   in the backward, as soon as an operation of the module needs a saved tensor: with the same inputs,
                  buffers, random numbers, autocast and weights
 
 torch.utils.checkpoint does it (use_reentrant=False). Where one such module is in another, the outer one runs again,
-once; of an operation in both the inner one says whether its result is kept. A checkpoint of the user's own in such a
-module has nothing left to do; around one, it does all.
+once; for an operation in both the inner one's policy decides. The user's own checkpoints in such a module have no
+effect; around one, they replace it.
 
-A second run has arguments in which what is one tensor, list or object stays one:
+In a second run's arguments what was one tensor, list or object is one again:
 
     first run      f(h, h[:, :2], into=h)     in which the module changes h in place
     second run     f(c, c[:, :2], into=c)     c: a copy of h from before
 
-It is given kept results in place of computing them again, while both runs do the same. One that was changed in place
-meanwhile is computed again like all others. What wrote into its memory is seen
+Kept results replace recomputation, while both runs call the same operations. A result that was changed in place
+meanwhile is computed again. Writes into its memory are found
 
-    within the run     by the operations' schemas and by memory: chunks of unsafe_chunk, .data and the like have it,
-                       and count no version
-    behind it          by the versions of the result and of what the run returned
+    within the run     by the operations' schemas and by memory: chunks of unsafe_chunk, .data and the like share it
+                       without counting versions
+    after it           by the versions of the result and of the run's outputs
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ from ..settings.recompute import NamedRule, Rule
 from .nested import mapped
 
 _aten = torch.ops.aten
-# Long to compute and small beside what stands between them. The products inside an attention (bmm, or fused) are not
-# among them: their results grow with the square of the length, or are cheap beside it (Korthikanti et al. 2022, 5).
+# Expensive to compute, with results that are small compared with activations between them. The products inside an
+# attention (bmm, or fused) are not among them: their results grow with the square of the length, or are cheap compared
+# with it (Korthikanti et al. 2022, 5).
 PRODUCTS = frozenset(
     {_aten.mm.default, _aten.addmm.default, _aten.linear.default, _aten._scaled_mm.default, _aten.convolution.default}
 )
 
-# Of these runs may have different numbers, with casts that autocast keeps and memory that slices of a sequence have.
+# Two runs may call these differently often, because of casts that autocast caches and memory of sequence slices.
 _UNCOUNTED = {*torchs.SAC_IGNORED_OPS, _aten._to_copy.default, _aten.new_empty.default}
 Keeps = Callable[..., bool]  # (torch.utils.checkpoint.SelectiveCheckpointContext, operator, *args, **kwargs)
 
@@ -61,59 +62,59 @@ _KEEPING = (True, torchs.CheckpointPolicy.MUST_SAVE, torchs.CheckpointPolicy.PRE
 
 
 class CheckpointedModules(Calls):
-    """The modules of one stage on one rank that run again, or keep less."""
+    """The modules of one stage on one rank that run again, or save less."""
 
     def __init__(self, rules: Mapping[nn.Module, NamedRule], seeder: Seeder) -> None:
-        under_way: list[Rule] = []  # in the first run of a module: its rule, and of those that it called
+        active: list[Rule] = []  # in the first run of a module: its rule, and those of modules that it calls
         through = without_activations(module for module, (_, rule) in rules.items() if rule == KEEP_LESS)
         for module, (name, rule) in rules.items():
             if rule == KEEP_LESS:
                 continue
             selects = any(rules[part][1] != "full" for part in module.modules() if part in rules)
-            through[module] = _Rerun(module, name, rule, under_way=under_way, selects=selects, seeder=seeder)
+            through[module] = _Rerun(module, name, rule, active=active, selects=selects, seeder=seeder)
         self._names = [name for name, _ in rules.values()]
         super().__init__(through)
 
     def refuse_changed_inputs(self, error: RuntimeError, *, stage: str) -> None:
-        """ValueError where a backward failed, perhaps, since inputs of these modules were changed behind them."""
+        """ValueError where a backward may have failed because inputs of these modules were changed after them."""
         if self._names and "modified by an inplace operation" in str(error):
             raise ValueError(
                 f"in the backward of {stage}: {first_line(error)}. Where plain PyTorch does not say so, it is an input "
                 f"of a module that runs again (recompute= of {', '.join(map(repr, self._names[:3]))}) and was "
-                f"changed in place behind it. Expected an operation that is not in-place (inplace=False), or a "
+                f"changed in place after it. Expected an operation that is not in-place (inplace=False), or a "
                 f"recompute= that leaves the module out, or one for a module around both"
             ) from error
 
 
 class _Rerun:
-    """One module that runs again: called in place of its forward. It, or one in it, `selects` results that it keeps."""
+    """One module that runs again: called in place of its forward. `selects`: whether it or one in it keeps results."""
 
     def __init__(
-        self, module: nn.Module, name: str, rule: Rule, *, under_way: list[Rule], selects: bool, seeder: Seeder
+        self, module: nn.Module, name: str, rule: Rule, *, active: list[Rule], selects: bool, seeder: Seeder
     ) -> None:
         self._name = name
         self._rule = rule
-        self._under_way = under_way
+        self._active = active
         self._seeder = seeder
         self._buffers = MovingBuffers(module)
-        self._changed: dict[tuple[torch.Size, ...], frozenset[int]] = {}  # inputs, by shapes, which decide on kernels
+        self._changed: dict[tuple[torch.Size, ...], frozenset[int]] = {}  # inputs, by shapes, which select kernels
         self._options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         self._selects = selects
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        is_inside = bool(self._under_way)
+        is_inside = bool(self._active)
         if not is_inside and in_checkpoint():
             return forward(*args, **kwargs)
-        self._under_way.append(self._rule)
+        self._active.append(self._rule)
         try:
             return forward(*args, **kwargs) if is_inside else self._checkpointed(forward, args, kwargs)
         finally:
-            self._under_way.pop()
+            self._active.pop()
 
     def _keeps(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
-        rule = self._under_way[-1]
+        rule = self._active[-1]
         if callable(rule):
             return rule(context, operator, *args, **kwargs) in _KEEPING
         return rule == "selective" and operator in PRODUCTS
@@ -121,7 +122,7 @@ class _Rerun:
     def _checkpointed(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = KeptInputs(args, kwargs)
         shapes = tuple(x.shape for x in inputs.tensors)
-        # What the module changes in place is kept from before as a copy: all, until the first forward has shown it.
+        # Inputs that the module changes in place are copied before: all, until the first forward has shown which.
         known = self._changed.get(shapes)
         kept = inputs.copies(range(len(shapes)) if known is None else known)
         results = KeptResults(self._keeps, self._seeder) if self._selects else None
@@ -131,7 +132,7 @@ class _Rerun:
 
         def run(*tensors: torch.Tensor) -> Any:
             nonlocal buffers, is_first
-            if is_first:  # it takes the arguments themselves, the second run what was kept of them
+            if is_first:  # with the arguments themselves, the second run with what was kept of them
                 is_first = False
                 with no_checkpoints_inside():
                     value = forward(*args, **kwargs)
@@ -149,7 +150,7 @@ class _Rerun:
         if not changed <= self._changed.setdefault(shapes, changed):
             raise ValueError(
                 f"module {self._name!r} changes an input in place, and did not in its first forward: under recompute= "
-                f"its value from before is gone. Expected a forward that does so always or never (inplace=False), or a "
+                f"its earlier value is lost. Expected a forward that does so always or never (inplace=False), or a "
                 f"recompute= that leaves the module out"
             )
         return value
@@ -157,12 +158,12 @@ class _Rerun:
 
 @contextmanager
 def no_checkpoints_inside() -> Iterator[None]:
-    """Within, torch.utils.checkpoint just calls: what runs again as a whole keeps nothing that it could save."""
+    """Context in which torch.utils.checkpoint only calls: code that is recomputed as a whole saves nothing."""
     names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
     before = {name: getattr(torchs, name) for name in names}
     reentrant = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
-    for name, straight in zip(names, (_straight, reentrant), strict=True):
-        setattr(torchs, name, straight)
+    for name, plain in zip(names, (_without_saving, reentrant), strict=True):
+        setattr(torchs, name, plain)
     try:
         yield
     finally:
@@ -170,14 +171,12 @@ def no_checkpoints_inside() -> Iterator[None]:
             setattr(torchs, name, own)
 
 
-def _straight(*args: Any, **kwargs: Any) -> Iterator[None]:
+def _without_saving(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
 @dataclass(frozen=True, slots=True)
 class _BufferBefore:
-    """A buffer of a module, as it was before a forward."""
-
     module: nn.Module
     name: str
     buffer: torch.Tensor
@@ -185,7 +184,7 @@ class _BufferBefore:
     copy: torch.Tensor
 
     def has_changed(self) -> bool:
-        """Whether a forward changed it; batch_norm does so without counting a version."""
+        """Whether a forward changed it; batch_norm counts no version."""
         now = self.module._buffers[self.name]
         if now is not self.buffer or now._version != self.version:
             return True
@@ -197,30 +196,29 @@ Snapshot = Sequence[_BufferBefore]
 
 @contextmanager
 def standing_in(snapshot: Snapshot) -> Iterator[None]:
-    """Within, modules have copies of their buffers as they were, whatever forwards have changed since (the graph may
-    keep the copies; the real ones are not touched)."""
-    now = [place.module._buffers[place.name] for place in snapshot]
+    """Context in which modules have these copies of their buffers (the graph may keep them; the real buffers do not
+    change)."""
+    now = [each.module._buffers[each.name] for each in snapshot]
     try:
-        for place in snapshot:
-            place.module._buffers[place.name] = place.copy
+        for each in snapshot:
+            each.module._buffers[each.name] = each.copy
         yield
     finally:
-        for place, buffer in zip(snapshot, now, strict=True):
-            place.module._buffers[place.name] = buffer
+        for each, buffer in zip(snapshot, now, strict=True):
+            each.module._buffers[each.name] = buffer
 
 
 class MovingBuffers:
-    """Buffers of the modules that a forward runs, copied for each microbatch. Small ones are copied each time, whether
-    they move or not: a running mean may stay where it is for a while. Of large ones, such as masks, the first forward
-    shows which move, and only those are copied from then on."""
+    """Buffers of the modules that a forward runs, copied for each microbatch: small ones always (a running mean may
+    stay constant for a while), and those large ones, such as masks, that change in the first forward."""
 
     def __init__(self, *roots: nn.Module) -> None:
         self._modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-        self._large: dict[tuple[nn.Module, str], bool] = {}  # whether they move
+        self._large: dict[tuple[nn.Module, str], bool] = {}  # whether they change
 
     def before_forward(self) -> Snapshot:
-        copies: dict[int, torch.Tensor] = {}  # a buffer with two names stays one
-        places = []
+        copies: dict[int, torch.Tensor] = {}  # a buffer with two names has one copy
+        found = []
         for module in self._modules:
             for name, buffer in module._buffers.items():
                 if buffer is None:
@@ -229,59 +227,55 @@ class MovingBuffers:
                 if copy is None:
                     is_still = buffer.nbytes > _SMALL and self._large.get((module, name)) is False
                     copy = copies[id(buffer)] = buffer if is_still else buffer.detach().clone()
-                places.append(_BufferBefore(module, name, buffer, buffer._version, copy))
-        return places
+                found.append(_BufferBefore(module, name, buffer, buffer._version, copy))
+        return found
 
     def after_forward(self, before: Snapshot) -> Snapshot:
-        """The values to put back for the second run.
-
-        Raises ValueError for a large buffer that moves, and did not in the first forward.
-        """
+        """The values to restore for the second run. Raises ValueError for a large buffer that changes, and did not in
+        the first forward."""
         moving = []
-        for place in before:
-            if place.buffer.nbytes <= _SMALL:
-                moving.append(place)
+        for each in before:
+            if each.buffer.nbytes <= _SMALL:
+                moving.append(each)
                 continue
-            known = self._large.get((place.module, place.name))
+            known = self._large.get((each.module, each.name))
             if known is None:
-                known = self._large[place.module, place.name] = place.has_changed()
-            elif not known and place.has_changed():
+                known = self._large[each.module, each.name] = each.has_changed()
+            elif not known and each.has_changed():
                 raise ValueError(
-                    f"buffer {place.name!r} of {type(place.module).__name__} ({place.buffer.nbytes:,} bytes) changes "
-                    f"here and did not in the first forward: under recompute= its value from before is gone. Expected "
-                    f"a large buffer that changes in each forward, or a recompute= that leaves it out"
+                    f"buffer {each.name!r} of {type(each.module).__name__} ({each.buffer.nbytes:,} bytes) changes "
+                    f"here and did not in the first forward: under recompute= its earlier value is lost. Expected a "
+                    f"large buffer that changes in each forward, or a recompute= that leaves it out"
                 )
             if known:
-                moving.append(place)
+                moving.append(each)
         return moving
 
 
 class _Slot(int):
-    """The number of a tensor, in its place."""
+    """Number of a tensor in KeptInputs, in place of the tensor."""
 
 
 class KeptInputs:
-    """Arguments of one call of a module, for its second run; the tensors in them, also in objects, each once."""
+    """Arguments of one call of a module, for its second run; `tensors`: those in them, also in objects, each once."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._given = mapped((args, kwargs), self._place)
+        self._given = mapped((args, kwargs), self._slot_of)
         self._versions = _versions(self.tensors)
 
-    def _place(self, x: torch.Tensor) -> _Slot:
+    def _slot_of(self, x: torch.Tensor) -> _Slot:
         self.tensors.append(x)
         return _Slot(len(self.tensors) - 1)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with others in their places; the module may change what they are in."""
-        args, kwargs = mapped(self._given, lambda place: tensors[place], kind=_Slot)
+        """(args, kwargs) with other tensors, in containers that the module may change."""
+        args, kwargs = mapped(self._given, lambda slot: tensors[slot], kind=_Slot)
         return args, kwargs
 
     def copies(self, changed: Collection[int]) -> list[torch.Tensor]:
-        """The tensors, with copies of those that are changed and of all that have memory with them.
-
-        A copy is no leaf, which no operation could change in place.
-        """
+        """The tensors, with copies of those in `changed` and of all that share their memory. A copy is not a leaf,
+        since a leaf can't be changed in place."""
         by_memory: dict[object, list[int]] = {}
         for i, x in enumerate(self.tensors):
             by_memory.setdefault((x.untyped_storage()._cdata, x.dtype) if _is_plain(x) else i, []).append(i)
@@ -293,11 +287,8 @@ class KeptInputs:
         return found
 
     def changed(self, copies: Sequence[torch.Tensor] = ()) -> frozenset[int]:
-        """The tensors that are no longer what they were, and let go of them.
-
-        Arguments:
-            copies: of all of them, if there are: not every change counts a version.
-        """
+        """Numbers of the tensors that have changed; releases all of them. `copies`: of all of them, if known: not every
+        change counts a version."""
         values = copies if copies else self.tensors
         same = zip(self._versions, _versions(self.tensors), map(_equal, self.tensors, values), strict=True)
         found = frozenset(i for i, (before, after, is_equal) in enumerate(same) if before != after or not is_equal)
@@ -306,7 +297,7 @@ class KeptInputs:
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors in one memory, with their strides: kernels, and so what a backward keeps, depend on them."""
+    """Copies of tensors that share memory, with their strides, on which kernels, and so saved tensors, depend."""
     first = tensors[0]
     if len(tensors) == 1:
         copy = first.detach().requires_grad_(first.requires_grad).clone()
@@ -339,7 +330,7 @@ def _equal(x: torch.Tensor, copy: torch.Tensor) -> bool:
 
 
 class _Result(NamedTuple):
-    """An operation's results, its tensors' versions, and where the generators stood behind one that may draw."""
+    """An operation's results, its tensors' versions, and the generators' states after one that may draw."""
 
     value: Any
     versions: list[tuple[torch.Tensor, int]]
@@ -347,7 +338,7 @@ class _Result(NamedTuple):
 
 
 class KeptResults:
-    """Results of one run of a module; random numbers go on behind them as if they had been computed."""
+    """Kept results of one run of a module; random numbers continue as if they had been computed."""
 
     def __init__(self, keeps: Keeps, seeder: Seeder) -> None:
         self._keeps = keeps
@@ -376,7 +367,7 @@ class KeptResults:
             for spoilt in self._kept_in(x):
                 self._results.pop(spoilt, None)
         context = torchs.SelectiveCheckpointContext(is_recompute=False)
-        context.op_output = value  # as newer releases of torch have it
+        context.op_output = value  # as in newer releases of torch
         if self._keeps(context, operator, *args, **kwargs) and not changed:
             kept = pytree.tree_map_only(torch.Tensor, _detached, value)
             draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
@@ -392,7 +383,7 @@ class KeptResults:
             return operator(*args, **kwargs)
         number, self._next = self._next, self._next + 1
         if number >= len(self._operators) or self._operators[number] is not operator:
-            self._results.clear()  # other operations from here on, as where the first run filled a cache of its own
+            self._results.clear()  # the runs differ from here, for example since the first one filled a cache
         result = self._results.pop(number, None)
         if result is None or any(x._version != version for x, version in result.versions):
             return operator(*args, **kwargs)
@@ -410,6 +401,5 @@ def _memories(x: torch.Tensor) -> list[object]:
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:
-    """Without the graph, but of the same version, also below autograd."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()

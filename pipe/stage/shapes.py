@@ -1,7 +1,7 @@
-"""Shape inference: what every stage takes and returns, found on fake tensors: nothing is computed.
+"""Shape inference: inputs and outputs of every stage, found on fake tensors, without computing.
 
 Every rank runs it over the whole model, with stand-ins for the parameters that it does not hold. It runs the user's
-code, and leaves no trace of that: counters, buffers, lists of hooks and random generators are as before.
+code, without a trace: counters, buffers, lists of hooks and random generators are unchanged.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from ..guards.randomness import Seeder
 from ..settings.precision import Autocast
 
 MOST_SIGNATURES = 256
-_MOST_KNOWN = 3  # recordings of one signature: such as for attributes that take turns
+_MOST_KNOWN = 3  # recordings of one signature, for attributes that alternate
 
 
 class Signature(NamedTuple):
     """Properties of arguments that the inferred specs depend on: their form with its constants, shapes and types, the
-    dimension of the batch in each (None: all microbatches share it), and which want a gradient."""
+    dimension of the batch in each (None: all microbatches share it), and which require a gradient."""
 
     form: Form
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -80,7 +80,7 @@ class Signature(NamedTuple):
 
 
 class OutputFormError(ValueError):
-    """A model returns something that is built otherwise for inputs of other shapes."""
+    """A model's output has another form for inputs of other shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +90,12 @@ class Inferred:
     Arguments:
         stages: [S].
         specs: [S] of the outputs of each.
-        certain: [S] by input of each, whether its gradient always comes; see `presence`.
-        float16: which stage makes gradients in float16, and where; None: none does, or there is no graph.
+        certain: [S] by input of each, whether its gradient always exists; see `presence`.
+        float16: names a stage that makes gradients in float16, and where; None: none does, or there is no graph.
         written_buffers: [S] ids of the buffers that a forward changes.
-        output_form: how the flat outputs of the last stage make the model's output.
+        output_form: form of the model's output, from the flat outputs of the last stage.
         digest, guards: see Cut.
-        left: where stages before the last, or code that stages do not run, leave tensors behind: attributes, lists.
+        left: attributes and lists in which stages before the last, or code that stages do not run, leave tensors.
     """
 
     stages: tuple[StageModule, ...]
@@ -110,18 +110,18 @@ class Inferred:
 
 
 class InferredStages:
-    """The stages of a model in one mode, complete, and what they return for given model inputs.
+    """The stages of a model in one mode, complete, and their outputs for given model inputs.
 
     Arguments:
         cut: the stages before anything ran.
-        example: arguments of the model that show how the stages go together; others have the same form.
+        example: arguments of the model with which the stages are linked; others have the same form.
         training: whether a graph is built, so that `requires_grad` of the outputs is known.
-        loss_slot: of a model that returns its own loss: which of the flat tensors of its output that is.
-        loss_fn: the loss, which may read what a forward leaves behind.
+        loss_slot: for a model that returns its own loss: its number among the flat tensors of the output.
+        loss_fn: the loss, which may read tensors that a forward leaves in attributes.
 
     Attributes:
         example: the stages for the example; others hold the same parameters and buffers.
-        joined: [S] processes of each group in which a stage calls a collective of its own.
+        joined: [S] processes of each group in which a stage calls its own collective.
 
     Raises ValueError, with the user's source line, for a stage that runs neither on fake tensors nor on made-up values.
     """
@@ -146,7 +146,7 @@ class InferredStages:
         self._loss_slot = loss_slot
         self._loss_fn = loss_fn
         self.example = self._walk(cut, example)
-        # What a module that runs as it is does, and draws, may change when these do.
+        # The operations and random draws of a module that is not recorded may change when these do.
         modules = {m: None for stage in self.stages for m in stage.module.modules()}
         self._modes = tuple(modules) if training else ()
         self._known: dict[object, list[Inferred]] = {self._key(example): [self.example]}
@@ -166,13 +166,11 @@ class InferredStages:
         return self.of(inputs).specs
 
     def of(self, inputs: Signature) -> Inferred:
-        """The stages for such inputs, remembered by signature, autocast and modes, as long as their guards hold.
-
-        Raises ValueError for inputs that the stages do not take.
-        """
+        """The stages for these inputs, cached by signature, autocast and modes, as long as their guards hold. Raises
+        ValueError for inputs that the stages do not accept."""
         key = self._key(inputs)
         is_new = key not in self._known
-        self._changes.note(inputs.tensors, ["an argument that is no tensor"] if is_new else [])
+        self._changes.note(inputs.tensors, ["a non-tensor argument"] if is_new else [])
         if is_new and len(self._known) >= MOST_SIGNATURES:
             del self._known[next(iter(self._known))]
         known = self._known.setdefault(key, [])
@@ -201,13 +199,13 @@ class InferredStages:
         return found
 
     def batch_dimensions(self, inputs: Signature) -> list[tuple[int, ...]]:
-        """By output of the last stage, the dimensions whose size follows that of the batch, which two sizes show."""
+        """By output of the last stage, the dimensions whose size follows the batch's, tried with two sizes."""
         size = inputs.num_samples
         here = self.outputs(inputs)[-1]
         there = None
-        rest_ran = size > 2 and self._known.get(self._key(inputs.resized(size - 1)))  # that of an uneven batch
+        rest_ran = size > 2 and self._known.get(self._key(inputs.resized(size - 1)))  # of an uneven batch
         sizes = (size - 1, size + 1) if rest_ran else (size + 1, size - 1)
-        for other in filter(None, sizes):  # where neither runs, this very size is a batch's
+        for other in filter(None, sizes):  # where neither runs, dimensions of this size are taken
             try:
                 there = self.outputs(inputs.resized(other))[-1]
             except ValueError as error:
@@ -261,7 +259,7 @@ class InferredStages:
                 joined.clear()
                 _refuse_shared_memory(stage, index, arguments, changed)
                 stages.append(stage)
-                runs.append(self._whatever_was_drawn(stage, arguments, outputs))
+                runs.append(self._stage_run(stage, arguments, outputs))
                 written_buffers.append(frozenset(written))
                 if not is_last:
                     _refuse_sparse(stage, runs[-1].outputs)
@@ -283,8 +281,7 @@ class InferredStages:
             left=left,
         )
 
-    def _whatever_was_drawn(self, stage: StageModule, arguments: Tensors, outputs: Tensors) -> StageRun:
-        """Where numbers decide what runs, as in LayerDrop, every output may want a gradient, though not in this run."""
+    def _stage_run(self, stage: StageModule, arguments: Tensors, outputs: Tensors) -> StageRun:
         trains = any(x.requires_grad for x in (*stage.module.parameters(), *arguments))
         has_drawn = self._seeder.has_drawn()
         if has_drawn and self._training and trains:
@@ -293,7 +290,7 @@ class InferredStages:
 
 
 def _put_back(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
-    """A module that earlier stages run, too, begins anew: over processes each stage has its own, as of a cache."""
+    """Reset a module that earlier stages run, too: over processes each stage has its own, with its own caches."""
     vars(module).clear()
     vars(module).update(attributes)
     module._buffers.clear()
@@ -307,29 +304,30 @@ def _refuse_other_flow(index: int, stage: StageModule, other: StageModule, input
             f"for {inputs}, or for a model that was changed since, stage {index} ({other.name}) takes "
             f"{len(other.inputs)} values and returns {other.num_outputs}, and took {len(stage.inputs)} and returned "
             f"{stage.num_outputs} when the stages were built: expected the same values to flow from stage to stage; "
-            f"join what varies into one tensor, or let stages end elsewhere (cut=)"
+            f"join varying values into one tensor, or let stages end elsewhere (cut=)"
         )
 
 
 @contextmanager
 def _explained(index: int, arguments: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within: an error is told as a ValueError with the stage, what it was given and the user's source line."""
+    """Context whose errors become ValueErrors with the stage, its arguments and the user's source line."""
     try:
         with quiet_fakes(), uncompiled(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
+            warnings.simplefilter("ignore")  # of the user's code, which will repeat them when it runs
             yield
     except OutputError:
         raise
     except Exception as error:
+        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in arguments)
         raise ValueError(
-            f"stage {index} cannot take ({_shapes(arguments)}){users_line(error)}: {first_line(error)}. Expected "
+            f"stage {index} cannot take ({shapes}){users_line(error)}: {first_line(error)}. Expected "
             f"inputs like those that the model was built for (only the batch size may differ), and a forward whose "
             f"output shapes follow from its input shapes, not from values"
         ) from error
 
 
 def _refuse_shared_memory(stage: StageModule, index: int, arguments: Tensors, changed: Collection[int]) -> None:
-    """ValueError where a stage changes an input in place that is, in part, another input too: it gets copies."""
+    """ValueError where a stage changes an input in place that shares memory with another: stages get copies."""
     memory = [memory_of(x) for x in arguments]
     for one in sorted(changed):
         other = next((i for i, each in enumerate(memory) if i != one and each == memory[one]), None)
@@ -337,13 +335,12 @@ def _refuse_shared_memory(stage: StageModule, index: int, arguments: Tensors, ch
             raise ValueError(
                 f"stage {index} ({stage.name}) changes its input {one} in place, which shares memory with its input "
                 f"{other}: in one process both would change, but a stage gets copies. Expected an operation that is "
-                f"not in-place (inplace=False), a clone() where the values part, or both modules on one stage "
-                f"(cut=)"
+                f"not in-place (inplace=False), a clone() where the values part, or both modules on one stage (cut=)"
             )
 
 
 def _refuse_sparse(stage: StageModule, outputs: Tensors) -> None:
-    """OutputError for a tensor that would travel and has no strides, by which a message is laid out."""
+    """OutputError for a tensor to send that has no strides, which a message's layout needs."""
     layout = next((x.layout for x in outputs if x.layout != torch.strided), None)
     if layout is not None:
         raise OutputError(
@@ -352,18 +349,11 @@ def _refuse_sparse(stage: StageModule, outputs: Tensors) -> None:
         )
 
 
-def _shapes(tensors: Sequence[torch.Tensor]) -> str:
-    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
-
-
 def size_of(microbatch: Signature, parameters: Sequence[str]) -> Size:
-    """Samples, and elements of one of them in the model's first argument that has the batch in it.
+    """Samples, and elements of one sample in the model's first argument with a batch dimension. `parameters`: names in
+    the model's signature."""
 
-    Arguments:
-        parameters: names in the model's signature.
-    """
-
-    def place(slot: int) -> int:
+    def position_of(slot: int) -> int:
         name = argument_name(microbatch.form.paths[slot])
         if (position := re.match(r"input (\d+)", name)) is not None:
             return int(position[1])
@@ -371,6 +361,6 @@ def size_of(microbatch: Signature, parameters: Sequence[str]) -> Size:
         return parameters.index(first) if first in parameters else len(parameters)
 
     dims = [(slot, dim) for slot, dim in enumerate(microbatch.dims) if dim is not None]
-    slot, dim = min(dims, key=lambda each: (place(each[0]), each[0]))
+    slot, dim = min(dims, key=lambda each: (position_of(each[0]), each[0]))
     shape, _ = microbatch.tensors[slot]
     return Size(shape[dim], math.prod((*shape[:dim], *shape[dim + 1 :])))

@@ -1,13 +1,13 @@
 """Causal attention over slices of the sequence: a stage keeps the keys and values of the slices before.
 
     F(q)   attention  <---- keys, values of slices 0 .. q-1, kept by the stage, and of slice q
-    B(q)   gradients of its own keys and values, and what the backwards of slices q+1, q+2, ... have left for them
+    B(q)   gradients of its own keys and values, plus those that the backwards of slices q+1, q+2, ... left for them
 
-Each slice has a graph of its own. It is cut where keys and values of other slices come in: there gradients wait for
-the backward of the slice that they belong to, which comes later, since backwards run from the last slice to the first.
+Each slice has its own graph. It is cut at keys and values of other slices: there gradients wait for the backward of
+their slice, which comes later, since backwards run from the last slice to the first.
 
-The attention that is understood is `F.scaled_dot_product_attention(..., is_causal=True)`, called by any module, also by
-nn.MultiheadAttention. It is noticed by its call, whoever makes it; the rest of a model must treat tokens one by one.
+Only `F.scaled_dot_product_attention(..., is_causal=True)` is supported, called by any module, also by
+nn.MultiheadAttention. The rest of a model must compute each token independently.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ class _Kept:
         self._waiting: Tensor | None = None  # gradients of the first `.shape[-2]` tokens, from later slices
 
     def with_slice(self, new: Tensor, span: TokenSpan) -> Tensor:
-        """Those of all tokens up to the end of the slice, whose own are written behind the others'."""
-        # .data: graphs of earlier slices hold the front of this memory, which stays as it is.
+        # .data: graphs of earlier slices hold the front of this memory, which does not change.
         self._all.data[..., span.start : span.end, :] = new
         self.filled = max(self.filled, span.end)
         return self._all.data[..., : span.end, :]
 
     def own_gradient(self, gradient: Tensor, span: TokenSpan) -> Tensor:
-        """The gradient of the slice's own from that of all up to its end; the rest waits."""
+        """The gradient of the slice's own tokens, from that of all up to its end; the rest waits."""
         if self._waiting is not None:
             if self._waiting.shape[-2] != span.end:
                 raise ValueError(_lost_gradient(self._waiting.shape[-2], span))
@@ -65,8 +64,6 @@ class _Kept:
 
 
 class _Join(torch.autograd.Function):
-    """Keys or values of a slice behind those of the slices before it."""
-
     @staticmethod
     def forward(ctx: Any, new: Tensor, kept: _Kept, span: TokenSpan) -> Tensor:
         ctx.kept, ctx.span = kept, span
@@ -78,12 +75,12 @@ class _Join(torch.autograd.Function):
         return ctx.kept.own_gradient(gradient, ctx.span), None, None
 
 
-_Call = tuple[object, int]  # the module that calls, and how often it has in this forward
+_Call = tuple[object, int]  # the calling module, and its number of calls in this forward
 KeptCalls = dict[_Call, tuple[_Kept, _Kept]]  # keys and values that one stage keeps of one microbatch
 
 
 class _Attending(TorchFunctionMode):
-    """Within: causal attention of one slice sees the slices before it."""
+    """Mode in which causal attention of one slice includes the slices before it."""
 
     def __init__(self, kept: KeptCalls, span: TokenSpan, *, drops: bool = True) -> None:
         super().__init__()
@@ -102,11 +99,11 @@ class _Attending(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = {} if kwargs is None else kwargs
-        if self is not running.get():  # what runs again in a backward has a mode of its own, inside the backward's
+        if self is not running.get():  # recomputation in a backward has its own mode, inside the backward's
             return func(*args, **given)
         if func in _ATTENTION:
             return self._attend(*args, **given)
-        if func is F.multi_head_attention_forward:  # calls attention by itself, where modes do not look
+        if func is F.multi_head_attention_forward:  # it calls attention where modes do not apply
             with patch.object(F, "scaled_dot_product_attention", self._attend):
                 return func(*args, **given)
         if func in _DROPOUT and not self._drops:
@@ -143,9 +140,9 @@ class _Attending(TorchFunctionMode):
             kept = self._kept[call] = _Kept(key, span.total), _Kept(value, span.total)
         if kept is None or kept[0].filled < span.start:
             raise ValueError(
-                f"attention in {frame} runs for the slice from token {span.start} on, and did not for the tokens "
-                f"before it (layers that are left out at random, or a graph a slice?): expected the same calls for all "
-                f"slices of a microbatch"
+                f"attention in {frame} runs for the slice that begins at token {span.start}, and did not for the "
+                f"tokens before it (layers that are left out at random, or a graph per slice?): expected the same "
+                f"calls for all slices of a microbatch"
             )
         keys, values = (_Join.apply(new, its, span) for new, its in zip((key, value), kept, strict=True))  # type: ignore[no-untyped-call]
         if span.start == 0:
@@ -160,7 +157,6 @@ _Caller = tuple[nn.Module | None, str]
 
 
 def _caller(frame: FrameType | None) -> _Caller:
-    """The module within whose forward attention was called, and its name."""
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -192,10 +188,8 @@ class KVCache:
 
     @contextmanager
     def backward(self, stage: int, index: int, span: TokenSpan) -> Iterator[None]:
-        """Around its backward, which may run it again; behind that of the first slice nothing is kept.
-
-        Raises ValueError where gradients that later slices have left belong to none.
-        """
+        """Context of a slice's backward, with recomputation; that of the first slice drops what was kept. Raises
+        ValueError where gradients that later slices have left are not used."""
         key = stage, index // self._num_slices
         calls = self._kept[key]
         with attending(calls, span):
@@ -212,7 +206,7 @@ class KVCache:
 
 @contextmanager
 def attending(kept: KeptCalls, span: TokenSpan, *, drops: bool = True) -> Iterator[None]:
-    """Within: modules are given the tokens of `span`, and attend to those before them, which are kept."""
+    """Context in which modules get the tokens of `span`, and attend to the kept ones before them."""
     mode = _Attending(kept, span, drops=drops)
     with _entered(mode), _checkpoints(mode):
         yield
@@ -230,7 +224,7 @@ def _entered(mode: _Attending) -> Iterator[None]:
 
 class _Resumed:
     """A checkpoint's function, which attends to earlier slices in the backward, too, outside of any mode. `caller`: the
-    module that called the checkpoint: nobody else is there to be found when it runs again."""
+    module that called the checkpoint, which is not on the stack in the second run."""
 
     def __init__(self, run: Callable[..., Any], mode: _Attending, *, is_called_first: bool) -> None:
         self.caller = _caller(sys._getframe(1))
@@ -248,7 +242,7 @@ class _Resumed:
 
 @contextmanager
 def _checkpoints(mode: _Attending) -> Iterator[None]:
-    """Within: what checkpoints run again attends to earlier slices, too."""
+    """Context in which functions of checkpoints attend to earlier slices when they run again, too."""
     generator, function = torchs._checkpoint_without_reentrant_generator, torchs.CheckpointFunction
 
     def without_reentrance(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

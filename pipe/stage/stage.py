@@ -1,12 +1,11 @@
 """One stage: a piece of the model with its forward, backward and recomputation of each microbatch.
 
-    forward(k):  inputs -> leaves -> module -> outputs (detached copies travel on; the graph stays here)
-    backward(k): gradients of the outputs -> graph -> gradients of the leaves (travel back), and of the weights
+    forward(k):  inputs -> leaves -> module -> outputs (detached copies are sent on; the graph stays here)
+    backward(k): gradients of the outputs -> graph -> gradients of the leaves (sent back), and of the weights
                  or in two halves: backward(k, is_half=True) the former, weight_grad(k) the latter
 
 The last stage computes the loss inside its forward. Under recompute="full" a forward keeps its inputs only, and the
-backward runs it again with the same random numbers and the same buffers; what runs again of a forward that keeps its
-graph is up to `reruns`.
+backward runs it again with the same random numbers and the same buffers; otherwise `reruns` recomputes modules.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ _DECIDES_ALIKE = (
 
 @dataclass(frozen=True, slots=True)
 class _Live:
-    """Remains of a microbatch between its forward and its backward.
+    """State of a microbatch between its forward and its backward.
 
     module: that ran it.
     outputs: with their graph; None: the forward runs again, with this target and these buffers.
-    moving: where they may leave the rank.
+    moving: activations that may leave the rank.
     """
 
     module: StageModule
@@ -66,9 +65,9 @@ class Stage:
     """Runs one stage of the model on its rank.
 
     Arguments:
-        module: what it runs in training, for the example's inputs: all that it runs has the same buffers.
+        module: run in training, for the example's inputs: modules for other inputs have the same buffers.
         loss_of: on the last stage: (flat outputs, target, training, leaves) -> (loss, count or None).
-        runs_again: whether the backward runs the whole stage again; `reruns` run by themselves.
+        runs_again: whether the backward runs the whole stage again, rather than `reruns`.
         weights: the versions of its parameters, under an asynchronous schedule.
     """
 
@@ -100,7 +99,7 @@ class Stage:
         self._module = module
 
     def trial(self, reruns: CheckpointedModules, *, has_loss: bool = True) -> Stage:
-        """The same stage with these reruns, the module's own Parameters and nothing under way."""
+        """The same stage with these reruns, the module's own Parameters and nothing in flight."""
         found = copy.copy(self)
         found._loss_of = self._loss_of if has_loss else None
         found.reruns, found._weights, found._live, found._owed = reruns, None, {}, {}
@@ -121,12 +120,12 @@ class Stage:
         """Run microbatch `key` for training.
 
         Arguments:
-            module: for inputs of such shapes.
+            module: for inputs of these shapes.
             inputs: by slot, without a graph.
-            wants_grad: by slot: which inputs want a gradient.
+            wants_grad: by slot: which inputs require a gradient.
             target: of this microbatch, for the loss on the last stage.
             version: of the weights, where there are several.
-            backwards: 1; 2: it comes in two halves; 0: none comes, and nothing is kept for it.
+            backwards: 1; 2: in two halves; 0: none, and nothing is kept for one.
             moves: whether its activations leave the rank while they wait, see `moving`.
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
@@ -139,7 +138,7 @@ class Stage:
             weights.bind(version)
         self._compiled.begin()
         self.reruns.begin()
-        try:  # called from here, since each function in between costs time; past hooks on all modules: it is no user's
+        try:  # forward() itself: each call in between costs time, and hooks on all modules are for users' modules
             buffers = self._buffers.before_forward() if runs_again else ()
             targets = KeptInputs((target,), {}) if runs_again and self._loss_of is not None else None
             copies = [] if targets is None else targets.copies(range(len(targets.tensors)))
@@ -169,7 +168,7 @@ class Stage:
         )
         if loss is not None:
             mean_or_sum, count = loss
-            # A copy: mse_loss's stands in memory as large as the output.
+            # A copy: mse_loss's is a view of memory as large as the output.
             return (), (mean_or_sum.detach().clone(), None if count is None else count.detach())
         return module.detached(outputs), None
 
@@ -207,12 +206,12 @@ class Stage:
 
         Arguments:
             gradients: by output slot (None: there is none); on a stage with a loss, its one weight.
-            wanted: by output slot, whether one may come.
-            autocast: that of the forward, for what runs again.
+            wanted: by output slot, whether it may get one.
+            autocast: that of the forward, for recomputation.
             group: the update group, where there are several.
-            is_half: whether gradients of weights are put aside for `weight_grad`.
+            is_half: whether gradients of weights are left to `weight_grad`.
 
-        Returns the gradient of each input, by slot; None where it wants none, or does not get one.
+        Returns the gradient of each input, by slot, or None.
         """
         live = self._live.pop(key)
         aside = WeightGradients() if is_half else None
@@ -234,7 +233,7 @@ class Stage:
                     torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
                 if aside is not None and not self._looked_at_halves:
                     self._looked_at_halves = True
-                    _tell_of_small_half(self._module, aside, stage=self._described)
+                    _warn_of_small_half(self._module, aside, stage=self._described)
         except RuntimeError as error:
             self.reruns.refuse_changed_inputs(error, stage=self._described)
             raise
@@ -244,7 +243,6 @@ class Stage:
         return [x.grad for x in live.leaves]
 
     def weight_grad(self, key: int) -> None:
-        """The gradients that a `backward` with `is_half` put aside add up where those of others do."""
         version, group, weights = self._owed.pop(key)
         if self._weights is not None:
             self._weights.begin_backward(version, group)
@@ -259,12 +257,12 @@ class Stage:
         if slot is None:
             return
         raise ValueError(
-            f"output {slot} of {self._described} wants a gradient and did not when the stages were "
-            f"built, so that none comes back for it: what is in front of it would not be trained. {_DECIDES_ALIKE}"
+            f"output {slot} of {self._described} requires a gradient and did not when the stages were built, so that "
+            f"none is sent back for it: modules before it would not be trained. {_DECIDES_ALIKE}"
         )
 
     def refuse_lost_gradient(self, slot: int) -> NoReturn:
-        """ValueError for a gradient of an input that certainly came when the stages were built, and does not now."""
+        """ValueError for a missing gradient of an input that was certain to have one when the stages were built."""
         raise ValueError(
             f"input {slot} of {self._described} gets no gradient, and got one when the stages were "
             f"built. {_DECIDES_ALIKE}"
@@ -275,7 +273,6 @@ class Stage:
         self._owed.clear()
 
     def _recomputed(self, live: _Live, autocast: Autocast) -> Tensors:
-        """The outputs of a forward that kept its inputs only."""
         with (
             torch.enable_grad(),
             autocast.again(),
@@ -288,7 +285,6 @@ class Stage:
         return outputs
 
     def _with_loss(self, outputs: Tensors, target: object, leaves: Tensors) -> tuple[Tensors, LossValue | None]:
-        """The outputs of the stage; on the last stage the loss, whose value is then the only output."""
         if self._loss_of is None:
             return outputs, None
         loss = self._loss_of(outputs, target, True, leaves)
@@ -300,11 +296,9 @@ class Stage:
         return (loss[0],), loss
 
 
-def _tell_of_small_half(module: nn.Module, weights: WeightGradients, *, stage: str) -> None:
-    """Warn where I made more of the weights' gradients than W will; they are still bound.
-
-    Biases and norms do not count: they take no time.
-    """
+def _warn_of_small_half(module: nn.Module, weights: WeightGradients, *, stage: str) -> None:
+    """Warn where I makes more of the weights' gradients than W, without biases and norms, which take no time; versions
+    are still bound."""
     later = {id(weight) for weight in weights.weights}
     matrices = {name: p for name, p in module.named_parameters() if p.requires_grad and p.dim() > 1}
     left = sum(p.numel() for p in matrices.values() if id(p) in later)

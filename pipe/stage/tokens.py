@@ -1,4 +1,4 @@
-"""Where the tokens of a slice stand in their sequence."""
+"""Positions of a slice's tokens in their sequence."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TokenSpan(NamedTuple):
     total: int
 
     def part(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """Its part of a tensor, contiguous, as a microbatch is for shape inference; all of one without tokens."""
+        """Its part of a tensor, contiguous, as in shape inference; all of a tensor without tokens."""
         return x if dim is None else x.narrow(dim, self.start, self.end - self.start).contiguous()
 
 
-Slice: TypeAlias = tuple[Given, TokenSpan]  # of a microbatch, and where it stands in its sequence
+Slice: TypeAlias = tuple[Given, TokenSpan]  # of a microbatch, and its position in the sequence
 
 
 class _Running(Protocol):
@@ -36,7 +36,7 @@ running: ContextVar[_Running | None] = ContextVar("running", default=None)  # of
 def first_position() -> int:
     """Position in its sequence of the first token that a module is given; above 0 for later slices of a microbatch.
 
-    For models with position embeddings of their own, within the forward of a module:
+    For models with their own position embeddings, within the forward of a module:
 
         start = stagewright.first_position()
         hidden = self.tokens(tokens) + self.positions[start : start + tokens.shape[1]]

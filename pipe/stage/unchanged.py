@@ -1,10 +1,10 @@
 """Things fixed when the stages were built: compared before each batch, and before state is read or replaced.
 
-    any model        parameters and submodules are the same objects; nothing wants a gradient that did not
+    any model        parameters and submodules are the same objects; no other parameter requires a gradient
     a chain          its nn.Sequential, whose children run in its place, has no hooks
     compile=         a unit was compiled with the hooks in it (those on the unit itself run around it)
 
-What plain PyTorch would do with such a change, stages that were built before cannot: it is refused by name.
+Stages that were built before can't follow such a change as plain PyTorch would: ValueError names it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _AGAIN = "a new PipelineModule after the change (save(folder) before it, load(fo
 
 
 class Unchanged:
-    """Record of all that must stay as it is. `cut`: with the weights of other processes already let go. Raises
+    """Record of everything that must not change. `cut`: with the weights of other processes already freed. Raises
     ValueError for a hook that would never run."""
 
     def __init__(self, run: Run, cut: CutModel) -> None:
-        self._learns_beside = run.has_loss and run.options.optimizer is None  # a loss may: for what is not the model's
+        self._trains_others = run.has_loss and run.options.optimizer is None  # a loss may, with tensors of the user's
         wants_gradient = any(spec.requires_grad for spec in cut.train.example.specs[-1])
         self._learning = [
             p for name, p in cut.root.named_parameters() if wants_gradient or name.startswith(f"{PREFIX}.")
@@ -65,28 +65,27 @@ class Unchanged:
                 )
 
     def refuse_untrained(self) -> None:
-        if not (self._learns_beside or any(p.requires_grad for p in self._learning)):
+        if not (self._trains_others or any(p.requires_grad for p in self._learning)):
             raise untrained()
 
     def check(self, *, training: bool) -> None:
-        """ValueError that names what changed; in training gradients count."""
         for name, parameter in self._frozen if training else ():
             if parameter.requires_grad:
                 raise ValueError(
-                    f"parameter {name!r} wants a gradient and did not when the stages were built, so that nothing "
-                    f"carries it there and no optimizer holds it: expected {_AGAIN}"
+                    f"parameter {name!r} requires a gradient and did not when the stages were built, so that it gets "
+                    f"none and no optimizer holds it: expected {_AGAIN}"
                 )
         self.check_objects()
         self._check_opened()
         for name, hooks, known in self._compiled:
             if tuple(hooks) != known:
                 raise ValueError(
-                    f"the hooks of {module_at(name)} changed after the unit that it is in was compiled, which would go "
-                    f"on without the change: expected hooks on the units themselves, compile=False, or {_AGAIN}"
+                    f"the hooks of {module_at(name)} changed after the unit that it is in was compiled, which would "
+                    f"ignore the change: expected hooks on the units themselves, compile=False, or {_AGAIN}"
                 )
 
     def check_objects(self) -> None:
-        """ValueError that names a parameter or submodule that is gone, or another one: stages hold those of before."""
+        """ValueError that names a parameter or submodule that is gone or replaced: stages hold the earlier ones."""
         for attributes, table, key, value, name in self._parts:
             if attributes[table].get(key) is not value:
                 raise ValueError(
@@ -96,7 +95,7 @@ class Unchanged:
 
 
 def _parts(root: nn.Module) -> Iterator[tuple[Mapping[str, Any], str, str, object, str]]:
-    """Where each parameter and submodule stands, and its name; an nn.ModuleList makes its table anew in `del`."""
+    """The table and name of each parameter and submodule; an nn.ModuleList makes a new table in `del`."""
     for path, module in root.named_modules():
         attributes = vars(module)
         for table in ("_modules", "_parameters"):
@@ -105,7 +104,6 @@ def _parts(root: nn.Module) -> Iterator[tuple[Mapping[str, Any], str, str, objec
 
 
 def _inside_units(root: nn.Module, cut: CutModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in units, by name; what the user has compiled is the user's."""
     names = {module: name for name, module in root.named_modules()}
     for unit in (unit for stage in cut.train.stages for unit in stage.units):
         if is_users_compiled(unit):
@@ -114,7 +112,6 @@ def _inside_units(root: nn.Module, cut: CutModel) -> Iterator[tuple[str, nn.Modu
 
 
 def _opened(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The nn.Sequentials whose children run in their place: the model, or stages that were given."""
     if is_sequential(model):
         yield "", model
     elif type(model) is nn.ModuleList:

@@ -1,21 +1,21 @@
-"""Weight versions of one stage: forwards and backwards of several versions under way at once.
+"""Weight versions of one stage: forwards and backwards of several versions in flight at once.
 
-    version v lives in slot v % count:  a set of leaf Parameters over storage of its own
+    version v is in slot v % count:  a set of leaf Parameters with separate storage
     bind(v)     puts the set into the module (module._parameters), before a forward and before a backward
     release()   puts the module's own Parameters back
     update(u)   copies the newest set over the oldest, points the own Parameters at it, and lets the optimizer step
 
-The own Parameters are the optimizer's and always hold the newest version: optimizers, schedulers and state dicts know
-nothing of versions. Gradients are kept by update group, whichever version they were computed at. The checker has
-proved that `count` slots are enough: a version is overwritten only when nobody will use it again.
+The own Parameters are the optimizer's and always hold the newest version: optimizers, schedulers and state dicts see no
+other versions. Gradients are kept by update group, for any version that they were computed with. The checker has proved
+that `count` slots are enough: a version is overwritten only after its last use.
 
 Where weights change in flight (PACI) there is one slot: an update changes it in place between the forward and the
-backward of a microbatch, and the backward reads what is there then. To be exact, in a backward
+backward of a microbatch, and the backward reads the new values. Precisely, a backward uses
 
-    new   weights that an operation keeps as they are, or as a view (transposed, sliced, expanded); what runs again
+    new   weights that an operation saved unchanged, or as a view (transposed, sliced, expanded); recomputation
           (recompute=, checkpoints) computes with new weights, on the inputs that it kept
-    old   all else that an operation keeps: inputs, results, masks, statistics, and what a forward computed of weights
-          (casts under autocast, weights scaled, normed, joined or copied)
+    old   everything else that an operation saved: inputs, results, masks, statistics, and results of a forward's
+          operations on weights (casts under autocast, weights scaled, normed, joined or copied)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ...schedules.weight_rules import WeightRule
-from ..shards.split import ShardedParameter
+from ..shards.shard import ShardedParameter
 
 _SAMPLED = 1024  # elements of a parameter
 
@@ -35,9 +35,9 @@ Gradients = list[torch.Tensor | None]
 
 class WeightVersions:
     """The newest `count` versions of one stage's trainable parameters on one rank. `copied`: names of those for which
-    this rank has Parameters of its own, since another rank of this process has the module's (replicas, tied weights).
-    Raises ValueError for a module that keeps a parameter in a place where it cannot be exchanged, and for one that
-    changes it by itself."""
+    this rank has separate Parameters, since another rank of this process has the module's (replicas, tied weights).
+    Raises ValueError for a module that keeps a parameter where it can't be exchanged, and for one that changes it in
+    its forward."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class WeightVersions:
         originals = [parameter for _, parameter in parameters]
         self.own = [nn.Parameter(p.detach().clone()) if name in copied else p for name, p in parameters]
         self._originals = originals
-        self._places = _places(module, originals)
-        self._flat_places = _flat_places(module, originals)
-        _refuse_other_places(module, parameters)
+        self._entries = _entries(module, originals)
+        self._flat_entries = _flat_entries(module, originals)
+        _refuse_other_references(module, parameters)
         _refuse_renorm(module, parameters)
         self._sets: list[list[nn.Parameter] | None] = [None] * count
         self._sets[0] = [nn.Parameter(p.data) for p in self.own]
@@ -80,9 +80,9 @@ class WeightVersions:
         self._put(self._originals)
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
-        for table, key, i in self._places:
+        for table, key, i in self._entries:
             table[key] = parameters[i]
-        for module, positions in self._flat_places:
+        for module, positions in self._flat_entries:
             flat = list(module.__dict__["_flat_weights"])
             for position, i in positions:
                 flat[position] = parameters[i]
@@ -99,10 +99,8 @@ class WeightVersions:
                 leaf.grad = gradient
 
     def end_backward(self, version: int, group: int) -> None:
-        """Take what the backward added.
-
-        Raises ValueError for one that went to the module's own Parameters, where nobody takes it.
-        """
+        """Take the gradients that the backward added. Raises ValueError for one that went to the module's own
+        Parameters, where it would be lost."""
         version = self._rule.version_in_backward(version, self.newest)
         self.release()
         leaves = self._leaves(version)
@@ -115,12 +113,11 @@ class WeightVersions:
             raise ValueError(
                 f"a gradient of {self.name} went to parameter {name!r} itself, and not to the version that its forward "
                 f"was given: something there keeps the parameter, or a view of it, from one forward to the next (in a "
-                f"closure, a tuple, functools.partial). Expected that forward takes it from its module each time, as "
+                f"closure, a tuple, functools.partial). Expected a forward that reads it from its module each time, as "
                 f"in self.weight, or a flush schedule such as schedule='1f1b'"
             )
 
     def _own_gradients(self) -> list[tuple[int, int] | None]:
-        """Gradients of the module's own Parameters: which, and how often each was changed in place."""
         gradients = [parameter.grad for parameter in self._originals]
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
@@ -139,7 +136,6 @@ class WeightVersions:
     # Gradients of an update group, in the order of the parameters
 
     def gradients(self, group: int) -> Gradients:
-        """Sums of what the backwards of the group made so far; None where nothing came."""
         return self._gradients.setdefault(group, [None] * len(self.own))
 
     # Updates
@@ -172,7 +168,6 @@ class WeightVersions:
         self.note()
 
     def skip(self, group: int) -> None:
-        """The next version is the newest once more: the gradients of `group` are dropped."""
         self._gradients[group] = [None] * len(self.own)
         self.update(group, lambda: None)
 
@@ -187,10 +182,10 @@ class WeightVersions:
     # What changes from outside
 
     def changed_outside(self) -> list[str]:
-        """Names of the parameters that were changed since the last update by somebody else.
+        """Names of the parameters that were changed by other code since the last update.
 
-        An edit in place through `.data` counts no version and moves nothing: it is seen where it changes one of the
-        elements that are sampled, all of a parameter of up to 1,024, else 1,024 in equal steps.
+        An edit in place through `.data` counts no version and moves nothing: it is found if it changes a sampled
+        element: all of a parameter of up to 1,024, else 1,024 in equal steps.
         """
         changed = {
             name
@@ -205,34 +200,30 @@ class WeightVersions:
         return [name for name in self.names if name in changed]
 
     def take_hooks(self) -> str | None:
-        """Hooks that change gradients are those of the module's own Parameters in every version.
-
-        Returns the name of a parameter with a hook behind the accumulation, which none can have: it would be passed a
-        version, and what it does with the Parameter (step an optimizer, say) nobody can do for it. None if there is
-        none.
-        """
+        """Give every version the gradient hooks of the module's own Parameters. Returns the name of a parameter with a
+        hook after the accumulation, or None. Such a hook would get a version, and could not, for example, step an
+        optimizer of the Parameter."""
         for i, (name, original) in enumerate(zip(self.names, self._originals, strict=True)):
             if getattr(original, "_post_accumulate_grad_hooks", None):
                 return name
             hooks = original._backward_hooks
             for leaves in self._sets if hooks is not None else ():
                 if leaves is not None and leaves[i]._backward_hooks is not hooks:
-                    leaves[i]._backward_hooks = hooks  # the same table: hooks come and go in both
+                    leaves[i]._backward_hooks = hooks  # the same table, so that later changes are shared
         return None
 
     def frozen_outside(self) -> list[str]:
-        """Names of the parameters that somebody has frozen, or unfrozen, since `follow`."""
         pairs = zip(self.names, self._originals, self._leaves(self.newest), strict=True)
         return [name for name, original, leaf in pairs if original.requires_grad is not leaf.requires_grad]
 
     def follow(self) -> None:
-        """Every version wants gradients where the module's own Parameters do. No graph may be under way."""
+        """Set requires_grad of every version to that of the module's own Parameters. No graph may be in flight."""
         for leaves in self._sets:
             for leaf, original in zip(leaves or (), self._originals, strict=False):
                 leaf.requires_grad_(original.requires_grad)
 
     def adopt(self, names: Collection[str]) -> None:
-        """Begin again from what the own Parameters hold now: of these, every version that is kept becomes that."""
+        """Copy the own Parameters' present values of these names into every kept version."""
         newest = self._leaves(self.newest)
         with torch.no_grad():
             for leaves in self._sets:
@@ -244,12 +235,11 @@ class WeightVersions:
         self.note()
 
     def older(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The other versions that are kept, by number and name, for a checkpoint."""
         numbers = range(max(0, self.newest - self._count + 1), self.newest)
         return {v: {name: p.data for name, p in zip(self.names, self._leaves(v), strict=True)} for v in numbers}
 
     def restore(self, newest: int, older: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-        """The own Parameters hold version `newest`; these are the ones before it (what is not given is the same)."""
+        """Take the own Parameters for version `newest`, and `older` for those before (missing ones are equal)."""
         values = [own.data.clone() for own in self.own]
         self.newest = newest
         self._sets = [None] * self._count
@@ -269,7 +259,7 @@ class WeightVersions:
         self._gradients.clear()
 
     def note(self) -> None:
-        """Take what the parameters hold now for no change from outside."""
+        """Remember the present values, from which `changed_outside` finds changes."""
         for part in self._parts:
             if part is not None:
                 part.follow()
@@ -277,7 +267,6 @@ class WeightVersions:
         self._sampled = self._sample()
 
     def _sample(self) -> torch.Tensor:
-        """Elements of all parameters, as a copy: of each in equal steps through its memory."""
         parts = [
             own.detach().as_strided((length,), (step,))
             for own, (length, step) in zip(self.own, self._sampled_at, strict=True)
@@ -294,14 +283,13 @@ class WeightVersions:
 
 
 def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also where there is NaN."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _places(
+def _entries(
     module: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
-    """Each place of each parameter in the module: a tied one has several."""
+    """(table, key, number) of each parameter in the module; a tied one has several."""
     number = {id(parameter): i for i, parameter in enumerate(parameters)}
     return [
         (part._parameters, key, number[id(parameter)])
@@ -311,10 +299,10 @@ def _places(
     ]
 
 
-def _flat_places(
+def _flat_entries(
     module: nn.Module, parameters: Sequence[nn.Parameter]
 ) -> list[tuple[nn.Module, list[tuple[int, int]]]]:
-    """RNNs keep a list of their weights beside `_parameters`, and compute with that."""
+    """The weights that RNNs keep in a list as well, with which they compute."""
     number = {id(parameter): i for i, parameter in enumerate(parameters)}
     found: list[tuple[nn.Module, list[tuple[int, int]]]] = []
     for part in module.modules():
@@ -332,12 +320,12 @@ def _refuse_renorm(module: nn.Module, parameters: Sequence[tuple[str, nn.Paramet
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None and id(part.weight) in names:
             raise ValueError(
                 f"parameter {names[id(part.weight)]!r} belongs to {type(part).__name__}(max_norm={part.max_norm:g}), "
-                f"which writes into it in each forward, and under an asynchronous schedule other batches are under way "
-                f"with it. Expected max_norm=None, or a flush schedule such as schedule='1f1b'"
+                f"which writes into it in each forward, and under an asynchronous schedule other batches in flight use "
+                f"it. Expected max_norm=None, or a flush schedule such as schedule='1f1b'"
             )
 
 
-def _refuse_other_places(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+def _refuse_other_references(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     names = {id(parameter): name for name, parameter in parameters}
     for part in module.modules():
         for key, value in part.__dict__.items():

@@ -1,4 +1,4 @@
-"""The stages in one mode: the edges of their graph, and what travels over its wires."""
+"""The stages in one mode: the edges of their graph, and the messages over its wires."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .shapes import MOST_SIGNATURES, Inferred, InferredStages, Signature
 
 
 def _edges(stages: Sequence[StageModule], specs: OutputSpecs) -> tuple[Edge, ...]:
-    """The stage graph for the schedule: a gradient comes back where any of the tensors wants one."""
+    """The stage graph for the schedule, with a gradient for edges of which any tensor requires one."""
     grad: dict[tuple[int, int], bool] = {}
     for dst, module in enumerate(stages):
         for ref in module.inputs:
@@ -30,14 +30,14 @@ class Mode:
     """The pipeline in one mode, training or evaluation (forwards alone), and the tensors of each wire in it.
 
     Arguments:
-        undivided: outputs before a tensor group divided the model: what is as large now, all members hold alike.
+        undivided: outputs before a tensor group divided the model: those of unchanged size are equal on all members.
 
     Attributes:
         schedule: with the model's own stage graph.
-        slots: by wire, the outputs of its producer that any of its consumers takes, ascending; of gradients, those for
-            which one may come back.
+        slots: by wire, the outputs of its producer that any of its consumers takes, ascending; for gradients, the
+            outputs that may get one.
         wants_grad: [S] by input.
-        receives_ahead: as many of a link as its largest message allows, the same on all ranks.
+        receives_ahead: receives posted ahead per link, by the largest message, the same on all ranks.
 
     Raises ValueError for a stage that makes a gradient where the schedule runs no backward of it.
     """
@@ -55,7 +55,7 @@ class Mode:
             slot = next((slot for slot, spec in enumerate(specs[stage]) if spec.requires_grad), None)
             if slot is not None:
                 raise ValueError(
-                    f"output {slot} of stage {stage} ({stages[stage].name}) wants a gradient, and schedule "
+                    f"output {slot} of stage {stage} ({stages[stage].name}) requires a gradient, and schedule "
                     f"{schedule.name!r} runs no backward of it (without_backward={schedule.without_backward}): "
                     f"expected torch.no_grad() around it in the model, or a schedule with its backwards"
                 )
@@ -90,18 +90,17 @@ class Mode:
         self.receives_ahead = receives_ahead(max(sizes, default=0))
 
     def forwards(self, num_microbatches: int) -> Mode:
-        """The same for forwards alone, of so many microbatches."""
         found = copy.copy(self)
         found.schedule = self.schedule.forward_only(num_microbatches=num_microbatches)
         return found
 
     def inputs(self, wire: Wire, stage: int) -> tuple[tuple[int, int], ...]:
-        """(position among the tensors of a wire, input) of those that a consumer takes, or gives a gradient of."""
+        """(position among the tensors of a wire, input) of those that a consumer takes, or makes a gradient of."""
         takers = self._inputs[wire]
         return tuple((position, i) for position, each in enumerate(takers) for own, i in each if own == stage)
 
     def message_specs(self, message: Message, inferred: Inferred) -> list[TensorSpec]:
-        """Layouts of the tensors of an activation or gradient message, remembered by the specs of its microbatch."""
+        """Layouts of the tensors of an activation or gradient message, cached by the specs of its microbatch."""
         specs, certain = inferred.specs, inferred.certain
         known = self._layouts.get(id(specs))
         if known is None or known[0] is not specs:
@@ -112,7 +111,7 @@ class Mode:
         if layout is None:
             wire = self._wire_of[message[:3]]
             layout = []
-            if wire.kind is MessageKind.GRAD:  # whether each always comes: from any of the consumers
+            if wire.kind is MessageKind.GRAD:  # whether each is certain: from any of the consumers
                 layout = flag_spec([any(certain[stage][i] for stage, i in each) for each in self._inputs[wire]])
             for slot in self.slots[wire]:
                 spec, is_alike = specs[wire.producer][slot], (wire.producer, slot) in self._alike
@@ -126,10 +125,7 @@ Layouts = Callable[[Message, Sequence[TensorSpec]], Sequence[TensorSpec]]
 
 def message_bytes(mode: Mode, inferred: Inferred, layouts: Layouts) -> tuple[list[float], list[float]]:
     """Bytes of a microbatch's activations and gradients over each edge of the schedule, as `Links` takes them.
-
-    Arguments:
-        layouts: of a message as it travels.
-    """
+    `layouts`: of a message as it is sent."""
     sizes: dict[tuple[MessageKind, int, int], float] = {}
     for wire in mode.wires:
         message, specs = wire.message(0), mode.message_specs(wire.message(0), inferred)

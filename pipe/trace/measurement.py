@@ -1,4 +1,4 @@
-"""Measurements of all ranks put together: timelines, and costs for the simulator. Collective over the processes."""
+"""Measurements of all ranks, combined: timelines, and costs for the simulator. Collective over the processes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ...schedules.timing.spread import LEAST_STEPS
 from ..context import Run
 from .recorder import RankRecorder, Timed
 
-_MOST_ACTIONS = 100_000  # of the steps whose times are all looked at
+_MOST_ACTIONS = 100_000  # of the steps whose times are all used
 
 
 class Measurement:
     """Durations of the ranks of this process.
 
     Arguments:
-        drain: makes the links quiet.
+        drain: ends all traffic on the links.
         one_way_seconds: measures the latency of a link; collective over the processes.
-        assemble: records of one step, or of a few of a stream, of all ranks put together.
+        assemble: combines all ranks' records of one step, or of a few of a stream.
     """
 
     def __init__(
@@ -49,14 +49,13 @@ class Measurement:
         self._latency: float | None = None  # measured once [s]
 
     def costs(self) -> Costs:
-        """See PipelineModule.measured_costs."""
         costs = self._costs()
         if costs is None:
             raise ValueError("nothing was measured yet: expected at least one train_step before measured_costs()")
         return costs
 
     def _costs(self) -> Costs | None:
-        """Median costs by stage and op, of replicas each rank's own, on every rank; None if nothing was measured."""
+        """Median costs by stage and op, separately for replicas, on every rank; None if nothing was measured."""
         if self._latency is None:
             self._drain()
         with self._guard.together():
@@ -84,17 +83,16 @@ class Measurement:
             outside += seen_around
         if len(by_rank) == 1:
             by_rank = self._collectives.gather_ranks(by_rank[0], what=what)
-        # The rank that comes last to the norm waits for nobody: its time is what the norm takes.
+        # The rank that is last at the norm does not wait: its time is that of the norm.
         norm = min((seconds for seconds in norms if seconds is not None), default=None)
         if not any(by_rank):
             return None
-        # Likewise the rank that begins first, and the one that ends last: there what is around a step has no waits.
+        # Likewise the rank that begins first, and the one that ends last: their times around a step have no waits.
         around = sum(min(each) for each in zip(*outside, strict=True))
         between = {stage: fmean(seconds) for stage, seconds in overheads.items()}
         return costs_from_medians(by_rank, between, schedule=self._schedule, latency=latency, norm=norm, around=around)
 
     def spread(self) -> Spread | None:
-        """See PipelineModule.measured_spread."""
         costs = self._costs()
         if costs is None:
             return None
@@ -123,7 +121,6 @@ def gather_records(
     assemble: Callable[[Sequence[RankRecord]], Timeline],
     clocks: HostClocks,
 ) -> Timeline:
-    """The Timeline of all ranks, on every rank, put together by `assemble`; clocks of hosts are compared before."""
     if len(records) > 1:  # all ranks are here
         return assemble(records)
     clocks.compare()
@@ -147,8 +144,8 @@ def costs_from_medians(
 ) -> Costs:
     """The costs of a schedule whose ranks measured these medians; an op that no rank measured costs 0.
 
-    F, B, I and W of a stage's replicas are each rank's own. Updates and moves are the mean of theirs; of a sum the
-    least counts: the rank that comes last to it waits for nobody.
+    F, B, I and W of a stage's replicas are each rank's own. Updates and moves are means over replicas, sums the least:
+    the rank that is last at a sum does not wait.
 
     Arguments:
         by_rank: [P] seconds by stages and op.

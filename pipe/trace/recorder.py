@@ -1,4 +1,4 @@
-"""A rank's stamps of the step that runs, and durations of the last ones."""
+"""A rank's stamps of the current step, and durations of the last ones."""
 
 from __future__ import annotations
 
@@ -36,37 +36,36 @@ class _Stamps(NamedTuple):
 
 
 class RankRecorder:
-    """One rank's stamps of the step that runs, and durations of the last ones.
+    """One rank's stamps of the current step, and durations of the last ones.
 
     Arguments:
         window: steps whose stamps are kept: one, or several where batches overlap.
-        takes_turns: whether other ranks of this process run in between: then the time between actions says nothing.
+        takes_turns: whether other ranks of this process run in between: then the time between actions means nothing.
     """
 
     def __init__(self, clock: Clock, *, window: int = 1, takes_turns: bool = False) -> None:
         self.clock = clock
         self._takes_turns = takes_turns
         self._window = window
-        self._unrecorded = 0  # steps that count behind the newest of `_records`, or since the window began anew
+        self._unrecorded = 0  # counted steps after the newest of `_records`, or since the window began again
         self._before: deque[_Stamps] = deque(maxlen=window - 1)
         self._now = _Stamps.none()
-        self._following = _Stamps.none()  # of the step that is to begin: waits for its batch
-        self._remembered = 0  # actions of this step whose durations are in already
-        self._waited: list[tuple[int, Stamp, Stamp]] = []  # behind how many actions of this step
+        self._following = _Stamps.none()  # of the next step: waits for its batch
+        self._remembered = 0  # actions of this step whose durations are taken already
+        self._waited: list[tuple[int, Stamp, Stamp]] = []  # with the number of actions of this step before
         self._overheads: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._durations: dict[Timed, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
         self._steps: deque[tuple[TimedAction, ...]] = deque(maxlen=_STEPS)
-        self._entered: Stamp | None = None  # where the step that is to begin was entered
-        self._step: list[Stamp] = []  # where the step that runs was entered, and left
-        self._step_norms = 0.0  # seconds of norms in the step that runs
+        self._entered: Stamp | None = None  # when the next step was entered
+        self._step: list[Stamp] = []  # when the current step was entered, and left
+        self._step_norms = 0.0  # seconds of norms in the current step
         self._around: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
         self._records: deque[Callable[[], RankRecord]] = deque(maxlen=_STEPS // window)
-        self._is_kept = True  # whether the step that runs is to be one of them
-        self._counts = True  # whether durations of the step that runs are remembered
+        self._is_kept = True  # whether the current step is to be one of them
+        self._counts = True  # whether durations of the current step are remembered
 
     def enter(self) -> None:
-        """A step is about to begin: what goes on from here on is a part of it."""
         self._entered = self.clock.stamp()
 
     def leave(self) -> None:
@@ -74,11 +73,11 @@ class RankRecorder:
             self._step.append(self.clock.stamp())
 
     def begin(self, *, counts: bool = True) -> None:
-        """A new step: the one before goes into the durations.
+        """Begin a step, and add the one before to the durations.
 
         Arguments:
-            counts: whether this one is to; not one that evaluates, whose forwards keep nothing for a backward. Behind
-                it the window begins anew: the pipeline was empty, and its microbatches have the numbers of batch 0.
+            counts: whether this step will be added; not an evaluation, whose forwards keep nothing for a backward.
+                After it the window begins again: the pipeline was empty, and its microbatches count from batch 0.
         """
         self._remember()
         if self._now.actions and self._is_kept:
@@ -100,12 +99,11 @@ class RankRecorder:
         self._remembered, self._waited = 0, []
 
     def runs_as_one(self, fused: Collection[Action]) -> None:
-        """These I run with the W behind each as one backward: half of its time is recorded for either."""
+        """Note that each of these I and its W run as one backward, half of whose time is recorded for either."""
         self._now.fused.update(fused)
 
     def restart(self) -> None:
-        """The run goes on from another state: its next step is no neighbour of those before, and may have the number
-        of one of them."""
+        """Continue from another state: the next step does not follow those before, and may have one's number."""
         self.begin()
         self._before.clear()
         self._unrecorded = 0
@@ -118,7 +116,7 @@ class RankRecorder:
         self._waited.append((len(self._now.actions), start, end))
 
     def data(self, start: Stamp) -> None:
-        """The batch of the step that is to begin is there, and was waited for since then."""
+        """Note the wait for the next step's batch, which began at `start` and ends now."""
         self._following.data.append((start, self.clock.stamp()))
 
     def collective(self, collective: Collective, start: Stamp, end: Stamp) -> None:
@@ -130,7 +128,6 @@ class RankRecorder:
         self._step_norms += self._norms[-1]
 
     def median_norm(self) -> float | None:
-        """Median seconds of the global norm, waiting for the other ranks included; None without one."""
         return statistics.median(self._norms) if self._norms else None
 
     def last_actions(self) -> list[Action]:
@@ -166,28 +163,27 @@ class RankRecorder:
         return {stage: statistics.median(seconds) for stage, seconds in self._overheads.items()}
 
     def median_around(self) -> tuple[float, float, float] | None:
-        """Median seconds of a step in front of its first action, between the last backward and the first update, and
-        behind its last action, waits, sums and norms left out; None where none was seen whole."""
+        """Median seconds of a step before its first action, between the last backward and the first update, and after
+        its last action, without waits, sums and norms; None before the first complete step."""
         is_whole = self._now.actions and self._is_kept and len(self._step) == 2
         found = [*self._around, *([self._outside(*self._step)] if is_whole else [])]
         if not found:
             return None
-        front, middle, behind = (statistics.median(each) for each in zip(*found, strict=True))
-        return front, middle, behind
+        before, middle, after = (statistics.median(each) for each in zip(*found, strict=True))
+        return before, middle, after
 
     def steps(self) -> list[tuple[TimedAction, ...]]:
-        """Actions of each of the last steps, oldest first, with what came between it and the next action."""
+        """Actions of each of the last steps, oldest first, with the seconds up to the next action."""
         return [*self._steps, *([self._ran()] if self._now.actions and self._is_kept else [])]
 
     def records(self) -> list[RankRecord]:
-        """The same steps with all their times, oldest first; where batches overlap, so many in a row as a window has
-        together, and none of them twice."""
+        """The same steps with all their times, oldest first; where batches overlap, a record for each disjoint window
+        of steps."""
         is_whole = self._unrecorded + 1 == self._window and self._now.actions and self._is_kept
         newest = [self.snapshot()] if is_whole else []
         return [read() for read in (*self._records, *newest)]
 
     def forget(self) -> None:
-        """Drop the durations (the first steps are slower)."""
         self._steps.clear()
         self._records.clear()
         self._unrecorded = 0
@@ -217,58 +213,55 @@ class RankRecorder:
         self._remembered = len(self._now.actions)
 
     def _launches(self) -> set[int]:
-        """Numbers of this step's actions behind which sums or gathers were begun."""
         ends, begun = [end for _, _, end in self._now.actions], [begun for _, begun, _ in self._now.collectives]
         return launches(ends, begun, between=self.clock.between)
 
     def _between(self, first: int) -> Iterator[tuple[int, float]]:
-        """For each action of the step, from `first` on, but updates: the number of the one before, and the seconds
-        between, without waits."""
+        """For each action of the step from `first` on, without updates: the number of the action before, and the
+        seconds between, without waits."""
         between = self.clock.between
         waited: dict[int, float] = defaultdict(float)
-        for behind, start, end in self._waited:
-            waited[behind] += between(start, end)
+        for number, start, end in self._waited:
+            waited[number] += between(start, end)
         for number in range(first, len(self._now.actions)):
             (action, _, end), (following, start, _) = self._now.actions[number - 1 : number + 1]
             if Op.U not in (action.op, following.op) and action not in self._now.fused:
                 yield number - 1, max(0.0, between(end, start) - waited[number])
 
     def _outside(self, entered: Stamp, left: Stamp) -> tuple[float, float, float]:
-        """Seconds of this step in front of its first action, between its last backward and the first update where all
-        updates are behind it, and behind the last action, without waits, sums and norms; with those in the middle in
+        """Seconds of this step before its first action, between its last backward and the first update where all
+        updates follow it, and after the last action, without waits, sums and norms; the middle includes seconds in
         which sums were begun between two actions."""
         between, actions = self.clock.between, self._now.actions
         first = next((n for n, (action, *_) in enumerate(actions) if action.op is Op.U), len(actions))
         middle = 0.0
         if 0 < first < len(actions) and all(action.op is Op.U for action, *_ in actions[first:]):
             middle = self._since(actions[first - 1][2], actions[first][1]) - self._step_norms
-        front = between(entered, actions[0][1]) - sum(between(s, e) for n, s, e in self._waited if n == 0)
+        before = between(entered, actions[0][1]) - sum(between(s, e) for n, s, e in self._waited if n == 0)
         waited = sum(between(s, e) for n, s, e in self._waited if n == first)
         launched = self._launches()
         launching = sum(seconds for n, seconds in self._between(1) if n in launched)
-        return max(0.0, front), max(0.0, middle - waited) + launching, max(0.0, self._since(actions[-1][2], left))
+        return max(0.0, before), max(0.0, middle - waited) + launching, max(0.0, self._since(actions[-1][2], left))
 
     def _since(self, ended: Stamp, now: Stamp) -> float:
-        """Seconds from an action's end to this moment, those behind a collective that was through later."""
+        """Seconds from an action's end, or from that of a later collective, to `now`."""
         between = self.clock.between
         ends = [end for _, _, end in self._now.collectives if between(end, now) >= 0]
         return min([between(ended, now), *(between(end, now) for end in ends)])
 
     def _ran(self) -> tuple[TimedAction, ...]:
-        """Actions of this step, with what came behind each action.
-
-        Behind the last one, in front of an update, and where sums begin comes what is no overhead (sums, the norm, the
-        end of the batch): there it is what mostly comes between two.
-        """
-        behind = {} if self._takes_turns else dict(self._between(1))
+        """Actions of this step, with the overhead after each action. After the last one, before an update, and where
+        sums begin, the time is not overhead (sums, the norm, the end of the batch): there the median of the others is
+        taken."""
+        after = {} if self._takes_turns else dict(self._between(1))
         launched = self._launches()
-        inner = [n for n in behind if n not in launched]
-        usual = statistics.median(behind[n] for n in inner) if inner else 0.0
+        inner = [n for n in after if n not in launched]
+        usual = statistics.median(after[n] for n in inner) if inner else 0.0
         ran: list[TimedAction] = []
         for number, (action, start, end) in enumerate(self._now.actions):
             seconds = self.clock.between(start, end)
             if action.op is not Op.U and action not in self._now.fused:
-                seconds += behind[number] if number in inner else usual
+                seconds += after[number] if number in inner else usual
             ran.append((action, seconds))
             if number and self._now.actions[number - 1][0] in self._now.fused:  # both halves ran as one
                 half = (ran[-2][1] + seconds) / 2
@@ -279,7 +272,7 @@ class RankRecorder:
 def _halved(
     actions: Sequence[tuple[Action, float, float]], fused: Collection[Action]
 ) -> Iterator[tuple[Action, float, float]]:
-    """Each action with its begin and end; of I and W that ran as one, the time of both is halved between them."""
+    """Each action with its begin and end; the time of an I and W that ran as one is halved between them."""
     middle: float | None = None
     for number, (action, start, end) in enumerate(actions):
         if action in fused and number + 1 < len(actions):

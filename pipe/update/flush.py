@@ -1,8 +1,8 @@
-"""The update behind a flush: a batch is through on all ranks, then its gradients are summed, clipped and applied.
+"""The update after a flush: once a batch has run on all ranks, its gradients are summed, clipped and applied.
 
-What a batch adds to the `.grad`s of this process's parameters is kept apart from what was there before, since it must
-be changed by itself: scaled (losses given as sum and count), or summed over the ranks that hold a parameter. Where all
-that hold a parameter are in this process, its gradients add up by themselves.
+A batch's gradients are kept apart from earlier ones in the `.grad`s of this process's parameters, since they must be
+scaled (losses given as sum and count), or summed over the ranks that hold a parameter. If all of these are in this
+process, autograd adds their gradients up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .rank_update import RankUpdate
 from .shards import Shards, shard, stage_optimizers
 from .shared_sums import SharedSum
 
-_ORDERS = 32  # of batches, whose programs are kept
+_ORDERS = 32  # orders of batches whose programs are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class FlushPrograms:
     """One batch at a time, by `programs` of all ranks.
 
     Arguments:
-        sharing: messages of losses, and what processes do together.
-        data_groups: by rank, the ranks that run the same on batches of their own, itself among them; none where all
-            ranks pass the same batch.
+        sharing: messages of losses, and collectives.
+        data_groups: by rank, the ranks that run the same on other batches, itself among them; none where all ranks pass
+            the same batch.
     """
 
     schedule: Schedule
@@ -55,14 +55,14 @@ class FlushPrograms:
 
     @cached_property
     def last_backwards(self) -> Sequence[Mapping[Action, Collective]]:
-        """By rank: see `RankProgram.last_backwards`."""
         return [program.last_backwards() for program in self.programs]
 
 
 def flush_programs(run: Run, mode: Mode, ownership: Ownership) -> FlushPrograms:
-    """The programs of a batch, at whose end every rank has the losses, if any. Collective over the processes."""
+    """The programs of a batch, after which every rank has the losses, if any. Collective over the processes."""
     schedule, sharding, num_replicas = mode.schedule, run.layout.sharding, run.num_replicas
-    # Replicas of a position along the pipeline stand in a row (see `ProcessMesh`). A stage may have several positions.
+    # Replicas of a position along the pipeline have successive ranks (see `ProcessMesh`). A stage may have several
+    # positions.
     rows = [range(first, first + num_replicas) for first in range(0, schedule.num_ranks, num_replicas)]
     data_groups = [tuple(row) for row in rows for _ in row] if num_replicas > 1 else [()] * schedule.num_ranks
     sums = () if run.collectives.alone else tuple(Collective(each, Op.REDUCE_GRAD, 0) for each in ownership.shared())
@@ -80,18 +80,14 @@ def flush_programs(run: Run, mode: Mode, ownership: Ownership) -> FlushPrograms:
 
 
 def batch_programs(schedule: Schedule, sharing: Sharing) -> Sequence[RankProgram]:
-    """One batch by rank, with its messages, and what processes do together."""
     lowered = lower(schedule, sharing=sharing)
     check_lowered(lowered)
     return lowered.programs
 
 
 class FlushUpdate(Update):
-    """Sums, scales and clips a batch's gradients behind it, and steps the optimizers.
-
-    Gradients that several ranks hold (replicas, tied weights) are summed beside the backwards that follow
-    (`shared_sums`).
-    """
+    """Sums, scales and clips a batch's gradients after it, and steps the optimizers. Sums of gradients that several
+    ranks hold (replicas, tied weights) overlap with later backwards (`shared_sums`)."""
 
     def __init__(
         self,
@@ -136,7 +132,7 @@ class FlushUpdate(Update):
         self._programs = programs
         self._orders: dict[int, FlushPrograms] = {}  # by id of their schedules, which they keep alive
         self._max_grad_norm = options.max_grad_norm
-        self._present: set[str] = set()  # divided parameters of which the last batch made a gradient
+        self._present: set[str] = set()  # divided parameters with a gradient of the last batch
         self._known: Known | None = None  # of the batch that ran last
         self._prepared: tuple[float | None, bool] | None = None  # its norm, and whether its update is skipped
         self._named = {name: p for name, p in ownership.named_parameters() if p.requires_grad}
@@ -151,7 +147,7 @@ class FlushUpdate(Update):
         self._require_whole()
         for number, rank in self.ranks.items():
             rank.enter(batch)
-            rank.behind = self._programs.last_backwards[number]
+            rank.sum_after = self._programs.last_backwards[number]
         if self.loss_scale is not None and self.loss_scale.changed_outside():
             self.loss_scale.adopt()
         self._before = [p.grad for p in self._parameters]
@@ -161,7 +157,6 @@ class FlushUpdate(Update):
         return {rank: self._programs.programs[rank] for rank in self.ranks}
 
     def follow(self, schedule: Schedule) -> None:
-        """Lowered once for each of the newest orders."""
         if id(schedule) not in self._orders:
             if len(self._orders) == _ORDERS:
                 del self._orders[next(iter(self._orders))]
@@ -172,19 +167,18 @@ class FlushUpdate(Update):
     def losses_known(self) -> None:
         rank = next(iter(self.ranks.values()))
         loss, _ = rank.total(0)
-        self.scale = loss.scale(loss.num_samples)  # samples of other replicas count in what was summed already
+        self.scale = loss.scale(loss.num_samples)  # sums already count samples of other replicas
         self._known = Known(rank.batches[0].step, loss.mean, None)
 
     def gradients_ready(self) -> None:
-        """Take what several ranks hold as summed, scale the batch's gradients, and add what was there before, but to
-        those of divided parameters."""
+        """Take the sums over ranks, scale the batch's gradients, and add earlier ones, but to divided parameters."""
         self._present = {name for rank in self.ranks.values() for name in rank.finish_sums()}
         self.ownership.group.compare_gradients({name: p.grad for name, p in self._named.items()})
         scale_gradients([p.grad for p in self._updated()], self.scale)
         self._add_before(divided=False)
 
     def lose(self, error: BaseException) -> None:
-        """Gradients are dropped; a loss scale that has shrunk to 0 says so before any update."""
+        """Drop the gradients; but a loss scale that has shrunk to 0 raises before any update."""
         if isinstance(error, NonFiniteLossError):
             return
         super().lose(error)
@@ -193,7 +187,7 @@ class FlushUpdate(Update):
         self._before = []
 
     def step(self) -> Known:
-        """Clip, and step every optimizer; with a loss scale divide by it first, and step none where one overflowed."""
+        """Clip, and step every optimizer; with a loss scale divide by it first, and step none after an overflow."""
         if self._prepared is None:
             self.prepare()
         assert self._known is not None
@@ -231,7 +225,6 @@ class FlushUpdate(Update):
                 recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
 
     def _unscale(self) -> bool:
-        """Divide by the loss scale; whether a gradient of any stage or replica overflowed, the same on all ranks."""
         scale = self.loss_scale
         if scale is None:
             return False
@@ -253,7 +246,6 @@ class FlushUpdate(Update):
             self.shards.drop()
 
     def accumulated(self) -> Known:
-        """The batch that ran last; its gradients are whole on every rank, those of divided parameters too."""
         assert self._known is not None
         self.shards.gather_gradients(self._present)
         self._add_before(divided=True)
@@ -263,11 +255,8 @@ class FlushUpdate(Update):
     def clip(
         self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False, of_parts: bool = False
     ) -> float:
-        """Scale all so that their global norm is at most `max_norm`; see Update.clip.
-
-        Arguments:
-            of_parts: in front of the updates, where of divided parameters each rank has the gradients of its parts.
-        """
+        """Scale all gradients so that their global norm is at most `max_norm`; see Update.clip. `of_parts`: before
+        updates, when each rank has the gradients of its parts of divided parameters."""
         counted, changed = self._counted, self._parameters
         if of_parts:
             counted = [p for p in counted if id(p) not in self._divided]
@@ -287,7 +276,6 @@ class FlushUpdate(Update):
         return assemble_timeline(schedule, records)
 
     def _updated(self) -> list[nn.Parameter]:
-        """The parameters with the gradients that updates are made of: of divided ones the parts."""
         whole = [p for p in self._parameters if id(p) not in self._divided]
         return whole + [part.parameter for part in self.shards.parts.values()]
 
@@ -306,7 +294,6 @@ class FlushUpdate(Update):
 
 
 def shared_sums(ownership: Ownership, shards: Shards, collective: Collective, ranks: Sequence[int]) -> list[SharedSum]:
-    """Sums of divided parameters, and of the others, over these ranks."""
     run = ownership.run
     named, names = dict(ownership.named_parameters()), ownership.shared()[collective.stages]
     own = [name for name in names if name in shards.parts]
@@ -327,5 +314,4 @@ def shared_sums(ownership: Ownership, shards: Shards, collective: Collective, ra
 
 
 def _sum(before: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-    """Gradients that were there, in place, with what was added."""
     return before if added is None else before.add_(added)

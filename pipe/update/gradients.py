@@ -1,13 +1,13 @@
-"""Gradients between the last backward and the update, whoever has them: scaled, flat, their norm, clipped.
+"""Gradients between the last backward and the update: scaled, flattened, their norm, clipped.
 
 Both updates use these: a flush all-reduces flat buckets, a stream sends them as messages.
 
-The loss scale of float16 training is that of torch.amp.GradScaler's rule, agreed by all ranks:
+The loss scale of float16 training follows torch.amp.GradScaler, the same on all ranks:
 
     backward    the loss of a microbatch is multiplied by the scale
-    gradients   are divided by it before they are clipped; is one of any stage, replica or rank not finite, then the
-                update is skipped by all: weights, optimizers and schedules stay as they were
-    next scale  by the rule of GradScaler: times backoff_factor where the update was skipped, times growth_factor after
+    gradients   are divided by it before they are clipped; if one of any stage, replica or rank is not finite, all skip
+                the update: weights, optimizers and schedules do not change
+    next scale  as GradScaler's: times backoff_factor where the update was skipped, times growth_factor after
                 growth_interval updates in a row that were not
 """
 
@@ -26,13 +26,12 @@ from ...comm.buckets import Flat
 from ...partition.model.forms import Tensors
 from ..batch.batches import NonFiniteLossError
 
-Grads = Sequence[torch.Tensor | None]  # None: no gradient came
+Grads = Sequence[torch.Tensor | None]  # None: there is no gradient
 Grad = TypeVar("Grad", torch.Tensor, torch.Tensor | None)
-_Scale = tuple[float, int]  # a loss scale, and how many updates in a row were made since it last changed
+_Scale = tuple[float, int]  # a loss scale, and the number of updates in a row since it last changed
 
 
 def added(known: torch.Tensor | None, more: Grad) -> Grad:
-    """The sum of two gradients, or the one that is there."""
     if known is None or more is None:
         return more if known is None else known
     return known + more
@@ -48,11 +47,9 @@ def scale_gradients(gradients: Iterable[torch.Tensor | None], factor: float) -> 
 def norm_part(
     gradients: Iterable[torch.Tensor | None], *, norm_type: float = 2.0, device: torch.device
 ) -> torch.Tensor:
-    """[2] float64 on `device`: what these gradients add to a norm, and whether one of them is not a number.
-
-    The first is the sum of |x|^p over all elements x, or their maximum where p is infinite: those of several ranks are
-    added up, or their maximum is taken (a NaN would be lost in that, so that it counts as infinite there).
-    """
+    """[2] float64 on `device`: the part of these gradients in a norm, and whether one of them is not a number. The
+    first is the sum of |x|^p over all elements x, or their maximum where p is infinite: those of several ranks are
+    added up, or their maximum is taken (which would lose a NaN, so that it counts as infinite there)."""
     present = [_values(gradient) for gradient in gradients if gradient is not None]
     norms = [norm.to(device, torch.float64) for norm in torch._foreach_norm(present, norm_type)] if present else []
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -106,7 +103,7 @@ def refuse_sparse_modules(root: nn.Module, shared: Collection[str]) -> None:
 
 
 def clip_factor(*, norm: float, max_norm: float) -> float:
-    """Factor that torch.nn.utils.clip_grad_norm_ multiplies gradients with, given their global norm: NaN for NaN."""
+    """Factor by which torch.nn.utils.clip_grad_norm_ multiplies gradients of this global norm: NaN for NaN."""
     factor = max_norm / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor
 
@@ -116,10 +113,8 @@ def clip_gradients(gradients: Iterable[torch.Tensor | None], *, norm: float, max
 
 
 def flags_of(names: Sequence[str], gradients: Grads, note: Sequence[float], *, device: torch.device) -> torch.Tensor:
-    """[n + note] float64: 1 where there is a gradient, else 0, then the note. Raises ValueError for a sparse one.
-
-    One that no rank has is left None, since optimizers leave such a parameter alone.
-    """
+    """[n + note] float64: 1 where there is a gradient, else 0, then the note. Raises ValueError for a sparse one. A
+    gradient that no rank has stays None, since optimizers skip such a parameter."""
     refuse_sparse(names, gradients)
     flags = [float(gradient is not None) for gradient in gradients]
     return torch.tensor([*flags, *note], dtype=torch.float64, device=device)
@@ -137,20 +132,18 @@ def gradient_specs(flat: Flat) -> list[TensorSpec]:
 
 
 def unpack_gradients(flat: Flat, message: Tensors) -> tuple[list[torch.Tensor | None], list[float]]:
-    """The gradients of a message, views of it, and the note."""
     numbers: list[float] = message[0].tolist()
     gradients = zip(flat.unpack(message[1:]), numbers, strict=False)
     return [gradient if is_there else None for gradient, is_there in gradients], numbers[len(flat.like) :]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Stored values of a gradient, each element once."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 class LossScale:
-    """The scale that the weights as they are now are trained with. `scaler`: the user's. It has the scale between two
-    steps; what is changed in it counts."""
+    """The loss scale of the present weights. `scaler`: the user's, which has the scale between two steps, and whose
+    changes are adopted."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
@@ -161,10 +154,8 @@ class LossScale:
         return self._scale[0]
 
     def update(self, *, overflowed: bool) -> None:
-        """An update was made, or skipped since gradients overflowed: the scale of the next one.
-
-        Raises NonFiniteLossError, on every rank alike, where the scale has shrunk to 0: no scale helps any more.
-        """
+        """Set the scale of the next update, after one that was made, or skipped since gradients overflowed. Raises
+        NonFiniteLossError, on every rank alike, where the scale has shrunk to 0."""
         value, good = self._scale
         scale, tracker = torch.tensor(value, dtype=torch.float32), torch.tensor(good, dtype=torch.int32)
         torch._amp_update_scale_(
@@ -184,7 +175,6 @@ class LossScale:
         self._scale = scale.item(), int(tracker)
 
     def publish(self) -> None:
-        """Let the user's scaler have the scale."""
         if self._scale != self._published:
             value, good = self._scale
             self._scaler.load_state_dict({**self._scaler.state_dict(), "scale": value, "_growth_tracker": good})
@@ -221,5 +211,5 @@ def unscale(gradients: Iterable[torch.Tensor | None], scale: float, *, device: t
 
 def _read(scaler: GradScaler) -> _Scale:
     state = scaler.state_dict()
-    scale = torch.tensor(float(state["scale"]), dtype=torch.float32)  # as it is used, whatever the default type
+    scale = torch.tensor(float(state["scale"]), dtype=torch.float32)  # as it is used, with any default type
     return scale.item(), int(state["_growth_tracker"])

@@ -1,15 +1,15 @@
-"""From gradients to the next weights: one interface, kept by a flush and by a stream.
+"""From gradients to the next weights: one interface, implemented by a flush and by a stream.
 
-                       FlushUpdate, behind the program            StreamUpdate, within it
-    begin              the user's gradients are put aside         what the user changed is taken over
-    losses known       behind the last message                    REDUCE_GRAD: before the gradients leave
+                       FlushUpdate, after the program             StreamUpdate, within it
+    begin              the user's gradients are put aside         the user's changes are adopted
+    losses known       after the last message                     REDUCE_GRAD: before the gradients are sent
     gradients ready    scaled, all-reduced                        REDUCE_GRAD: scaled, messages SUM
     norm, clip         all-reduced                                GRAD_NORM: messages NORM and TOTAL
     step               every stage's optimizer                    U of each stage
-    drain              nothing is under way                       what is left of the program
+    drain              nothing is in flight                       the rest of the program
 
-`Update` is what `Training` does around the engine, once a process; which of the two it is, is chosen once, when the
-pipeline is built. `RankUpdate` is what a rank's worker meets within a program.
+`Training` calls `Update` around the engine, once per process; one of the two is chosen when the pipeline is built. A
+rank's worker calls `RankUpdate` within a program.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Programs = Mapping[int, RankProgram]  # by local rank
 
 
 class Update(ABC):
-    """The updates of one process, between two batches at rest unless said otherwise.
+    """The updates of one process. Between two batches nothing is in flight, unless documented otherwise.
 
     Arguments:
         ranks: by local rank, as are `recorders`.
         stages: of all local ranks, in order; none without an optimizer.
-        shards: what its rank has of the parameters that it divides with others.
+        shards: this rank's parts of the parameters that it divides with others.
 
     Attributes:
         gate: entered before weights or optimizer state are written.
-        scale: of all gradients of the newest batch, as its backwards made them.
+        scale: of all gradients of the newest batch, relative to those of its backwards.
     """
 
     scale = 1.0
@@ -83,28 +83,27 @@ class Update(ABC):
 
     @property
     def is_lost(self) -> bool:
-        """Whether an error has lost what was under way, and the weights stand at different updates."""
+        """Whether an error has lost batches in flight, and the weights are of different updates."""
         return self._lost is not None
 
     def lose(self, error: BaseException) -> None:
-        """An error came when some weights were updated, and others may not be."""
         self._lost = f"{type(error).__name__}: {error}"
 
     def _require_whole(self) -> None:
         if self._lost is not None:
             raise ValueError(
-                f"batches or updates under way were lost with {self._lost}; the stages stand at different updates. "
-                f"Expected load(folder) of a checkpoint, or a new PipelineModule"
+                f"batches or updates in flight were lost with {self._lost}; the stages' weights are of different "
+                f"updates. Expected load(folder) of a checkpoint, or a new PipelineModule"
             )
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The values that a checkpoint keeps beside weights and optimizers, by key."""
-        scale = self.loss_scale  # by age of a weight version: others could have scales of their own, once
+        """The values that a checkpoint keeps besides weights and optimizers, by key."""
+        scale = self.loss_scale  # by age of a weight version: earlier releases could have one for each
         return {} if scale is None else {"loss_scale": {0: list(scale.content())}}
 
     def go_on(self, kept: Mapping[str, Any]) -> None:
-        """Forget what was under way, and go on from what a checkpoint has kept, as far as it has."""
+        """Drop everything in flight, and continue from the values of a checkpoint, as far as it has them."""
         self.restart()
         if self.loss_scale is not None and "loss_scale" in kept:
             self.loss_scale.load(kept["loss_scale"][0])
@@ -114,7 +113,7 @@ class Update(ABC):
         return None
 
     def summing_bytes(self, stage: int, parameters: Sequence[nn.Parameter]) -> float:
-        """Bytes beside the gradients of these parameters of a stage while its replicas add them up."""
+        """Bytes in addition to the gradients of these parameters of a stage while its replicas add them up."""
         replicas = len({*self.schedule.owners[stage]})
         if replicas == 1:
             return 0.0
@@ -132,7 +131,7 @@ class Update(ABC):
         return [float(group["lr"]) for group in groups if "lr" in group]
 
     def refuse_shared_statistics(self) -> None:
-        """Before the first batch: ValueError for an optimizer whose step needs more than its stage has."""
+        """ValueError, before the first batch, for an optimizer whose step needs other stages' parameters."""
         for one in self.stages:
             if not one.is_tried:
                 one.refuse_shared_statistics([parameter for _, parameter in self.ownership.parameters()])
@@ -140,41 +139,41 @@ class Update(ABC):
     # One batch, in this order
 
     def follow(self, schedule: Schedule) -> None:
-        """The next batch runs in the order of this schedule: the same work on the same ranks, under a flush."""
+        """Run the next batch in the order of this flush schedule, with the same actions on the same ranks."""
         raise AssertionError(f"{schedule!r} for a batch of a stream")
 
     @abstractmethod
     def begin(self, batch: Batch) -> Programs:
-        """A batch comes: what the engine runs for it. Raises ValueError where none may come now."""
+        """Begin a batch; returns its programs. Raises ValueError where no batch may begin now."""
 
     def losses_known(self) -> None:
-        """The programs have run. Raises NonFiniteLossError on every rank alike."""
+        """Read the losses, after the programs. Raises NonFiniteLossError on every rank alike."""
         return
 
     def gradients_ready(self) -> None:
-        """All gradients of the batch are scaled and summed over ranks. Collective over the processes."""
+        """Finish scaling and summing the batch's gradients over ranks. Collective over the processes."""
         return
 
     def prepare(self) -> None:
-        """All of `step` that other processes take part in, where it stands apart. Collective over the processes."""
+        """The collective part of `step`, where it is separate. Collective over the processes."""
         return
 
     def take_back(self) -> None:
-        """Forget the batch whose gradients were ready, or nearly: it is run again."""
+        """Drop a batch before its update: it will be run again."""
         raise AssertionError("a batch of a stream is not run again")
 
     @abstractmethod
     def step(self) -> Known | None:
-        """Clip and update. Returns what is newest known of any batch. Collective over the processes."""
+        """Clip and update. Returns the newest known result of any batch. Collective over the processes."""
 
     @abstractmethod
     def abandon(self, error: BaseException) -> None:
-        """The batch failed between `begin` and `gradients_ready`."""
+        """Clean up after an error between `begin` and `gradients_ready`."""
 
     # Gradients without an update
 
     def refuse_users_gradients(self, what: str, *, instead: str) -> None:
-        """ValueError unless gradients may be left to the user, as `what` needs it."""
+        """ValueError unless gradients may be left to the user, as `what` does."""
         return
 
     def accumulated(self) -> Known:
@@ -182,58 +181,51 @@ class Update(ABC):
         raise AssertionError("no gradients are left to the user")
 
     def clip(self, max_norm: float, *, norm_type: float = 2.0, only_finite: bool = False) -> float:
-        """Clip the gradients that the user has; returns the global norm before. Collective over the processes.
-
-        Arguments:
-            only_finite: with a norm that is not finite, gradients are left as they are.
-        """
+        """Clip the gradients that are left to the user; returns the global norm before. Collective over the processes.
+        `only_finite`: whether gradients with a norm that is not finite are not changed."""
         raise AssertionError("no gradients are left to the user")
 
     # Draining
 
     def drain(self) -> Programs | None:
-        """Programs that end all that is under way; None where nothing is. Raises ValueError where it was lost."""
+        """Programs that finish everything in flight; None where nothing is. Raises ValueError where it was lost."""
         self._require_whole()
         return None
 
     def rest(self) -> list[Known]:
-        """Results that became known and were not returned, oldest first; each once."""
+        """Known results that were not returned yet, oldest first; each once."""
         return []
 
     def waiting(self) -> Sequence[Known]:
-        """The results that `rest` would return; they stay."""
+        """The results that `rest` would return, without removing them."""
         return ()
 
     def set_aside(self) -> Callable[[], None]:
-        """Take away the results that `rest` and `step` would return; the answer puts them back."""
+        """Remove the results that `rest` and `step` would return; the returned function restores them."""
         return lambda: None
 
     # State and measurement
 
     def refuse_reading(self, what: str) -> None:
-        """ValueError while weights that are read would not be of one update."""
+        """ValueError while weights are of different updates."""
         return
 
     def refuse_changes(self, what: str) -> None:
-        """ValueError while batches are under way."""
+        """ValueError while batches are in flight."""
         return
 
     def unite(self) -> None:
-        """Make the optimizers of all replicas alike, before one of them is saved. Collective over the processes."""
+        """Make the optimizers of all replicas equal, before one of them is saved. Collective over the processes."""
         return
 
     def take_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The model's own tensors were loaded, with nothing under way."""
+        """Adopt a state that was loaded into the model, with nothing in flight."""
         return
 
     def restart(self) -> None:
-        """Everything was loaded, with nothing under way: an error before is forgotten."""
+        """Begin again after everything was loaded, also after an error."""
         self._lost = None
 
     @abstractmethod
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
-        """The measured Timeline of all ranks' records.
-
-        Arguments:
-            schedule: that was run.
-        """
+        """The measured Timeline of all ranks' records. `schedule`: that was run."""

@@ -1,12 +1,12 @@
-"""Replicas that need not agree in each step: each updates by itself, and every H-th step their weights are averaged.
+"""Local SGD: each replica updates independently, and after every H-th step their weights are averaged.
 
     replica 0   F B U   F B U   F B U + average   F B U   ...        H = 3
     replica 1   F B U   F B U   F B U + average   F B U   ...
 
-Losses alone travel in between: a result is that of all samples, and one that is not finite stops all. The arithmetic
-is that of torch's PeriodicModelAverager, over groups whose waits end with a report (local SGD: arXiv 1805.09767).
-"adaptive" follows SkewScout (arXiv 1910.00189): weights meet a microbatch of a neighbour, and H weighs what they lose
-there against bytes.
+Only losses are sent in between: a result is that of all samples, and one that is not finite stops all. The arithmetic
+is that of torch's PeriodicModelAverager, over groups with time-outs (local SGD: arXiv 1805.09767). "adaptive" follows
+SkewScout (arXiv 1910.00189): weights are evaluated on a microbatch of a neighbour, and H weighs the loss there against
+bytes.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from .interface import Programs
 from .shared_sums import SharedSum
 
 FIRST, MOST = 8, 64  # steps between two averagings under "adaptive"
-_LOOK_AGAIN = 8  # steps from a look at a neighbour's data that changed nothing, or ended at H = 1, to the next
-_TOLERANCE = 0.2  # of the gap, which few samples show; beyond, twice the loss costs as much as the bytes of each step
+_LOOK_AGAIN = 8  # steps to the next evaluation on a neighbour's data, after one that kept H, or set H = 1
+_TOLERANCE = 0.2  # of the gap, which has noise; beyond, twice the loss costs as much as the bytes of each step
 
 
 class Averaging(NamedTuple):
-    """How replicas average their weights.
+    """State of averaging weights over replicas.
 
-    every: H now. times: averagings so far. sent_bytes: by this process for these, as a ring sends them, and for looks
-    at a neighbour's data. gap: how much higher the loss of weights was on a neighbour's data, as a share; None before
-    it is known.
+    every: H now. times: averagings so far. sent_bytes: by this process for these, as in a ring, and for evaluations on
+    a neighbour's data. gap: how much higher the loss of weights was on a neighbour's data, as a share; None before it
+    is known.
     """
 
     every: int
@@ -53,8 +53,8 @@ class Averaging(NamedTuple):
 
 
 def next_interval(every: int, gap: float) -> int:
-    """H from here on: half of it, as now, or twice, whichever costs least: the gap, which is taken to grow with the
-    H - 1 steps apart, and the bytes sent, of which H leaves 1 / H.
+    """The next H: half, equal or twice the present one, with the least cost: the gap, assumed to grow with the H - 1
+    steps without averaging, plus the bytes sent, a share of 1 / H.
 
     >>> next_interval(8, 0.0), next_interval(8, 0.5), next_interval(64, 0.0), next_interval(1, 0.0)
     (16, 4, 64, 2)
@@ -68,8 +68,8 @@ def next_interval(every: int, gap: float) -> int:
 
 
 class LocalUpdate(FlushUpdate):
-    """Updates each replica by itself, and averages weights over the data group every H-th step. Within `verify`, which
-    finds all weights alike, gradients are summed over all replicas as ever."""
+    """Updates each replica independently, and averages weights over the data group every H-th step. Within `verify`,
+    which needs equal weights, gradients are summed over all replicas."""
 
     def __init__(self, programs: FlushPrograms, *made_of: Any) -> None:
         super().__init__(programs, *made_of)
@@ -95,10 +95,10 @@ class LocalUpdate(FlushUpdate):
                 collectives.subgroup(group)
         counted = ownership.counted_parameters([rank], among=self._pipeline)
         self._counted = [p for p in counted if p.requires_grad]
-        self._is_apart = True  # whether replicas update by themselves
+        self._is_apart = True  # whether replicas update independently
         self._differs = False  # whether their weights may differ
-        self._next: int | None = None  # step behind which they are averaged
-        self._look_from = 0  # step
+        self._next: int | None = None  # step after which they are averaged
+        self._look_from = 0  # first step of the next evaluation on a neighbour's data
         if collectives.rank == 0:
             _warn_of_batch_norm(ownership.model.root)
 
@@ -113,7 +113,6 @@ class LocalUpdate(FlushUpdate):
             _, self.scale = next(iter(self.ranks.values())).total(0, among=self._pipeline)
 
     def step(self) -> Known:
-        """Clip by this replica's norm, and update it; average behind every H-th step."""
         known = super().step()
         self._differs = True
         if self._is_due(known.step):
@@ -128,8 +127,8 @@ class LocalUpdate(FlushUpdate):
         return programs
 
     def unite(self) -> None:
-        """Average the optimizers' state, too, since a checkpoint has that of one replica: a run that goes on from it is
-        then the one that saved it. Numbers such as a step count stay, and must be alike."""
+        """Average the optimizers' state, too, since a checkpoint has that of one replica: then a run continues from it
+        as the saving one does. Numbers such as a step count must be equal."""
         run = self.run
         states = {
             (one.names.get(id(p), ""), key): x
@@ -145,7 +144,7 @@ class LocalUpdate(FlushUpdate):
             if one[:2] != other[:2] or one == other:
                 return None
             return (
-                f"the optimizers of ranks {one[0]} hold state of other parameters (gradients came on some alone), "
+                f"the optimizers of ranks {one[0]} hold state of other parameters (only some ranks had gradients), "
                 f"and a checkpoint has one for all: expected sync=1, or a model of which every batch uses all"
             )
 
@@ -184,14 +183,14 @@ class LocalUpdate(FlushUpdate):
     def look_at_neighbour(
         self, evaluate: Callable[[Given], EvalResult], given: Given, step: int, reads_nothing: bool
     ) -> None:
-        """Before the last step of an interval: choose the next H, where a look is due. Collective over the processes;
-        shapes alone are enough in one that `reads_nothing`."""
+        """Before the last step of an interval, choose the next H, if an evaluation on a neighbour's data is due.
+        Collective over the processes; a process that `reads_nothing` needs shapes only."""
         if not self._adapts or not self._is_due(step) or step < self._look_from:
             return
         gap, every = 0.0, self.averaging.every
         if every > 1:
             num_microbatches = self.schedule.num_microbatches // len(self._row)
-            with self.run.guard.together():  # a batch that one replica refuses
+            with self.run.guard.together():  # for an error with one replica's batch
                 check_batch(given, num_microbatches)
                 own = given.detached().cut(num_microbatches)[0]
             theirs = self._neighbours(own, shapes_alone=reads_nothing)
@@ -210,7 +209,6 @@ class LocalUpdate(FlushUpdate):
         return step + 1 >= self._next
 
     def _neighbours(self, own: Given, *, shapes_alone: bool) -> Given:
-        """The microbatch of the replica before this one. Collective over the data group."""
         run = self.run
         leaves, spec = pytree.tree_flatten((own.arguments.tensors, own.target))
         there = {i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and not x.is_meta}
@@ -229,8 +227,8 @@ class LocalUpdate(FlushUpdate):
             self.averaging = self.averaging._replace(times=self.averaging.times + 1)
 
     def _mean(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """The mean of what belongs to each parameter, in place, over all that hold it: two sums of a tied one, in
-        another order, might differ. Collective over the processes."""
+        """Mean of a tensor of each parameter, in place, over all that hold the parameter: two sums of a tied one, in
+        different orders, might differ. Collective over the processes."""
         by_holders: dict[tuple[int, ...], list[torch.Tensor]] = {}
         for name, tensor in named:
             by_holders.setdefault(self.ownership.holders(name), []).append(tensor)
@@ -259,6 +257,6 @@ def _warn_of_batch_norm(root: nn.Module) -> None:
     if found is not None:
         warnings.warn(
             f"{found!r} is a BatchNorm under sync=: where replicas' data differ, so do the statistics that they train "
-            f"with, which averaged weights do not fit, and a checkpoint has the first one's. Expected GroupNorm",
+            f"with, which averaged weights do not fit, and a checkpoint has the first replica's. Expected GroupNorm",
             stacklevel=2,
         )

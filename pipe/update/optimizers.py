@@ -1,8 +1,18 @@
-"""Optimizers: one or several a stage, over that stage's own parameters, each with its learning-rate schedule."""
+"""Optimizers: one or several per stage, over that stage's parameters, each with its learning-rate schedule; and their
+options (rates, betas, decay), copied, compared, and changed by a user while batches run.
+
+In a stream the update of batch t runs in call t on the last stages, and in call t + 1 on the first. A user's change
+before call t applies from the update of batch t on, on every stage, as in one process:
+
+    call t      the changes are read, and wait
+    update b    those of calls up to b are applied; after it, the user sees the waiting ones again
+"""
 
 from __future__ import annotations
 
+import copy
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,29 +26,27 @@ from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, 
 from ..guards.separable import known_to_separate, refuse_shared_statistic, separable
 from ..settings.arguments import SchedulerFactory
 from ..settings.delay_correction import Feedback
-from ..shards.shard import Shard
-from ..shards.split import ShardedParameter
+from ..shards.shard import Shard, ShardedParameter
 from ..stage.weights import WeightVersions
-from .options import BatchOptions, option_number, shown
 
 
 class StageOptimizers:
     """The optimizers of one stage and their learning-rate schedules; none where the stage has no parameter to train.
 
     Arguments:
-        scheduler: called once an optimizer.
+        scheduler: called once for each optimizer.
         model: ids of all of the model's parameters.
-        versions: of the stage's weights, under an asynchronous schedule: then no optimizer may hold a tensor beside
-            the model's.
+        versions: of the stage's weights, under an asynchronous schedule: then optimizers may hold only the model's
+            tensors.
         feedback: corrects late gradients.
 
-    Raises ValueError for what is no optimizer or scheduler, for a parameter that was not given, or is held twice.
+    Raises ValueError for a wrong type of optimizer or scheduler, for a parameter that was not given, or is held twice.
 
     Attributes:
-        optimizers: in the order in which they were returned. They are made of whole parameters, whose groups may
-            depend on shapes and names, and hold parts of them where `divide` says so.
+        optimizers: in the order in which they were returned. They are made with whole parameters, whose groups may
+            depend on shapes and names, and hold parts of them after `divide`.
         schedulers: of each optimizer; empty without `scheduler`.
-        names: by id of a parameter, and of a part that stands in its place.
+        names: by id of a parameter, and of a part in its place.
     """
 
     def __init__(
@@ -59,9 +67,9 @@ class StageOptimizers:
         self._parameters = [parameter for _, parameter in parameters]
         self._feedback = feedback
         self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
-        self.is_tried = False  # whether its optimizers were asked for a statistic over several stages
+        self.is_tried = False  # whether its optimizers were tried for a statistic over several stages
         self.parts: Mapping[str, ShardedParameter] = {}
-        self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # where parts stand
+        self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # wholes replaced by parts
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model)
         self._refuse_twice(where)
@@ -69,7 +77,7 @@ class StageOptimizers:
         self.options = BatchOptions(self.optimizers)
 
     def refuse_to_divide(self, names: Collection[str]) -> None:
-        """ValueError for an optimizer that needs the whole of one of these, of which each process has a part."""
+        """ValueError for an optimizer that needs one of these parameters whole, of which each process has a part."""
         for optimizer in self.optimizers:
             held = [self.names.get(id(parameter)) for parameter in parameters_of(optimizer)]
             name = next((each for each in held if each in names), None)
@@ -80,16 +88,14 @@ class StageOptimizers:
                 reason = "" if kind is None else ": it needs whole parameters"
                 raise ValueError(
                     f"optimizer {type(optimizer).__name__} holds {name!r}, which is divided over a tensor group, and "
-                    f"is not known to update each element by itself, as each process must, which has a part of the "
+                    f"is not known to update each element independently, as each process must with its part of the "
                     f"weight{reason}. Expected one such as AdamW for it, an attribute separable = 'elements' of its "
                     f"class where it does, or a module that is not divided"
                 )
 
     def whole_names(self) -> set[str]:
-        """Names of the parameters that may not be cut, since their optimizer treats each as a whole.
-
-        Raises ValueError for an optimizer that may not even be given some of its parameters alone.
-        """
+        """Names of the parameters that may not be cut, since their optimizer needs each whole. Raises ValueError for an
+        optimizer that needs all of its parameters together."""
         return {
             self.names[id(parameter)]
             for optimizer in self.optimizers
@@ -99,14 +105,14 @@ class StageOptimizers:
         }
 
     def refuse_shared_statistics(self, model: Sequence[nn.Parameter]) -> None:
-        """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters may do anything."""
+        """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters is not tried."""
         if self.parts or len(self._parameters) < sum(p.requires_grad for p in model):
             for optimizer in self.optimizers:
                 refuse_shared_statistic(optimizer, model, own_hook=self._refuse_by_hand)
         self.is_tried = True
 
     def divide(self, parts: Mapping[str, ShardedParameter]) -> None:
-        """From now on hold these parts in the places of their parameters; none where a part is empty."""
+        """Hold these parts in place of their parameters; none where a part is empty."""
         self.parts = parts
         self.names.update({id(part.parameter): name for name, part in parts.items()})
         for optimizer in self.optimizers:
@@ -130,7 +136,7 @@ class StageOptimizers:
                     group["param_names"] = [group["param_names"][position] for position, _ in kept]
 
     def _refuse_by_hand(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """ValueError for gradients that this step would not see; in `train_step` they are with the parts."""
+        """ValueError for gradients that this step would miss; in `train_step` the parts have them."""
         name = next((self.names[id(p)] for one, _, p in self._away if one is optimizer and p.grad is not None), None)
         if name is not None:
             raise ValueError(
@@ -150,23 +156,20 @@ class StageOptimizers:
             if id(parameter) not in self.names:
                 raise ValueError(
                     f"optimizer {type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is "
-                    f"none of the model's, so that a checkpoint has no name for it: expected the module that owns it "
-                    f"as loss_fn="
+                    f"not the model's, so that a checkpoint has no name for it: expected the module that owns it as "
+                    f"loss_fn="
                 )
         return list(dict.fromkeys(self.names[id(parameter)] for parameter in [*group["params"], *away]))
 
     def shard(self, name: str, of: Shard) -> Shard:
-        """State that the optimizer here has of a parameter, and of each tensor of its state with the parameter's shape.
-
-        Arguments:
-            of: what this rank has of the parameter in training.
-        """
+        """Shard of a parameter that the optimizer here holds, also of state tensors with the parameter's shape. `of`:
+        this rank's shard of the parameter in training."""
         return self.parts[name].shard(of) if name in self.parts else of
 
     @contextmanager
     def held_back(self, take: Callable[[str, torch.Tensor | None], None]) -> Iterator[None]:
-        """Within: `take` gets each parameter's name and gradient (of a divided one the part's) instead of a step, and
-        weights and rates stay."""
+        """Context in which `take` gets each parameter's name and gradient (the part's of a divided one) instead of a
+        step; weights and rates do not change."""
         self._take = take
         try:
             yield
@@ -185,7 +188,7 @@ class StageOptimizers:
         return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
     def option_numbers(self) -> dict[int, int]:
-        """By id of a parameter: a number, below 65,536, of what an update does with it (rates, betas, ...)."""
+        """By id of a parameter: a checksum, below 65,536, of its options (rates, betas, ...)."""
         numbers: dict[int, int] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -195,15 +198,14 @@ class StageOptimizers:
         return numbers
 
     def corrects(self, name: str) -> bool:
-        """Whether updates of a parameter are corrected, and its state has the last one."""
         return self._feedback is not None and self._feedback.factors.get(name, 0.0) > 0
 
     def step(self, loss: float | None, *, skipped: bool = False, is_fresh: bool = False) -> None:
         """Update, step the learning rates, drop the gradients, also those that no optimizer holds.
 
         Arguments:
-            loss: mean of the batch whose last update this is, for schedules that follow it; None for an earlier update.
-            skipped: whether gradients are dropped alone, since they overflowed.
+            loss: mean of the batch whose last update this is, for schedules that use it; None for an earlier update.
+            skipped: whether gradients are only dropped, since they overflowed.
             is_fresh: whether gradients are not late, though the schedule's are.
         """
         if self._take is not None:
@@ -220,7 +222,7 @@ class StageOptimizers:
                 if not required_arguments(type(scheduler).step):
                     scheduler.step()
                 elif loss is not None:
-                    scheduler.step(loss)  # type: ignore[arg-type]  # torch types the one of ReduceLROnPlateau by itself
+                    scheduler.step(loss)  # type: ignore[arg-type]  # torch's type for ReduceLROnPlateau differs
             for part in self.parts.values():
                 part.settle()
         for optimizer in self.optimizers:
@@ -229,7 +231,7 @@ class StageOptimizers:
             parameter.grad = None
         for part in self.parts.values():
             part.parameter.grad = None
-        torch.clear_autocast_cache()  # an autocast around the whole loop would go on with casts of the old weights
+        torch.clear_autocast_cache()  # an autocast around the whole loop would reuse casts of the old weights
 
     def _held(self) -> Iterator[nn.Parameter]:
         for optimizer in self.optimizers:
@@ -244,7 +246,7 @@ class StageOptimizers:
                 what = f", one of the model's, but not of {where}" if is_models else ""
                 raise ValueError(
                     f"optimizer {type(holder).__name__} holds a parameter of shape {tuple(parameter.shape)} that it "
-                    f"was not given{what}: expected the parameters that optimizer= is called with, once a stage; or, "
+                    f"was not given{what}: expected the parameters that optimizer= is called with, once per stage; or, "
                     f"for a tensor of the loss, the module that owns it as loss_fn="
                 )
 
@@ -264,9 +266,9 @@ def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:
     names = sorted({name for one in stages for name in one.unheld()})
     if names:
         warnings.warn(
-            f"no optimizer that optimizer= returned holds {shown(names, 5)}: train_step leaves them as they are and "
-            f"drops their gradients, which count in the gradient norm. Expected requires_grad_(False) for what is not "
-            f"to learn",
+            f"no optimizer that optimizer= returned holds {shown(names, 5)}: train_step does not update them and drops "
+            f"their gradients, which count in the gradient norm. Expected requires_grad_(False) for parameters that "
+            f"are not trained",
             stacklevel=2,
         )
 
@@ -290,3 +292,154 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> L
             f"nothing, or the loss alone as ReduceLROnPlateau does"
         )
     return made
+
+
+Group = dict[str, Any]
+
+_OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
+_KEPT = 16  # updates: more than ranks can be apart
+
+
+def options_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Group]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [{k: copied_option(v) for k, v in options_of_group(group).items()} for group in groups]
+
+
+def options_of_group(group: Mapping[str, Any]) -> Group:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def differences(before: Sequence[Group], now: Sequence[Group]) -> list[Group]:
+    pairs = zip(before, now, strict=False)
+    return [{k: v for k, v in new.items() if k not in old or not _is_same(old[k], v)} for old, new in pairs]
+
+
+def set_options(optimizers: Iterable[torch.optim.Optimizer], options: Sequence[Group]) -> None:
+    """Set options by group; tensors are changed in place, since the user may hold them."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, given in zip(groups, options, strict=False):
+        for key, value in given.items():
+            if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = copied_option(value)
+
+
+class BatchOptions:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self.forget()
+
+    def forget(self) -> None:
+        self._waiting: list[tuple[int, list[Group]]] = []  # changes, and the batch that they begin with
+        self._shown = self._used = options_of(self._optimizers)
+
+    def read(self, batch: int) -> set[str]:
+        """Read the user's changes since the last call, which apply from this batch on; returns the options' names."""
+        now = options_of(self._optimizers)
+        changes = differences(self._shown, now)
+        if any(changes):
+            self._waiting.append((batch, changes))
+            self._shown = now
+        return {name for group in changes for name in group}
+
+    @contextmanager
+    def of(self, batch: int) -> Iterator[None]:
+        """Context with the options of an update of this batch; changes by a step or a schedule stay."""
+        if self._waiting:
+            set_options(self._optimizers, self._used)
+            while self._waiting and self._waiting[0][0] <= batch:
+                set_options(self._optimizers, self._waiting.pop(0)[1])
+        try:
+            yield
+        finally:
+            self._shown = self._used = options_of(self._optimizers)
+            for _, changes in self._waiting:
+                set_options(self._optimizers, changes)
+                self._shown = options_of(self._optimizers)
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def copied_option(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+class SameOptions:
+    """Options of one rank's updates of the parameters that it shares, compared with the other ranks' after the update.
+    A rate that is changed while batches are in flight is first used in a different update on each rank, so the options
+    that an update used are compared. Each rank sends them with the gradients of a later update group, without waiting.
+    `num_stages`: of the rank: its updates of a group."""
+
+    def __init__(self, rank: int, *, num_stages: int) -> None:
+        self._rank = rank
+        self._num_stages = num_stages
+        self._newest = -1
+        self._used: dict[int, dict[str, int]] = {}  # update group -> parameter -> option number
+        self._stages_done: dict[int, int] = {}
+        self._received: list[tuple[int, int, dict[str, int]]] = []  # (peer, update group, parameter -> number)
+
+    def used(self, index: int, numbers: Mapping[str, int]) -> None:
+        """Note the option numbers that a stage's update used, by parameter. Raises ValueError that names a parameter
+        for which another rank has used other options."""
+        self._used.setdefault(index, {}).update(numbers)
+        self._stages_done[index] = self._stages_done.get(index, 0) + 1
+        if self._stages_done[index] < self._num_stages:
+            return
+        del self._stages_done[index]
+        self._newest = index
+        for old in [known for known in self._used if known <= index - _KEPT]:
+            del self._used[old]
+        self._compare()
+
+    def note(self, names: Sequence[str]) -> list[float]:
+        """Numbers to send to a rank with which these parameters are shared: [n + 1]."""
+        known = self._used.get(self._newest, {})
+        return [float(self._newest), *(float(known.get(name, 0)) for name in names)]
+
+    def received(self, peer: int, names: Sequence[str], note: Sequence[float]) -> None:
+        index, *numbers = map(int, note)
+        if index >= 0:
+            self._received.append((peer, index, dict(zip(names, numbers, strict=True))))
+
+    def drop(self) -> None:
+        self._newest = -1
+        self._used.clear()
+        self._stages_done.clear()
+        self._received.clear()
+
+    def _compare(self) -> None:
+        for peer, index, numbers in self._received:
+            own = self._used.get(index, {}) if index <= self._newest else {}
+            differing = [name for name, number in numbers.items() if own.get(name, number) != number]
+            if differing:
+                raise ValueError(differing_options(differing, sorted((self._rank, peer))))
+        self._received = [one for one in self._received if one[1] > self._newest]
+
+
+def shown(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def differing_options(names: Sequence[str], ranks: Sequence[int]) -> str:
+    return (
+        f"the ranks {list(ranks)} hold copies of the same weights, and their optimizers have different options for "
+        f"{shown(names)} (a learning rate that was changed on some of them?): the copies would drift apart. Expected "
+        f"the same change of pipe.optimizers on every rank, under an asynchronous schedule after flush(), or "
+        f"lr_scheduler="
+    )
+
+
+def option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
+    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
+
+
+def _shown_option(key: str, value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else ""
+    return repr(value) if key != "params" and isinstance(value, bool | int | float | str | tuple | None) else ""

@@ -1,4 +1,4 @@
-"""Updates as a rank's worker meets them within a program: losses, sums of gradients, collectives.
+"""Updates of a rank within a program, for its worker: losses, sums of gradients, collectives.
 
 last forward of a group that runs here -> summary -> LOSS to every rank -> the same total on every rank
 """
@@ -33,13 +33,12 @@ from .shared_sums import SharedSum
 
 
 class UpdateGate:
-    """Stands in front of everything in a pipeline that writes weights or optimizer state; open at first."""
+    """Entered before any code of a pipeline writes weights or optimizer state; open at first."""
 
     def __init__(self) -> None:
         self._waits: list[Callable[[], None]] = []
 
     def hold(self, wait: Callable[[], None]) -> None:
-        """The next one to pass calls `wait` first, behind those of before."""
         self._waits.append(wait)
 
     def enter(self) -> None:
@@ -50,19 +49,19 @@ class UpdateGate:
 
 class RankUpdate:
     """Update groups of one rank: its own losses by microbatch, and their summaries by rank of the last stage. Under a
-    flush, sums of gradients that other processes hold, too.
+    flush, also sums of gradients that other processes hold.
 
-    Each data replica weighs its samples as if the others had as many. How many they have they tell each other when the
-    batch begins, so that it is known when the first sum does; counts of (sum, count) losses come later.
+    Each data replica weighs its samples as if the others had the same number. They exchange their numbers when a batch
+    begins, for the first sum; counts of (sum, count) losses are known later.
 
     Arguments:
         sums: none where ranks that share gradients do not add them up now.
         option_numbers: of the optimizers of this process, see `SharedSum.begin`.
-        replicas: ranks that run the same on batches of their own; none where all ranks pass the same batch.
+        replicas: ranks that run the same on other batches; none where all ranks pass the same batch.
 
     Attributes:
-        batches: under way, by number: microbatches number * M, number * M + 1, ...
-        behind: by the last backward of a stage, the sum right behind it.
+        batches: in flight, by number: microbatches number * M, number * M + 1, ...
+        sum_after: by the last backward of a stage, the sum that follows it.
         loss_scale: None: losses are not scaled, and must be finite.
     """
 
@@ -81,10 +80,10 @@ class RankUpdate:
         self.shards = shards
         self.sums = sums or {}
         self.replicas = replicas
-        self.behind: Mapping[Action, Collective] = {}
+        self.sum_after: Mapping[Action, Collective] = {}
         self._read_options = option_numbers
-        self._begun: dict[Collective, list[Stamp]] = {}  # when the rest began, and when all was through
-        # Of this batch: samples of all replicas, until they are known; then what the first sum needs, once.
+        self._begun: dict[Collective, list[Stamp]] = {}  # when the rest began, and when all was complete
+        # Of this batch: samples of all replicas, until they are known; then the factor and options of the first sum.
         self._samples: tuple[torch.Tensor, Callable[[], None]] | None = None
         self._factor = 1.0
         self._numbers: Mapping[int, int] | None = None
@@ -102,7 +101,7 @@ class RankUpdate:
         ]
 
     def enter(self, batch: Batch) -> None:
-        """The one batch, whose program counts from microbatch 0."""
+        """Begin the only batch, whose program counts from microbatch 0."""
         self.drop()
         self.batches[0] = batch
         self._factor, self._numbers = 1.0, None
@@ -120,14 +119,12 @@ class RankUpdate:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def begin(self, collective: Collective) -> None:
-        """The program has come to what ranks of several processes do together: it goes on beside compute.
-
-        Weights come and go; or the backwards that make some gradients are through on this rank.
-        """
+        """Begin a collective that overlaps with compute: gather or free weights, or sum gradients whose backwards are
+        done on this rank."""
         if collective.op is not Op.REDUCE_GRAD:
             self.shards.begin(collective)
             return
-        if not self.sums[collective]:  # others hold them, and agree later
+        if not self.sums[collective]:
             return
         self._count_samples()
         if self._numbers is None:
@@ -137,19 +134,16 @@ class RankUpdate:
         for each in self.sums[collective]:
             each.begin(self._factor, self._numbers, on_through=lambda: stamps.append(stamp()))
 
-    def beside(self, action: Action) -> AbstractContextManager[None]:
-        """Around a backward: what of the update goes on beside it, see `SharedSum.beside`.
-
-        Where there are two sums, their order would be that of the gradients.
-        """
-        sums = self.sums.get(self.behind[action], ()) if action in self.behind else ()
-        if len(sums) != 1:
+    def overlapping(self, action: Action) -> AbstractContextManager[None]:
+        """Context of a backward that overlaps with its sum, see `SharedSum.overlapping`."""
+        sums = self.sums.get(self.sum_after[action], ()) if action in self.sum_after else ()
+        if len(sums) != 1:  # the order of two would be that of the gradients
             return nullcontext()
         self._count_samples()
-        return sums[0].beside(self._factor)
+        return sums[0].overlapping(self._factor)
 
     def settle(self) -> None:
-        """Block until what was begun is through: the program is."""
+        """Block, at the end of a program, until everything begun is complete."""
         self._count_samples()
         for collective, stamps in self._begun.items():
             for each in self.sums[collective]:
@@ -179,7 +173,7 @@ class RankUpdate:
         raise AssertionError(f"an update of stage {stage} in a program without updates")
 
     def note_loss(self, index: int, loss: LossValue) -> None:
-        """The loss of microbatch `index`; behind the last one of a group that runs here, they are summed up."""
+        """Note the loss of microbatch `index`; the last one of a group that runs here makes their summary."""
         number, k = divmod(index, self._batch_indices)
         group, within = index // self._group_size, k // self._group_size
         losses = self._own.setdefault(group, {})
@@ -192,7 +186,7 @@ class RankUpdate:
         number, k = divmod(index, self._batch_indices)
         batch = self.batches[number]
         value, count = self._own[index // self._group_size][k]
-        # Of (sum, count) losses the count of the whole group is known at its end only: until then, 1 / samples.
+        # The count of a whole group of (sum, count) losses is known only at its end: until then, 1 / samples.
         weight = batch.parts[k].weight if count is None else 1.0 / batch.group_items(k // self._group_size)
         return torch.full_like(value, weight * self.scale_of(index // self._group_size))
 
@@ -200,7 +194,7 @@ class RankUpdate:
         return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]
 
     def put(self, message: Message, tensors: Tensors) -> None:
-        """Such a message arrived. Raises ValueError where its rank, of the same pipeline, has passed another batch."""
+        """Take a message. Raises ValueError where its rank, of the same pipeline, has passed another batch."""
         batch = self.batches[message.index * self._group_size // self._batch_indices]
         self._compare_batches(batch, message.src, tensors[0])
         self._summaries.setdefault(message.index, {})[message.src] = tensors[0]
@@ -209,14 +203,9 @@ class RankUpdate:
         return (self._summaries[message.index][self._rank],)
 
     def total(self, group: int, *, among: Collection[int] | None = None) -> tuple[GroupLoss, float]:
-        """The loss of a group, and what its gradients must be multiplied with.
-
-        Arguments:
-            among: ranks whose losses alone the gradients are of; None: all.
-
-        Raises NonFiniteLossError, but where losses are scaled: gradients then tell; and ValueError for counts that
-        cannot be divided by.
-        """
+        """The loss of a group, and the factor for its gradients. `among`: the ranks whose losses the gradients are of;
+        None: all. Raises NonFiniteLossError, unless losses are scaled (then gradients are checked), and ValueError for
+        counts that can't be a divisor."""
         number, within = divmod(group * self._group_size, self._batch_indices)
         batch = self.batches[number]
         summaries = self._summaries[group]
@@ -228,13 +217,13 @@ class RankUpdate:
         return loss, loss.scale(batch.group_items(within // self._group_size))
 
     def _after_bad_loss(self, group: int) -> tuple[str, str]:
-        """Updates that were made where the loss of this group is not finite, and what to do then, for people."""
+        """(updates that were made, advice) for the error of a loss of this group that is not finite."""
         return NO_UPDATE, LOWER_OR_CLIP
 
     def _compare_batches(self, batch: Batch, rank: int, summary: torch.Tensor) -> None:
-        """Compare the call of a rank of the last stage with this rank's; data replicas have batches of their own."""
+        """Compare the call of a rank of the last stage with this rank's, and its batch within a data replica."""
         own, (replica, num_replicas) = batch.identity, batch.replica
-        if own.number == UNKNOWN:  # of one process, which need not wait for its device
+        if own.number == UNKNOWN:  # in one process, which need not synchronize its device
             return
         its = Identity(*summary[-len(own) :].tolist())
         if self._last_owners.index(rank) % num_replicas != replica:

@@ -4,12 +4,12 @@ gradients   [all of them] --exchange--> sum of this part                     (a 
 optimizer   steps the part
 weights     the part --exchange--> [all of them] on every rank               (an all-gather)
 
-Weights of which each rank keeps a part alone are gathered for a program, and let go as soon as it needs them no more:
+Weights of which each rank keeps only a part are gathered for a program, and freed as soon as it needs them no more:
 
-worker meets UNSHARD    -> begin: the parts leave
+worker runs UNSHARD     -> begin: the parts are sent
 a forward of the stage  -> whole: wait for those of the others
-worker meets RESHARD    -> let go
-program is through      -> settle: let go of what several stages of the rank use, too
+worker runs RESHARD     -> free
+program has ended       -> settle: free weights that several stages of the rank use, too
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...comm.buckets import buckets_of, flatten, unflatten
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..settings.delay_correction import Feedback
-from ..shards.split import ParameterSplit, ShardedParameter, split_parameters
+from ..shards.shard import ParameterSplit, ShardedParameter, split_parameters
 from ..stage.ownership import BETWEEN_BATCHES, Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
@@ -42,7 +42,7 @@ def _begin_gather(
     what: str,
     on_through: Wait | None = None,
 ) -> Wait:
-    """An all-gather: of each whole tensor this rank's part leaves, and those of the others come; the answer waits."""
+    """Begin an all-gather of these parts into the whole tensors; the returned function waits."""
 
     def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
         own, ranks = parts[0].rank, parts[0].split.ranks
@@ -68,14 +68,13 @@ def _begin_gather(
 def begin_sum(
     parts: Sequence[ShardedParameter], ranks: Sequence[int], collectives: Collectives, *, what: str, on_through: Wait
 ) -> Wait:
-    """Begin the all-reduces of gradients of which each of some ranks needs a part alone: a reduce-scatter.
-
-    The answer waits, and leaves the sums with the parts. A rank to which no gradient came gives zeros.
+    """Begin a reduce-scatter of gradients; the returned function waits, and sets the parts' gradients to the sums. A
+    rank without a gradient adds zeros.
 
     Arguments:
         parts: in the same order on all ranks.
         ranks: ascending.
-        on_through: as of `Collectives.exchange`, for the last of what is exchanged.
+        on_through: as of `Collectives.exchange`, for the last exchange.
     """
 
     def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
@@ -83,7 +82,7 @@ def begin_sum(
         grads = [torch.zeros_like(p.whole) if p.whole.grad is None else p.whole.grad for p in some]
         for part in some:
             part.whole.grad = None
-        own = [part.of(grad).clone() for part, grad in zip(some, grads, strict=True)]  # the rest of `grads` goes
+        own = [part.of(grad).clone() for part, grad in zip(some, grads, strict=True)]  # the rest of `grads` is freed
         wait = collectives.exchange(
             [[part.of(grad, rank=rank) for part, grad in zip(some, grads, strict=True)] for rank in ranks],
             [sum(part.numel() for part in own)] * len(ranks),
@@ -116,7 +115,7 @@ def _by_bucket(
 def together(waits: list[Callable[[], None]]) -> Callable[[], None]:
     def wait() -> None:
         while waits:
-            waits.pop(0)()  # with what it holds
+            waits.pop(0)()  # freeing what it holds
 
     return wait
 
@@ -127,11 +126,11 @@ class Shards:
     Arguments:
         stages: the parts of each stage that has any, in the same order on all ranks of the stage.
         several: names of those that several stages of the rank use.
-        apart: whether weights are let go between two batches.
+        apart: whether weights are freed between two batches.
 
     Attributes:
         parts: all of them, by name.
-        awaited: by stage, weights that are on their way.
+        awaited: by stage, weights that are being gathered.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Shards:
         self._let_go()
 
     def counted(self, ownership: Ownership) -> list[ShardedParameter]:
-        """Parts that count in the gradient norm here: each element on one rank, with the first stage that holds it."""
+        """Parts that count in the gradient norm here, so that each element counts on one rank."""
         return [
             part
             for name, part in self.parts.items()
@@ -165,11 +164,10 @@ class Shards:
         return [*parts, *(part.grad for part in parts if part.grad is not None)]
 
     def gather(self) -> None:
-        """The whole parameters get the parts of all ranks. Collective over the processes."""
         together([self._begin_gather(stage) for stage in self._stages])()
 
     def gather_gradients(self, names: Collection[str]) -> None:
-        """The gradients of these parameters become whole, on the parameters. Collective over the processes."""
+        """Gather the whole gradients of these parameters. Collective over the processes."""
         for stage in self._stages.values():
             parts = [part for part in stage if part.name in names]
             wholes = [torch.empty_like(part.whole) for part in parts]
@@ -181,27 +179,24 @@ class Shards:
                 part.whole.grad, part.parameter.grad = whole, None
 
     def whole_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Gradients by name, those of divided parameters made whole from the parts. Collective over the processes."""
+        """Gradients by name, with whole ones of divided parameters. Collective over the processes."""
         mine = [name for name, gradient in gradients.items() if name in self.parts and gradient is not None]
-        told = self.collectives.gather(mine, what="telling which parameters have gradients")
+        present = self.collectives.gather(mine, what="telling which parameters have gradients")
         found = dict(gradients)
         for name, part in self.parts.items():
             part.parameter.grad = gradients.get(name)
-        self.gather_gradients({name for names in told for name in names})
+        self.gather_gradients({name for names in present for name in names})
         for name, part in self.parts.items():
             found[name], part.whole.grad = part.whole.grad, None
         return found
 
-    # Weights that are let go
+    # Weights that are freed
 
     @contextmanager
     def whole_weights(self, *, replaced: bool = False) -> Iterator[None]:
-        """Within: weights of which each rank keeps a part are whole. Collective over the processes.
-
-        Arguments:
-            replaced: all of them get new values within, which are kept; the old ones are not gathered, and nothing is
-                collective.
-        """
+        """Context with whole weights where each rank keeps a part. Collective over the processes. `replaced`: whether
+        all of them get new values within, which are kept; then the old ones are not gathered, and nothing is
+        collective."""
         parts = tuple(self.parts.values()) if self.apart else ()
         try:
             if replaced:
@@ -217,16 +212,15 @@ class Shards:
                 part.let_go()
 
     def begin(self, collective: Collective) -> None:
-        """UNSHARD or RESHARD."""
         stage, recorder = collective.stages[0], self.recorder
-        if stage not in self._stages:  # nothing of it could be divided
+        if stage not in self._stages:  # none of its parameters could be divided
             return
         stamp = recorder.clock.stamp
         stamps: list[Stamp] = [stamp()]
         if collective.op is Op.RESHARD:
-            if stage not in self.awaited:  # else this program does not use it, and they go when it is through
+            if stage not in self.awaited:  # else this program does not use it, and `settle` frees its weights
                 for part in self._stages[stage]:
-                    if part.name not in self._several:  # which stay whole at first
+                    if part.name not in self._several:  # which `settle` frees
                         part.let_go()
             recorder.collective(collective, stamps[0], stamp())
             return
@@ -239,7 +233,7 @@ class Shards:
         self.awaited[stage] = wait
 
     def whole(self, stage: int) -> None:
-        """Wait for the weights of a stage, also among the parts of another. Raises PipelineTimeout or PeerLost."""
+        """Wait for the weights of a stage, also those among another's parts. Raises PipelineTimeout or PeerLost."""
         for other in list(self.awaited):
             if other == stage or any(part.name in self._several for part in self._stages[other]):
                 self.awaited.pop(other)()
@@ -250,12 +244,10 @@ class Shards:
         self.drop()
 
     def drop(self) -> None:
-        """Keep the parts alone."""
         self.awaited.clear()
         self._let_go()
 
     def _begin_gather(self, stage: int, *, on_through: Wait | None = None) -> Wait:
-        """Begin to bring the parts of all ranks together; the answer waits, and puts them into the parameters."""
         parts, what = self._stages[stage], f"gathering weights of stage {stage}"
         for part in parts:
             part.make_room()
@@ -275,11 +267,8 @@ def stage_optimizers(
     delays: Sequence[float],
     versions: WeightVersions | None = None,
 ) -> StageOptimizers:
-    """The optimizers of a stage's parameters; see StageOptimizers.
-
-    Arguments:
-        delays: [S] of each stage's gradients [updates].
-    """
+    """The optimizers of a stage's parameters; see StageOptimizers. `delays`: [S] of each stage's gradients
+    [updates]."""
     options, model = ownership.run.options, ownership.model
     assert options.optimizer is not None
     feedback = None
@@ -303,10 +292,8 @@ def stage_optimizers(
 def shard(
     ownership: Ownership, rank: int, stages: Sequence[StageOptimizers], schedule: Schedule, recorder: RankRecorder
 ) -> Shards:
-    """Give the optimizers of a rank's stages parts of their parameters. Collective over the processes.
-
-    Raises ValueError for an optimizer that cannot be given parts.
-    """
+    """Give the optimizers of a rank's stages parts of their parameters. Collective over the processes. Raises
+    ValueError for an optimizer that does not support parts."""
     sharding, collectives = ownership.run.layout.sharding, ownership.run.collectives
     if not sharding.is_any:
         return Shards({}, collectives, recorder)
@@ -338,10 +325,8 @@ def shard(
 
 
 def _agreed(ownership: Ownership, mine: Mapping[str, ParameterSplit]) -> dict[str, ParameterSplit]:
-    """The splits that all holders agree on: a parameter that one has to keep whole (tied weights), all keep whole.
-
-    Raises ValueError, on every rank alike, where replicas would divide a parameter in different ways.
-    """
+    """The splits that all holders agree on; a parameter that one must keep whole (tied weights) stays whole on all.
+    Raises ValueError, on every rank alike, where replicas would divide a parameter in different ways."""
     proposed = ownership.run.collectives.by_rank(dict(mine), what="agreeing on the parts of optimizers")
     found = {}
     for name in dict.fromkeys(name for own in proposed.values() for name in own):

@@ -1,12 +1,12 @@
-"""All-reduces of gradients that several processes hold (replicas, tied weights), beside the backwards that follow.
+"""All-reduces of gradients that several processes hold (replicas, tied weights), overlapping with later backwards.
 
-    a stage's last backward  -> beside: a flat bucket leaves as soon as it has all its gradients, each an all-reduce
-    worker meets REDUCE_GRAD -> begin: the others leave, and flags
-    program is through       -> wait
-    gradients are ready      -> finish: the sums are the gradients now
+    a stage's last backward  -> overlapping: the all-reduce of a flat bucket begins as soon as it has all its gradients
+    worker runs REDUCE_GRAD  -> begin: those of the others, and of flags
+    program has ended        -> wait
+    gradients are ready      -> finish: the sums become the gradients
 
-Where ranks divide the optimizer's state, each gets the sums of its parts alone (see `shards`). A rank to which no
-gradient came gives zeros; one that came nowhere is left None, since optimizers leave such a parameter alone.
+Where ranks divide the optimizer's state, each gets only the sums of its parts (see `shards`). A rank without a gradient
+adds zeros; a gradient that no rank has stays None, since optimizers skip such a parameter.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import nn
 from ...comm import Collectives
 from ...comm.buckets import BucketSum
 from ...schedules import Collective
-from ..shards.split import ShardedParameter
+from ..shards.shard import ShardedParameter
 from .gradients import flags_of, scale_gradients
-from .options import differing_options
+from .optimizers import differing_options
 from .shards import begin_sum
 
 
 class OtherSum(Protocol):
-    """A way to begin the sum of tensors over ranks, other than all-reduces of buckets."""
+    """Begins sums of tensors over ranks, other than all-reduces of buckets."""
 
     @property
     def is_on(self) -> bool:
@@ -39,17 +39,17 @@ class OtherSum(Protocol):
     def begin(
         self, named: Mapping[str, torch.Tensor], collectives: Collectives, *, ranks: Sequence[int], what: str
     ) -> Callable[[], list[torch.Tensor]]:
-        """The answer waits, and returns the sums, the same on all ranks."""
+        """Begin a sum; the returned function waits, and returns the sums, the same on all ranks."""
 
 
 class SharedSum:
     """Gradients of this process that are summed in one REDUCE_GRAD, batch after batch.
 
     Arguments:
-        parameters: whose gradients they are, with their names, in the same order on all of them.
-        parts: where each rank needs a part of the sums alone: this rank's of these parameters; else none.
-        compare: is told of the gradients before, where of a tensor group those of one member alone are summed.
-        another: way to begin sums of the gradients of one stage, while it is on.
+        parameters: of the gradients, with names, in the same order on all ranks.
+        parts: this rank's parts of these parameters, where each rank needs only a part of the sums; else none.
+        compare: called with the gradients before, where only one member of a tensor group adds its own.
+        another: begins the sums of one stage's gradients instead, while it is on.
     """
 
     def __init__(
@@ -69,29 +69,27 @@ class SharedSum:
         self._names = tuple(name for name, _ in parameters)
         self._parameters = tuple(parameter for _, parameter in parameters)
         self._parts = parts
-        self._another = another if len(collective.stages) == 1 else None  # tied weights' go between stages, too
+        self._another = another if len(collective.stages) == 1 else None  # not of tied weights, between stages
         self._collectives = collectives
         self._compare = compare
         self._device = collectives.device
         self._flags = torch.empty(0)
         self._total = BucketSum(self._parameters, collectives, what=self._what, ranks=ranks)
         buckets = self._total.buckets
-        # One order on all ranks, whenever a bucket leaves on each: backwards make gradients of last parameters first.
+        # One order on all ranks, at any time: backwards make gradients of last parameters first.
         self._order = sorted(range(len(buckets)), key=lambda at: -min(buckets[at]))
         self._holder = {i: at for at, bucket in enumerate(buckets) for i in bucket}
-        # Whether a backward makes each gradient at once, and nothing changes it until `begin`; None: nobody has looked.
+        # Whether a backward makes each gradient once, and nothing changes it until `begin`; None: not known yet.
         self._made_once: bool | None = None
-        self._made: dict[int, tuple[torch.Tensor, int]] = {}  # by parameter, as the backward, or `_leave`, has left it
+        self._made: dict[int, tuple[torch.Tensor, int]] = {}  # by parameter, after its backward, or `_leave`
         self._waits: list[Callable[[], Sequence[torch.Tensor] | None]] = []  # for flags, parts, packed sums
         self._sums: Sequence[torch.Tensor] = ()  # by parameter; none where they are divided
 
     @contextmanager
-    def beside(self, factor: float) -> Iterator[None]:
-        """Within, the last backward in front of `begin`, with the same factor: gradients leave as they are made.
-
-        Not in the first one, which shows whether it adds to a gradient more than once, or a hook of a module changes it
-        then; nor parts, what is packed or compared, and what CUDA makes: these all leave in `begin`.
-        """
+    def overlapping(self, factor: float) -> Iterator[None]:
+        """Context of the last backward before `begin`, with the same factor: sums begin as gradients are made. Not in
+        the first one, which shows whether it adds to a gradient more than once, or a module's hook changes it then; nor
+        for parts, packed or compared gradients, and on CUDA: all these begin in `begin`."""
         together = bool(self._parts) or self._is_other or self._compare is not None or self._device.type != "cpu"
         if together or self._made_once is False:
             yield
@@ -109,7 +107,7 @@ class SharedSum:
             if self._holder[number] in self._total.left:
                 raise ValueError(
                     f"the gradient of {self._names[number]!r} was made twice in a backward, and replicas began to "
-                    f"add it up behind the first: expected once, as with checkpoint(..., use_reentrant=False)"
+                    f"add it up after the first: expected once, as with checkpoint(..., use_reentrant=False)"
                 )
             missing[self._holder[number]].discard(number)
             while (at := self._following()) is not None and not missing[at]:
@@ -131,15 +129,14 @@ class SharedSum:
             self._made_once = False
 
     def _check_unchanged(self) -> None:
-        """Nothing may have changed gradients that left; where none did yet, none will be early if something has."""
         parameters = self._parameters
         for number, (gradient, version) in self._made.items():
             if parameters[number].grad is gradient and gradient._version == version:
                 continue
             if self._total.left:
                 raise ValueError(
-                    f"the gradient of {self._names[number]!r} was changed behind its backward, when replicas had "
-                    f"begun to add it up: expected such a hook from the first step on, or one of the parameter"
+                    f"the gradient of {self._names[number]!r} was changed after its backward, when replicas had begun "
+                    f"to add it up: expected such a hook from the first step on, or one of the parameter"
                 )
             self._made_once = False
         if self._made and self._made_once is None:
@@ -147,11 +144,11 @@ class SharedSum:
         self._made = {}
 
     def begin(self, factor: float, options: Mapping[int, int], *, on_through: Callable[[], None]) -> None:
-        """This rank's gradients leave, times `factor`, and must not be touched before `wait`.
+        """Begin the sums of this rank's gradients, times `factor`, which must not be touched before `wait`.
 
         Arguments:
-            options: by id of a parameter, a number of what its optimizer does with it: the same on all ranks.
-            on_through: is called when all ranks' gradients are added up.
+            options: by id of a parameter, the checksum of its options: the same on all ranks.
+            on_through: called when all ranks' gradients are added up.
         """
         self._check_unchanged()
         gradients = [p.grad for p in self._parameters]
@@ -179,28 +176,26 @@ class SharedSum:
         return self._another is not None and self._another.is_on
 
     def _following(self) -> int | None:
-        """The bucket that leaves next."""
         count = len(self._total.left)
         return self._order[count] if count < len(self._order) else None
 
     def _leave(self, at: int, factor: float) -> None:
-        """A bucket's gradients, times `factor`."""
         parameters = [self._parameters[i] for i in self._total.buckets[at]]
         scale_gradients([p.grad for p in parameters], factor)
         self._total.leave(at, [_whole(p) for p in parameters])
 
     def wait(self) -> None:
-        """Block until all is added up. Raises PipelineTimeout or PeerLost, with the ranks that it is waited for."""
+        """Block until all sums are complete. Raises PipelineTimeout or PeerLost, with the ranks waited for."""
         self._sums = self._total.wait() if self._total.left else ()
         while self._waits:
             self._sums = self._waits.pop(0)() or self._sums
 
     def finish(self) -> set[str]:
-        """The sums become the gradients (of divided parameters: of this rank's parts); returns the names of those which
-        have one. Raises ValueError where ranks would do different things with them."""
+        """Make the sums the gradients (of this rank's parts for divided parameters); returns the names of parameters
+        that have one. Raises ValueError where ranks would update them differently."""
         present, totals, squares = self._flags.view(3, -1)
         differing = (len(self._ranks) * squares != totals.square()).nonzero().flatten().tolist()
-        if differing:  # the same on all ranks, so that none goes on alone
+        if differing:  # the same on all ranks, so that all raise
             raise ValueError(differing_options([self._names[position] for position in differing], self._ranks))
         there = present.tolist()
         for part, count in zip(self._parts, there, strict=False):
@@ -228,5 +223,4 @@ class SharedSum:
 
 
 def _whole(parameter: nn.Parameter) -> torch.Tensor:
-    """Its gradient; zeros where none came."""
     return torch.zeros_like(parameter.detach()) if parameter.grad is None else parameter.grad

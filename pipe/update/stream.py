@@ -1,11 +1,11 @@
 """Updates within a stream: batch after batch without a flush, an asynchronous schedule fed by train_step.
 
-    begin(batch t)   every local rank runs call t of the stream; batches t - 1, t - 2, ... are still under way; one of
+    begin(batch t)   every local rank runs call t of the stream; batches t - 1, t - 2, ... are still in flight; one of
                      the first batches, if these are to be alone in the pipeline, runs to its end
-    drain()          every local rank runs what is left; the next batch begins an empty pipeline again
+    drain()          every local rank runs the rest; the next batch begins with an empty pipeline
 
-Calls and drains are collective, like every step: all ranks make them in the same order. From the schedule come weight
-versions, what travels, and who adds up what.
+Calls and drains are collective, like every step: all ranks make them in the same order. The schedule determines weight
+versions, messages and sums.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ _SCHEDULED = {"lr", "betas", "momentum"}  # what torch's schedules change
 
 
 class StreamUpdate(Update):
-    """The stream of one process."""
-
     def __init__(
         self,
         course: RunCalls,
@@ -62,10 +60,8 @@ class StreamUpdate(Update):
         return self._ranks[rank].weights[stage]
 
     def begin(self, batch: Batch) -> Programs:
-        """One call. Parameters that the user changed are taken over when the pipeline is empty.
-
-        Raises ValueError for changes while batches are under way, and for a stream that an error has ended.
-        """
+        """Begin one call. The user's changes of parameters are adopted when the pipeline is empty. Raises ValueError
+        for changes while batches are in flight, and for a stream that an error has ended."""
         self._require_whole()
         self._take_changes()
         self._read_options(batch.step, is_next=True)
@@ -77,7 +73,7 @@ class StreamUpdate(Update):
         return {r: self._course.call(r, batch.step, first_batch=first) for r in self._ranks}
 
     def step(self) -> Known | None:
-        """The program has made the updates; batches are known a little later."""
+        """The newest known result: the program has made the updates, and results are known a little later."""
         *others, speaker = self._ranks.values()  # the last one knows first
         if speaker.known:
             self._newest = speaker.known.pop()
@@ -86,16 +82,14 @@ class StreamUpdate(Update):
         return self._newest
 
     def losses_known(self) -> None:
-        """Losses of a batch that was alone in the pipeline; in a stream each rank meets them as they come."""
+        """Raise the error of a batch that was alone in the pipeline; in a stream ranks raise it in the program."""
         for rank in self._ranks.values():
             if rank.failure is not None:
                 raise rank.failure
 
     def abandon(self, error: BaseException) -> None:
-        """A batch alone in the pipeline leaves the stages at one update, unless the error came between updates.
-
-        Else they stand at different ones, and the batches under way are gone.
-        """
+        """Restore the weights before a batch that was alone in the pipeline, unless an update of it has begun. Else
+        stages have weights of different updates, and the batches in flight are lost."""
         ranks = self._ranks.values()
         failed = any(rank.failure is error for rank in ranks)
         if self._course.is_alone(self._last) and (failed or not any(rank.has_updated for rank in ranks)):
@@ -111,7 +105,7 @@ class StreamUpdate(Update):
     def refuse_users_gradients(self, what: str, *, instead: str) -> None:
         raise ValueError(
             f"{what} under the asynchronous schedule {self.schedule.name!r}: each stage updates inside the "
-            f"pipeline, behind its last backward. Expected {instead}, or a flush schedule such as schedule='1f1b'"
+            f"pipeline, after its last backward. Expected {instead}, or a flush schedule such as schedule='1f1b'"
         )
 
     def drain(self) -> Programs | None:
@@ -146,7 +140,6 @@ class StreamUpdate(Update):
         return put_back
 
     def refuse_reading(self, what: str) -> None:
-        """ValueError where parts of weights are still on their way from the ranks that updated them."""
         if self.shards.parts:
             self.refuse_changes(f"{what}, of weights that several ranks update in parts,")
 
@@ -172,7 +165,7 @@ class StreamUpdate(Update):
         super().restart()
 
     def timeline(self, records: Sequence[RankRecord], *, schedule: Schedule) -> Timeline:
-        """The last few batches; of those with a flush and those without it, the newest kind."""
+        """The last few batches, all with a flush or all without it, as the newest."""
         del schedule
         return assemble_stream(self._course, records)
 
@@ -181,7 +174,7 @@ class StreamUpdate(Update):
             hooked = weights.take_hooks()
             if hooked is not None:
                 raise ValueError(
-                    f"parameter {hooked!r} has a hook behind the accumulation of its gradient, and under the "
+                    f"parameter {hooked!r} has a hook after the accumulation of its gradient, and under the "
                     f"asynchronous schedule {self.schedule.name!r} gradients belong to versions of it: expected "
                     f"register_hook, or a flush schedule such as schedule='1f1b'"
                 )
@@ -203,7 +196,7 @@ class StreamUpdate(Update):
                 weights.adopt(changed)
 
     def _read_options(self, batch: int, *, is_next: bool = False) -> None:
-        """Changes by the user count from this batch on; ValueError where a schedule changes the same in flight."""
+        """Apply the user's changes from this batch on; ValueError where a schedule changes the same in flight."""
         for one in self.stages:
             names = one.options.read(batch) & _SCHEDULED
             if is_next and names and one.schedulers:
@@ -214,23 +207,18 @@ class StreamUpdate(Update):
 
 
 def stream_course(run: Run, mode: Mode, ownership: Ownership) -> RunCalls:
-    """Calls of an asynchronous schedule, behind so many batches with a flush. Collective over the processes.
-
-    Raises ValueError for what a weight rule cannot have, and ScheduleError for a schedule that does not repeat.
-    """
+    """Calls of an asynchronous schedule, after `flush_first` batches with a flush. Collective over the processes.
+    Raises ValueError for options that a weight rule excludes, and ScheduleError for a schedule that does not repeat."""
     sharing = _sharing_of(run, mode, ownership)
     for ranks in sharing.parts:
-        run.collectives.subgroup(ranks)  # for what is done with an empty pipeline
+        run.collectives.subgroup(ranks)  # for collectives with an empty pipeline
     late = _with_late_updates(mode.schedule, sharing)
     return make_run_calls(mode.schedule, sharing=sharing, flush_first=run.options.flush_first, late=late)
 
 
 def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
-    """Messages that the updates need, besides activations and gradients.
-
-    Raises ValueError for what a rule cannot have: a global norm, or weights tied over ranks, where each stage updates
-    by itself.
-    """
+    """Messages that the updates need, besides activations and gradients. Raises ValueError for options that a rule
+    excludes: a global norm, or weights tied over ranks, where stages update independently."""
     schedule, max_grad_norm, shards = mode.schedule, run.options.max_grad_norm, run.layout.sharding.shards
     sums = sorted({ranks for _, ranks in ownership.tied()})
     stage_groups = {tuple(sorted(ranks)) for ranks in schedule.owners}
@@ -250,7 +238,6 @@ def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
 
 
 def _with_late_updates(schedule: Schedule, sharing: Sharing) -> Schedule:
-    """The schedule with updates that wait for other ranks as late as they may be."""
     if not schedule.rule.updates_may_wait or not (sharing.norm or sharing.sums):
         return schedule
     late = defer_updates(schedule)
@@ -291,8 +278,8 @@ def _weights_of(
         twice = next((n for n, _ in held for other in weights.values() if n in other.names), None)
         if twice is not None:
             raise ValueError(
-                f"parameter {twice!r} stands in several stages of rank {rank} under schedule {schedule.name!r}: "
-                f"expected one stage a rank, or a flush schedule such as schedule='interleaved'"
+                f"parameter {twice!r} is in several stages of rank {rank} under schedule {schedule.name!r}: "
+                f"expected one stage per rank, or a flush schedule such as schedule='interleaved'"
             )
         weights[stage] = WeightVersions(
             name=f"stage {stage} ({own.model.names[stage]})",

@@ -1,9 +1,9 @@
 """Update groups on one rank of a stream: losses, shared gradients, the global norm, optimizer steps.
 
 last F of the group (last stage)   -> LOSS to every rank
-REDUCE_GRAD: LOSS is here          -> scale the gradients, SUM to the ranks that share some
-GRAD_NORM: SUM is here             -> own squared norm to rank 0; there: TOTAL to every rank
-U: SUM, TOTAL are here             -> clip, update the versions of the stage
+REDUCE_GRAD: LOSS has arrived      -> scale the gradients, SUM to the ranks that share some
+GRAD_NORM: SUM has arrived         -> own squared norm to rank 0; there: TOTAL to every rank
+U: SUM, TOTAL have arrived         -> clip, update the versions of the stage
 """
 
 from __future__ import annotations
@@ -32,18 +32,15 @@ from .gradients import (
     scale_gradients,
     unpack_gradients,
 )
-from .optimizers import StageOptimizers
-from .options import SameOptions
+from .optimizers import SameOptions, StageOptimizers
 from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards
 
 
 @dataclass(slots=True)
 class _UpdateGroup:
-    """One update group under way."""
-
     sums: dict[int, Tensors] = field(default_factory=dict)  # by rank
-    added: set[str] = field(default_factory=set)  # shared gradients that are whole
+    added: set[str] = field(default_factory=set)  # shared gradients that are complete
     notes: set[int] = field(default_factory=set)  # ranks whose note is read
     norms: dict[int, torch.Tensor] = field(default_factory=dict)  # parts of the norm, by rank
     norm: float | None = None
@@ -51,8 +48,6 @@ class _UpdateGroup:
 
 
 class StreamRank(RankUpdate):
-    """The update groups of one rank."""
-
     def __init__(
         self,
         rank: int,
@@ -66,9 +61,9 @@ class StreamRank(RankUpdate):
         super().__init__(rank, schedule, shards)
         self.stages = stages
         self.weights = {stage: one.versions for stage, one in stages.items() if one.versions is not None}
-        self.known: deque[Known] = deque()  # of batches that nobody has asked for
-        self.gate = UpdateGate()  # that of the process, once it has all its ranks
-        self.failure: Exception | None = None  # of a batch alone in the pipeline, which runs to its end without updates
+        self.known: deque[Known] = deque()  # of batches whose results were not returned
+        self.gate = UpdateGate()  # replaced by that of the process, once it has all its ranks
+        self.failure: Exception | None = None  # of a batch alone in the pipeline, which ends without updates
         self.has_updated = False  # whether an update of the newest batch has begun
         self._course = course
         self._num_ranks = schedule.num_ranks
@@ -80,20 +75,22 @@ class StreamRank(RankUpdate):
         self._groups: dict[int, _UpdateGroup] = {}
         self._known_losses: dict[int, list[GroupLoss]] = {}  # by batch
         self._same_options = SameOptions(rank, num_stages=len(stages))
-        # By parameter, its stage and its number among the versions there.
-        self._places = {name: (stage, i) for stage, one in self.weights.items() for i, name in enumerate(one.names)}
+        # By parameter, its stage and its number among that stage's.
+        self._versions_at = {
+            name: (stage, i) for stage, one in self.weights.items() for i, name in enumerate(one.names)
+        }
         tied, counted_parts = dict(ownership.tied()), {part.name for part in shards.counted(ownership)}
-        # The ranks that hold a parameter, too, in the same order on all of them: its gradient is their sum.
-        self._shared = {name: ranks for name, ranks in tied.items() if name in self._places}
+        # All ranks that hold a parameter, in the same order on each: its gradient is their sum.
+        self._shared = {name: ranks for name, ranks in tied.items() if name in self._versions_at}
         self._counted = [  # in this rank's part of the global norm; of a divided one, the part
             name
-            for name in self._places
+            for name in self._versions_at
             if (name in counted_parts if name in shards.parts else rank == min(tied.get(name, (rank,))))
             and ownership.group.counts(name)
         ]
         peers = {other for ranks in self._shared.values() for other in ranks} - {rank}
         self._with = {peer: [name for name, ranks in self._shared.items() if peer in ranks] for peer in peers}
-        # By peer, what of each shared gradient goes there, and what comes from there.
+        # By peer, the parts of shared gradients that are sent there, and received from there.
         self._to = {peer: self._flat(names, of=peer) for peer, names in self._with.items()}
         self._from = {peer: self._flat(names, of=rank) for peer, names in self._with.items()}
         self._parts = {
@@ -101,16 +98,14 @@ class StreamRank(RankUpdate):
             for peer in range(self._num_ranks)
             if peer != rank
         }
-        self._updated: dict[int, dict[int, Tensors]] = {}  # by update group and rank: parts that it has updated
+        self._updated: dict[int, dict[int, Tensors]] = {}  # by update group and rank: parts that the rank has updated
         self._made: dict[tuple[int, int], int] = {}  # (stage, update group) -> the version that its update made
 
     def enter(self, batch: Batch, *, first_batch: int = 0) -> None:
-        """A batch comes, in a stream that began with `first_batch`; it goes when its last update is done."""
         self.batches[batch.step] = batch
         self._first_batch = first_batch
 
     def version(self, stage: int, index: int) -> int:
-        """As the schedule's rule asks for; of the first batches, where they are alone in the pipeline, the newest."""
         return self._course.version(stage, index, first_batch=self._first_batch)
 
     # Messages
@@ -167,7 +162,7 @@ class StreamRank(RankUpdate):
     # Work
 
     def finish(self, step: GroupStep) -> None:
-        """The gradients of a group are whole up to what other ranks add; or their norm is next."""
+        """Scale the gradients of a group, before other ranks' are added; or find their norm, or gather parts."""
         if step.op is Op.GRAD_NORM:
             self._find_norm(step.index)
             return
@@ -186,7 +181,7 @@ class StreamRank(RankUpdate):
         self._known_losses.setdefault(step.index // self._per_batch, []).append(loss)
         gradients = self._gradients(step.index)
         scale_gradients(gradients, scale)
-        self._tensor_group.compare_gradients(dict(zip(self._places, gradients, strict=True)))
+        self._tensor_group.compare_gradients(dict(zip(self._versions_at, gradients, strict=True)))
 
     def step(self, stage: int, index: int) -> None:
         if self.failure is not None:
@@ -230,7 +225,7 @@ class StreamRank(RankUpdate):
             weights.drop_gradients()
 
     def _after_bad_loss(self, group: int) -> tuple[str, str]:
-        """See RankUpdate: batches alone in the pipeline make the updates before the bad one's, on every stage."""
+        """See RankUpdate: a batch alone in the pipeline makes the updates before the bad one, on every stage."""
         batch, within = divmod(group, self._per_batch)
         first = within * self._group_size
         lower = "lower the learning rate" if self._course.schedule.rule.why_no_norm else LOWER_OR_CLIP
@@ -242,10 +237,10 @@ class StreamRank(RankUpdate):
         if first < last and self._per_batch > 1:
             of = f"microbatches {first} to {last}"
         outcome = (
-            f"the update of {of} was not made; each stage stands at the last one that it had come to, and the batches "
-            f"in the pipeline are lost"
+            f"the update of {of} was not made; each stage has the weights of its last update, and the batches in the "
+            f"pipeline are lost"
         )
-        return outcome, f"{lower}; to go on, load(folder) of a checkpoint, in a new PipelineModule over processes"
+        return outcome, f"{lower}; to continue, load(folder) of a checkpoint, in a new PipelineModule over processes"
 
     def _find_norm(self, index: int) -> None:
         group = self._group(index)
@@ -260,15 +255,15 @@ class StreamRank(RankUpdate):
         return torch.stack([group.norms[rank] for rank in range(self._num_ranks)]).sum(0)
 
     def _take_parts(self, index: int) -> None:
-        """The weights that an update has made become whole, where they are still kept."""
+        """Complete the weights of an update with other ranks' parts, where they are still kept."""
         versions = {stage: self._made.pop((stage, index), 0) for stage in self.weights}
         updated = self._updated.pop(index, {})
-        if self.failure is not None:  # nobody has
+        if self.failure is not None:  # no rank has updated
             return
         for peer, message in updated.items():
             parts = self._parts[peer]
             for part, value in zip(parts, self._flat_parts(peer, of=peer).unpack(message), strict=True):
-                stage, _ = self._places[part.name]
+                stage, _ = self._versions_at[part.name]
                 whole = self.weights[stage].kept(versions[stage], part.name)
                 if whole is not None and value.numel():
                     part.of(whole, rank=peer).copy_(value)
@@ -279,11 +274,9 @@ class StreamRank(RankUpdate):
         return Flat([self._part(name, of, _like(self._parameter(name))) for name in names])
 
     def _flat_parts(self, peer: int, *, of: int) -> Flat:
-        """The parts of a rank, among what this one and `peer` divide."""
         return Flat([part.of(_like(part.whole), rank=of) for part in self._parts[peer]])
 
     def _part(self, name: str, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A rank's part of a shared gradient; all of it where it is not divided."""
         part = self.shards.parts.get(name)
         return tensor if part is None else part.of(tensor, rank=rank)
 
@@ -295,7 +288,6 @@ class StreamRank(RankUpdate):
         return sum(shard * part.mean for shard, part in zip(shards, parts, strict=True)) / sum(shards)
 
     def _add_shared(self, index: int) -> None:
-        """Sum what has come of the gradients shared with other ranks, in the order of the ranks."""
         group = self._group(index)
         if not group.sums:
             return
@@ -304,11 +296,11 @@ class StreamRank(RankUpdate):
             gradients, note = unpack_gradients(self._from[peer], message)
             if peer not in group.notes:
                 group.notes.add(peer)
-                self._same_options.told(peer, self._with[peer], note)
+                self._same_options.received(peer, self._with[peer], note)
             for name, gradient in zip(self._with[peer], gradients, strict=True):
                 parts.setdefault(name, {})[peer] = gradient
         for name, by_rank in parts.items():
-            (stage, number), ranks = self._places[name], self._shared[name]
+            (stage, number), ranks = self._versions_at[name], self._shared[name]
             if name in group.added or len(by_rank) < len(ranks) - 1:
                 continue
             group.added.add(name)
@@ -316,7 +308,7 @@ class StreamRank(RankUpdate):
             mine = own[number]
             whole = by_rank | {self._rank: None if mine is None else self._part(name, self._rank, mine)}
             present = [gradient for rank in ranks if (gradient := whole[rank]) is not None]
-            own[number] = None  # `parts` holds none of this rank's: each goes when its sum is there
+            own[number] = None  # freed as soon as its sum is made
             if present and present[0].numel():
                 total = present[0].clone()
                 for gradient in present[1:]:
@@ -328,15 +320,15 @@ class StreamRank(RankUpdate):
 
     def _option_numbers(self, stage: int) -> dict[str, int]:
         numbers = self.stages[stage].option_numbers()
-        names = [name for name in self._shared if self._places[name][0] == stage]
+        names = [name for name in self._shared if self._versions_at[name][0] == stage]
         return {name: numbers.get(id(self._parameter(name)), 0) for name in names}
 
     def _parameter(self, name: str) -> torch.nn.Parameter:
-        stage, number = self._places[name]
+        stage, number = self._versions_at[name]
         return self.weights[stage].own[number]
 
     def _gradient(self, name: str, index: int) -> torch.Tensor | None:
-        stage, number = self._places[name]
+        stage, number = self._versions_at[name]
         return self.weights[stage].gradients(index)[number]
 
     def _group(self, index: int) -> _UpdateGroup:
@@ -344,5 +336,4 @@ class StreamRank(RankUpdate):
 
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and type that takes no memory."""
     return parameter.new_empty(()).expand(parameter.shape)

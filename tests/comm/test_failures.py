@@ -201,7 +201,7 @@ def test_a_store_that_does_not_answer_is_asked_twice_at_most(hangs: bool) -> Non
         board.write(lost(0))
         told = board.explain(lost(0))
     assert asked.call_count == 2
-    assert "cause: the store that the ranks met at does not answer either: its host (rank 0, unless a" in str(told)
+    assert "cause: the rendezvous store does not answer either: its host (rank 0, unless a" in str(told)
 
 
 # --- the guard ---

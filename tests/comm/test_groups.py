@@ -353,7 +353,7 @@ def test_what_stands_in_the_store_is_not_executed(planted: bytes) -> None:
     store = dist.HashStore()
     exchange = StoreExchange(store, rank=0, size=2, name="x", is_over=lambda: False)
     store.set("x/0/1", planted)  # type: ignore[arg-type]  # bytes do as well
-    with pytest.raises(ExchangeError, match="asking: what stands in the store is no JSON"):
+    with pytest.raises(ExchangeError, match="asking: an entry of the store is no JSON"):
         exchange.gather("mine", what="asking")
 
 

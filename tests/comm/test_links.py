@@ -205,11 +205,11 @@ def test_a_link_is_no_faster_than_past_its_burst() -> None:
     bucket = TokenBucket(burst=burst, rate=rate, wire=1.25e9)
     spec = TensorSpec.of(torch.empty(size // 4))
     given = {"device": CPU, "timeout": 1.0, "pair": (0, 1), "number": 16}
-    kept_up = size / stream_seconds(bucket, spec, clock=lambda: bucket.now, **given)
-    assert kept_up == pytest.approx(rate)
+    sustained = size / stream_seconds(bucket, spec, clock=lambda: bucket.now, **given)
+    assert sustained == pytest.approx(rate)
     trips = [PingPong(1e-4 + max(n / 1.25e9, (n - 5e5) / rate), 1e-5) for n in SIZES]
     times = [[*trips, trips[0]]]
-    found = _level("network", 2, [(0, 1)], SIZES, times, sums=(1.0, 2.0, 0.0), rings="flat", kept_up=[kept_up])
+    found = _level("network", 2, [(0, 1)], SIZES, times, sums=(1.0, 2.0, 0.0), rings="flat", sustained=[sustained])
     assert found.fits[0].bandwidth > 1.2 * rate
     assert found.bandwidth == pytest.approx(rate)
     other = TokenBucket(burst=burst, rate=rate, wire=1.25e9)
@@ -273,8 +273,8 @@ def test_who_is_not_reached_and_what_to_do() -> None:
     first = {"a": Place(host="a", address="10.0.0.1"), "b": Place(host="b", address="127.0.1.1")}
     assert reach._story(first, {"a": {"b": "Connection refused"}, "b": {}}) == (
         "a does not reach b at 127.0.1.1 (Connection refused): expected the address of a network that all hosts share "
-        "(its interface: type GLOO_SOCKET_IFNAME=eth0 in front of the command), and that nothing, such as "
-        "a firewall, stands between: gloo connects to any free TCP port"
+        "(its interface: type GLOO_SOCKET_IFNAME=eth0 before the command), and that nothing, such as "
+        "a firewall, blocks it: gloo connects to any free TCP port"
     )
     assert reach._story(first, {"a": {}, "b": {}}) == ""
 

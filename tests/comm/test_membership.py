@@ -238,7 +238,7 @@ def test_what_no_rank_writes_lets_nobody_in(run: Run, told: str) -> None:
     without_one(run)
     again = run.member(1, 1)
     run.store.set(membership.admitted(1, 1), told)
-    with pytest.raises(RuntimeError, match=r"admitted/1/1' in the store .* which no rank of this run writes"):
+    with pytest.raises(RuntimeError, match=r"1/1' in the rendezvous store .* which no rank of this run writes"):
         again.enter()
     assert again.is_outside
 
@@ -253,7 +253,7 @@ def test_one_that_is_told_otherwise_is_not_let_in(run: Run) -> None:
     told = {"schedule": "1f1b", "loss_fn": "af01"}
     run.member(1, made=told)
     run.member(1, 1, made=told)
-    with pytest.raises(ValueError, match="not let in with another loss_fn: bf02, and af01 in the processes"):
+    with pytest.raises(ValueError, match="can't join with another loss_fn: bf02, and af01 in the processes"):
         run.member(1, 2, made=told | {"loss_fn": "bf02"})
     with pytest.raises(ValueError, match="another model: other, and None"):
         run.member(1, 3, made=told | {"model": "other"})

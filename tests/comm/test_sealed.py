@@ -70,7 +70,9 @@ def test_what_another_process_writes_does_not_count(secret: str, forge: Any) -> 
     assert not store.check(["k"])
     assert not store.check(["own", "k"])
     for asks in (lambda: store.get("k"), lambda: store.compare_set("k", "", "8")):
-        with pytest.raises(RuntimeError, match=r"'k' in the store .* by a process that is none of this run"):
+        with pytest.raises(
+            RuntimeError, match=r"'k' in the rendezvous store .* a process that is not part of this run"
+        ):
             asks()
 
 
@@ -160,7 +162,7 @@ def test_a_board_and_an_exchange_take_nothing_that_is_forged(secret: str, monkey
     monkeypatch.setattr(store_exchange, "_get_default_store", lambda: raw)
     exchange: Any = store_exchange.exchanges(World(rank=0, size=2), what="it")(0, lambda: bool(raw.num_keys() > 4))
     raw.set("exchange/it/1/0/0/1", '"forged"')
-    with pytest.raises(store_exchange.ExchangeError, match="nobody waits"):
+    with pytest.raises(store_exchange.ExchangeError, match="no process waits"):
         exchange.gather("mine", what="asking")
 
 
@@ -182,7 +184,7 @@ def test_a_folder_of_batches_is_named_by_nobody_else(monkeypatch: pytest.MonkeyP
             batch_shared.share_on_host(place, timeout=1.0)
     (tmp_path / "stagewright-data-x").mkdir(mode=0o755)
     told[:] = ["x"]
-    with pytest.raises(ValueError, match=r"\(drwxr-xr-x, .*that nobody else may enter"):
+    with pytest.raises(ValueError, match=r"\(drwxr-xr-x, .*that no other user may enter"):
         batch_shared.share_on_host(place, timeout=1.0)
     assert not list(victim.iterdir())
 

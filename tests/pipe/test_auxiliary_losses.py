@@ -108,7 +108,7 @@ class Looped(nn.ModuleList):
 PLACES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "attribute": (lambda model: sum(block.aux for block in model), "reads 'aux' of module '0'"),
     "list": (lambda model: sum(sum(block.aux) for block in model), "reads 'aux' of module '0'"),
-    "global": (lambda model: sum(SINK), "reads a list, which an earlier stage leaves behind"),
+    "global": (lambda model: sum(SINK), "reads a list, which an earlier stage sets"),
 }
 
 

@@ -159,13 +159,13 @@ def test_what_cannot_be_handed_back_is_refused() -> None:
         with pytest.raises(ValueError, match=r"a batch that wants gradients under the async.* Expected x.detach\(\)"):
             make(model=Skipping(), schedule=schedule, **settings).train_step(*arguments)
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match="a batch that wants gradients beside grad_scaler="):
+    with pytest.raises(ValueError, match="a batch that wants gradients with grad_scaler="):
         make(model=Skipping(), grad_scaler=scaler, **settings).train_step(*arguments)
     model = Skipping()
     model.layers[:3].requires_grad_(False)
     pipe = make(model=model, **settings)
     pipe.train_step(x.detach(), *arguments[1:])
-    with pytest.raises(ValueError, match=r"output . of stage 0 .* wants a gradient and did not when"):
+    with pytest.raises(ValueError, match=r"output . of stage 0 .* requires a gradient and did not when"):
         pipe.train_step(*arguments)
 
 

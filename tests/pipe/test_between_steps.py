@@ -188,7 +188,7 @@ def test_the_run_is_over_until_a_checkpoint_is_loaded(
     with pytest.raises(kind, match="disk of the log"):
         steps(pipe)
     for call in (pipe.train_step, pipe.eval_step):
-        with pytest.raises(ValueError, match=f"lost with {kind.__name__}: the disk .* at different updates. .*load"):
+        with pytest.raises(ValueError, match=f"lost with {kind.__name__}: the disk .* of different updates. .*load"):
             call(X, Y)
     pipe.load(tmp_path)
     pipe.train_step(X, Y)

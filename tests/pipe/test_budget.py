@@ -260,8 +260,8 @@ def by_replica() -> tuple[str, str]:
 @pytest.mark.thorough
 def test_replicas_are_told_of_what_they_cannot_decide_alone(gloo: Pool) -> None:
     for larger, norm in gloo.run(by_replica, ranks=2):
-        assert "larger than those that recompute={'memory_budget': ...} was decided for, beside data replicas" in larger
-        assert "recompute={'memory_budget': ...} beside an nn.SyncBatchNorm: expected a word" in norm
+        assert "larger than those that recompute={'memory_budget': ...} was decided for, with data replicas" in larger
+        assert "recompute={'memory_budget': ...} with an nn.SyncBatchNorm: expected a word" in norm
 
 
 @pytest.mark.thorough
@@ -342,5 +342,5 @@ def test_a_number_is_no_budget() -> None:
     ],
 )
 def test_a_budget_beside_what_it_does_not_count(options: dict[str, Any], what: str) -> None:
-    with pytest.raises(ValueError, match=rf"recompute=\{{'memory_budget': \.\.\.\}} beside {what}"):
+    with pytest.raises(ValueError, match=rf"recompute=\{{'memory_budget': \.\.\.\}} with {what}"):
         make(recompute={"memory_budget": "1GB"}, max_grad_norm=1.0, example_inputs=(X,), **options)

@@ -222,7 +222,7 @@ def test_a_schedule_may_end_or_begin_with_a_checkpoint(tmp_path: Path) -> None:
 def test_a_tensor_without_a_name_cannot_be_saved(tmp_path: Path) -> None:
     scale = nn.Parameter(torch.ones(()))
     pipe = make("1f1b", 2, lambda parameters: SGD([*parameters, scale], lr=0.1))
-    with pytest.raises(ValueError, match=r"SGD holds a tensor of shape \(\) that is none of the model's, so that a"):
+    with pytest.raises(ValueError, match=r"SGD holds a tensor of shape \(\) that is not the model's, so that a"):
         pipe.save(tmp_path)
 
 

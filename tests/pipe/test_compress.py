@@ -158,31 +158,31 @@ class Skips(nn.Module):
 REFUSED: list[tuple[object, dict[str, Any], str]] = [
     ("zip", {}, "compress='zip': expected 'int8', 'topk'"),
     ({"topk": 1.5}, {}, r"compress=\{'topk': 1.5\}: expected 'int8', 'topk'"),
-    ({(1, 2): "int8"}, {}, r"compress=\{\(1, 2\): 'int8'\}: no message goes there. .* are \(0, 1\)$"),
-    ({(1, 0): "int8"}, {}, "no message goes there"),
-    ("int8", {"mesh": {"pipe": 1}}, "no message goes there. Boundaries between ranks are none"),
+    ({(1, 2): "int8"}, {}, r"compress=\{\(1, 2\): 'int8'\}: no message is sent there. .* are \(0, 1\)$"),
+    ({(1, 0): "int8"}, {}, "no message is sent there"),
+    ("int8", {"mesh": {"pipe": 1}}, "no message is sent there. Boundaries between ranks are none"),
     ({"data": "int8"}, {}, r"where no stage has replicas: expected Mesh\(data=D\)"),
     ({"data": "int8"}, {"mesh": {"data": 2}}, "in one process, where replicas share Parameters"),
     ("int8", {"precision": "fp16"}, "beside a grad_scaler: expected precision='bf16'"),
     ({"auto": {(0, 1): Link()}}, {}, "no way from rank 1 to rank 0"),
     ("auto", {"optimizer": None}, "compress='auto' without an optimizer"),
     ("auto", {"schedule": "2bw"}, "compress='auto' under the asynchronous '2bw'"),
-    ({(0, 1): "int8"}, {"model": "tokens"}, r"nothing there becomes smaller, since what goes there is torch.int64"),
+    ({(0, 1): "int8"}, {"model": "tokens"}, r"nothing there becomes smaller, since messages there are torch.int64"),
     ("int8", {"model": "tokens"}, "nothing there becomes smaller"),
-    ({(0, 1): "int8", (0, 2): "topk"}, {"model": "skips"}, r"stages .1, 2. stand on one rank, .* goes once"),
-    ({"lowrank": 6}, {}, r"nothing there becomes smaller, since what goes there is torch.float64 \[2, 12\]"),
+    ({(0, 1): "int8", (0, 2): "topk"}, {"model": "skips"}, r"stages .1, 2. are on one rank, and get one message"),
+    ({"lowrank": 6}, {}, r"nothing there becomes smaller, since messages there are torch.float64 \[2, 12\]"),
 ]
 
 
 @pytest.mark.thorough(
     but=[
         "zip-options0-compress='zip': expected 'int8', 'topk'",
-        "compress3-options3-no message goes there",
+        "compress3-options3-no message is sent there",
         "compress5-options5-where no stage has replicas: expected Mesh\\\\(data=D\\\\)",
         "compress8-options8-no way from rank 1 to rank 0",
         "auto-options9-compress='auto' without an optimizer",
         "int8-options12-nothing there becomes smaller",
-        "compress13-options13-stages .1, 2. stand on one rank, .* goes once",
+        "compress13-options13-stages .1, 2. are on one rank, and get one message",
     ]
 )
 @pytest.mark.parametrize(("compress", "options", "expected"), REFUSED)

@@ -91,7 +91,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "split points as a word": ({"cut": "3"}, r"cut='3': expected a list of names, such as \['3'\]"),
     "too few stages": (
         {"stages": [nn.Linear(6, 6)]},
-        r"a list of 1 stages, and the schedule has 2 \(ranks x chunks\): expected one module a stage",
+        r"a list of 1 stages, and the schedule has 2 \(ranks x chunks\): expected one module per stage",
     ),
     "no model": ({"model": None}, r"expected a model, or a list of modules, one a stage: PipelineModule\(model, "),
     "stages that are none": ({"stages": [3]}, r"3 is int: expected a torch.nn.Module"),
@@ -219,7 +219,7 @@ def test_before_the_stages_are_built(use: Callable[[PipelineModule], object], na
         (lambda pipe: pipe.clip_grad_norm_("1"), r"max_norm='1': expected a number above 0"),
         (
             lambda pipe: pipe.loader(DataLoader(TensorDataset(X, Y)), batch_size=8),
-            r"pipe\.loader was given DataLoader, which cannot be drawn from by number",
+            r"pipe\.loader was given DataLoader, which has no samples by number",
         ),
     ],
 )
@@ -254,7 +254,7 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"mesh": {"pipe": 3}},
         r'mesh=\{"pipe": 3\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}',
     ),
-    "other chunks": ("0F0,,,0B0\n,1F0,1B0,\n", {"num_chunks": 2}, r"num_chunks=2 for a schedule of 1 stages a rank"),
+    "other chunks": ("0F0,,,0B0\n,1F0,1B0,\n", {"num_chunks": 2}, r"num_chunks=2 for a schedule of 1 stages per rank"),
     "weights first": ("0F0,0W0,0I0\n", {}, r"(?s)rank 0 at position 1 \(0F0 \[0W0\] 0I0\).*move 0I0 in front of 0W0"),
 }
 

@@ -303,7 +303,7 @@ def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
     lost, closed = second.value
     assert lost.kind == ("PeerLost" if how == "dies" else "PipelineTimeout")
     assert " of rank 0, which makes the activations of microbatch" in lost.text
-    assert "\ncause: the store that the ranks met at does not answer either: its host (rank 0, unless a" in lost.text
+    assert "\ncause: the rendezvous store does not answer either: its host (rank 0, unless a" in lost.text
     assert closed.kind == "none"
     assert at_once(lost, closed)
 

@@ -280,9 +280,7 @@ def test_a_piece_that_changes_a_weight_in_a_step_ends_the_step_by_name() -> None
 
     pipe.fill([change], name="mine").finish()
     pipe.fill(iter([lambda: None, change]), name="mine", seconds=1e-9)
-    with pytest.raises(
-        ValueError, match="piece 1 of the background work 'mine' changed a weight in the midst of a step"
-    ):
+    with pytest.raises(ValueError, match="piece 1 of the background work 'mine' changed a weight within a step"):
         all(pipe.train_step(X, Y) for _ in range(20))
     pipe.close()
 

@@ -288,7 +288,7 @@ def test_who_was_started_again_as_another_is_not_let_in(
     started_again(monkeypatch, 2, Scaled())
     with pytest.raises(ValueError, match=re.escape(told)) as raised:
         started_again(monkeypatch, 3, first, **options)
-    assert "rank 3, which was started again, is not let in" in str(raised.value)
+    assert "rank 3, which was started again, can't join" in str(raised.value)
     monkeypatch.setattr(Scaled, "scale", 2.0)
     with pytest.raises(ValueError, match="another module '0'"):
         started_again(monkeypatch, 4, Scaled())

@@ -91,7 +91,7 @@ def test_a_hook_behind_the_accumulation_is_refused_in_a_stream(schedule: str) ->
     pipe = stream(schedule, model=model)
     pipe.train_step(X, Y)
     model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
-    with pytest.raises(ValueError, match=r"parameter '0.weight' has a hook behind the accumulation .* '" + schedule):
+    with pytest.raises(ValueError, match=r"parameter '0.weight' has a hook after the accumulation .* '" + schedule):
         pipe.train_step(X, Y)
 
 

@@ -177,7 +177,7 @@ def test_a_flag_that_changes_with_each_batch_is_told_once() -> None:
     pipe = pipeline(models()[0])
     for step in range(4):
         pipe.forward_backward(TOKENS, TARGET, scale=1 / (step + 1))
-    with pytest.warns(UserWarning, match=r"an argument that is no tensor has changed before each of 5 .* as a tensor"):
+    with pytest.warns(UserWarning, match=r"a non-tensor argument has changed before each of 5 .* as a tensor"):
         pipe.forward_backward(TOKENS, TARGET, scale=0.1)
     pipe.forward_backward(TOKENS, TARGET, scale=0.01)
 

@@ -107,7 +107,7 @@ def test_with_the_rest_kept_an_epoch_has_each_sample_once_and_no_replica_is_with
 def test_a_rest_that_is_kept_has_no_shape_of_the_others() -> None:
     batches = ReplicaBatches(5, batch_size=8, remainder="keep", shuffle=False)  # fewer samples than a batch
     assert list(batches) == [[0, 1, 2, 3, 4]]
-    with pytest.raises(ValueError, match=r'same_shapes=True beside remainder="keep", whose last batch is smaller'):
+    with pytest.raises(ValueError, match=r'same_shapes=True with remainder="keep", whose last batch is smaller'):
         ReplicaLoader(TensorDataset(torch.zeros(5)), batches, same_shapes=True)
     with pytest.raises(ValueError, match=r'drop_last= is the pipeline.s to decide: expected remainder="drop"'):
         ReplicaLoader(TensorDataset(torch.zeros(5)), batches, drop_last=False)

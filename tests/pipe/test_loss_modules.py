@@ -197,7 +197,7 @@ def train_with_weights() -> tuple[list[float | None], list[float]]:
     model, loss_of, plain = copy.deepcopy(twin), WithWeights(twin[0]), torch.optim.SGD(twin.parameters(), lr=0.1)
     function = WithWeights(model[0]).forward
     with pytest.raises(
-        (ValueError, PipelineError), match=r"wants a gradient, and that no optimizer|as a child of the loss module"
+        (ValueError, PipelineError), match=r"requires a gradient, and that no optimizer|as a child of the loss module"
     ):
         make(model=model, optimizer=sgd, loss_fn=function).train_step(X, Y)
     model = copy.deepcopy(twin)

@@ -332,7 +332,7 @@ def test_gradients_of_several_batches_add_up_scaled() -> None:
     optimizer = adamw(plain.parameters())
     with half():
         pipe.forward_backward(*batch(0, {}))
-        with pytest.raises(ValueError, match=r"clip_grad_norm_ beside grad_scaler=.* Expected .*max_grad_norm="):
+        with pytest.raises(ValueError, match=r"clip_grad_norm_ with grad_scaler=.* Expected .*max_grad_norm="):
             pipe.clip_grad_norm_(1.0)
         assert not pipe.train_step(*batch(1, {})).skipped
     for step in range(2):

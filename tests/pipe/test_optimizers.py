@@ -99,7 +99,9 @@ def test_a_parameter_that_no_optimizer_holds_stays_and_is_told_once(begin: Any) 
         return [sgd([p for name, p in parameters if not name.endswith("bias")])]
 
     model = layers()
-    with pytest.warns(UserWarning, match=r"holds '0.bias', .*'4.bias' and 1 more: train_step leaves them") as told:
+    with pytest.warns(
+        UserWarning, match=r"holds '0.bias', .*'4.bias' and 1 more: train_step does not update them"
+    ) as told:
         pipe = begin(model=model, optimizer=stagewright.named(weights), max_grad_norm=1e-3)
     assert len(told) == 1
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -290,11 +292,11 @@ def test_options_of_a_run_before_a_checkpoint_was_loaded_are_forgotten() -> None
     options = SameOptions(0, num_stages=1)
     for index in range(6):
         options.used(index, {"weight": 1})
-    options.told(1, ["weight"], [6.0, 1.0])  # of an update that this rank has not made yet
+    options.received(1, ["weight"], [6.0, 1.0])  # of an update that this rank has not made yet
     options.drop()
     for index in range(2, 8):
         options.used(index, {"weight": 7})
-    options.told(1, ["weight"], [7.0, 8.0])
+    options.received(1, ["weight"], [7.0, 8.0])
     with pytest.raises(ValueError, match=r"the ranks \[0, 1\] hold copies .* for 'weight'"):
         options.used(8, {"weight": 7})
 

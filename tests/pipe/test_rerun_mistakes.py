@@ -102,7 +102,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "unknown word of a module": ({"0": "layer"}, r"recompute=\{'0': 'layer'\}: expected 'full' or 'selective'"),
     "no name": ({0: "full"}, r"recompute=\{0: \.\.\.\}: expected names of modules"),
     "no match": ({"*.parst.*": "full"}, r"'\*.parst.\*'.* matches no module: .* such as '\*.parts.\*'"),
-    "a part is a level": ({"*linear": "full"}, r"matches no module: .* '\*' stands for one part between dots"),
+    "a part is a level": ({"*linear": "full"}, r"matches no module: .* '\*' matches one part between dots"),
     "a list": ({"*.parts": "full"}, r"matches '0.parts', a ModuleList, which nothing calls: expected .* '0.parts.\*'"),
     "not called": ({"*.linear": "full"}, r"'\*.linear'.* matches '0.linear', '1.linear', which no stage calls"),
     "two patterns": (

@@ -40,7 +40,10 @@ class Together(torch.optim.SGD):
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
-    ({"data_parallel": "zero1", "optimizer": Together}, "optimizer Together is not known to update each parameter by"),
+    (
+        {"data_parallel": "zero1", "optimizer": Together},
+        "optimizer Together is not known to update each parameter indep",
+    ),
     ({"data_parallel": "fsdp", "schedule": "2bw"}, "data_parallel='fsdp' under the asynchronous schedule '2bw'"),
     ({"data_parallel": "fsdp", "optimizer": None}, "data_parallel='fsdp' without an optimizer"),
 ]

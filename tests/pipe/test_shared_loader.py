@@ -214,15 +214,13 @@ def test_loops_that_differ_end_by_name(tmp_path: Path) -> None:
     other.begin()
     for number in range(2):
         reader.put(torch.zeros(3), (0, 4 * number))
-    with pytest.raises(
-        RuntimeError, match=r"process 1 takes the batches of process 0 on this host, and was waited for"
-    ):
+    with pytest.raises(RuntimeError, match=r"process 1, which takes the batches of process 0 on this host"):
         reader.put(torch.zeros(3), (0, 8))
     assert torch.equal(other.take((0, 0))[0], torch.zeros(3))
     with pytest.raises(RuntimeError, match=r"is at \(epoch, sample\) \(0, 4\), not \(3, 4\): expected the same loops"):
         other.take((3, 4))
     other.begin()
-    with pytest.raises(RuntimeError, match="process 0 reads the data for process 1 on this host, and was waited for"):
+    with pytest.raises(RuntimeError, match="process 0, which reads the data for process 1 on this host"):
         other.take((0, 8))
     other.rest()
     reader.put(torch.zeros(3), (0, 8))  # for nobody

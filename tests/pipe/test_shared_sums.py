@@ -274,7 +274,7 @@ def test_a_gradient_that_a_hook_changes_behind_its_backward_never_leaves_early(g
             assert not any(gradients["1.weight"][0::2])
             assert all(gradients["1.weight"][1::2])
     for found in gloo.run(masked_behind, ranks=2, args=(2,)):
-        assert "the gradient of '1.weight' was changed behind its backward" in found[-1]
+        assert "the gradient of '1.weight' was changed after its backward" in found[-1]
 
 
 def test_large_gradients_have_a_bucket_each() -> None:

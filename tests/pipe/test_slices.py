@@ -126,7 +126,7 @@ def trained_after_a_bad_batch() -> tuple[str, float | None]:
 def test_a_first_batch_that_has_no_slices_ends_no_run(gloo: Pool) -> None:
     """It ended it, so that the next batch was a PipelineError."""
     for said, loss in gloo.run(trained_after_a_bad_batch, ranks=2):
-        assert "where in it the sequence stands is not clear" in said
+        assert "which dimension is the sequence is not clear" in said
         assert loss is not None
 
 
@@ -416,12 +416,12 @@ def by_hand(x: Tensor) -> Tensor:
         ),
         (
             lambda: Mixer(by_hand),
-            r"output 0 of stage 0 .* is another one over slices of the sequence: of tokens 4 to 8",
+            r"output 0 of stage 0 .* differs over slices of the sequence: for tokens 4 to 8",
         ),
-        (silent_convolution, "of tokens 4 to 8 of 12 it differs by .* from that of the whole"),
+        (silent_convolution, "for tokens 4 to 8 of 12 by .* from that of the whole"),
         (lambda: Mixer(lambda x: x.cumsum(1)), "of tokens 4 to 8 of 12"),
         (lambda: Mixer(lambda x: x.flip(1)), "of tokens 0 to 4 of 12"),
-        (lambda: nn.BatchNorm1d(T), "stage 0 .* fails|is another one over slices|running_mean"),
+        (lambda: nn.BatchNorm1d(T), "stage 0 .* fails|differs over slices|running_mean"),
         (OwnPositions, "of tokens 4 to 8 .* stagewright.first_position"),
         (
             lambda: Mixer(lambda x: attention(x.unflatten(1, (2, -1)).flatten(0, 1), is_causal=True).view_as(x)),
@@ -470,7 +470,7 @@ def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
         ({"num_slices": 2, "lengths": [6, 5]}, r"lengths=\[6, 5\] make 11 tokens, .* have 12"),
         ({"num_slices": 2, "lengths": [4, 4, 4]}, r"lengths=\[4, 4, 4\] for 2 slices: expected 2 numbers"),
         ({"lengths": [6, 6.0]}, r"lengths=\[6, 6.0\]: expected a list of tokens"),
-        ({"dims": {0: 0}}, r"dims\[0\]=0 and input 0 has shape \(2, 12\): .* beside that of the batch"),
+        ({"dims": {0: 0}}, r"dims\[0\]=0 and input 0 has shape \(2, 12\): .* other than that of the batch"),
         ({"dims": {0: "1"}}, r"dims\[0\]='1': expected the number of a dimension"),
         ({"schedule": "1f1b", "num_slices": 2}, "num_slices=2 for schedule '1f1b': it takes microbatches whole"),
         ({"schedule": "1f1b", "lengths": [12]}, "Slices around the schedule '1f1b', which is not sliced"),
@@ -507,7 +507,7 @@ def test_where_the_sequence_stands_must_be_clear(inputs: tuple[Tensor, ...], tar
 
     model = gpt(layers=1) if len(inputs) == 1 else Two()
     pipe = PipelineModule(model, schedule="seq1f1b", num_microbatches=2, loss_fn=mean_loss)
-    with pytest.raises(ValueError, match=rf"{name} .* and where in it the sequence .*stands is not clear"):
+    with pytest.raises(ValueError, match=rf"{name} .* and which dimension is the sequence .*is not clear"):
         pipe.forward_backward(*inputs, target)
 
 
@@ -528,7 +528,7 @@ def test_layers_that_are_left_out_of_some_slices() -> None:
     for number in range(1, 5):
         model[number] = Dropped(model[number])
     pipe = PipelineModule(model, schedule=Slices("seq1f1b", num_slices=3), num_microbatches=2, loss_fn=mean_loss)
-    with pytest.raises(ValueError, match="attention in Attention runs for the slice from token 4 on, and did not for"):
+    with pytest.raises(ValueError, match="runs for the slice that begins at token 4, and did not for"):
         pipe.forward_backward(*batch())
 
 

@@ -153,8 +153,8 @@ def test_an_error_loses_what_was_under_way(tmp_path: Path) -> None:
     pipe.save(tmp_path / "c")
     pipe.train_step(X, Y)
     said = (
-        r"step 1, microbatch 0 is nan: the update of this step was not made; each stage stands at the last one that "
-        r"it had come to, and the batches in the pipeline are lost\..*clip \(max_grad_norm=1\.0\); to go on, load\("
+        r"step 1, microbatch 0 is nan: the update of this step was not made; each stage has the weights of its last "
+        r"update, and the batches in the pipeline are lost\..*clip \(max_grad_norm=1\.0\); to continue, load\("
     )
     with pytest.raises(NonFiniteLossError, match=said):
         pipe.train_step(X, Y * float("nan"))
@@ -330,8 +330,12 @@ def test_what_no_stream_can_be_made_of(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "update_every", "said"),
     [
-        ("pipedream", 1, r"microbatch 2 is nan: the update of microbatch 2 was not made; each stage stands at"),
-        ("paci", 2, r"microbatch 2 is nan: the update of microbatches 2 to 3 was not made; .* learning rate; to go on"),
+        ("pipedream", 1, r"microbatch 2 is nan: the update of microbatch 2 was not made; each stage has"),
+        (
+            "paci",
+            2,
+            r"microbatch 2 is nan: the update of microbatches 2 to 3 was not made; .* learning rate; to continue",
+        ),
     ],
 )
 def test_updates_within_a_batch_were_made_when_its_loss_is_not_finite(name: str, update_every: int, said: str) -> None:

@@ -51,7 +51,7 @@ def test_what_is_refused(gloo: Pool) -> None:
         assert "'blocks.*.mlp.up'" in told[1]
         assert 'mesh={"tensor": 3} on 2 processes: expected a size that divides 2' in told[2]
         assert "asks for 4 processes and the process group has 2" in told[3]
-        assert "no module beside it by 'row'" in told[4]
+        assert "no module next to it by 'row'" in told[4]
 
 
 def partial_gradients() -> list[str]:

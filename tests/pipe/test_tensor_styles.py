@@ -362,7 +362,7 @@ class Strange(nn.Module):
         ({"strange": "samples", "strange.out": RowwiseParallel()}, "'strange.out' is cut inside 'strange', of which"),
         ({"strange": "sequence"}, "module 'strange' (Strange) cannot be cut by 'sequence'"),
         ({"odd": "column"}, "module 'odd' has 9 outputs, over 2 tensor ranks: expected a multiple of 2, such as 8"),
-        ({"up": "column"}, "module 'up' is cut by 'column' and no module beside it by 'row'"),
+        ({"up": "column"}, "module 'up' is cut by 'column' and no module next to it by 'row'"),
         ({"multihead": "column"}, "module 'multihead' is a MultiheadAttention: expected Heads()"),
         ({"multihead": Heads()}, "module 'multihead' has 3 heads, over 2 tensor ranks: expected a multiple of 2"),
         ({"strange.qkv": "column"}, "'strange' (Strange), which has heads=4 and is not recognised"),

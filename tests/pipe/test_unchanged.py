@@ -135,7 +135,9 @@ def test_unfreezing_is_refused_by_name() -> None:
         pipe.flush()
         model[0].requires_grad_(True)
         pipe.eval_step(X, Y)
-        with pytest.raises(ValueError, match=r"parameter '0.weight' wants a gradient and did not when the stages were"):
+        with pytest.raises(
+            ValueError, match=r"parameter '0.weight' requires a gradient and did not when the stages were"
+        ):
             pipe.train_step(X, Y)
 
 
@@ -233,7 +235,7 @@ def test_a_batch_that_trains_nothing_is_refused(case: str) -> None:
     options = CASES[case]
     pipe = make(**options | {"model": options["model"]()})
     train = pipe.train_step if options.get("optimizer", 0) is not None else pipe.forward_backward
-    with pytest.raises(ValueError, match=r"nothing to train: .* plain PyTorch would refuse loss.backward\(\)"):
+    with pytest.raises(ValueError, match=r"nothing to train: .* plain PyTorch would raise in loss.backward\(\)"):
         train(X, Y)
     assert pipe.eval_step(X, Y).loss is not None
 
@@ -243,7 +245,7 @@ def test_what_is_frozen_later_is_refused_too() -> None:
     pipe = make(model=model)
     pipe.train_step(X, Y)
     frozen(model)
-    with pytest.raises(ValueError, match="no parameter wants a gradient"):
+    with pytest.raises(ValueError, match="no parameter requires a gradient"):
         pipe.train_step(X, Y)
     model.requires_grad_(True)
     pipe.train_step(X, Y)
@@ -268,7 +270,7 @@ def test_a_count_that_wants_a_gradient_is_refused(options: dict[str, Any]) -> No
         return (weight * (output - target) ** 2).sum(), weight.sum()
 
     is_detached = False
-    with pytest.raises(ValueError, match=r"count that wants a gradient, .* count.detach\(\)"):
+    with pytest.raises(ValueError, match=r"count that requires a gradient, .* count.detach\(\)"):
         make(loss_fn=weighted, **options).train_step(X, Y)
     is_detached = True
     make(loss_fn=weighted, **options).train_step(X, Y)

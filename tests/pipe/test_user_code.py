@@ -267,5 +267,5 @@ def test_what_is_used_later_by_an_attribute_is_refused(decide: Callable[[Any, Te
     def use(model: Any, step: int) -> None:
         model[0].uses = step > 0
 
-    with pytest.raises(ValueError, match=r"output 0 of stage 0 \(0\) wants a gradient and did not when the stages"):
+    with pytest.raises(ValueError, match=r"output 0 of stage 0 \(0\) requires a gradient and did not when the stages"):
         piped(lambda: nn.Sequential(Sometimes(decide), linear()), use, recompute=recompute, cut=["1"])

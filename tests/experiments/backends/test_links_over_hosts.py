@@ -62,7 +62,7 @@ def test_hosts_whose_names_mean_themselves(tmp_path: Path) -> None:
     for rank, (status, said) in enumerate(ends):
         assert status != 0
         assert f"rank {rank} of 2 cannot be connected with all others: node0 does not reach node1 at 127.0.1.1" in said
-        assert "type GLOO_SOCKET_IFNAME=eth0 in front of the command" in said
+        assert "type GLOO_SOCKET_IFNAME=eth0 before the command" in said
 
 
 FAR = """
