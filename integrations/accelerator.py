@@ -24,9 +24,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..pipe import Inputs, PipelineModule
-from ..pipe.settings.model_loss import ModelLoss
-from .replicas import from_all, read_pipeline, seen_as
+from ..pipe import Inputs, ModelLoss, PipelineModule
+from .shared import from_all, read_pipeline, seen_as
 
 _FOLLOWED = {"mixed_precision", "gradient_accumulation_steps", "gradient_accumulation_plugin", "cpu", "rng_types"}
 _FOLLOWED |= {"dataloader_config", "log_with", "project_dir", "project_config", "step_scheduler_with_optimizer"}

@@ -27,11 +27,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
-from ..pipe import Inputs, PipelineModule, named
-from ..pipe.settings.model_loss import ModelLoss
-from .microbatches import Batch, arranged, cut, num_rows, one_each
+from ..pipe import Inputs, ModelLoss, PipelineModule, named
 from .refusals import divides_by_items, refuse_arguments, refuse_callbacks, refuse_overridden
-from .replicas import from_all, read_pipeline, seen_as
+from .shared import Batch, arranged, cut, from_all, num_rows, one_each, read_pipeline, seen_as
 
 _FOLDER = "pipeline"  # of a checkpoint, beside what Trainer writes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import warnings
@@ -25,20 +26,26 @@ from ..comm import (
 from ..comm.membership import LIFE
 from ..partition.model.forms import Arguments
 from ..partition.model.modes import no_collection
+from ..schedules import ScheduleError
 from .batch.agreement import unequal_weights
 from .build import Pipeline, build
-from .checkpoint.process_state import ProcessState, lost_text, read_together
-from .checkpoint.reader import Checkpoint
+from .checkpoint.reader import Checkpoint, ProcessState, lost_text, read_together
 from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
 from .context import Layout, Run
 from .life_cycle import LifeCycle
 from .run.engine import check_runnable
+from .run.evaluation import Evaluation
+from .run.training import Training
+from .settings.arguments import FIRST
 from .settings.excludes import REROUTE, check_layout
 from .settings.given import Given, check_batch
 from .settings.options import Options
+from .settings.precision import refuse_float16_autocast
 from .stage.loss import with_loss
-from .telling import told_if_slow
+from .telling import told_if_slow, warn_of_evaluation_mode
+from .verify.plain import NotVerifiableError
+from .verify.verification import Verification
 
 T = TypeVar("T")
 
@@ -77,6 +84,8 @@ class Building:
         self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
         self._fresh = False  # whether parameters may begin there with fresh state
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext  # each call
+        self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
+        self._has_trained = False
         if make_layout is None:
             from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
 
@@ -142,6 +151,62 @@ class Building:
         if self.unequal is not None:
             raise ValueError(self.unequal)
         return pipeline
+
+    def training_for(self, given: Given) -> Training:
+        """Training of a batch like this one, after the checks and the verification that are due before it."""
+        refuse_float16_autocast(self.options.device, scales_loss=self.options.grad_scaler is not None)
+        schedule = self.decided_for(given).schedule
+        if not schedule.has_backward:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
+                f"train, or eval_step"
+            )
+        was_built = self.pipeline is not None
+        pipeline = self.ready_for(given)
+        if was_built:
+            pipeline.verifier.copy_again()
+        if not self._has_trained and self.world.rank == 0:
+            warn_of_evaluation_mode(pipeline.state.run.root)
+        self._has_trained = True
+        if self.is_verification_due and pipeline.state.run.verifies:
+            self._verify_as_due(given)
+        self._until_verified -= 1
+        return pipeline.training
+
+    @property
+    def is_verification_due(self) -> bool:
+        return self._until_verified <= 0
+
+    def _verify_as_due(self, given: Given) -> None:
+        pipeline, is_first = self.built_for(given), self._until_verified == 0.0
+        try:
+            self.verify(given, evaluates=pipeline.evaluation.is_prepared)
+        except NotVerifiableError as error:
+            if self.options.verify != FIRST:
+                raise
+            self._until_verified = math.inf
+            _log.info("the first batch is not verified: %s", error)
+        if is_first and pipeline.training.num_steps == 0:
+            pipeline.measurement.forget()
+
+    def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
+        verifier = self.ready_for(given).verifier
+        with told_if_slow("comparing a batch with the plain model", rank=self.world.rank):
+            found = verifier.verify(given.detached(), evaluates=evaluates)
+        self._until_verified = self.options.verify_every or math.inf
+        return found
+
+    def evaluation_for(self, given: Given) -> Evaluation:
+        pipeline = self.ready_for(given)
+        if pipeline.verifier.owes_evaluation and pipeline.evaluation.takes(given):
+            try:
+                pipeline.verifier.verify_evaluation(given.detached())
+            except NotVerifiableError as error:  # such as a model that keeps what it has computed in training
+                if self.options.verify != FIRST:
+                    raise
+                pipeline.verifier.owes_evaluation = False
+                _log.info("the first evaluation is not verified: %s", error)
+        return pipeline.evaluation
 
     def decided(self) -> Layout:
         if self.layout is None:

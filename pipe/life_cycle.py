@@ -1,4 +1,4 @@
-"""The life-cycle of a run: how its collective calls are made. Each of them once, unless `reroute` makes them again."""
+"""How the collective calls of a run are made: each once; under `reroute`, again after a process died."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Running(Protocol):
 
 
 class LifeCycle:
-    """Each call is made once.
+    """Makes each call once.
 
     Attributes:
-        joins: whether this process was started again to join others that continued: its weights come from them.
-        step: the first step of the pipeline.
+        joins: whether this process was restarted to join processes that continued, which send it their weights.
+        step: number of the pipeline's first step.
     """
 
     joins = False
     step = 0
 
     def step_of(self, training: Training) -> Callable[[Given], StepResult]:
-        """A step's run."""
+        """Function that runs a training step."""
         return training.step
 
     def outlasting(self, call: Callable[[], T]) -> T:
-        """The answer of a collective call that trains nothing."""
+        """Result of a collective call that does not train."""
         return call()
 
     def enter(self) -> None:
-        """Before the number of the next step is read."""
+        """Called before the number of the next step is read."""
 
     def refuse(self, what: str, *, instead: str) -> None:
-        """ValueError for what this life-cycle ends."""
+        """Raises ValueError for a feature that does not work with this life-cycle."""

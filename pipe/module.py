@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -19,55 +17,23 @@ from ..comm import Guard, PipelineError, make_guard
 from ..partition.deferred.filling import fill_attributes
 from ..partition.model.forms import Arguments
 from ..partition.profiler.optimizers import OptimizerFactory
-from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
 from .building import Building, meet
-from .checkpoint.weights import take_weights
+from .checkpoint.plain import take_weights
 from .context import choose_layout
 from .edits import Edits, UntilBuilt
 from .figures.run_figures import RunFigures
 from .results import EvalResult, StepRecord, StepResult
-from .run.evaluation import Evaluation
-from .run.training import Training
 from .settings.arguments import FIRST, AnySchedule, GivenOptions, Inputs, MeshLike, Precision, SchedulerFactory, Weights
-from .settings.excludes import refuse_unknown
+from .settings.excludes import INSTEAD, refuse_unknown
 from .settings.given import Given
 from .settings.options import read_options
-from .settings.precision import refuse_float16_autocast
 from .settings.recompute import RecomputeLike
-from .telling import told_if_slow, warn_of_evaluation_mode
-from .verify.plain import NotVerifiableError
 from .verify.verification import Verification
 
 if TYPE_CHECKING:
     from .run.fills import FillWork
-
-_log = logging.getLogger("stagewright")
-
-_DEVICE, _DTYPE = "PipelineModule(..., device=...)", 'PipelineModule(..., precision="bf16"), or a model of that type'
-_MODE = "train() of the model before PipelineModule(model); eval_step and predict evaluate by themselves"
-_MODEL = "the model that you passed, whose own modules the stages are"
-_HOOK = "hooks of the model's own modules, registered before PipelineModule(model)"
-_INSTEAD = {  # of what a torch.nn.Module has, or a wrapper around one
-    **dict.fromkeys(("to", "cuda", "cpu", "to_empty"), _DEVICE),
-    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
-    **dict.fromkeys(("train", "eval", "training"), _MODE),
-    **dict.fromkeys(("module", "model", "modules", "named_modules", "children", "get_submodule"), _MODEL),
-    **dict.fromkeys(("register_forward_hook", "register_full_backward_hook", "register_forward_pre_hook"), _HOOK),
-    "step": "train_step, which updates, or a step() of your own optimizer behind forward_backward",
-    "optimizer": "optimizers, one a stage of this process",
-    "fit": "train_step(*batch) for each batch of a loader",
-    "evaluate": "eval_step(*batch) for each batch",
-    "no_sync": "several calls of forward_backward, whose gradients add up",
-    "zero_grad": "train_step, which does it; behind forward_backward the zero_grad() of your model or optimizer",
-    "forward": "predict(*inputs) for the output, or train_step(*inputs, target)",
-    "backward": "train_step, or forward_backward, which run it",
-    "compile": "PipelineModule(..., precision=stagewright.Precision(compile=True))",
-    "apply": "the model's own apply() before PipelineModule(model)",
-    "requires_grad_": "requires_grad_ of the model's parameters before PipelineModule(model)",
-    "resume": "load(folder), which goes on where save(folder) was called",
-}
 
 
 class PipelineModule(RunFigures):
@@ -186,8 +152,6 @@ class PipelineModule(RunFigures):
             make_layout = choose_layout(options) if edits is None else edits.in_group(choose_layout(options))
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(options.model).__name__
-            self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
-            self._has_trained = False
             world = meet(options)
             guard = make_guard(world)
             with guard.together():
@@ -211,50 +175,6 @@ class PipelineModule(RunFigures):
         alone = self._building.pipeline is None or self._building.replica[1] == 1
         with nullcontext() if alone else self._guard.together():
             return self._calls.batch(args, kwargs) if has_target else self._calls.inputs(args, kwargs)
-
-    def _training_for(self, given: Given) -> Training:
-        refuse_float16_autocast(self.device, scales_loss=self._building.options.grad_scaler is not None)
-        schedule = self._building.decided_for(given).schedule
-        if not schedule.has_backward:
-            raise ScheduleError(
-                f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
-                f"train, or eval_step"
-            )
-        was_built = self._building.pipeline is not None
-        pipeline = self._building.ready_for(given)
-        if was_built:
-            pipeline.verifier.copy_again()
-        if not self._has_trained and self.world.rank == 0:
-            warn_of_evaluation_mode(pipeline.state.run.root)
-        self._has_trained = True
-        if self._until_verified <= 0 and pipeline.state.run.verifies:
-            self._verify_by_itself(given)
-        self._until_verified -= 1
-        return pipeline.training
-
-    def _verify_by_itself(self, given: Given) -> None:
-        pipeline, is_first = self._building.built_for(given), self._until_verified == 0.0
-        try:
-            self._verify(given, evaluates=pipeline.evaluation.is_prepared)
-        except NotVerifiableError as error:
-            if self._building.options.verify != FIRST:
-                raise
-            self._until_verified = math.inf
-            _log.info("the first batch is not verified: %s", error)
-        if is_first and pipeline.training.num_steps == 0:
-            pipeline.measurement.forget()
-
-    def _evaluation_for(self, given: Given) -> Evaluation:
-        pipeline = self._building.ready_for(given)
-        if pipeline.verifier.owes_evaluation and pipeline.evaluation.takes(given):
-            try:
-                pipeline.verifier.verify_evaluation(given.detached())
-            except NotVerifiableError as error:  # such as a model that keeps what it has computed in training
-                if self._building.options.verify != FIRST:
-                    raise
-                pipeline.verifier.owes_evaluation = False
-                _log.info("the first evaluation is not verified: %s", error)
-        return pipeline.evaluation
 
     def build(self, *inputs_and_target: Any, **keywords: Any) -> None:
         """Cut the model and connect the ranks for batches like this one, without running it.
@@ -353,19 +273,19 @@ class PipelineModule(RunFigures):
             self._building.options.require_optimizer()
             self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
-            return self._building.life.step_of(self._training_for(given))(given)
+            return self._building.life.step_of(self._building.training_for(given))(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
         """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
         with self._building.alone():
             self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
-            return self._training_for(given).accumulate(given)
+            return self._building.training_for(given).accumulate(given)
 
     def verify_if_due(self, *inputs_and_target: Any, **keywords: Any) -> None:
         """`verify` with this batch, which is not trained on yet, if `verify=` says so of the next one. Collective."""
-        if self._until_verified <= 0:
-            self._training_for(self._given(inputs_and_target, keywords))
+        if self._building.is_verification_due:
+            self._building.training_for(self._given(inputs_and_target, keywords))
 
     def eval_step(self, *inputs_and_target: Any, **keywords: Any) -> EvalResult:
         """Forwards alone, in evaluation mode, of a batch as for `train_step`; without a loss_fn there is no target.
@@ -374,7 +294,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs_and_target, keywords)
-            return self._building.life.outlasting(lambda: self._evaluation_for(given).step(given))
+            return self._building.life.outlasting(lambda: self._building.evaluation_for(given).step(given))
 
     def predict(self, *inputs: Any, **keywords: Any) -> object:
         """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
@@ -384,7 +304,7 @@ class PipelineModule(RunFigures):
         """
         with self._building.alone():
             given = self._given(inputs, keywords, has_target=False)
-            return self._building.life.outlasting(lambda: self._evaluation_for(given).predict(given))
+            return self._building.life.outlasting(lambda: self._building.evaluation_for(given).predict(given))
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
         """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
@@ -402,14 +322,7 @@ class PipelineModule(RunFigures):
         with self._building.alone():
             self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
-            return self._verify(given)
-
-    def _verify(self, given: Given, *, evaluates: bool = True) -> Verification:
-        verifier = self._building.ready_for(given).verifier
-        with told_if_slow("comparing a batch with the plain model", rank=self.world.rank):
-            found = verifier.verify(given.detached(), evaluates=evaluates)
-        self._until_verified = self._building.options.verify_every or math.inf
-        return found
+            return self._building.verify(given)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
         """Clip the global gradient norm over all stages, as torch.nn.utils.clip_grad_norm_; returns the norm before.
@@ -456,7 +369,7 @@ class PipelineModule(RunFigures):
         return [] if self._building.pipeline is None else self._building.pipeline.training.flush()
 
     def __call__(self, *inputs: Any, **keywords: Any) -> NoReturn:
-        raise TypeError(f"a PipelineModule is not called: expected {_INSTEAD['forward']}")
+        raise TypeError(f"a PipelineModule is not called: expected {INSTEAD['forward']}")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a PipelineModule is not pickled or copied: expected save(folder), or full_state_dict()")
@@ -464,7 +377,7 @@ class PipelineModule(RunFigures):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            instead = f": expected {_INSTEAD[name]}" if name in _INSTEAD else ""
+            instead = f": expected {INSTEAD[name]}" if name in INSTEAD else ""
             raise AttributeError(f"a PipelineModule has no {name!r}{instead}")
 
     def __repr__(self) -> str:

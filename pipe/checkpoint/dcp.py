@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from .foreign import check_archive, load_saved, plain_file
+from .tensor_file import check_archive, load_saved, plain_file
 from .values import DTYPES
 
 _Text = type("", (), {"__new__": lambda *_: ""})

@@ -32,8 +32,7 @@ from ..update.interface import Update
 from .files import OwnCheckpoints
 from .manifest import model_key
 from .persist import Processes, SaveResult, persist
-from .process_state import ProcessState, lost_text, read_together
-from .reader import Checkpoint
+from .reader import Checkpoint, ProcessState, lost_text, read_together
 from .saved_optimizers import SavedOptimizers
 from .snapshot import HasState, Snapshot, Writers, held, rule_of, take_snapshot
 

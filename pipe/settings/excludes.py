@@ -1,6 +1,7 @@
-"""Unknown options, and what excludes what: rows of (is it so, text), of which the first that is so is raised.
+"""Options and names that PipelineModule does not have, and options that exclude each other.
 
-`check_options` before there is a layout, `check_reroute` and `check_layout` once there is one.
+Exclusions are rows of (condition, text): the text of the first row whose condition holds is raised. `check_options`
+runs before there is a layout, `check_reroute` and `check_layout` after.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Row = tuple[object, str]
 
 REROUTE = "reroute"
 
-# What others call it.
+# Options, and what other libraries call them.
 _MEANT = {
     "num_microbatches": "microbatches micro_batches n_microbatches gradient_accumulation_steps",
     "num_chunks": "chunks virtual_stages num_virtual_stages",
@@ -34,6 +35,30 @@ _MEANT = {
     "recompute": "checkpoint checkpointing activation_checkpointing gradient_checkpointing",
     "mesh": "num_stages num_ranks world_size pp dp tp data tensor",
     "loss_fn": "loss criterion",
+}
+
+_DEVICE, _DTYPE = "PipelineModule(..., device=...)", 'PipelineModule(..., precision="bf16"), or a model of that type'
+_MODE = "train() of the model before PipelineModule(model); eval_step and predict switch to evaluation mode"
+_MODEL = "the model that you passed, whose modules the stages are made of"
+_HOOK = "hooks of the model's own modules, registered before PipelineModule(model)"
+INSTEAD = {  # of what a torch.nn.Module has, or a wrapper around one, and a PipelineModule has not
+    **dict.fromkeys(("to", "cuda", "cpu", "to_empty"), _DEVICE),
+    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
+    **dict.fromkeys(("train", "eval", "training"), _MODE),
+    **dict.fromkeys(("module", "model", "modules", "named_modules", "children", "get_submodule"), _MODEL),
+    **dict.fromkeys(("register_forward_hook", "register_full_backward_hook", "register_forward_pre_hook"), _HOOK),
+    "step": "train_step, which updates, or a step() of your own optimizer after forward_backward",
+    "optimizer": "optimizers, a list of those of this process's stages",
+    "fit": "train_step(*batch) for each batch of a loader",
+    "evaluate": "eval_step(*batch) for each batch",
+    "no_sync": "several calls of forward_backward, whose gradients add up",
+    "zero_grad": "train_step, which does it; after forward_backward the zero_grad() of your model or optimizer",
+    "forward": "predict(*inputs) for the output, or train_step(*inputs, target)",
+    "backward": "train_step, or forward_backward, which run it",
+    "compile": "PipelineModule(..., precision=stagewright.Precision(compile=True))",
+    "apply": "the model's own apply() before PipelineModule(model)",
+    "requires_grad_": "requires_grad_ of the model's parameters before PipelineModule(model)",
+    "resume": "load(folder), which resumes from the checkpoint of save(folder)",
 }
 
 
