@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..comm import LinkName
-    from .build import Pipeline
-    from .run.ranks import RankLinks
+from ..comm import LinkName
 
 
 class Addition:
@@ -25,8 +22,12 @@ class Addition:
     may_split = False
     sent: Mapping[LinkName, tuple[int, int]] = {}
 
-    def connected(self, pipeline: Pipeline, links: RankLinks) -> None:
-        """Called once the pipeline is complete but for its additions."""
+    def connected(self, pipeline: Any, links: Any) -> None:
+        """Called once the pipeline is complete but for its additions.
+
+        Arguments:
+            pipeline, links: `build.Pipeline` and `run.ranks.RankLinks`, whose modules import this one.
+        """
 
     def exact(self) -> AbstractContextManager[object]:
         """Context within which the addition changes no value; nothing is in flight when it begins and ends."""

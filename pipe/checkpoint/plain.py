@@ -52,28 +52,33 @@ PathLike = str | os.PathLike[str]
 
 
 def read_checkpoint(folder: PathLike) -> dict[str, torch.Tensor]:
-    """The model's parameters and buffers under their original names, on the CPU; tied names share one tensor.
+    """Parameters and buffers of a checkpoint under their original names, on the CPU; tied names share one tensor.
 
     Arguments:
-        folder: of pipe.save, whose latest checkpoint is meant, or one of its checkpoints.
+        folder: as passed to pipe.save, whose latest checkpoint is read, or one of the checkpoints in it.
 
-    Raises ValueError for what is no whole checkpoint, by name of the file and tensor.
+    Returns a state dict for a plain model. Raises ValueError, with the name of file and tensor, for a folder without a
+    whole checkpoint.
     """
     return _state(Checkpoint(Path(folder)))
 
 
 def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = False, dcp: bool = False) -> None:
-    """Write a checkpoint as one file that a plain model loads, or a folder of torch.distributed.checkpoint (`dcp`).
+    """Writes a checkpoint as a file that a plain model loads, or as a folder of torch.distributed.checkpoint.
 
-    A file of safetensors has the state dict, and a tensor of several names under each of them. One of torch.save (.pt)
-    has the state dict, too; with `optimizer` it has {"model": state dict, "step": steps so far, "optimizers": state
-    dicts of torch.optim.Optimizer with "param_names", "schedulers": those of their schedules}, as one process has them
-    that is given all parameters at once.
+    A safetensors file has the state dict, with a tensor of several names under each of them. A file of torch.save (.pt)
+    has the state dict as well. With `optimizer` it has {"model": state dict, "step": steps so far, "optimizers": state
+    dicts of torch.optim.Optimizer with "param_names", "schedulers": those of their schedulers}, as one process has them
+    that was given all parameters at once.
 
     Arguments:
         folder: as in `read_checkpoint`.
+        file: to write; its name ends in .safetensors or .pt, unless it is a folder (`dcp`).
+        optimizer: whether to write optimizers, schedulers and step, too.
+        dcp: whether to write a folder for torch.distributed.checkpoint.
 
-    Raises ValueError for another kind of file, for what is no whole checkpoint, and where the file cannot be written.
+    Raises ValueError for another kind of file, for a folder without a whole checkpoint, and for a file that cannot be
+    written.
     """
     path = Path(file)
     if dcp and (path.exists() or path.suffix in (SAFETENSORS, *TORCH)):
@@ -112,14 +117,15 @@ def export_checkpoint(folder: PathLike, file: PathLike, *, optimizer: bool = Fal
 
 
 def import_checkpoint(weights: Mapping[str, Any] | PathLike, folder: PathLike, *, optimizer: bool = False) -> Path:
-    """Make a checkpoint of a plain model's weights, for `pipe.load`: step, and optimizers unless taken, begin anew.
+    """Makes a checkpoint of a plain model's weights, for `pipe.load`; step and optimizers begin anew unless imported.
 
     Arguments:
         weights: state dict, its file (safetensors, torch.save) or a folder of DCP. Tensors that share memory are tied.
-        folder: where it becomes the latest checkpoint.
-        optimizer: take optimizer and step, too, out of a folder that has {"model", "optimizer"}.
+        folder: in which it becomes the latest checkpoint.
+        optimizer: whether to import optimizer and step, too, from a folder that has {"model", "optimizer"}.
 
-    Returns the checkpoint. Raises ValueError for what is no state dict, and where the folder cannot be written.
+    Returns the checkpoint's path. Raises ValueError for weights that are not a state dict, and for a folder that cannot
+    be written.
     """
     where = "the state dict" if isinstance(weights, Mapping) else str(weights)
     content = {"model": dict(weights)} if isinstance(weights, Mapping) else _read_file(Path(weights))
@@ -153,7 +159,7 @@ def import_checkpoint(weights: Mapping[str, Any] | PathLike, folder: PathLike, *
 
 
 def _optimizer_of(content: Mapping[str, Any], place: str) -> tuple[int, dict[str, torch.Tensor], dict[str, Json]]:
-    """Step, tensors and values out of get_state_dict, with flatten_optimizer_state_dict or without; or ValueError."""
+    """Step, tensors and values of get_state_dict, flattened or nested. Raises ValueError for others."""
     kept: dict[str, Any] = next(
         (content[key] for key in ("optimizer", "optim") if isinstance(content.get(key), dict)), {}
     )
@@ -168,7 +174,7 @@ def _optimizer_of(content: Mapping[str, Any], place: str) -> tuple[int, dict[str
     odd = [name for name in (*state, *options) if name not in content["model"]]
     if odd or not options or not all(isinstance(each, dict) for each in state.values()):
         raise ValueError(
-            f"{place} has {f'an optimizer of {odd[0]!r}' if odd else 'no optimizer'}: expected one beside 'model', of "
+            f"{place} has {f'an optimizer of {odd[0]!r}' if odd else 'no optimizer'}: expected one next to 'model', of "
             f"torch.distributed.checkpoint.state_dict.get_state_dict"
         )
     if left := content.keys() - {"model", "step", "optimizer", "optim", *content["model"]}:
@@ -202,7 +208,7 @@ def _entry(checkpoint: Checkpoint, name: str, key: str) -> Entry:
 
 
 def _write(path: Path, write: Callable[[Any], object], *, opened: Callable[[Path], Any] = flushed) -> None:
-    """A file or folder that is there whole or not at all."""
+    """Writes a file or folder that exists whole or not at all."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         try:
@@ -220,7 +226,7 @@ def _write(path: Path, write: Callable[[Any], object], *, opened: Callable[[Path
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """{"model": state dict}, and what else is in a file or folder of DCP; executes no code."""
+    """{"model": state dict} and other content of a file or folder of DCP; runs no code from it."""
     if (path / ".metadata").exists():
         from .dcp import read_dcp
 
@@ -266,10 +272,9 @@ class _Stored:
 
 
 def take_weights(root: nn.Module, weights: Weights, undo: ExitStack) -> None:
-    """Let every parameter and persistent buffer be read when it is filled, in the place of what it is now, which `undo`
-    puts back.
+    """Sets every parameter and persistent buffer to be read from the files when it is filled; `undo` restores them.
 
-    Raises ValueError that lists names that are missing, unexpected or of another shape; then nothing is changed.
+    Raises ValueError with the names that are missing, unexpected or of another shape; then nothing is changed.
     """
     where = "the state dict" if isinstance(weights.source, Mapping) else str(weights.source)
     stored = _stored(weights.source)
@@ -311,7 +316,7 @@ def _stored(source: str | os.PathLike[str] | Mapping[str, torch.Tensor]) -> dict
     path = Path(source)
     try:
         if not path.exists():
-            raise ValueError(f"weights={str(source)!r} is not there: expected a file of safetensors, or a folder")
+            raise ValueError(f"weights={str(source)!r} does not exist: expected a file of safetensors, or a folder")
         if path.is_dir():
             path = _of_folder(path)
         if path.is_dir():
@@ -373,7 +378,7 @@ def _of_index(path: Path) -> dict[str, _Stored]:
     opened = {file: _of_file(path.parent / file) for file in sorted({*files.values()})}
     for name, file in files.items():
         if name not in opened[file]:
-            raise ValueError(f"{path} says that {name!r} is in {file}, which has no such tensor")
+            raise ValueError(f"{path} lists {name!r} in {file}, which has no such tensor")
     return {name: opened[file][name] for name, file in files.items()}
 
 
@@ -398,7 +403,7 @@ def _of_dcp(folder: Path) -> dict[str, _Stored]:
 
 
 def _start(tied: Sequence[Sequence[str]], stored: Mapping[str, _Stored]) -> str:
-    """The prefix of the model's names in the files, such as "model."; of tied names one is enough."""
+    """Prefix of the model's names in the files, such as "model."; of tied names one must be there."""
     if not tied or any(name in stored for names in tied for name in names):
         return ""
     starts = (key.removesuffix(name) for name in tied[0] for key in stored if key.endswith(f".{name}"))

@@ -33,7 +33,7 @@ _ALIGNED = 8  # [bytes] of the header
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A tensor of a file; `make` gives it when it is written."""
+    """A tensor of a file; `make` returns it when it is written."""
 
     name: str
     dtype: str
@@ -48,9 +48,9 @@ class Entry:
 def write_tensors(
     file: IO[bytes], entries: Sequence[Entry], metadata: Mapping[str, str]
 ) -> tuple[FileRecord, dict[str, str]]:
-    """Write tensors, whose names must differ; returns the SHA-256 of each by name, in hex, too.
+    """Writes tensors of distinct names; returns the file's record, and the SHA-256 of each tensor by name, in hex.
 
-    The widest types come first, so that each is aligned.
+    The widest types come first, so that all are aligned.
     """
     ordered = sorted(entries, key=lambda entry: (-DTYPES[entry.dtype].itemsize, entry.name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -77,7 +77,7 @@ def write_tensors(
 
 
 def header_hash(path: Path) -> str:
-    """SHA-256 of a file's header, in hex. Raises ValueError where there is none, and OSError."""
+    """SHA-256 of a file's header, in hex. Raises ValueError if it has none, and OSError."""
     with path.open("rb") as file:
         front = file.read(8)
         length = int.from_bytes(front, "little")
@@ -87,8 +87,10 @@ def header_hash(path: Path) -> str:
 
 
 class MappedFile:
-    """A file of tensors mapped into memory; what it gives are views that nobody may write to. Raises ValueError,
-    without the file's name, for what is no such file."""
+    """A safetensors file mapped into memory; its tensors are views that must not be written to.
+
+    Raises ValueError, without the file's name, for another kind of file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -100,7 +102,7 @@ class MappedFile:
         return sorted(self._names)
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and type of a tensor. Raises ValueError for a type that torch does not have."""
+        """(shape, type) of a tensor. Raises ValueError for a type that torch does not have."""
         with _as_value_errors():
             part = self._file.get_slice(name)  # type: ignore[no-untyped-call]
         kinds = {said: DTYPES[kind] for kind, said in reversed(FORMAT_NAMES.items())}
@@ -109,7 +111,7 @@ class MappedFile:
         return tuple(part.get_shape()), kinds[part.get_dtype()]
 
     def tensor(self, name: str, dtype: str | None = None) -> torch.Tensor:
-        """A tensor; of this type, which must be the file's, or of the file's. Raises ValueError for none like that."""
+        """A tensor; with `dtype` given, of that type. Raises ValueError for a missing tensor and another type."""
         if name not in self._names:
             raise ValueError(f"it has no tensor {name!r}")
         with _as_value_errors():
@@ -135,15 +137,17 @@ _BEGIN, _END = b"PK\3\4", 98  # what an archive of torch.save begins with; [byte
 
 
 def plain_file(path: Path) -> Path:
-    """The path. Raises ValueError for what is none: a FIFO would never answer, and a device never end."""
+    """The path. Raises ValueError unless it is a regular file: a FIFO would never answer, and a device never end."""
     if not path.is_file():
-        raise ValueError(f"{path} is no plain file")
+        raise ValueError(f"{path} is not a regular file")
     return path
 
 
 def load_saved(file: IO[bytes]) -> Any:
-    """The content of a file of torch.save, by torch.load with weights_only. Raises ValueError where more would come of
-    the file than it has bytes."""
+    """Content of a file of torch.save, by torch.load with weights_only.
+
+    Raises ValueError if it would unpack to more bytes than the file has.
+    """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(4) == _BEGIN:
@@ -161,8 +165,11 @@ def load_saved(file: IO[bytes]) -> Any:
 
 
 def check_archive(file: IO[bytes], size: int) -> None:
-    """Raises ValueError for an archive of so many bytes that unpacks to more. Any two readers of zip find the same list
-    of entries in it: that ends where the records at the end begin, which nothing follows."""
+    """Raises ValueError for an archive of `size` bytes that unpacks to more.
+
+    Any two readers of zip find the same entries in it: the list must end where the records at the end begin, after
+    which nothing follows.
+    """
     file.seek(0)
     begin, entries = file.read(4), []
     file.seek(max(0, size - _END))
@@ -185,4 +192,4 @@ def check_archive(file: IO[bytes], size: int) -> None:
 
 def _check_pickle(text: bytes | mmap) -> None:
     if text.find(b"bytearray") >= 0:  # as long as the pickle says
-        raise ValueError("it has a bytearray, which no checkpoint has")
+        raise ValueError("it has a bytearray, which checkpoints never have")
