@@ -66,7 +66,7 @@ def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
     for make in (partial(edits["3.*_norm"].keep_less, "layernorm"), edits["3"].checkpoint):
         with pytest.raises(ValueError, match=r"meets 3: checkpoint\(\) at '3': expected one of them there"):
             make()
-    with pytest.raises(ValueError, match=r"recompute= beside edits that say the same: expected one of them"):
+    with pytest.raises(ValueError, match=r"recompute= together with edits that set it: expected only one of them"):
         PipelineModule(edits, recompute="full", mesh={"pipe": 2})
     assert str(model) == before
     tied = edit(make_model("tied-gpt"))

@@ -205,17 +205,17 @@ def module(**options: Any) -> sw.PipelineModule:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"mesh": sw.Mesh(pipe=2, on_failure="reroute")}, "with data=1: nobody could take over. Expected data=2"),
+        ({"mesh": sw.Mesh(pipe=2, on_failure="reroute")}, "with data=1: no replica could take over. Expected data=2"),
         (
             {"mesh": sw.Mesh(pipe=2, data=2, on_failure="again")},
             "on_failure='again': expected one of 'stop', 'reroute'",
         ),
         ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", data_parallel="zero1")}, "data_parallel='zero1'"),
         ({"schedule": "2bw"}, "batches overlap, or activations move, in it"),
-        ({"schedule": "auto"}, 'Mesh(on_failure=) beside schedule="auto"'),
-        ({"precision": "fp16"}, "beside a loss scale, which moves with each try"),
-        ({"optimizer": None}, "beside an optimizer of your own"),
-        ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", compress="int8")}, "beside compress="),
+        ({"schedule": "auto"}, 'Mesh(on_failure=) together with schedule="auto"'),
+        ({"precision": "fp16"}, "with a loss scale, which changes with each try"),
+        ({"optimizer": None}, "with an optimizer of your own"),
+        ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", compress="int8")}, "with compress="),
     ],
 )
 def test_what_cannot_go_on_is_refused(options: dict[str, Any], told: str) -> None:
