@@ -1,4 +1,4 @@
-"""Data of Trainer and accelerate for a pipeline: replicas as their processes, batches as microbatches."""
+"""Data of Trainer and accelerate for a pipeline: data replicas as processes, and batches as microbatches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..pipe import PipelineModule
 
 @contextmanager
 def seen_as(states: tuple[Any, ...], index: int, count: int) -> Iterator[None]:
-    """Within, accelerate takes this process for one of so many."""
+    """Context in which accelerate takes this process for number `index` of `count`."""
     before = [(state.process_index, state.num_processes) for state in states]
     try:
         for state in states:
@@ -29,7 +29,7 @@ def seen_as(states: tuple[Any, ...], index: int, count: int) -> Iterator[None]:
 
 
 def read_pipeline(pipeline: object) -> dict[str, Any]:
-    """Arguments of PipelineModule. Raises ValueError for what is none, and for names that it does not have."""
+    """Arguments of PipelineModule. Raises ValueError for other values, and for unknown names."""
     known = inspect.signature(PipelineModule).parameters
     if not isinstance(pipeline, Mapping | None) or not all(isinstance(name, str) for name in pipeline or {}):
         raise ValueError(
@@ -43,7 +43,7 @@ def read_pipeline(pipeline: object) -> dict[str, Any]:
 
 
 def from_all(value: object, replica: int) -> list[Any]:
-    """Values of processes, by data replica or another share of a batch; None is nothing. Collective."""
+    """Values of all processes, in order of their data replica or share of a batch; None is left out. Collective."""
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -67,7 +67,7 @@ def cut(batch: Batch, rows: slice | torch.Tensor) -> dict[str, Any]:
 
 
 def one_each(batches: Sequence[Batch], count: int) -> list[Batch] | None:
-    """A microbatch for each batch, and empty ones behind them; None where that does not make `count`."""
+    """One microbatch per batch, and empty ones after them; None if that does not make `count`."""
     empty = _without_labels(batches[-1])
     if len(batches) > count or (len(batches) < count and empty is None):
         return None
@@ -75,13 +75,13 @@ def one_each(batches: Sequence[Batch], count: int) -> list[Batch] | None:
 
 
 def arranged(batches: Sequence[Batch], count: int) -> Batch:
-    """Keywords of a train_step over all rows, in their order."""
+    """Keywords of a train_step over all rows, in order."""
     whole = _joined(batches)
     return {"microbatches": _divided(batches, count)} if whole is None or num_rows(whole) < count else whole
 
 
 def _without_labels(batch: Batch) -> Batch | None:
-    """The same, and nothing is to be learned from it; None where that cannot be said of its labels."""
+    """The same without labels to learn from; None if its labels cannot be ignored."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dtype not in (torch.int64, torch.int32):
         return None
@@ -89,7 +89,7 @@ def _without_labels(batch: Batch) -> Batch | None:
 
 
 def _joined(batches: Sequence[Batch]) -> Batch | None:
-    """One batch of all rows; None where they differ in more than their number, as padded ones do."""
+    """One batch of all rows; None if they differ in more than their number, as padded ones do."""
     if len(batches) == 1:
         return batches[0]
     first = batches[0]
@@ -103,7 +103,7 @@ def _joined(batches: Sequence[Batch]) -> Batch | None:
 
 
 def _divided(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """The same rows in `count` microbatches: an epoch's last step has fewer batches."""
+    """The same rows in `count` microbatches, since an epoch's last step has fewer batches."""
     pieces = list(batches)
     while len(pieces) < count:
         longest = max(range(len(pieces)), key=lambda number: num_rows(pieces[number]))

@@ -1,4 +1,4 @@
-"""From options to a pipeline: a layout is decided on, and the stages are built for the first batch or an example."""
+"""From options to a pipeline: the layout is chosen, and the stages are built for the first batch or an example."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _ALONE = threading.RLock()  # recording a model, and random numbers, change what
 
 
 def meet(options: Options) -> World:
-    """The world of this process; see join_world, and `reroute` for one that was started again to join others."""
+    """The world of this process; see join_world, and `reroute` for a restarted process."""
     if LIFE in os.environ and not dist.is_initialized():
         from .reroute import world_until_let_in
 
@@ -66,7 +66,7 @@ def meet(options: Options) -> World:
 
 
 class Building:
-    """A module's layout and pipeline; None before the first batch of schedule="auto", or before stages are built."""
+    """A module's layout and pipeline; None before schedule="auto" has decided, or before stages are built."""
 
     def __init__(
         self, options: Options, make_layout: Callable[[World], Layout] | None, *, world: World, guard: Guard
@@ -79,10 +79,10 @@ class Building:
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
         self.is_closed = False
-        self.told_of_part = False  # that state_dict() has no other process's stages
+        self.told_of_part = False  # that state_dict() lacks other processes' stages
         self.unequal: str | None = None  # how processes' first weights differ, until others are loaded
-        self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
-        self._fresh = False  # whether parameters may begin there with fresh state
+        self._loaded: Checkpoint | None = None  # for the stages, when they are built
+        self._fresh = False  # whether parameters that it lacks may begin with fresh state
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext  # each call
         self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
         self._has_trained = False
@@ -126,7 +126,7 @@ class Building:
             recorder.data(start)
 
     def decided_for(self, given: Given) -> Layout:
-        """The layout; under schedule="auto" the first batch decides on it. PipelineError behind `close`."""
+        """The layout, which under schedule="auto" the first batch decides. Raises PipelineError after `close`."""
         if self.is_closed:
             raise PipelineError("this pipeline has ended: expected a new PipelineModule after close()")
         if self.layout is None:
@@ -136,8 +136,7 @@ class Building:
         return self.layout
 
     def built_for(self, given: Given, *, evaluates: bool = False) -> Pipeline:
-        """The pipeline; the first batch builds the stages, unless there were example inputs. `evaluates`: for
-        evaluation, too, where that may wait for the first one."""
+        """The pipeline, built for this batch if it is not yet; with `evaluates`, stages for evaluation as well."""
         layout = self.decided_for(given)
         if self.pipeline is None:
             return self._assemble(layout, given, evaluates=evaluates)
@@ -146,7 +145,7 @@ class Building:
         return self.pipeline
 
     def ready_for(self, given: Given) -> Pipeline:
-        """The same, to run a batch: ValueError, on every rank, where their weights were never the same."""
+        """The same, to run a batch. Raises ValueError, on every rank, if their first weights differed."""
         pipeline = self.built_for(given)
         if self.unequal is not None:
             raise ValueError(self.unequal)
@@ -214,7 +213,7 @@ class Building:
         return self.layout
 
     def built(self, what: str) -> Pipeline:
-        """The pipeline; ValueError where the stages, which `what` needs, are not built yet."""
+        """The pipeline. Raises ValueError if the stages, which `what` needs, are not built."""
         self.decided()
         if self.pipeline is None:
             raise ValueError(
@@ -225,17 +224,13 @@ class Building:
 
     @property
     def num_steps(self) -> int:
-        """Batches trained on so far."""
         self.life.enter()
         if self.pipeline is not None:
             return self.pipeline.training.num_steps
         return self.life.step if self._loaded is None else self._loaded.manifest.step
 
     def load(self, folder: Path, loader: HasState | None, *, fresh: bool) -> None:
-        """Go on from a checkpoint: stages that are not built yet do so when they are, the loader and generators now.
-
-        Collective over the processes.
-        """
+        """Loads a checkpoint; stages that are not built load it when they are. Collective."""
         with told_if_slow(f"reading the checkpoint {folder}", rank=self.world.rank):
             if self.pipeline is not None:
                 self.pipeline.state.load(folder, loader, fresh=fresh)
@@ -262,13 +257,13 @@ class Building:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around a call, whatever mode it is made in, and in the precision that was asked for.
+        """Context of a call, in the precision that the options ask for.
 
-        In one process no other thread's runs meanwhile, and an error takes back stages that the call has built.
+        In one process no other thread's call runs meanwhile, and an error removes stages that the call has built.
         """
         inside = None if self.pipeline is None else self.pipeline.state.run.inside
         if inside is not None:
-            raise ValueError(f"{inside} calls its pipeline in the midst of a step: expected other work")
+            raise ValueError(f"{inside} calls its pipeline during a step: expected other work")
         dtype = self.options.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(self.options.device.type, dtype=dtype)
         with self.around(), torch.inference_mode(False), autocast:
@@ -295,13 +290,13 @@ class Building:
             return x.detach().to(run_on).requires_grad_(x.requires_grad)
 
         def first() -> Arguments:
-            check_batch(given, own if given.microbatches else 1)  # training asks for more
+            check_batch(given, own if given.microbatches else 1)  # training needs more
             if options.model is not None and not given.microbatches:
                 options.calls.refuse_chance(options.model, given, num_parts=own, device=run_on)
             return given.cut(own)[0].arguments.map(like)
 
         slow = told_if_slow("building the pipeline", rank=self.world.rank)
-        with self.alone(), self.guard.together(), slow, no_collection():  # nearly all that it makes stays
+        with self.alone(), self.guard.together(), slow, no_collection():  # nearly all objects that it makes are kept
             verifies = self.options.verify_every is not None and not self.life.joins
             evaluates = evaluates or self.world.distributed or self.options.mesh.sync != 1
             run = Run(layout, self.options, self.guard, verifies=verifies, evaluates=evaluates)

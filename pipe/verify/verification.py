@@ -1,9 +1,9 @@
-"""`pipe.verify`: one batch through the plain module and through the pipeline, compared on every rank alike.
+"""`pipe.verify`: one batch through the plain module and through the pipeline, compared; the same result on every rank.
 
-every rank   evaluates and trains on the batch as ever, but no optimizer steps
+every rank   evaluates and trains on the batch as usual, but no optimizer steps
 the judge    (the process of the last stage) gets all weights before and all gradients after, runs the plain
              module, compares
-every rank   is told the verdict; buffers, gradients, versions and the step count are as they were
+every rank   gets the verdict; buffers, gradients, versions and the step count are restored
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batc
 
 
 class VerificationError(ValueError):
-    """The pipeline and the plain module disagree; the message names the first place and the likely cause."""
+    """Raised if pipeline and plain module disagree, with the first difference and its likely cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Summary of what was compared, and what it took.
+    """Result of a verification: what was compared, and what it took.
 
     Arguments:
-        num_gradients: parameters whose gradients agree.
+        num_gradients: number of parameters whose gradients agree.
         seconds: of the whole comparison [s].
-        copy_bytes: parameters and buffers that the judge's process held for the plain module meanwhile; their
-            gradients and the activations of one microbatch of the whole model came on top. By unit: of the largest.
+        copy_bytes: parameters and buffers of the plain module in the judge's process [bytes]; their gradients and the
+            activations of one microbatch of the whole model were held in addition. By unit: of the largest unit.
     """
 
     num_gradients: int
@@ -61,9 +61,8 @@ class Verifier:
     """Verifies batches.
 
     Arguments:
-        plain: the copy of the user's model, or units to compare one at a time; None where this process does not judge,
-            and where nobody has one.
-        regions: what the tensor group divides; None where there is none.
+        plain: the copy of the user's model, or units to compare one at a time; None if this process does not judge.
+        regions: modules that the tensor group divides; None if there are none.
     """
 
     def __init__(
@@ -84,14 +83,14 @@ class Verifier:
         self.owes_evaluation = False
 
     def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
-        """See PipelineModule.verify. Collective over the processes. Unless it `evaluates`, it owes that."""
+        """See PipelineModule.verify. Collective. With evaluates=False the evaluation is owed."""
         found = self._by_unit(self._units, given) if self._units else self._verified(given, evaluates=evaluates)
-        if found.copy_bytes > _LARGE:  # what is less, steps may use again without asking the system
+        if found.copy_bytes > _LARGE:  # less may be used again by steps
             give_back(self._options.device)
         return found
 
     def copy_again(self) -> None:
-        """In one process: the user's code has run since the copy was made, and may have changed the model."""
+        """In one process, since the user's code may have changed the model after the copy was made."""
         self._fresh = None
 
     def _verified(self, given: Given, *, evaluates: bool) -> Verification:
@@ -100,7 +99,7 @@ class Verifier:
             self._plain, self._fresh = self._fresh or self._copy(), None
         elif not self._run.verifies:
             raise NotVerifiableError(
-                "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
+                "verify: each process has freed the other stages' weights, so that none can run the plain module. "
                 "Expected PipelineModule(..., verify=True), which keeps the model's structure where the last stage is"
             )
         self._refuse_dropout_of_slices()
@@ -136,7 +135,7 @@ class Verifier:
                 verdict = self._judge_it(
                     self._plain, weights, moved=moved, batches=batches, piped=piped, step=step, drew_apart=drew_apart
                 )
-            said = self._collectives.gather((in_region, verdict), what="telling what verify found")
+            said = self._collectives.gather((in_region, verdict), what="sharing what verify found")
         verdict = next((one for column in zip(*said, strict=True) for one in column if one is not None), None)
         if verdict is not None:
             raise VerificationError(verdict)
@@ -158,7 +157,7 @@ class Verifier:
                 in_region = self._look_at_regions()
                 with self._update.shards.whole_weights():
                     own = units.compare(step=step)
-                said = self._collectives.gather((in_region, own), what="telling what verify found")
+                said = self._collectives.gather((in_region, own), what="sharing what verify found")
         regions, found = zip(*said, strict=True)
         if verdict := next(filter(None, [*regions, *(each.verdict for each in found)]), None):
             raise VerificationError(verdict)
@@ -170,7 +169,7 @@ class Verifier:
         return Verification(num_gradients=len(names), seconds=time.perf_counter() - started, copy_bytes=copy_bytes)
 
     def verify_evaluation(self, given: Given) -> None:
-        """The first evaluation, which no verified batch has had. In one process."""
+        """Verifies the first evaluation, if no verified batch had one. In one process."""
         self._training.drain()
         plain, weights = self._copy(), self._ownership.full_state_dict(self._collectives)
         parts = given.copied().on(self._options.device).cut(self._evaluation.num_microbatches(given))
@@ -186,7 +185,7 @@ class Verifier:
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
-        """Within, modules that the tensor group divides are looked at, which compares no gradients itself."""
+        """Context in which divided modules are recorded; the tensor group then compares no gradients itself."""
         regions = nullcontext() if self._regions is None else self._regions.seen()
         with regions, self._ownership.group.compared_by_verify():
             yield
@@ -202,7 +201,7 @@ class Verifier:
     def _loaded(
         self, plain: PlainModule, weights: Mapping[str, torch.Tensor], moved: Mapping[str, _Moved]
     ) -> Iterator[tuple[Watch, dict[str, torch.Tensor]]]:
-        """Within, the plain module has these weights and buffers, copies of which are given, and is looked at."""
+        """Context with weights and buffers in the plain module; gives a Watch and copies of the buffers."""
         plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
         plain.follow(is_divided=self._regions is not None)
@@ -223,7 +222,7 @@ class Verifier:
         )
 
     def _refuse_dropout_of_slices(self) -> None:
-        """Dropout over slices cannot be compared: for whole microbatches the plain module would draw other masks."""
+        """Dropout cannot be compared over slices: for whole microbatches the masks differ."""
         if self._schedule.num_slices == 1:
             return
         for name, module in self._parts.root.named_modules():
@@ -281,7 +280,7 @@ class Verifier:
             outcome = replace(outcome, outputs=outputs)
             buffers |= {name: after for name, (_, after) in moved.items()}
             piped = replace(piped, buffers={name: x for name, x in buffers.items() if self._is_compared(name)})
-            if drew_apart:  # masks of divided activations are others: each region was looked at without them
+            if drew_apart:  # masks of divided activations differ: regions were compared without
                 outcome = replace(outcome, loss=piped.loss, gradients={}, buffers={})
                 piped = replace(piped, gradients={}, buffers={})
             self._tolerance = watch.tolerance
@@ -301,7 +300,7 @@ class Verifier:
         return sorted(found, key=lambda one: one[0])
 
     def _train(self, given: Given, step: int) -> tuple[float, dict[str, torch.Tensor | None]]:
-        """The batch's loss, and the gradients of this process's parameters, with no update made."""
+        """The batch's loss, and the gradients of this process's parameters, without an update."""
         taken: dict[str, torch.Tensor | None] = {}
         giver: dict[str, int] = {}  # replicas and tied weights in one process have equal gradients: one of them counts
 
@@ -333,14 +332,13 @@ class Verifier:
         return result.loss, taken
 
     def _loss_scale(self) -> float:
-        """Factor of the losses of a batch behind the newest weights."""
         scale = self._update.loss_scale
         return 1.0 if scale is None else scale.value
 
     def _is_compared(self, name: str) -> bool:
-        """Whether every microbatch has passed the buffer: of replicas each has seen a part."""
+        """Whether every microbatch passes through the buffer; each replica sees only some."""
         owners = self._schedule.owners
-        stages = self._ownership.stages.get(name, ())  # none: it came with a forward, and goes after this one
+        stages = self._ownership.stages.get(name, ())  # none: a forward made it, and it is removed again
         return bool(stages) and all(len(owners[stage]) == 1 for stage in stages)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
@@ -351,7 +349,7 @@ class Verifier:
         }
 
     def _gather_moved(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, _Moved]:
-        """Those of all processes' buffers that the batch has changed; a mask may be large, and stays where it is."""
+        """Buffers of all processes that the batch changed; others, such as large masks, are not sent."""
         own = {name: (x.cpu(), after[name].cpu()) for name, x in before.items() if not torch.equal(x, after[name])}
         found: dict[str, _Moved] = {}
         for moved in self._collectives.gather(own, what="gathering buffers for verify"):
@@ -359,7 +357,7 @@ class Verifier:
         return found
 
     def _gather(self, own: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Gradients of all parameters, in the judge's process; elsewhere which there are."""
+        """Gradients of all parameters in the judge's process; empty tensors elsewhere."""
         present: set[str] = set()
         for names in self._collectives.gather(
             [name for name, gradient in own.items() if gradient is not None], what="gathering gradients for verify"
@@ -377,7 +375,7 @@ class Verifier:
         return gathered
 
     def _gather_batches(self, given: Given) -> list[Given]:
-        """By data replica, what its last stage was passed."""
+        """By data replica, the batch that was passed to its last stage."""
         mine, count = self._run.layout.place.replica
         if count == 1:
             return [given]
