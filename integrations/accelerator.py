@@ -247,8 +247,6 @@ class _Trained(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """An optimizer whose state is that of all stages' parameters."""
-
     optimizer: Any
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,7 +29,6 @@ def seen_as(states: tuple[Any, ...], index: int, count: int) -> Iterator[None]:
 
 
 def read_pipeline(pipeline: object) -> dict[str, Any]:
-    """Arguments of PipelineModule. Raises ValueError for other values, and for unknown names."""
     known = inspect.signature(PipelineModule).parameters
     if not isinstance(pipeline, Mapping | None) or not all(isinstance(name, str) for name in pipeline or {}):
         raise ValueError(
@@ -75,7 +74,6 @@ def one_each(batches: Sequence[Batch], count: int) -> list[Batch] | None:
 
 
 def arranged(batches: Sequence[Batch], count: int) -> Batch:
-    """Keywords of a train_step over all rows, in order."""
     whole = _joined(batches)
     return {"microbatches": _divided(batches, count)} if whole is None or num_rows(whole) < count else whole
 

@@ -98,7 +98,6 @@ class PipelineTrainer(Trainer):
             )
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ValueError."""
         raise ValueError("hyperparameter_search with a pipeline: expected a run for each choice, of its own processes")
 
     # What is put together
@@ -111,7 +110,6 @@ class PipelineTrainer(Trainer):
         """Does nothing: each process moves its own stages."""
 
     def _made(self) -> PipelineModule:
-        """The pipeline of this model, which may not be built yet."""
         if self.pipe is not None and self._trained is self.model:
             return self.pipe
         if self.pipe is not None:
@@ -149,7 +147,6 @@ class PipelineTrainer(Trainer):
 
     @property
     def _replica(self) -> tuple[int, int]:
-        """(number of this process's data replica, number of data replicas)."""
         return self._made().replica
 
     def _seen_as(self, index: int, count: int) -> AbstractContextManager[None]:
@@ -278,7 +275,6 @@ class PipelineTrainer(Trainer):
         self.state.num_input_tokens_seen = before + int(self._summed(self.state.num_input_tokens_seen - before))
 
     def _built(self, batch: Mapping[str, Any]) -> PipelineModule:
-        """The pipeline, built for this batch if it is not yet, with the checkpoint to resume from."""
         pipe = self._made()
         pipe.build(**batch)
         if self._resumed is not None:
@@ -305,7 +301,6 @@ class PipelineTrainer(Trainer):
         return result
 
     def _evaluated(self, *, loss_only: bool, num_items_in_batch: Any = None, **inputs: Any) -> Any:
-        """Result of `model(**inputs)`, in all processes."""
         (replica, count), size = self._replica, num_rows(inputs)
         if num_items_in_batch is not None:
             self._check_count([inputs], num_items_in_batch)
@@ -369,7 +364,6 @@ class PipelineTrainer(Trainer):
 
 
 def _be_alone(args: TrainingArguments) -> None:
-    """Makes Trainer and accelerate divide nothing among processes."""
     refuse_arguments(args)
     if args.device.type and args.distributed_state is not None:
         args.distributed_state.distributed_type = DistributedType.NO
@@ -379,7 +373,6 @@ def _be_alone(args: TrainingArguments) -> None:
 def _like(
     optimizer: torch.optim.Optimizer, model: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and groups over a stage's parameters."""
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names = {name: group_of.get(id(p)) for name, p in model.named_parameters(remove_duplicate=False)}
     groups = [

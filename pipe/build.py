@@ -72,7 +72,6 @@ class Pipeline:
     fills: Callable[[], Callable[..., FillWork]]  # runs background work
 
     def cut_in_words(self) -> str:
-        """A text that is the same in two starts of a run if its stages are."""
         layout = self.state.run.layout
         rules = [*enumerate(layout.recompute.stages), *layout.recompute.modules.items()]
         recompute = [(where, "a policy" if callable(rule) else rule) for where, rule in rules]
@@ -145,7 +144,6 @@ def _connected(
 
 
 def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
-    """Chooser of recomputed units for the first batch; None if no stage has a memory budget."""
     if float not in map(type, ranks.update.run.layout.recompute.stages):
         return None
     from .run.budget import Budgets  # with the profiler and the solver, which other runs need not load
@@ -374,7 +372,6 @@ def _uneven_layouts(run: Run, mode: Mode, microbatch: Signature, undivided: Outp
 
 
 def _refuse_divided_ties(run: Run, parts: CutModel, group: MemberShards) -> None:
-    """Raises ValueError for a weight of several stages that tensor groups of different size divide."""
     place, owners = run.layout.place, run.layout.schedule.owners
     held: dict[int, set[int]] = {}
     for stage, each in enumerate(parts.train.stages):
@@ -393,7 +390,6 @@ def _refuse_divided_ties(run: Run, parts: CutModel, group: MemberShards) -> None
 def _whole_outputs(
     run: Run, cut: Callable[[], CutModel], microbatch: Signature
 ) -> tuple[OutputSpecs | None, OutputSpecs | None]:
-    """Outputs of the model's stages as it is now, to train and to evaluate."""
     try:
         parts = cut()
     except ValueError as error:  # sizes in the model are already those of a member

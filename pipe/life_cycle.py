@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 
 class Running(Protocol):
-    """The parts of a run that a life-cycle sees and may replace."""
-
     options: Options
     layout: Layout | None
     world: World

@@ -45,7 +45,6 @@ def world_until_let_in(options: Options) -> World:
 
 
 def life_cycle_of(run: Running, layout: Layout) -> LifeCycle:
-    """The life-cycle of a run with on_failure="reroute"."""
     options = run.options
     if not run.world.distributed and LIFE not in os.environ:
         return LifeCycle()
@@ -214,6 +213,5 @@ class Rerouted(LifeCycle):
 
 
 def _layout_of(run: Running) -> Layout:
-    """The layout over all processes with which the run began."""
     assert run.layout is not None
     return run.layout

@@ -74,8 +74,6 @@ def told_if_slow(what: str, *, rank: int, silent: float = SILENT_SECONDS) -> Ite
 
 
 class Phases:
-    """Reports the phases of one decision."""
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._begun = self._phase_begun = time.perf_counter()
@@ -99,7 +97,6 @@ class Phases:
 
 
 def figure(plan: Plan, predicted: Plan) -> str:
-    """The step time of a plan as text: measured if it was tried, else predicted."""
     step = duration(predicted.simulated_step_time or 0.0)
     if plan.tried_seconds is None:
         return f"{step} a batch, predicted"

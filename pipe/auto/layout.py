@@ -215,7 +215,6 @@ class AutoLayout:
         return {size: at_size(found, size) for size in sizes}
 
     def _by_size(self, parts: Sequence[Given]) -> dict[int, Profile]:
-        """The one profile to plan with for microbatches that differ: see `planned_for`."""
         all_sizes = [size_of(Signature.of(part.arguments), self._parameters) for part in parts]
         of_size, sizes = dict(zip(all_sizes, parts, strict=True)), sizes_to_measure(all_sizes)
         seconds = PROFILE_SECONDS / len(sizes)
@@ -312,7 +311,6 @@ def cluster_of(measured: MeasuredLinks, **device: float | None) -> Cluster:
 
 
 def median_profile(profiles: Sequence[Profile]) -> Profile:
-    """Each figure's median over profiles of the same model, measured on different ranks."""
     first = profiles[0]
     figures = [each.name for each in fields(Node) if isinstance(getattr(first.nodes[0], each.name), float)]
     nodes = tuple(

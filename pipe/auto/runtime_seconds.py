@@ -99,7 +99,6 @@ def measure_runtime_seconds(device: torch.device) -> tuple[float, float]:
 
 
 def _medians(runs: Sequence[Callable[[], object]], caches: _Caches) -> list[float]:
-    """Median processor seconds of each run, without those that evict caches [s]."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(_ROUNDS):
         for run, seconds in zip(runs, times, strict=True):
@@ -126,7 +125,6 @@ def _given(num_microbatches: int) -> Given:
 def _pipeline(
     num_ranks: int, num_microbatches: int, caches: _Caches, optimizer: OptimizerFactory | None = None
 ) -> Pipeline:
-    """A pipeline of ranks in this process, independent of other processes."""
     options = Options(
         stages=[_Tiny(caches) for _ in range(num_ranks)],
         sizes={"pipe": num_ranks},

@@ -122,7 +122,6 @@ class Trials:
     # What cannot be tried
 
     def refusal(self, plans: Sequence[Plan], given: Given) -> str | None:
-        """Why none of the plans can be tried; None if one can."""
         if self._options.compile is not None:
             return "compile= would compile the model for each trial"
         sizes = {tuple(x.shape for x in part.inputs) for part in given.microbatches}
@@ -132,7 +131,6 @@ class Trials:
         return None if None in whys else whys[0]
 
     def _refusal_of(self, plan: Plan) -> str | None:
-        """Why this plan is not tried; None if it is."""
         if not self._world.distributed and plan.num_devices > 1:
             return "all ranks are in one process, where they take turns"
         if plan.tensor > 1:
@@ -159,7 +157,6 @@ class Trials:
         return Plan.from_json(self._collectives.gather(mine, what="comparing plans")[0])
 
     def _try(self, plan: Plan, given: Given, *, seconds: float) -> _Ran | str:
-        """Runs a plan for a while and frees it; or why that was not possible."""
         found: _Ran | str = ""
         failed: Exception | None = None
         with self._as_found():
@@ -224,7 +221,6 @@ class Trials:
             sys.excepthook = hook
 
     def _copied(self) -> tuple[Options | None, str | None]:
-        """The options of a trial, with a copy of the model; or why there is none."""
         options = self._options
         copies: dict[int, Any] = {}  # by id of what was copied
         originals = {"the model": self._model, "loss_fn": options.loss_fn, "grad_scaler": options.grad_scaler}
@@ -257,7 +253,6 @@ class Trials:
         return optimizers
 
     def _carry_out(self, plan: Plan, given: Given, options: Options, guard: Guard, *, seconds: float) -> _Ran:
-        """Steps of a plan, recorded as any run is. Collective over the processes."""
         layout = layout_of_plan(plan, self._world, num_microbatches=None)
         guard.stands_at(layout.place)
         first = given.on(options.device).cut(layout.schedule.num_microbatches)[0]

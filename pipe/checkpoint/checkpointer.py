@@ -279,7 +279,6 @@ class Checkpointer:
             warnings.warn(text, stacklevel=stacklevel)
 
     def _decide(self) -> None:
-        """Updates the interval from the cost of the last checkpoint."""
         if self._interval is None or not self.records:
             return
         with self._state.run.guard.together():

@@ -153,7 +153,6 @@ def read_dcp(place: Path) -> dict[str, Any]:
 
 
 def write_dcp(content: Mapping[str, Any], place: Path) -> None:
-    """Writes the content of `export_checkpoint` for get_state_dict, flattened and nested."""
     made: dict[str, Any] = {"state": {}, "param_groups": []}
     for one in content.get("optimizers", ()):
         for group in one["param_groups"]:

@@ -54,7 +54,6 @@ def begin(folder: Path, name: str) -> None:
 
 
 def is_begun(folder: Path, name: str) -> bool:
-    """Whether this process sees the folder that `begin` made in rank 0."""
     return _partial(folder, name).is_dir()
 
 
@@ -84,7 +83,6 @@ class OwnCheckpoints:
         self._names[name] = None
 
     def adopt(self, place: Path) -> None:
-        """Takes over the checkpoint `place` and all others in its folder."""
         names = {each.name.removesuffix(_PARTIAL) for each in place.parent.iterdir()}
         latest = latest_name(place.parent)
         for name in sorted(filter(_NAME.fullmatch, names), key=lambda name: (name == latest, step_of(name))):
@@ -132,7 +130,6 @@ def complete(folder: Path, manifest: Manifest, own: OwnCheckpoints) -> str:
 
 
 def discard(folder: Path, name: str) -> None:
-    """Removes a checkpoint, whole or not, as far as possible."""
     for place in _places(folder, name):
         with suppress(OSError):
             (place / MANIFEST).unlink()  # without it the rest is not taken for a checkpoint

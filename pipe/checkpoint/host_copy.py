@@ -124,7 +124,6 @@ class HostCopy:
             )
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory of an earlier copy if it fits, else new memory."""
         if self._used < len(self._memory):
             known = self._memory[self._used]
             if known.shape == tensor.shape and known.dtype == tensor.dtype:

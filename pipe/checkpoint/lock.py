@@ -40,7 +40,6 @@ class FolderLock:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first lock of the folder in this process."""
         return fcntl is None or self._key is not None
 
     def release(self) -> None:

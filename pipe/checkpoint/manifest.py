@@ -70,8 +70,6 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """Size [bytes] and SHA-256 of the header of a file."""
-
     num_bytes: int
     header: str
 
@@ -139,7 +137,6 @@ class Manifest:
 
     @property
     def versions(self) -> dict[int, dict[str, str]]:
-        """Keys of older weight versions, by number and parameter."""
         found: dict[int, dict[str, str]] = {}
         for key in self.tensors:
             section, _, rest = key.partition("/")
@@ -151,18 +148,8 @@ class Manifest:
         return found
 
     def to_text(self) -> str:
-        """JSON with a hash of itself."""
         files, tensors = records_as_json(self.files, self.tensors)
-        content = {
-            "name": self.name,
-            "step": self.step,
-            "kind": self.kind,
-            "names": list(self.names),
-            "tied": dict(self.tied),
-            "files": files,
-            "tensors": tensors,
-            "values": dict(self.values),
-        }
+        content = {field: getattr(self, field) for field in _FIELDS} | {"files": files, "tensors": tensors}
         compact = partial(json.dumps, separators=(",", ":"), allow_nan=False)
         lines = ",\n".join(f" {json.dumps(key)}: {compact(value)}" for key, value in content.items())
         return f'{{\n "version": {VERSION},\n "sha256": "{_hash(content)}",\n{lines}\n}}\n'
@@ -202,7 +189,6 @@ def optimizer_entries(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def records_as_json(files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]) -> tuple[Json, Json]:
-    """Inverse of `records_from_json`."""
     return {name: [record.num_bytes, record.header] for name, record in files.items()}, {
         key: [list(one.shape), one.dtype, [[p.file, p.entry, [*p.start], [*p.sizes], p.sha256] for p in one.pieces]]
         for key, one in tensors.items()
@@ -229,7 +215,6 @@ def _are_sizes(numbers: Iterable[Any]) -> bool:
 
 
 def _overlap(pieces: Sequence[TensorPiece]) -> bool:
-    """Whether an element is in two pieces."""
     if len(pieces) < 2:
         return False
     for dim in range(len(pieces[0].start)):  # pieces in a row along one dimension, as most are

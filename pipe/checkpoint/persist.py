@@ -64,7 +64,6 @@ class _Answer(NamedTuple):
 
 
 def _gathered(processes: Processes, mine: _Answer, *, what: str) -> list[_Answer]:
-    """Answers of all processes. Raises ValueError for any other value."""
     kinds = (str, str, object, str, str, bool)
     given = processes.gather(list(mine), what=what)
     if not all(type(one) is list and len(one) == len(kinds) and all(map(isinstance, one, kinds)) for one in given):
@@ -114,7 +113,6 @@ def _begin(path: Path, name: str) -> None:
 
 
 def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> Json:
-    """Writes this process's file, if it has a tensor to write."""
     if not is_begun(path, name):
         raise ValueError(
             f"{path.absolute()} on {socket.gethostname()} is not the folder that rank 0 writes into: expected one "
@@ -174,7 +172,6 @@ def _manifest(name: str, snapshot: Snapshot, parts: Sequence[Json]) -> Manifest:
 
 
 def _tried(action: Callable[[], object], path: Path) -> _Answer | None:
-    """None if the action succeeded, else the reason why not."""
     try:
         action()
     except ValueError as error:

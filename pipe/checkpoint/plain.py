@@ -350,7 +350,6 @@ def _unchanged(name: str, x: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def _of_folder(folder: Path) -> Path:
-    """The file in it, or the folder itself."""
     if (folder / ".metadata").exists():
         return folder
     for pattern in (f"*{_INDEX}", "model.safetensors", "*.safetensors"):

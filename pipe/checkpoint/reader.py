@@ -69,7 +69,6 @@ class Checkpoint:
             raise self.error(f"{self.place / MANIFEST} cannot be used: {said}") from error
 
     def value(self, key: str) -> Any:
-        """A saved value; None if there is none."""
         return self._decoded(key, self.manifest.values.get(key))
 
     def of_process(self, key: str, *, process: int, num_processes: int) -> tuple[bool, Any]:
@@ -104,7 +103,6 @@ class Checkpoint:
         return local
 
     def full(self, key: str) -> torch.Tensor:
-        """A whole tensor, checked."""
         shard = Shard.whole(self.record(key).shape)
         self.check(key, shard)
         return self.read(key, shard)
@@ -201,7 +199,6 @@ def _differing(first: int, one: tuple[str, Path], rank: int, its: tuple[str, Pat
 
 
 def lost_text(checkpoint: Checkpoint, lost: Sequence[str]) -> str:
-    """Text of a warning; empty if nothing was lost."""
     return f"of the checkpoint {checkpoint.folder}: {'; '.join(lost)}" if lost else ""
 
 
@@ -227,7 +224,6 @@ class ProcessState:
         _set_generators(self._generators)
 
     def _check_generators(self) -> Mapping[str, Any]:
-        """States of the generators that can be restored."""
         found: dict[str, Any] = {}
         for generator in _GENERATORS:
             key = random_key(generator)
@@ -270,7 +266,6 @@ class ProcessState:
 
 
 def _check_generator(name: str, state: Any) -> None:
-    """Raises ValueError for a value that is not a state of this generator."""
     try:
         if name == "torch":
             torch.Generator().set_state(state)

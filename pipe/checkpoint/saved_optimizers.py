@@ -115,7 +115,6 @@ class SavedOptimizers:
             self._schedule(stage, position)
 
     def load_into(self, stage: StageOptimizers, ownership: Ownership) -> None:
-        """Loads state, options and schedulers of a stage that `check` has passed."""
         for position, optimizer in enumerate(stage.optimizers):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -133,7 +132,6 @@ class SavedOptimizers:
                 stage.schedulers[position].load_state_dict(schedule)
 
     def _schedule(self, stage: StageOptimizers, position: int) -> dict[str, Any] | None:
-        """State for the scheduler of an optimizer."""
         optimizer = stage.optimizers[position]
         sources = [self._source(stage, optimizer, group) for group in optimizer.param_groups]
         saved = next((self._optimizers[at[0]]["scheduler"] for at in sources if at is not None), None)
@@ -236,7 +234,6 @@ class SavedOptimizers:
         return found
 
     def _shard(self, stage: StageOptimizers, name: str, key: str, ownership: Ownership) -> Shard:
-        """The part of a tensor of the state that this process needs."""
         shard, shape = state_shard(stage, name, ownership), self._checkpoint.record(key).shape
         if shape == shard.full:
             return shard

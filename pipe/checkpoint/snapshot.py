@@ -131,7 +131,6 @@ class Writers:
         return [box for box in _boxes(shard) if (what, box.start, box.sizes) in self._mine]
 
     def rest(self, name: str) -> bool:
-        """Whether this process writes the undivided part of an optimizer's state of a parameter."""
         return (_rest(name), (), ()) in self._mine
 
 
@@ -218,7 +217,6 @@ def _stage_state(
 
 
 def state_shard(stage: StageOptimizers, name: str, ownership: Ownership) -> Shard:
-    """Shard of a parameter for which the stage's optimizer here keeps state."""
     return stage.shard(name, ownership.shard(name))
 
 

@@ -111,7 +111,6 @@ class State:
     def persist(
         self, folder: str | os.PathLike[str], snapshot: Snapshot, *, processes: Processes | None = None
     ) -> SaveResult:
-        """Writes a snapshot; during training with other `processes`. Collective over the processes."""
         return persist(folder, snapshot, processes=processes or self.run.collectives, own=self.own_checkpoints)
 
     def save(self, folder: str | os.PathLike[str], loader: HasState | None) -> SaveResult:
@@ -238,7 +237,6 @@ class _Fitting:
         self._note_lost()
 
     def take(self) -> None:
-        """Copies everything to its place."""
         ownership, checkpoint = self._update.ownership, self.checkpoint
         for extra in reversed(checkpoint.value(EXTRA) or ()):  # by process: of replicas the first one's
             set_extra_states(ownership.model.root, extra or {})

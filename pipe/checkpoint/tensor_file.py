@@ -102,7 +102,6 @@ class MappedFile:
         return sorted(self._names)
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """(shape, type) of a tensor. Raises ValueError for a type that torch does not have."""
         with _as_value_errors():
             part = self._file.get_slice(name)  # type: ignore[no-untyped-call]
         kinds = {said: DTYPES[kind] for kind, said in reversed(FORMAT_NAMES.items())}

@@ -177,7 +177,6 @@ def more_than_noise(before: Ran, edited: Ran, noise: Mapping[str, float]) -> str
 
 
 def _apart(one: Outcome, other: Outcome) -> dict[str, float]:
-    """Norms of the differences of values that both have."""
     theirs = _numbers(other)
     pairs = [(name, x, theirs[name]) for name, x in _numbers(one).items() if name in theirs]
     return {name: float((x - y).norm()) for name, x, y in pairs if x.shape == y.shape}
@@ -283,7 +282,6 @@ def _row(model: nn.Module, example: Any, *, limit: float, in_flight: int, state:
 
 
 def measure(model: nn.Module, example: Any) -> tuple[int, int]:
-    """Bytes that a forward leaves, and highest level of a forward with its backward, weight gradients included."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def forward() -> Any:

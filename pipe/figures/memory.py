@@ -29,8 +29,6 @@ from ..build import Pipeline
 
 @dataclass(slots=True)
 class _Seen:
-    """Bytes of one stage's actions, and of the messages that bring its inputs and take its outputs."""
-
     kept: list[int] = field(default_factory=list)
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
@@ -61,14 +59,12 @@ class ActionMemory:
         self.update = Action(min(pipeline.state.run.local_stages, default=0), Op.U, 0)
 
     def _level(self) -> int:
-        """Bytes above those held at the start."""
         if self._live is None:
             return torch.cuda.memory_allocated(self._device) - self._held
         self._live.settle()
         return self._live.level
 
     def _most(self) -> int:
-        """The highest level since the last action began."""
         return torch.cuda.max_memory_allocated(self._device) - self._held if self._live is None else self._live.most
 
     def run(self, run: Callable[[Action], Any], action: Action) -> Any:

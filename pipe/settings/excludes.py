@@ -172,7 +172,6 @@ def check_layout(options: Options, schedule: Schedule, place: MeshPlace, shardin
 
 
 def _kind(options: Options, schedule: Schedule) -> Iterator[Row]:
-    """Schedules of another kind than the record around them."""
     is_late = schedule.is_asynchronous
     corrected = options.flush_first or options.correction is not None  # has words of its own
     for record, word, such, is_so in (
@@ -251,7 +250,6 @@ def shown(compress: Compress) -> str:
 
 
 def _flush(options: Options, schedule: str) -> Iterator[Row]:
-    """Options of asynchronous schedules, under a schedule that flushes."""
     flush_first, correction = options.flush_first, options.correction
     yield (
         flush_first,

@@ -223,7 +223,6 @@ class CallReader:
             refuse_target(whole, given.target)
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
-        """Inputs without a target. Raises ValueError for arguments that the model cannot take."""
         return self._read(args, kwargs, self._inputs)
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any], read: _Read) -> Given:
@@ -278,7 +277,6 @@ class CallReader:
         return Given(arguments=with_dims(Arguments.of(args, kwargs), self._batch_dims, self._names))
 
     def example(self, example: Sequence[Any] | Mapping[str, Any]) -> Given:
-        """Inputs from a tuple, or from a dict of keywords."""
         if not isinstance(example, list | tuple | Mapping):
             shown = type(example).__name__
             raise ValueError(
@@ -297,7 +295,6 @@ class CallReader:
         return tuple(args), dict(kwargs)
 
     def _meant(self, name: str, *, least: float = _LIKE) -> str | None:
-        """The parameter that a wrong name resembles."""
         return next(iter(difflib.get_close_matches(name, self._names, n=1, cutoff=least)), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -133,7 +133,6 @@ class Options(GivenOptions):
 
     @property
     def example(self) -> Given | None:
-        """A batch for which to build the stages at once."""
         given = self.example_inputs.example if isinstance(self.example_inputs, Inputs) else self.example_inputs
         return None if given is None else self.calls.example(given)
 
@@ -324,7 +323,6 @@ def _read_schedule(around: AnySchedule | None) -> tuple[ScheduleLike | Plan | Au
 
 
 def _read_plan(schedule: object) -> Plan | None:
-    """A plan, given whole or as a file (an object with `stages`); None for any other schedule."""
     if not isinstance(schedule, str | os.PathLike) or not str(schedule).endswith(".json"):
         return schedule if isinstance(schedule, Plan) else None
     try:
@@ -335,7 +333,6 @@ def _read_plan(schedule: object) -> Plan | None:
 
 
 def _with_edits(edits: Mapping[str, Any], name: str, given: Any) -> Any:
-    """The option that edits of the model set, or else the given value."""
     if name in edits and given not in (None, "none"):
         raise ValueError(f"{name}= together with edits that set it: expected only one of them")
     return edits.get(name, given)

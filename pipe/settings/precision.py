@@ -31,7 +31,6 @@ _OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if
 
 
 def read_dtype(given: Precision | str | torch.dtype | None) -> torch.dtype | None:
-    """The type of autocast. Raises ValueError for another word or type."""
     named = given.dtype if isinstance(given, Precision) else given
     dtype = _DTYPES.get(named, named) if isinstance(named, str) else named
     if isinstance(dtype, str) or dtype not in (None, *_DTYPES.values()):

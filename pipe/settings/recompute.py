@@ -92,7 +92,6 @@ def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
 
 
 def _budgets(recompute: Mapping[str, Any], num_stages: int) -> tuple[Rule | float, ...]:
-    """[S] budget of each stage from `{"memory_budget": ...}`."""
     given, where = recompute[BUDGET], f"recompute={dict(recompute)!r:.80}"
     such = f'expected recompute={{"{BUDGET}": "6GiB"}}, or one per stage, ["6GiB", None, ...]'
     each = list(given) if isinstance(given, list | tuple) else [given] * num_stages

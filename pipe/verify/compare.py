@@ -112,7 +112,6 @@ def differs(theirs: torch.Tensor, ours: torch.Tensor, *, tolerance: float, floor
 
 
 def size(x: torch.Tensor) -> float:
-    """The largest finite element."""
     values = (x.detach().to_dense() if x.is_sparse else x.detach()).abs().nan_to_num(nan=0.0, posinf=0.0)
     return float(values.max()) if values.numel() else 0.0
 
@@ -123,7 +122,6 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
-    """Nodes of the graph of these tensors, each once."""
     pending = [x.grad_fn for x in tensors]
     found: dict[Node, None] = {}
     while pending:
@@ -135,7 +133,6 @@ def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
 
 
 def types_of(nodes: Iterable[Node]) -> set[torch.dtype]:
-    """Floating-point types that nodes compute in."""
     types = {made.dtype.to_real() for node in nodes for made in node._input_metadata}
     return {dtype for dtype in types if dtype.is_floating_point}
 

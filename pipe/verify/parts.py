@@ -188,7 +188,6 @@ def first_calls(modules: Mapping[str, nn.Module], calls: dict[str, _T], kept: Ca
 
 
 def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[str, ...]]:
-    """Names of modules that make a region, one after the other."""
     found: dict[tuple[str, ...], None] = {}
     for name, style in styles.items():
         if isinstance(style, Local) or not name:
@@ -282,7 +281,6 @@ def buffers_of(name: str, module: nn.Module) -> dict[str, Tensor]:
 
 
 def tensors_within(value: Any) -> list[Tensor]:
-    """Tensors in tuples, lists and dicts, in order."""
     found: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
@@ -338,7 +336,6 @@ class UnitsBeside:
         self._calls: dict[str, _Call] = {}
 
     def seen(self) -> AbstractContextManager[None]:
-        """Context in which the first call of each unit is kept."""
         kind = self._seeder.device.type
         return first_calls(self._units, self._calls, lambda x: _Call(x, self._seeder.state(), Autocast.now(kind)))
 

@@ -76,7 +76,7 @@ class PlainModule:
 
     def load(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
         """Sets parameters and persistent buffers, named as in `state_dict()`."""
-        for name, tensor in self._state().items():
+        for name, tensor in tensors_of(self.root).items():
             tensor.data = weights[name].detach().to(device)
         for buffer in self.root.buffers():
             buffer.data = buffer.data.to(device)
@@ -113,21 +113,18 @@ class PlainModule:
         return {name: buffer.detach().clone() for name, buffer in buffers.items()}
 
     def unload(self) -> None:
-        for tensor in self._state().values():
+        for tensor in tensors_of(self.root).values():
             tensor.data = tensor.data.new_empty(0)
             tensor.grad = None
 
     def _give_memory(self) -> None:
         """Gives memory to copies of tensors without; state is loaded before each run, and other buffers stay."""
-        rnns, state = rnns_of(self.root), {id(x) for x in self._state().values()}
+        rnns, state = rnns_of(self.root), {id(x) for x in tensors_of(self.root).values()}
         places = [[*root.parameters(), *root.buffers()] for root in (self.root, self._original)]
         for own, theirs in zip(*places, strict=True):
             if own.is_meta:
                 values = torch.empty(0, dtype=own.dtype) if id(own) in state else next(filled([theirs]))
                 put(rnns, own, values)
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        return tensors_of(self.root)
 
     def __call__(self, given: Arguments) -> object:
         """The model's output for these arguments, which it may change in place."""
@@ -200,7 +197,6 @@ class PlainModule:
     def evaluate(
         self, microbatches: Sequence[tuple[int, Given]], seeder: Seeder, *, entering: Entering, step: int
     ) -> list[tuple[torch.Tensor, ...]]:
-        """By output, those of all microbatches; nothing of the module changes."""
         columns: list[Tensors] = []
         with untouched(self.root, device=seeder.device), torch.no_grad():
             self.root.eval()
@@ -252,8 +248,6 @@ class Watch:
         self._draws |= state != self._python_random and state[1][-1] != MERSENNE_WORDS
 
     def loss_of(self, loss_of: Callable[[object, object], LossValue]) -> Callable[[object, object], LossValue]:
-        """The same loss, with a look at its graph."""
-
         def watched(output: object, target: object) -> LossValue:
             value = loss_of(output, target)
             self._look_for_draws()
@@ -304,7 +298,6 @@ def _python_state(model: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def copy_fits(root: nn.Module, device: torch.device) -> bool:
-    """Whether a copy of the model and its gradients take less than an eighth of the memory."""
     return 2 * sum(p.numel() * p.element_size() for p in root.parameters()) < device_memory(device) / 8
 
 

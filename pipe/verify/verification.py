@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from ...partition.model.forms import Tensors
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import give_back
-from ...schedules import Schedule
 from ..batch.agreement import is_shape_alone
 from ..batch.batches import read_loss, share_of_sum
 from ..checkpoint.state import State
@@ -223,7 +222,7 @@ class Verifier:
 
     def _refuse_dropout_of_slices(self) -> None:
         """Dropout cannot be compared over slices: for whole microbatches the masks differ."""
-        if self._schedule.num_slices == 1:
+        if self._update.schedule.num_slices == 1:
             return
         for name, module in self._parts.root.named_modules():
             probability = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
@@ -242,10 +241,6 @@ class Verifier:
         with untouched(self._parts.root, device=self._options.device):
             return self._regions.first_difference(shard=group.shard, full=group.gather, together=together)
 
-    @property
-    def _schedule(self) -> Schedule:
-        return self._update.schedule
-
     def _judge_it(
         self,
         plain: PlainModule,
@@ -258,8 +253,8 @@ class Verifier:
         drew_apart: bool,
     ) -> str | None:
         microbatches = self._microbatches(batches)
-        last, mine = self._schedule.owners[-1], set(self._run.layout.place.local_ranks)
-        group_size = self._schedule.group_size // self._schedule.num_slices
+        last, mine = self._update.schedule.owners[-1], set(self._run.layout.place.local_ranks)
+        group_size = self._update.schedule.group_size // self._update.schedule.num_slices
         with self._loaded(plain, weights, moved) as (watch, buffers):
             loss_fn = plain.loss_fn
             assert callable(loss_fn)
@@ -288,7 +283,7 @@ class Verifier:
 
     def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
         """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""
-        own, device = self._schedule.num_microbatches // len(batches), self._options.device
+        own, device = self._update.schedule.num_microbatches // len(batches), self._options.device
         found: list[tuple[int, Given]] = []
         loss = self._options.model_loss
         for replica, given in enumerate(batches):
@@ -300,7 +295,6 @@ class Verifier:
         return sorted(found, key=lambda one: one[0])
 
     def _train(self, given: Given, step: int) -> tuple[float, dict[str, torch.Tensor | None]]:
-        """The batch's loss, and the gradients of this process's parameters, without an update."""
         taken: dict[str, torch.Tensor | None] = {}
         giver: dict[str, int] = {}  # replicas and tied weights in one process have equal gradients: one of them counts
 
@@ -308,7 +302,7 @@ class Verifier:
             if giver.setdefault(name, position) == position:
                 taken[name] = added(taken.get(name), gradient)
 
-        if not self._schedule.is_asynchronous:
+        if not self._update.schedule.is_asynchronous:
             result = self._training.accumulate(given)
             assert result.loss is not None
             scale = self._loss_scale()
@@ -337,7 +331,7 @@ class Verifier:
 
     def _is_compared(self, name: str) -> bool:
         """Whether every microbatch passes through the buffer; each replica sees only some."""
-        owners = self._schedule.owners
+        owners = self._update.schedule.owners
         stages = self._ownership.stages.get(name, ())  # none: a forward made it, and it is removed again
         return bool(stages) and all(len(owners[stage]) == 1 for stage in stages)
 
@@ -375,11 +369,10 @@ class Verifier:
         return gathered
 
     def _gather_batches(self, given: Given) -> list[Given]:
-        """By data replica, the batch that was passed to its last stage."""
         mine, count = self._run.layout.place.replica
         if count == 1:
             return [given]
-        speaks = self._schedule.num_stages - 1 in self._run.local_stages
+        speaks = self._update.schedule.num_stages - 1 in self._run.local_stages
         own = (mine, [(part.arguments.tensors, part.target) for part in given.parts]) if speaks else None
         spoken = self._collectives.gather(own, what="gathering batches for verify")
 
