@@ -1,7 +1,7 @@
 """Pipeline-parallel training of PyTorch models: one schedule, checked, simulated, executed and drawn.
 
-`import stagewright` is cheap: what needs torch loads on first use, so that planning and drawing start
-at once.
+`import stagewright` is cheap: modules that need torch load on first use, so that planning and drawing
+start at once.
 """
 
 import sys
@@ -53,14 +53,14 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-# What shows its page as the last line of a notebook's cell.
+# Types that a notebook shows as a page, if they are the last line of a cell.
 _SHOWN = (("schedules.ir", "Schedule"), ("schedules.timing.timeline", "Timeline"), ("partition.plans.plan", "Plan"))
 _FOLDERS = ("cli", "comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")
 
 
 def __getattr__(name: str) -> Any:
-    # Only here, never at the top: an import that runs with this file would load torch, and would break
-    # pytest, which imports the file under a name of its own because the repository root is the package.
+    # Only here, never at the top: an import that runs with this file would load torch, and would break pytest,
+    # which imports the file under another name because the repository root is the package.
     if name in _FOLDERS:
         return import_module(f"{__name__}.{name}")
     if name in __all__:
@@ -75,7 +75,7 @@ def __dir__() -> list[str]:
 
 
 def _as_html(shown: Any) -> str:
-    from .viz.notebook import as_html  # the views load when something is shown, and never before
+    from .viz.notebook import as_html  # loads only when something is shown
 
     return as_html(shown)
 

@@ -79,10 +79,7 @@ class Pipeline:
 
 
 def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
-    """The pipeline for batches whose microbatches are like this one. Collective over the processes.
-
-    Arguments:
-        first: returns arguments of a microbatch; its errors are raised on all ranks.
+    """The pipeline for batches whose microbatches are like those that `first` returns. Collective over the processes.
 
     Raises ValueError, on every rank alike, for what does not fit together; the user's model is then restored.
     """
@@ -221,12 +218,7 @@ def _assembled(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """This process's stages.
-
-    Arguments:
-        evaluate: None until the first evaluation.
-        regions: for `Verifier`, if a tensor group divides modules.
-    """
+    """This process's stages; `regions` are for `Verifier`. `evaluate` is None until the first evaluation."""
 
     train: Mode
     evaluate: Mode | None

@@ -30,12 +30,7 @@ class Running(Protocol):
 
 
 class LifeCycle:
-    """Makes each call once.
-
-    Attributes:
-        joins: whether this process was restarted to join processes that continued, which send it their weights.
-        step: number of the pipeline's first step.
-    """
+    """Makes each call once; `joins` is whether this process is a restarted one, `step` the number of its first step."""
 
     joins = False
     step = 0

@@ -57,11 +57,7 @@ _COPIED_BYTES = 1 << 26  # to the host and back, by which that link is measured
 
 
 class AutoLayout:
-    """Decides on a layout by measuring.
-
-    Attributes:
-        predicted: the plan that was taken, as the profile alone predicted it; None before there is one.
-    """
+    """Decides on a layout by measuring; `predicted` is the plan that was taken, as its profile alone predicted it."""
 
     def __init__(self, options: Options, world: World, *, guard: Guard) -> None:
         self.predicted: Plan | None = None
@@ -336,8 +332,7 @@ def least_memory(device: torch.device, together: Collectives) -> float:
 
 
 def host_bandwidth(device: torch.device, together: Collectives) -> float | None:
-    """Bandwidth between a device and its host's pinned memory while all ranks copy [bytes/s]; None on a CPU.
-    Collective.
+    """Bandwidth between a device and pinned memory while all ranks copy [bytes/s]; None on a CPU. Collective.
 
     It is that of the slower direction on the slowest rank.
     """
@@ -366,15 +361,10 @@ def plan_here(
     restrictions: Mapping[str, Any],
     **options: Any,
 ) -> tuple[Plan, Plan]:
-    """The plan of schedule="auto" on CPUs, and the same as its profile alone predicted it, without a pipeline.
+    """The plan of schedule="auto" on CPUs, and the same as its profile alone predicted it; without a pipeline.
     Collective.
 
-    Arguments:
-        batch: inputs and target.
-        restrictions: of the planner's search.
-        options: as PipelineModule takes them.
-
-    Returns the same plans on each process.
+    `batch` is (inputs, target), `restrictions` limit the planner's search, and `options` are those of PipelineModule.
     """
     device = torch.device("cpu")
     world = join_world(device=device, timeout=timeout)

@@ -50,10 +50,7 @@ _KINDS = ("own", "memory", "lost")  # of errors, what counts first
 
 
 def to_try(best: Plan, others: Sequence[Plan], *, trials: int, noise: float) -> list[Plan]:
-    """The best plan, and others predicted to take at most this share longer, of distinct layouts; at most `trials`.
-
-    Layouts differ in replicas, microbatches, or in whether ranks have several chunks.
-    """
+    """The best plan, and others predicted to take at most the share `noise` longer, of distinct layouts."""
     found, layouts = [best], {_layout(best)}
     least = best.simulated_step_time or 0.0
     for plan in sorted(others, key=lambda plan: plan.simulated_step_time or 0.0):
@@ -82,15 +79,11 @@ class Trials:
         self._collectives = collectives
 
     def best(self, plans: Sequence[Plan], given: Given) -> tuple[Plan, Plan]:
-        """The plan that took least, as measured and as predicted. Collective over the processes.
+        """The plan that took least, as measured and as predicted; if none could be tried, the first one with a note.
+        Collective.
 
-        If none could be tried, the first plan with a note of the reasons, twice.
-
-        Arguments:
-            plans: the same on every rank, the least predicted step first.
-
-        Raises, on every rank, what the run itself would raise in these steps. Only a plan that runs out of memory
-        loses.
+        `plans` are the same on every rank, the least predicted step first. Raises, on every rank, errors that the run
+        itself would raise, except for lack of memory, with which a plan loses.
         """
         if (why := self.refusal(plans, given)) is not None:
             plan = _noted(plans[0], f"not tried: {why}")

@@ -296,11 +296,7 @@ class Checkpointer:
 
 
 class Cost(NamedTuple):
-    """Cost of a checkpoint in one process.
-
-    seconds: by which training took longer; busy_steps: steps during which it was written; step_seconds: of one
-    undisturbed step, None if there was none.
-    """
+    """Extra seconds of training, steps while it was written, seconds of an undisturbed step if there was one."""
 
     seconds: float
     busy_steps: int

@@ -97,11 +97,7 @@ class _DcpPlanner(default_planner._EmptyStateDictLoadPlanner):
 
 
 class DcpTensors:
-    """Tensors of a folder, read one by one. Raises ValueError for a folder of another kind.
-
-    Attributes:
-        described: (shape, type) by name.
-    """
+    """Tensors of a folder; `described` has (shape, type) by name. Raises ValueError for another kind of folder."""
 
     def __init__(self, place: Path) -> None:
         self._place, self._reader = place, _DcpReader(place)

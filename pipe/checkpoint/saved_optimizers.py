@@ -174,13 +174,10 @@ class SavedOptimizers:
         return told
 
     def joined(self, names: Sequence[str]) -> list[tuple[dict[str, Any], Mapping[str, Any] | None]]:
-        """State dicts of optimizers as one process has them, with "param_names", and each one's scheduler's state, if
-        any.
+        """State dicts of optimizers as one process has them, with "param_names", and states of their schedulers.
 
-        Optimizers of all stages of one class become one, and so do groups of equal options.
-
-        Arguments:
-            names: of the model's tensors, in the order of the parameters of a group.
+        Optimizers of one class in all stages become one, and so do groups of equal options. `names` are in the order of
+        the parameters of a group.
         """
         order = {name: number for number, name in enumerate(names)}
         found: dict[tuple[str, int], _Joined] = {}
@@ -299,13 +296,7 @@ def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
 def _regrouped(
     state: Mapping[str, Any], own: Mapping[str, Any], by_group: Sequence[tuple[Mapping[str, Any], int] | None]
 ) -> dict[str, Any]:
-    """A saved scheduler's state for other parameter groups.
-
-    Arguments:
-        state: of one of the saved schedulers.
-        own: of the scheduler that loads it.
-        by_group: for each group, a saved state and the number of its group there.
-    """
+    """The state of a scheduler, from states that were saved for other groups; `own` is its state so far."""
     found = copy.deepcopy(dict(state))
     for key in found.keys() & set(_BY_GROUP):
         found[key] = [

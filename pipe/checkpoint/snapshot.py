@@ -46,12 +46,7 @@ class HasState(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPiece:
-    """A box of a tensor, to be written by this process.
-
-    Arguments:
-        shape: of the full tensor.
-        start: of the box in it.
-    """
+    """A box of a tensor of this shape, from `start`, to be written by this process."""
 
     key: str
     shape: tuple[int, ...]
@@ -63,11 +58,8 @@ class HeldPiece:
 class Snapshot:
     """State after `step` steps, the part that this process writes.
 
-    Arguments:
-        names: of the model's tensors, in order.
-        tied: name -> the name under which its tensor is kept.
-        values: by key; other processes lack the key or have an equal value.
-        by_process: values that each process has.
+    `tied` is the name under which the tensor of a name is kept. Other processes lack a key of `values` or have an equal
+    value; of `by_process` each has its own.
     """
 
     step: int
@@ -221,10 +213,7 @@ def state_shard(stage: StageOptimizers, name: str, ownership: Ownership) -> Shar
 
 
 def _optimizer_content(stage: StageOptimizers) -> list[Json]:
-    """Optimizers of a stage, without their state of each parameter.
-
-    Raises ValueError for a tensor without a name in the model.
-    """
+    """Optimizers of a stage, without their state of each parameter."""
     written: list[Json] = []
     for position, optimizer in enumerate(stage.optimizers):
         kind = type(optimizer).__name__

@@ -42,10 +42,7 @@ _Names = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Tensors that this process holds, under the model's original names.
-
-    `training` is drained before anything is read or replaced; it counts the steps.
-    """
+    """Tensors that this process holds, under the model's original names; `training` is drained before they are used."""
 
     update: Update
     training: Training

@@ -40,12 +40,7 @@ _ROUNDINGS = 2.2  # that one more edit may make
 
 
 class Edited(NamedTuple):
-    """A copy of a model with some edits.
-
-    Arguments:
-        names: by the name of a parameter or buffer in the untouched model, its name here.
-        lost: names of those that it no longer has.
-    """
+    """A copy of a model with some edits; `names` are by name in the untouched model, `lost` no longer exist."""
 
     model: nn.Module
     names: Mapping[str, str]
@@ -192,8 +187,7 @@ def _numbers(outcome: Outcome) -> dict[str, Tensor]:
 def verify(
     edits: Sequence[Edit], edited: Callable[[Sequence[Edit]], Edited], example: Any, *, seed: int
 ) -> tuple[list[tuple[Edit, float]], list[tuple[Edit, str]]]:
-    """(edits that their gate takes back, with the ratio of times; tensors not compared, with the edit that removes
-    them).
+    """(edits that their gate takes back, with ratios of times; tensors not compared, with the edit that removes them).
 
     `edited` copies the model with some of the edits. Raises VerificationError for the first edit whose numbers differ.
     """

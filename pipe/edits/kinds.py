@@ -250,13 +250,7 @@ KINDS: Mapping[str, EditKind] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One edit.
-
-    Arguments:
-        pattern: names of its modules, in which `*` is one part between dots; "" for the model.
-        word: one of KINDS.
-        given: arguments of the method of that name.
-    """
+    """One edit: a pattern of names, in which `*` is one part between dots, a method, and its arguments."""
 
     pattern: str
     word: str

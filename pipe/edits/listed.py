@@ -190,8 +190,7 @@ class Edits:
     def build(self, mesh: Any = None) -> nn.Module:
         """The model with all edits applied, for one process.
 
-        Modules are edited in place, and edits can then not be added or undone. If an edit fails, everything is
-        restored.
+        Modules are edited in place, and edits can then not be added or undone. A failed edit restores everything.
 
         Arguments:
             mesh: torch's mesh of a tensor group, for `shard`.
@@ -213,11 +212,8 @@ class Edits:
     def applied(self, meant: Sequence[Edit] | None = None, *, cuts: bool = True) -> Iterator[dict[str, Any]]:
         """Context in which the model has all edits but those that are options of PipelineModule, which it gives.
 
-        After an error, of an edit or in the block, everything is restored.
-
-        Arguments:
-            meant: the list as it must still be.
-            cuts: whether the model will be cut into stages, so that no edit may wrap the whole of it.
+        After an error everything is restored. `meant` is the list as it must still be; `cuts` is whether the model will
+        be cut, so that no edit may wrap the whole of it.
         """
         self.refuse_applied()
         if around := [each for each in self if cuts and each.pattern == "" and _is_around(each)]:
@@ -324,11 +320,7 @@ def _is_around(edit: Edit) -> bool:
 
 
 def _exclude(edit: Edit, module: nn.Module, other: Edit, others: nn.Module) -> bool:
-    """Whether two edits exclude each other.
-
-    These are the same one twice, a type of a part before that of what is around it, and excluding kinds one inside the
-    other.
-    """
+    """Whether one edit excludes the other: the same twice, a type of a part before its whole, or by their kinds."""
     if edit.word == other.word == "dtype":
         return others in set(module.modules())
     if edit.word == other.word:
@@ -448,10 +440,7 @@ def _parallelize(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
 
 
 class UntilBuilt:
-    """Context of each call until the stages are built.
-
-    An error before that takes the edits back, and the next call makes them again.
-    """
+    """Context of each call: an error before the stages are built takes the edits back until the next call."""
 
     def __init__(
         self, edits: ExitStack, again: Callable[[], AbstractContextManager[object]], is_built: Callable[[], bool]

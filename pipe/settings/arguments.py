@@ -203,8 +203,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Source of the model's weights, from which each process reads those of its own stages
-    (docs/guides/large_models.md).
+    """Files or tensors from which each process reads the weights of its own stages (docs/guides/large_models.md).
 
     Arguments:
         source: a safetensors file; an index of several; a folder that holds one or the other, or that was written by

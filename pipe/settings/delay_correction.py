@@ -83,8 +83,7 @@ class ErrorFeedback:
                 object.__setattr__(self, name, float(value))
 
     def factors(self, stages: Mapping[str, Sequence[int]], delays: Sequence[float]) -> dict[str, float]:
-        """Lambda of parameters, by name; one that several stages hold has the largest on all, so that its copies stay
-        equal.
+        """Lambda of parameters, by name; one that several stages hold has the largest, so that its copies stay equal.
 
         Arguments:
             stages: that hold each parameter.
@@ -111,12 +110,7 @@ def read_correction(option: object) -> ErrorFeedback | None:
 
 
 class Feedback:
-    """Error feedback around the steps of optimizers.
-
-    Arguments:
-        factors: lambda by name; a tensor without a name is not corrected.
-        fresh: lambda of corrected parameters in steps whose gradients are not late.
-    """
+    """Error feedback around steps of optimizers, with lambda by name; `fresh` where gradients are not late."""
 
     def __init__(self, factors: Mapping[str, float], *, fresh: float = 0.0) -> None:
         self.factors = factors

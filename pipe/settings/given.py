@@ -73,11 +73,8 @@ class Given:
         return tuple(part.target for part in self.microbatches) if self.microbatches else self.target
 
     def on(self, device: torch.device, *, keeps: bool = False) -> Given:
-        """The same with its tensors on a device, except meta tensors.
-
-        Arguments:
-            keeps: whether they are needed after the call, when the user may overwrite their memory: they are then
-                copied.
+        """The same on a device, except meta tensors; with `keeps` copied, since the user may overwrite them after the
+        call.
         """
 
         def move(x: torch.Tensor) -> torch.Tensor:
@@ -101,9 +98,8 @@ class Given:
         return _in_microbatches([change(part) for part in self.microbatches]) if self.microbatches else change(self)
 
     def cut(self, num_parts: int) -> list[Given]:
-        """Microbatches, as `Arguments.cut` makes them; tensors of the target are cut, and other values are shared.
-
-        Microbatches of a batch that is cut already are returned unchanged.
+        """Microbatches: those of a batch that is cut already, or as `Arguments.cut` makes them, with tensors of the
+        target.
         """
         if self.microbatches:
             assert len(self.microbatches) == num_parts, "checked when the batch came"
@@ -156,12 +152,7 @@ _Read = Callable[[Sequence[Any], Mapping[str, Any]], Given]
 
 
 class CallReader:
-    """Separates the model's arguments from the target.
-
-    Arguments:
-        model: the user's; None: stages of the user's own.
-        has_target: whether a loss_fn(output, target) takes one.
-    """
+    """Separates the arguments of a model (None: of a list of stages) from the target, if the loss takes one."""
 
     def __init__(self, model: nn.Module | None, *, has_target: bool, batch_dims: BatchDims) -> None:
         self.signature = signature_of(model)

@@ -62,9 +62,8 @@ class ModelLoss:
     """Loss of a model that returns its own, loss_fn="model": (output, weight) -> (weight * loss, weight).
 
     Arguments:
-        model: the model, whose class and forward tell how its labels count.
-        weight: number of items that the loss is a mean over: "samples", "labels", "shifted_labels", a function of the
-            model's arguments, or None for the model's default; see `Inputs.loss_weight`.
+        model: the model, whose class and forward determine how its labels count.
+        weight: number of items that the loss is a mean over, as in `Inputs.loss_weight`.
 
     Raises ValueError for another weight.
     """
@@ -99,10 +98,7 @@ class ModelLoss:
         return self._weight != SAMPLES and name in ("labels", self._position_of_labels())
 
     def weigh(self, microbatches: Sequence[Arguments]) -> list[torch.Tensor]:
-        """Weight of each microbatch.
-
-        Raises ValueError if it is not known what to count, and for a count that is not a number.
-        """
+        """Weight of each microbatch. Raises ValueError if it is unknown what to count, or a count is not a number."""
         first = microbatches[0]
         if "num_items_in_batch" in first.form.assemble(first.tensors)[1]:
             raise ValueError(

@@ -180,11 +180,7 @@ class Options(GivenOptions):
 
 
 def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
-    """Options from the arguments. Raises ValueError for the first one that makes no sense.
-
-    Arguments:
-        edits: arguments that edits of the model became.
-    """
+    """Options from the arguments and from edits of the model. Raises ValueError for the first wrong one."""
     model, stages, around, cut = _of_torch(given.model, given.schedule, given.cut)
     mesh, sizes = _read_mesh(given.mesh)
     schedule, slices = _read_schedule(around)
@@ -245,10 +241,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
 def _of_torch(
     model: Any, schedule: Any, cut: Any
 ) -> tuple[nn.Module | None, Sequence[nn.Module] | None, AnySchedule | None, Sequence[str] | None]:
-    """Model or stages, schedule and cut, also from objects of torch.distributed.pipelining.
-
-    These are Pipe, PipelineStages, split_spec, and classes of schedules.
-    """
+    """Model or stages, schedule and cut, also from torch's Pipe, PipelineStages, split_spec and schedule classes."""
     if _is_torchs(type(model)) and hasattr(model, "get_stage_module"):
         model = [model.get_stage_module(number) for number in range(model.num_stages)]
     stages = list(model) if isinstance(model, list | tuple) else [model]

@@ -172,11 +172,7 @@ class Autocast(NamedTuple):
         return cls(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
 
     def off(self) -> AbstractContextManager[None]:
-        """Context without autocast, in which backwards run.
-
-        Operations have the types of the forward's results already, and a forward's float32 islands must not be cast
-        after it.
-        """
+        """Context of backwards, without autocast: operations have the types of the forward's results already."""
         return torch.autocast(self.kind, enabled=False) if torch.is_autocast_enabled(self.kind) else _NOTHING
 
     def again(self) -> AbstractContextManager[None]:

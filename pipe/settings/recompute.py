@@ -105,17 +105,12 @@ def _budgets(recompute: Mapping[str, Any], num_stages: int) -> tuple[Rule | floa
 
 
 class RecomputedModules:
-    """Modules of a model that are recomputed.
+    """Modules of a model that are recomputed: `rules` by module, and by stage under a budget the choice and its reason
+    (`told`).
 
-    Attributes:
-        rules: recomputation of modules that a pattern matches.
-        told: by stage under a budget, the choice and its reason as text.
-
-    Arguments:
-        begins: names of the modules with which a unit of several begins, as a plan's nodes; none: each is one.
-
-    Raises ValueError for a pattern that matches no module or one that nothing calls, and for modules that two patterns
-    treat differently.
+    `begins` are names of the modules with which a unit of several begins, as a plan's nodes; none: each is one. Raises
+    ValueError for a pattern of no module or one that nothing calls, and for modules that two patterns treat
+    differently.
     """
 
     def __init__(self, recompute: Recompute, root: nn.Module, begins: Collection[str] = ()) -> None:

@@ -17,13 +17,9 @@ _LEAST = 1e-4  # smaller values are compared as if this large: rounding alone, a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Results of one batch.
+    """Results of one batch: mean loss, gradients summed over the update groups, buffers after it.
 
-    Arguments:
-        loss: mean of the batch.
-        gradients: by parameter name, summed over the update groups; None if a parameter has none.
-        buffers: by name, after the batch.
-        outputs: of an evaluation before the batch, by flat output those of its microbatches; None if there was none.
+    `outputs` are those of an evaluation before the batch, by flat output and microbatch; None if there was none.
     """
 
     loss: float
@@ -93,12 +89,7 @@ def first_apart(plain: Outcome, piped: Outcome, tolerance: float, *, where: str)
 
 
 def differs(theirs: torch.Tensor, ours: torch.Tensor, *, tolerance: float, floor: float = 0.0) -> str | None:
-    """Text for the difference of two tensors; None if they agree.
-
-    Arguments:
-        tolerance: least one; that of their type may be larger.
-        floor: least value to which it is relative; the largest element may be larger.
-    """
+    """Text for a difference of two tensors, relative to the larger of their largest element and `floor`; else None."""
     if theirs.shape != ours.shape:
         return f"has shape {tuple(ours.shape)}, and {tuple(theirs.shape)} in the plain module"
     one, other = (x.detach().cpu().to_dense() if x.is_sparse else x.detach().cpu() for x in (theirs, ours))

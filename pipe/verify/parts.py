@@ -60,12 +60,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedRegion:
-    """Modules called one after the other, by name.
-
-    Arguments:
-        plain: their copies, made before the cut, without weights.
-        cuts: how they are divided, as text.
-    """
+    """Modules called one after the other, by name; `plain` are copies of before the cut, `cuts` is text."""
 
     modules: Mapping[str, nn.Module]
     plain: Mapping[str, nn.Module]
@@ -112,14 +107,10 @@ class Regions:
         full: Callable[[str, Tensor], Tensor],
         together: Callable[[object], Sequence[object]],
     ) -> str | None:
-        """Error of the innermost region that differs. Collective over the tensor group.
+        """Error of the innermost region that differs; `shard` and `full` are of a parameter's part. Collective over the
+        group.
 
         A region whose inputs are not whole tensors, since the user's styles divide what is around it, is left out.
-
-        Arguments:
-            shard: (parameter name, its part here) -> the shard that this is.
-            full: (parameter name, its part here) -> the whole parameter. Collective.
-            together: value of a member -> values of all. Collective.
         """
         verdict = None
         for region in sorted(self._regions, key=lambda each: -each.name.count(".")):  # the innermost first
@@ -163,7 +154,7 @@ class Regions:
 
 @contextmanager
 def first_calls(modules: Mapping[str, nn.Module], calls: dict[str, _T], kept: Callable[[Any], _T]) -> Iterator[None]:
-    """Within: `calls` gets what is `kept` of copies of (args, kwargs) of the first call of each module."""
+    """Context in which `calls` gets `kept` of copied (args, kwargs) of each module's first call."""
 
     def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         is_real = torch.is_grad_enabled() and not any(  # the run that the backward follows: no look at shapes
@@ -309,14 +300,7 @@ class _Call(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class UnitsFound:
-    """Findings of one process.
-
-    Arguments:
-        verdict: error of the first unit that differs.
-        gradients: names of parameters whose gradients agree.
-        left_out: by unit, why it was not compared.
-        copy_bytes: of the largest copy [bytes].
-    """
+    """Findings of one process: the first error, names of gradients that agree, units not compared and why."""
 
     verdict: str | None = None
     gradients: set[str] = field(default_factory=set)

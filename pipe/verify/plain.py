@@ -41,11 +41,9 @@ class NotVerifiableError(ValueError):
 
 
 class PlainModule:
-    """A copy of the user's model, and of a loss that is a module, that is not cut; between two runs it holds no
-    weights.
+    """A copy of the user's model, and of a loss that is a module, that is not cut; without weights between two runs.
 
-    `root` has the names of both. Raises NotVerifiableError for a model that cannot be copied, or that uses `others`,
-    which are not copied.
+    `root` has the names of both. Raises NotVerifiableError for a model that cannot be copied, or that uses `others`.
     """
 
     def __init__(self, model: nn.Module, loss_fn: object, *, given: bool, others: Iterable[torch.Tensor] = ()) -> None:
@@ -82,11 +80,7 @@ class PlainModule:
             buffer.data = buffer.data.to(device)
 
     def follow(self, *, is_divided: bool) -> None:
-        """Takes over changes of the user's modules since this copy was made: flags, attributes and hooks.
-
-        Arguments:
-            is_divided: whether a tensor group divides them, whose attributes are then its own: only flags count.
-        """
+        """Takes over later changes of the user's modules: flags, and unless `is_divided` attributes and hooks."""
         pairs = list(zip(self._original.modules(), self.root.modules(), strict=True))
         memo: dict[int, Any] = {id(theirs): own for theirs, own in pairs}
         for theirs, own in pairs:
@@ -150,13 +144,7 @@ class PlainModule:
         group_size: int,
         loss_scale: float,
     ) -> Outcome:
-        """Trains on all microbatches.
-
-        Arguments:
-            microbatches: each with its number k in the batch.
-            entering: reports the units that the model enters; see `Cut`.
-            loss_scale: with which gradients are computed, and by which they are then divided.
-        """
+        """Trains on all microbatches (k, batch), under the seeds and the loss scale of the pipeline."""
         total = weight = 0.0
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(name for name, _ in self.root.named_parameters())
         kept = [(parameter, parameter.grad) for parameter in self._original.parameters()]

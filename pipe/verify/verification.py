@@ -57,12 +57,7 @@ class Verification:
 
 
 class Verifier:
-    """Verifies batches.
-
-    Arguments:
-        plain: the copy of the user's model, or units to compare one at a time; None if this process does not judge.
-        regions: modules that the tensor group divides; None if there are none.
-    """
+    """Verifies batches with a copy, or units, in the process that judges; `regions` are what a tensor group divides."""
 
     def __init__(
         self, state: State, plain: PlainModule | UnitsBeside | None, *, regions: Regions | None, evaluation: Evaluation
