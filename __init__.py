@@ -1,7 +1,7 @@
 """Pipeline-parallel training of PyTorch models: one schedule, checked, simulated, executed and drawn.
 
-`import stagewright` is cheap: what needs torch loads on first use, so that planning and drawing start
-at once.
+`import stagewright` is cheap: modules that need torch load on first use, so that planning and drawing
+start at once.
 """
 
 import sys
@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-# What shows its page as the last line of a notebook's cell.
+# Types that a notebook shows as a page, if they are the last line of a cell.
 _SHOWN = (("schedules.ir", "Schedule"), ("schedules.timing.timeline", "Timeline"), ("partition.plans.plan", "Plan"))
 # Where a name is that is not in `pipe`.
 _FILES = {
@@ -106,7 +106,7 @@ def __dir__() -> list[str]:
 
 
 def _as_html(shown: Any) -> str:
-    from .viz.notebook import as_html  # the views load when something is shown, and never before
+    from .viz.notebook import as_html  # loads only when something is shown
 
     return as_html(shown)
 

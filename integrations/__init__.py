@@ -1,4 +1,4 @@
-"""Other people's training loops over a pipeline: `pip install "stagewright[integrations,lightning]"`."""
+"""Training loops of other libraries over a pipeline: `pip install "stagewright[integrations,lightning]"`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

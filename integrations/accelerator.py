@@ -1,9 +1,9 @@
 """PipelineAccelerator: accelerate's Accelerator, whose model runs through a pipeline.
 
 accelerate's loop                  here
-prepare(model, optimizer, ...)     the model is cut into stages; loaders are shared out among data replicas
-model(**batch)                     in training all of the batch's forwards and backwards: gives the loss
-backward(loss)                     is done; divides what has been added up by gradient_accumulation_steps
+prepare(model, optimizer, ...)     the model is cut into stages; loaders are divided among data replicas
+model(**batch)                     in training all of the batch's forwards and backwards: returns the loss
+backward(loss)                     already done; divides summed gradients by gradient_accumulation_steps
 clip_grad_norm_                    over all stages
 optimizer.step(), scheduler        kept: each process has the gradients of its own stages
 gather, reduce                     over data replicas
@@ -24,9 +24,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..pipe import Inputs, PipelineModule
-from ..pipe.settings.model_loss import ModelLoss
-from .replicas import from_all, read_pipeline, seen_as
+from ..pipe import Inputs, ModelLoss, PipelineModule
+from .shared import from_all, read_pipeline, seen_as
 
 _FOLLOWED = {"mixed_precision", "gradient_accumulation_steps", "gradient_accumulation_plugin", "cpu", "rng_types"}
 _FOLLOWED |= {"dataloader_config", "log_with", "project_dir", "project_config", "step_scheduler_with_optimizer"}
@@ -34,16 +33,19 @@ _RUN_BY = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_
 
 
 class PipelineAccelerator(Accelerator):
-    """An Accelerator of one model that returns its own loss; started by torchrun, a process a rank of the mesh.
+    """An Accelerator for one model that returns its own loss; start it with torchrun, one process per rank of the mesh.
 
-    Numbers are those of a plain Accelerator over as many processes as there are data replicas; a loss is the mean of
-    all of them. The model that `prepare` returns must be called in all processes, as `save_state` must be.
+    Numbers equal those of a plain Accelerator over as many processes as there are data replicas; a loss is the mean
+    over all of them. All processes must call the model that `prepare` returns, and `save_state`.
 
     Arguments:
         pipeline: arguments of PipelineModule, such as {"schedule": "zb-h1", "mesh": {"pipe": 2, "data": 2}}.
         options: of Accelerator.
 
-    Raises ValueError for what a pipeline cannot follow, with what to type instead.
+    Attributes:
+        pipe: the PipelineModule, after `prepare`.
+
+    Raises ValueError for an option that a pipeline cannot follow, with the one to use instead.
     """
 
     pipe: PipelineModule
@@ -51,12 +53,12 @@ class PipelineAccelerator(Accelerator):
 
     def __init__(self, *, pipeline: Mapping[str, Any] | None = None, **options: Any) -> None:
         self._pipeline = read_pipeline(pipeline)
-        self._loss: torch.Tensor | None = None  # of a batch whose backward() is to come
+        self._loss: torch.Tensor | None = None  # of a batch whose backward() was not called yet
         precision = options.pop("mixed_precision", None) or "no"
         if precision not in ("no", "bf16"):
             raise ValueError(f"mixed_precision={precision!r} with a pipeline: expected 'no' or 'bf16'")
         if unknown := [name for name, value in options.items() if value is not None and name not in _FOLLOWED]:
-            raise ValueError(f"{unknown[0]}= with a pipeline: expected no such argument, as nothing here follows it")
+            raise ValueError(f"{unknown[0]}= with a pipeline: expected no such argument, which has no effect here")
         self._precision = None if precision == "no" else precision
         data = options.setdefault("dataloader_config", DataLoaderConfiguration())
         if data.split_batches or not data.even_batches:
@@ -91,7 +93,7 @@ class PipelineAccelerator(Accelerator):
                 f"example, and the optimizer in prepare"
             )
         self._models.append(prepared := PipelinedModel(model, self, ModelLoss(model, given.loss_weight)))
-        device = "cpu" if self.device.type == "cpu" else self.device  # accelerate's "cpu:0" is none to fake tensors
+        device = "cpu" if self.device.type == "cpu" else self.device  # fake tensors do not know accelerate's "cpu:0"
         options = {"precision": self._precision, "device": device, "loss_fn": "model", **self._pipeline}
         options["example_inputs"] = replace(given, loss_weight=prepared.weigh)
         self.pipe = PipelineModule(model, **options)
@@ -145,7 +147,7 @@ class PipelineAccelerator(Accelerator):
         return super().gather_for_metrics(input_data)
 
     def split_between_processes(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("split_between_processes with a pipeline: expected a DataLoader in prepare, which is shared")
+        raise ValueError("split_between_processes with a pipeline: expected a DataLoader in prepare, which is divided")
 
     # The whole state
 
@@ -162,7 +164,7 @@ class PipelineAccelerator(Accelerator):
         return plain
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Weights of all stages, in all processes, which all call it."""
+        """State dict with the weights of all stages, in all processes. All of them must call it."""
         return model.state_dict() if isinstance(model, PipelinedModel) else super().get_state_dict(model, unwrap)
 
     def save_model(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -177,14 +179,14 @@ class PipelineAccelerator(Accelerator):
 
 
 class PipelinedModel(nn.Module):
-    """The model that `prepare` returns: `model(**batch).loss` in training, all that the model returns in evaluation."""
+    """The model that `prepare` returns: in training `model(**batch)` has the loss alone, in evaluation all outputs."""
 
     def __init__(self, module: nn.Module, accelerator: PipelineAccelerator, counting: ModelLoss) -> None:
         super().__init__()
         self.module = module
         self._accelerator = accelerator
         self._counting = counting
-        self._total = 1.0  # weight of the batch under way: replicas count alike
+        self._total = 1.0  # weight of the current batch, so that replicas count equally
         first: dict[int, str] = {}
         pairs = [(name, id(p)) for name, p in module.named_parameters(remove_duplicate=False)]
         self._tied = {name: first.setdefault(key, name) for name, key in pairs}
@@ -197,8 +199,8 @@ class PipelinedModel(nn.Module):
         accelerator, pipe = self._accelerator, self._accelerator.pipe
         if self.training and (accelerator._loss is not None or not torch.is_grad_enabled()):
             raise ValueError(
-                "the model in training, within torch.no_grad() or without a backward of the loss before, whose "
-                "gradients are added already: expected accelerator.backward(loss) behind each call, or model.eval()"
+                "the model in training, within torch.no_grad() or without backward(loss) since the last call: "
+                "expected accelerator.backward(loss) after each call, or model.eval()"
             )
         self._total = 1.0
         if kwargs.get("labels") is None and not self.training:
@@ -220,7 +222,7 @@ class PipelinedModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         pipe = self._accelerator.pipe
         state = pipe.full_state_dict() if pipe.is_built else self.module.state_dict()
-        return OrderedDict((name, state[self._tied.get(name, name)]) for name in state)  # as accelerate looks for ties
+        return OrderedDict((name, state[self._tied.get(name, name)]) for name in state)  # ties as accelerate has them
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if not self._accelerator.pipe.is_built:
@@ -236,7 +238,7 @@ class PipelinedModel(nn.Module):
 
 
 class _Trained(NamedTuple):
-    """Outputs of a batch in training; the model's other outputs have stayed on the last stage."""
+    """Output of a batch in training; the model's other outputs stay on the last stage."""
 
     loss: torch.Tensor
 
@@ -245,8 +247,6 @@ class _Trained(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """An optimizer whose state is that of all stages' parameters."""
-
     optimizer: Any
 
     def state_dict(self) -> dict[str, Any]:

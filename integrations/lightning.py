@@ -18,7 +18,7 @@
 
     Trainer(strategy=PipelineStrategy(), ...).fit(Model(pipe), pipe.loader(dataset, batch_size=...), ...)
 
-Each process runs the whole loop as if it were alone, so that all make the same decisions; only the first one writes.
+Each process runs the whole loop as if it were alone, so that all make the same decisions; only the first writes files.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from ..pipe import PipelineModule
 
-_FOLDER = ".pipeline"  # of the pipeline's own state, behind the name of a checkpoint's file
+_FOLDER = ".pipeline"  # of the pipeline's own state, after the name of a checkpoint's file
 
 
 class PipelineStrategy(SingleDeviceStrategy):
-    """A strategy for a LightningModule whose attribute `pipe` is a PipelineModule; started by torchrun.
+    """Strategy for a LightningModule whose attribute `pipe` is a PipelineModule; start it with torchrun.
 
-    Loaders are taken as they are: `pipe.loader` gives each process its batches. A checkpoint has the weights of the
-    whole model under `state_dict`, and beside it a folder from which `fit(ckpt_path=...)` goes on under any cut.
+    Loaders are used unchanged: `pipe.loader` gives each process its batches. A checkpoint has the weights of the whole
+    model under `state_dict`; a folder next to it is what `fit(ckpt_path=...)` resumes from, under any cut.
 
     Raises ValueError for a module and for arguments of Trainer that a pipeline cannot follow.
     """
@@ -146,4 +146,4 @@ class PipelineStrategy(SingleDeviceStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has loaded the pipeline."""
+        """Does nothing: `load_checkpoint` has loaded the pipeline."""

@@ -1,4 +1,4 @@
-"""Options of a Trainer that a pipeline cannot follow: refused by name before training, with what to type instead."""
+"""Options of a Trainer that a pipeline cannot follow: an error before training names what to use instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..partition.model.fakes import on_fakes
 from ..partition.model.forms import Arguments
 from ..partition.model.model_loss import mean_of_model
 
-# Arguments of TrainingArguments that are followed, or that change nothing here; others must be as they are by default.
+# Arguments of TrainingArguments that are followed, or have no effect here; others must have their defaults.
 _FOLLOWED = re.compile(
     "output_dir|max_.*|num_train_epochs|learning_rate|lr_.*|warmup_.*|optim|optim_args|weight_decay|adam_.*|bf16|tf32|"
     "use_cpu|use_cache|gradient_accumulation_steps|average_tokens.*|per_device_.*|logging_.*|log_.*|include_.*|"
@@ -25,7 +25,7 @@ _FOLLOWED = re.compile(
     "train_sampling_.*|length_column_name|ddp_.*|fsdp_config|skip_memory_metrics|do_.*|resume_from_checkpoint|local_rank"
 )
 _REFUSED = {  # arguments of TrainingArguments, and what to type instead
-    "deepspeed": "no such argument, as the pipeline shares out the model",
+    "deepspeed": "no such argument, as the pipeline divides the model",
     "fsdp": 'pipeline={"mesh": {"pipe": ...}}',
     "parallelism_config": 'pipeline={"mesh": {"pipe": ..., "tensor": ...}}',
     "activation_checkpointing": 'pipeline={"recompute": "layer"}',
@@ -45,7 +45,7 @@ _BYPASSED = {  # methods of Trainer, and what to type instead
     ),
     **dict.fromkeys(("_clip_grad_norm", "_get_grad_norm"), 'pipeline={"max_grad_norm": ...}'),
 }
-_AT_GRADIENTS = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")  # callbacks that can see any
+_AT_GRADIENTS = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")  # callbacks that can read them
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
@@ -56,13 +56,13 @@ def refuse_arguments(args: TrainingArguments) -> None:
         value = getattr(args, field.name)
         if value and value != field.default and not _FOLLOWED.fullmatch(field.name):
             raise ValueError(
-                f"TrainingArguments({field.name}={value!r:.60}) with a pipeline: expected no such argument, as nothing "
-                f"here follows it"
+                f"TrainingArguments({field.name}={value!r:.60}) with a pipeline: expected no such argument, which "
+                f"has no effect here"
             )
 
 
 def refuse_overridden(trainer: Trainer, base: type[Trainer]) -> None:
-    """ValueError for methods, of a subclass of `base` or assigned, that a step through the pipeline bypasses."""
+    """Raises ValueError for methods, overridden or assigned, that a step through the pipeline bypasses."""
     for name, instead in _BYPASSED.items():
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(base, name):
             raise ValueError(
@@ -72,7 +72,7 @@ def refuse_overridden(trainer: Trainer, base: type[Trainer]) -> None:
 
 
 def refuse_callbacks(callbacks: Iterable[TrainerCallback]) -> None:
-    """ValueError for those that look at gradients, which are gone when a step through the pipeline is done."""
+    """Raises ValueError for callbacks that read gradients, which are gone after a step through the pipeline."""
     for callback in callbacks:
         for name in _AT_GRADIENTS:
             if getattr(type(callback), name, None) not in (None, getattr(TrainerCallback, name)):
@@ -83,9 +83,10 @@ def refuse_callbacks(callbacks: Iterable[TrainerCallback]) -> None:
 
 
 def divides_by_items(model: nn.Module, example: Arguments, device: torch.device) -> bool:
-    """Whether all of the loss follows num_items_in_batch, by its graph on fake tensors; True where it cannot be seen.
+    """Whether all of the loss is divided by num_items_in_batch, by its graph on fake tensors; True if that cannot be
+    seen.
 
-    A forward that takes any keyword may pass over this one, and Trainer cannot tell. Routers' losses always do.
+    A forward that takes any keyword may ignore this one, which Trainer cannot see. Losses of routers always do.
     """
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         return False
@@ -94,7 +95,7 @@ def divides_by_items(model: nn.Module, example: Arguments, device: torch.device)
             num_items = torch.ones((), device=device, requires_grad=True)
             loss = mean_of_model(given.call(lambda *args, **kw: model(*args, **kw, num_items_in_batch=num_items)))
             return torch.autograd.grad(loss, num_items, allow_unused=True)[0] is not None
-    except Exception as error:  # any code of the user's, which reads values
+    except Exception as error:  # the user's code may read values
         warnings.warn(
             f"whether num_items_in_batch divides the loss of {type(model).__name__} cannot be seen ({error!s:.80}): if "
             f"not, Trainer trains on the sum of the batches' losses, and this one on their mean",

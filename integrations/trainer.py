@@ -1,9 +1,9 @@
 """PipelineTrainer: transformers' Trainer, whose forwards, backwards and updates run through a pipeline.
 
     Trainer's loop                          here
-    training_step       once a batch        the last one of a step hands all k to pipe.train_step
-    clip, optimizer     over the model      what the pipeline has done already; parameters have no gradient any more
-    lr_scheduler        over that           runs as ever; its rates are copied to the pipeline's optimizers
+    training_step       per batch           the last call of a step passes all k batches to pipe.train_step
+    clip, optimizer     over the model      already done by the pipeline; parameters have no gradient any more
+    lr_scheduler        over that           runs as usual; its rates are copied to the pipeline's optimizers
     prediction_step     model(**inputs)     pipe.eval_step; the output goes from the last stages to all processes
 
 Each process runs the whole loop as if it were alone, so that all make the same decisions; only the first one logs and
@@ -27,30 +27,31 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import Trainer, TrainingArguments
 
-from ..pipe import Inputs, PipelineModule, named
-from ..pipe.settings.model_loss import ModelLoss
-from .microbatches import Batch, arranged, cut, num_rows, one_each
+from ..pipe import Inputs, ModelLoss, PipelineModule, named
 from .refusals import divides_by_items, refuse_arguments, refuse_callbacks, refuse_overridden
-from .replicas import from_all, read_pipeline, seen_as
+from .shared import Batch, arranged, cut, from_all, num_rows, one_each, read_pipeline, seen_as
 
-_FOLDER = "pipeline"  # of a checkpoint, beside what Trainer writes
+_FOLDER = "pipeline"  # in a checkpoint, next to Trainer's files
 
 
 class PipelineTrainer(Trainer):
-    """A Trainer of a model that is cut into stages; started by torchrun, a process a rank of the mesh.
+    """A Trainer for a model that is cut into stages; start it with torchrun, one process per rank of the mesh.
 
     One step is a batch of gradient_accumulation_steps microbatches of per_device_train_batch_size samples each, in
-    every data replica. Logged losses, norms, rates and metrics are those of the whole batch, and equal to rounding
+    every data replica. Logged losses, norms, rates and metrics are those of the whole batch, and equal, up to rounding,
     those of a Trainer over as many processes as there are replicas. `save_model` and checkpoints have the whole model
-    in transformers' format (and the pipeline's own state beside it): call them in all processes. In `trainer.model`
-    only the stages of this process are trained; `trainer.pipe.full_state_dict()` has all of them.
+    in transformers' format, and a folder with the pipeline's own state: call them in all processes. In `trainer.model`
+    only this process's stages are trained; `trainer.pipe.full_state_dict()` has all of them.
 
     Arguments:
         args, kwargs: of Trainer.
-        pipeline: arguments of PipelineModule, such as {"schedule": "zb-h1", "mesh": {"pipe": 4}}; those that
-            TrainingArguments have (optimizer, max_grad_norm, bf16, seed) are taken from there.
+        pipeline: arguments of PipelineModule, such as {"schedule": "zb-h1", "mesh": {"pipe": 4}}. Those that
+            TrainingArguments has (optimizer, max_grad_norm, bf16, seed) are taken from there.
 
-    Raises ValueError for arguments that a pipeline cannot follow, with what to type instead.
+    Attributes:
+        pipe: the PipelineModule; None before the first batch.
+
+    Raises ValueError for an argument that a pipeline cannot follow, with the one to use instead.
     """
 
     pipe: PipelineModule | None = None
@@ -59,7 +60,7 @@ class PipelineTrainer(Trainer):
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._pipeline = read_pipeline(pipeline)
-        self._batches: list[Batch] = []  # of the step under way
+        self._batches: list[Batch] = []  # of the current step
         self._resumed: Path | None = None  # a checkpoint that the pipeline loads as soon as it is built
         self._norm: float | None = None
         self._divides: bool | None = None  # whether the model divides its loss by num_items_in_batch, as it says
@@ -97,7 +98,6 @@ class PipelineTrainer(Trainer):
             )
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: ValueError."""
         raise ValueError("hyperparameter_search with a pipeline: expected a run for each choice, of its own processes")
 
     # What is put together
@@ -107,10 +107,9 @@ class PipelineTrainer(Trainer):
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # the pipeline has its own
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Each process moves its own stages."""
+        """Does nothing: each process moves its own stages."""
 
     def _made(self) -> PipelineModule:
-        """The pipeline of this model, not built yet."""
         if self.pipe is not None and self._trained is self.model:
             return self.pipe
         if self.pipe is not None:
@@ -118,7 +117,7 @@ class PipelineTrainer(Trainer):
         self._trained = self.model
         if (config := getattr(self.model, "config", None)) is not None:
             config.use_cache = self.args.use_cache  # as Trainer does, but for what model_init makes anew
-        self._stage_optimizer([])  # refused now
+        self._stage_optimizer([])  # raises errors now
         options: dict[str, Any] = {
             "num_microbatches": self.args.gradient_accumulation_steps,
             "max_grad_norm": self.args.max_grad_norm or math.inf,  # Trainer logs the norm in any case
@@ -141,21 +140,20 @@ class PipelineTrainer(Trainer):
         return self.pipe
 
     def _stage_optimizer(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """Optimizer of a stage, like Trainer's over the whole model, which only carries rates."""
+        """Optimizer of a stage, like the one of Trainer over the whole model, which is used for its rates alone."""
         if self.optimizer is None:
             self.create_optimizer()
         return _like(self.optimizer, self.model, parameters)
 
     @property
     def _replica(self) -> tuple[int, int]:
-        """Number of this process's data replica, and how many there are."""
         return self._made().replica
 
     def _seen_as(self, index: int, count: int) -> AbstractContextManager[None]:
         return seen_as((self.args.distributed_state, self.accelerator.state), index, count)
 
     def _train_dataloader(self, make: Callable[[], Any]) -> Any:
-        """Result of a subclass, too: as in one of as many processes as there are replicas. Training begins."""
+        """Loader, also of a subclass, as in one of as many processes as there are replicas. Training begins."""
         self._refuse()
         self._batches.clear()
         with self._seen_as(*self._replica):
@@ -164,7 +162,7 @@ class PipelineTrainer(Trainer):
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
     ) -> Any:
-        """The same batches in all processes of a replica, those that workers draw included; to evaluate, in all."""
+        """The same batches in all processes of a replica, also those that workers draw; to evaluate, in all."""
         with self._seen_as(*self._replica if is_training else (0, 1)):
             return super()._get_dataloader(dataset, description, batch_size, *args, is_training=is_training, **kwargs)
 
@@ -182,7 +180,7 @@ class PipelineTrainer(Trainer):
         self._check_weights(batches, num_items_in_batch)
         pipe = self._built(batch)
         if pipe.schedule.is_asynchronous:
-            raise ValueError(f"{pipe.schedule!r} tells the loss of a batch later: expected a schedule with a flush")
+            raise ValueError(f"{pipe.schedule!r} returns the loss of a batch later: expected a schedule with a flush")
         for optimizer in pipe.optimizers:
             for group, rates in zip(optimizer.param_groups, self.optimizer.param_groups, strict=True):
                 group.update({name: value for name, value in rates.items() if name != "params"})
@@ -193,7 +191,7 @@ class PipelineTrainer(Trainer):
         return torch.tensor(result.loss, device=self.args.device)
 
     def _arranged(self, batches: Sequence[Batch], num_items: Any) -> tuple[bool, Batch]:
-        """Arguments of train_step, and whether it is a batch a microbatch, all of one weight."""
+        """(whether each batch is a microbatch, all of one weight; arguments of train_step)."""
         count = self._num_microbatches
         if num_items is None and self._weight_given is None and not self.model_accepts_loss_kwargs:
             microbatches = one_each(batches, count)
@@ -206,7 +204,7 @@ class PipelineTrainer(Trainer):
         return getattr(self._pipeline.get("example_inputs"), "loss_weight", None)
 
     def _weight(self, **arguments: Any) -> Any:
-        """A microbatch's weight in the loss; Trainer: the mean of batches' losses where it has no number of labels."""
+        """A microbatch's weight in the loss; without a number of labels, Trainer takes the mean of batches' losses."""
         (count,) = self._counting.weigh([self._made().read(**arguments)])
         return count.clamp(max=1) if self._batches_are_equal else count
 
@@ -218,7 +216,7 @@ class PipelineTrainer(Trainer):
         return self.args.gradient_accumulation_steps if layout is None else layout.schedule.num_microbatches // count
 
     def _check_weights(self, batches: Sequence[Batch], num_items: Any) -> None:
-        """ValueError where Trainer weighs batches in another way than the pipeline, unless the user says how."""
+        """Raises ValueError if Trainer weights batches differently, unless the user sets the weight."""
         if self._weight_given is not None or self._batches_are_equal:
             return
         num_batches = len(batches) * self._replica[1]
@@ -253,7 +251,7 @@ class PipelineTrainer(Trainer):
         return [float(w) for w in self._counting.weigh([self._made().read(**batch) for batch in batches])]
 
     def _is_divided(self, batch: Batch) -> bool:
-        """Whether num_items_in_batch divides all of the model's loss, as its forward seems to say."""
+        """Whether num_items_in_batch divides all of the model's loss, as its forward suggests."""
         if self._divides is None:
             example = self._made().read(**batch)
             self._divides = divides_by_items(self.model, example, self.args.device)
@@ -277,7 +275,6 @@ class PipelineTrainer(Trainer):
         self.state.num_input_tokens_seen = before + int(self._summed(self.state.num_input_tokens_seen - before))
 
     def _built(self, batch: Mapping[str, Any]) -> PipelineModule:
-        """The pipeline; the first batch builds it, which a checkpoint needs."""
         pipe = self._made()
         pipe.build(**batch)
         if self._resumed is not None:
@@ -304,7 +301,6 @@ class PipelineTrainer(Trainer):
         return result
 
     def _evaluated(self, *, loss_only: bool, num_items_in_batch: Any = None, **inputs: Any) -> Any:
-        """The result of `model(**inputs)`, in all processes."""
         (replica, count), size = self._replica, num_rows(inputs)
         if num_items_in_batch is not None:
             self._check_count([inputs], num_items_in_batch)
@@ -368,7 +364,6 @@ class PipelineTrainer(Trainer):
 
 
 def _be_alone(args: TrainingArguments) -> None:
-    """Have Trainer and accelerate share out nothing among processes."""
     refuse_arguments(args)
     if args.device.type and args.distributed_state is not None:
         args.distributed_state.distributed_type = DistributedType.NO
@@ -378,7 +373,6 @@ def _be_alone(args: TrainingArguments) -> None:
 def _like(
     optimizer: torch.optim.Optimizer, model: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and groups over a stage's parameters."""
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names = {name: group_of.get(id(p)) for name, p in model.named_parameters(remove_duplicate=False)}
     groups = [
@@ -396,7 +390,7 @@ def _like(
 
 
 def _shares_of_last_stage(pipe: PipelineModule, rows: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
-    """Number of this process among those of the last stage, and whose rows each has: a plan may share one batch out."""
+    """Number of this process among those of the last stage, and the rows of each, as a plan divides one batch."""
     layout = pipe.layout
     assert layout is not None
     owners = layout.schedule.owners[-1]

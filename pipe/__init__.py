@@ -10,6 +10,7 @@ from .module import PipelineModule
 from .results import EvalResult, StepRecord, StepResult
 from .settings.arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous, Weights
 from .settings.delay_correction import ErrorFeedback
+from .settings.model_loss import ModelLoss
 from .stage.tokens import first_position
 from .verify import Verification, VerificationError
 
@@ -21,6 +22,7 @@ __all__ = [
     "EvalResult",
     "Inputs",
     "Mesh",
+    "ModelLoss",
     "NonFiniteLossError",
     "PipelineModule",
     "Precision",

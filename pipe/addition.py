@@ -1,4 +1,4 @@
-"""Additions to a run from outside: by default they have no say anywhere."""
+"""Additions to a run, such as compression: hooks that by default do nothing."""
 
 from __future__ import annotations
 
@@ -6,30 +6,36 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from ..comm import LinkName
+
 
 class Addition:
-    """One thing around a run, such as compression; a subclass overrides what it has a say in.
+    """One addition to a run; a subclass overrides the hooks that it needs.
 
     Attributes:
-        sums: a way in which sums of gradients begin, as `SharedSum` takes it.
+        sums: starts sums of gradients in place of the usual way, as `SharedSum` takes it.
         may_split: whether it may split any stage's backward.
-        sent: bytes by link that this process has sent, and those of the same tensors as they were.
+        sent: by link, bytes that this process has sent, and bytes of the same tensors unpacked.
     """
 
     sums: Any = None
     may_split = False
-    sent: Mapping[Any, tuple[int, int]] = {}
+    sent: Mapping[LinkName, tuple[int, int]] = {}
 
     def connected(self, pipeline: Any, links: Any) -> None:
-        """The pipeline is complete, but for what is around it."""
+        """Called once the pipeline is complete but for its additions.
+
+        Arguments:
+            pipeline, links: `build.Pipeline` and `run.ranks.RankLinks`, whose modules import this one.
+        """
 
     def exact(self) -> AbstractContextManager[object]:
-        """Within, nothing is changed by it, and nothing is under way at either end."""
+        """Context within which the addition changes no value; nothing is in flight when it begins and ends."""
         return nullcontext()
 
     def loaded(self) -> None:
-        """Another state was loaded."""
+        """Called after another state was loaded."""
 
     def lost(self) -> str | None:
-        """For people, the state that a checkpoint does not hold; None: there is none."""
+        """State that a checkpoint does not hold, as text for a warning; None: there is none."""
         return None

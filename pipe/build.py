@@ -1,4 +1,4 @@
-"""From a model, a layout and a batch to a pipeline, in numbered steps. Each part is complete when it is made."""
+"""From a model, a layout and a batch to a pipeline, in numbered steps, each of which returns complete parts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _log = logging.getLogger("stagewright")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """One process's pipeline: its schedule as it runs, and the engine that trains."""
+    """One process's pipeline: the schedule that it runs, its stages, and the parts that train, evaluate and measure."""
 
     schedule: Schedule
     parts: CutModel
@@ -69,10 +69,9 @@ class Pipeline:
     verifier: Verifier
     again: Callable[[Run], Pipeline]  # for another membership: the same stages, optimizers and step
     message_bytes: Callable[[], tuple[list[float], list[float]]]
-    fills: Callable[[], Callable[..., FillWork]]  # what takes background work
+    fills: Callable[[], Callable[..., FillWork]]  # runs background work
 
     def cut_in_words(self) -> str:
-        """A text that is the same, from start to start of a run, where its stages are."""
         layout = self.state.run.layout
         rules = [*enumerate(layout.recompute.stages), *layout.recompute.modules.items()]
         recompute = [(where, "a policy" if callable(rule) else rule) for where, rule in rules]
@@ -80,12 +79,9 @@ class Pipeline:
 
 
 def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
-    """The pipeline for batches whose microbatches are like this one. Collective over the processes.
+    """The pipeline for batches whose microbatches are like those that `first` returns. Collective over the processes.
 
-    Arguments:
-        first: gives arguments of a microbatch; what it refuses, all ranks refuse.
-
-    Raises ValueError, on every rank alike, for what does not fit together; the user's model is whole again then.
+    Raises ValueError, on every rank alike, for what does not fit together; the user's model is then restored.
     """
     # 1. A microbatch that all processes know, and its slices
     layout, options, guard = run.layout, run.options, run.guard
@@ -109,14 +105,14 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     # 3. to 6. The model divided, cut, and in its place
     placed = _place(run, example, whole, slices)
 
-    # 7. to 11. Connected, all that runs it, and what is around it
+    # 7. to 11. Connected, with all that runs it, and additions
     return _connected(run, placed, example, plain=plain)
 
 
 def _connected(
     run: Run, placed: _Placed, example: Arguments, *, plain: PlainModule | None, before: State | None = None
 ) -> Pipeline:
-    """Steps 7 to 10, with the optimizers of another membership before, if any. Collective over the processes."""
+    """Steps 7 to 11, with the optimizers of an earlier membership, if any. Collective over the processes."""
     options, guard = run.options, run.guard
 
     # 7. Programs, and the links that they need
@@ -126,7 +122,7 @@ def _connected(
     evaluation_programs = batch_programs(forwards.schedule, sharing)
     links = RankLinks(run, links_of([*programs, *evaluation_programs]), peers_in_parts=placed.peers_in_parts)
 
-    # 8. The update behind them
+    # 8. The update
     update = make_update(placed.ownership, links.recorders, () if before is None else before.update.stages)
     clocks = HostClocks(run.collectives, now=clock_for(options.device).now, machine=machine())
     guard.on_failure(clocks.abort)
@@ -138,14 +134,13 @@ def _connected(
     beside = UnitsBeside(run, ranks.parts, ranks.stages) if run.by_unit and run.verifies else plain
     pipeline = _assembled(run, placed, ranks, example=example, clocks=clocks, plain=beside, before=before)
 
-    # 11. What is around it
+    # 11. Additions
     for each in run.added:
         each.connected(pipeline, links)
     return pipeline
 
 
 def _budgets(train: Mode, ranks: Ranks) -> Callable[[Batch], None] | None:
-    """Decision of the first batch on what runs again; None where no stage has a memory budget."""
     if float not in map(type, ranks.update.run.layout.recompute.stages):
         return None
     from .run.budget import Budgets  # with the profiler and the solver, which other runs need not load
@@ -223,8 +218,7 @@ def _assembled(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """This process's stages; regions are for `Verifier`, where a tensor group divides modules. `evaluate`: None until
-    the first evaluation."""
+    """This process's stages; `regions` are for `Verifier`. `evaluate` is None until the first evaluation."""
 
     train: Mode
     evaluate: Mode | None
@@ -242,7 +236,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
     is_uneven = layout.place.is_uneven()
     by_name = not run.collectives.alone and SamePrograms(*together, "")(
         lambda: modules(root), lambda: sorted(modules(root))
-    )  # a ModuleDict of a set has another order in each process
+    )  # a ModuleDict made from a set has another order in each process
     same = None if run.collectives.alone else SamePrograms(*together, str(microbatch))
     cut = partial(cut_model, run, example, same)
 
@@ -271,7 +265,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
 
             run.added.append(Compression(run, train, train.inference.of(microbatch)))
 
-        # 6. This process's stages: others are let go, replicas get the weights of first owners
+        # 6. This process's stages: others are freed, replicas get the weights of first owners
         local = run.local_stages
         ownership = Ownership(run, parts, group=group, by_name=by_name)
         fill(parts.root, ownership.held(), device=options.device, seed=options.seed)
@@ -314,14 +308,14 @@ def _placed_again(run: Run, placed: _Placed, example: Arguments, *, goes_on: boo
 def _divided_and_cut(
     run: Run, stack: ExitStack, cut: Callable[[], CutModel], undivided: Sequence[OutputSpecs | None], example: Arguments
 ) -> tuple[MemberShards, Regions | None, CutModel, Mode, Mode | None, str]:
-    """The divided model, and how it trains and evaluates; in a line, who divides what, for `_agree`.
+    """The divided model, how it trains and evaluates, and a text of who divides what, for `_agree`.
 
-    Before it was divided, its outputs in both modes were `undivided`. An error within `stack` leaves it whole.
+    `undivided` are its outputs in both modes before. An error within `stack` restores the model.
     """
     # 4. The model divided over the tensor group
     layout, root, microbatch, mesh = run.layout, run.root, Signature.of(example), run.layout.place.mesh
     styles = run.options.mesh.tensor_parallel
-    if styles is None and layout.plan is not None:  # it may split tensors, and does not say how
+    if styles is None and layout.plan is not None:  # it may split tensors without saying how
         styles = AUTO
     tensor = read_tensor_parallel(styles, root, count=layout.place.tensor[1], example=example)
     tensor = styles_of_plan(tensor, layout.plan, root)
@@ -347,7 +341,7 @@ def _divided_and_cut(
 
 
 def _uneven_layouts(run: Run, mode: Mode, microbatch: Signature, undivided: OutputSpecs | None) -> str:
-    """Layouts of what travels between tensor groups that differ in size.
+    """Layouts of messages between tensor groups of different size, as text.
 
     Raises ValueError for a tensor of which the members hold parts: a group of another size could not take them.
     """
@@ -362,7 +356,7 @@ def _uneven_layouts(run: Run, mode: Mode, microbatch: Signature, undivided: Outp
                 sizes = " and ".join(str(place.mesh.tensor_sizes[owners[each][0]]) for each in ends)
                 raise ValueError(
                     f"output {slot} of stage {stage} ({mode.inference.stages[stage].name}) goes between tensor groups "
-                    f"of {sizes} processes, and their members hold parts of it: expected a cut where each of them "
+                    f"of {sizes} processes, whose members hold parts of it: expected a cut where each of them "
                     f"holds the whole tensor, such as between two blocks, or a plan with one tensor size"
                 )
         found.append(f"{wire} {mode.message_specs(wire.message(0), inferred)}")
@@ -370,7 +364,6 @@ def _uneven_layouts(run: Run, mode: Mode, microbatch: Signature, undivided: Outp
 
 
 def _refuse_divided_ties(run: Run, parts: CutModel, group: MemberShards) -> None:
-    """ValueError for a weight of several stages, of which tensor groups that differ in size hold other parts."""
     place, owners = run.layout.place, run.layout.schedule.owners
     held: dict[int, set[int]] = {}
     for stage, each in enumerate(parts.train.stages):
@@ -389,11 +382,10 @@ def _refuse_divided_ties(run: Run, parts: CutModel, group: MemberShards) -> None
 def _whole_outputs(
     run: Run, cut: Callable[[], CutModel], microbatch: Signature
 ) -> tuple[OutputSpecs | None, OutputSpecs | None]:
-    """Outputs of the model's stages as it is now, to train and to evaluate."""
     try:
         parts = cut()
-    except ValueError as error:  # sizes in the model are those of a member already
-        if run.guard.spares(error):  # or it is another one in another process
+    except ValueError as error:  # sizes in the model are already those of a member
+        if run.guard.spares(error):  # or it differs between processes
             raise
         return None, None
     return parts.train.outputs(microbatch), parts.evaluation().outputs(microbatch)
@@ -422,7 +414,7 @@ def _agree(run: Run, parts: CutModel, microbatch: Signature, *, tensor: str) -> 
 
 
 def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[..., Update]]:
-    """Programs of all ranks, and what makes the update: flush or stream, decided here and asked nowhere else."""
+    """Programs of all ranks, and the maker of the update: flush or stream, which is decided only here."""
     if placed.train.schedule.is_asynchronous:
         course = stream_course(run, placed.train, placed.ownership)
         return course.programs, partial(StreamUpdate, course)
@@ -431,7 +423,7 @@ def _update(run: Run, placed: _Placed) -> tuple[Iterable[RankProgram], Callable[
 
 
 def _tell_of_two_axes(run: Run, placed: _Placed, microbatch: Signature) -> None:
-    """In the process of the last stage, of an output that a loss would see a microbatch at a time."""
+    """Warns, in the process of the last stage, of an output whose batch dimension is unclear in a loss."""
     inference, num_samples = placed.train.inference, microbatch.num_samples
     might = any(spec.shape.count(num_samples) > 1 for spec in inference.example.specs[-1])
     schedule = run.layout.schedule

@@ -1,8 +1,9 @@
-"""From options to a pipeline: a layout is decided on, and the stages are built for the first batch or an example."""
+"""From options to a pipeline: the layout is chosen, and the stages are built for the first batch or an example."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import warnings
@@ -25,20 +26,26 @@ from ..comm import (
 from ..comm.membership import LIFE
 from ..partition.model.forms import Arguments
 from ..partition.model.modes import no_collection
+from ..schedules import ScheduleError
 from .batch.agreement import unequal_weights
 from .build import Pipeline, build
-from .checkpoint.process_state import ProcessState, lost_text, read_together
-from .checkpoint.reader import Checkpoint
+from .checkpoint.reader import Checkpoint, ProcessState, lost_text, read_together
 from .checkpoint.snapshot import HasState
 from .checkpoint.state import check_model
 from .context import Layout, Run
 from .life_cycle import LifeCycle
 from .run.engine import check_runnable
+from .run.evaluation import Evaluation
+from .run.training import Training
+from .settings.arguments import FIRST
 from .settings.excludes import REROUTE, check_layout
 from .settings.given import Given, check_batch
 from .settings.options import Options
+from .settings.precision import refuse_float16_autocast
 from .stage.loss import with_loss
-from .telling import told_if_slow
+from .telling import told_if_slow, warn_of_evaluation_mode
+from .verify.plain import NotVerifiableError
+from .verify.verification import Verification
 
 T = TypeVar("T")
 
@@ -50,7 +57,7 @@ _ALONE = threading.RLock()  # recording a model, and random numbers, change what
 
 
 def meet(options: Options) -> World:
-    """The world of this process; see join_world, and `reroute` for one that was started again to join others."""
+    """The world of this process; see join_world, and `reroute` for a restarted process."""
     if LIFE in os.environ and not dist.is_initialized():
         from .reroute import world_until_let_in
 
@@ -59,7 +66,7 @@ def meet(options: Options) -> World:
 
 
 class Building:
-    """A module's layout and pipeline; None before the first batch of schedule="auto", or before stages are built."""
+    """A module's layout and pipeline; None before schedule="auto" has decided, or before stages are built."""
 
     def __init__(
         self, options: Options, make_layout: Callable[[World], Layout] | None, *, world: World, guard: Guard
@@ -72,11 +79,13 @@ class Building:
         self.layout: Layout | None = None
         self.pipeline: Pipeline | None = None
         self.is_closed = False
-        self.told_of_part = False  # that state_dict() has no other process's stages
+        self.told_of_part = False  # that state_dict() lacks other processes' stages
         self.unequal: str | None = None  # how processes' first weights differ, until others are loaded
-        self._loaded: Checkpoint | None = None  # that the stages go on from as soon as they are built
-        self._fresh = False  # whether parameters may begin there with fresh state
+        self._loaded: Checkpoint | None = None  # for the stages, when they are built
+        self._fresh = False  # whether parameters that it lacks may begin with fresh state
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext  # each call
+        self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
+        self._has_trained = False
         if make_layout is None:
             from .auto.layout import AutoLayout  # the profiler and the planner, which other runs need not load
 
@@ -117,7 +126,7 @@ class Building:
             recorder.data(start)
 
     def decided_for(self, given: Given) -> Layout:
-        """The layout; under schedule="auto" the first batch decides on it. PipelineError behind `close`."""
+        """The layout, which under schedule="auto" the first batch decides. Raises PipelineError after `close`."""
         if self.is_closed:
             raise PipelineError("this pipeline has ended: expected a new PipelineModule after close()")
         if self.layout is None:
@@ -127,8 +136,7 @@ class Building:
         return self.layout
 
     def built_for(self, given: Given, *, evaluates: bool = False) -> Pipeline:
-        """The pipeline; the first batch builds the stages, unless there were example inputs. `evaluates`: for
-        evaluation, too, where that may wait for the first one."""
+        """The pipeline, built for this batch if it is not yet; with `evaluates`, stages for evaluation as well."""
         layout = self.decided_for(given)
         if self.pipeline is None:
             return self._assemble(layout, given, evaluates=evaluates)
@@ -137,11 +145,67 @@ class Building:
         return self.pipeline
 
     def ready_for(self, given: Given) -> Pipeline:
-        """The same, to run a batch: ValueError, on every rank, where their weights were never the same."""
+        """The same, to run a batch. Raises ValueError, on every rank, if their first weights differed."""
         pipeline = self.built_for(given)
         if self.unequal is not None:
             raise ValueError(self.unequal)
         return pipeline
+
+    def training_for(self, given: Given) -> Training:
+        """Training of a batch like this one, after the checks and the verification that are due before it."""
+        refuse_float16_autocast(self.options.device, scales_loss=self.options.grad_scaler is not None)
+        schedule = self.decided_for(given).schedule
+        if not schedule.has_backward:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
+                f"train, or eval_step"
+            )
+        was_built = self.pipeline is not None
+        pipeline = self.ready_for(given)
+        if was_built:
+            pipeline.verifier.copy_again()
+        if not self._has_trained and self.world.rank == 0:
+            warn_of_evaluation_mode(pipeline.state.run.root)
+        self._has_trained = True
+        if self.is_verification_due and pipeline.state.run.verifies:
+            self._verify_as_due(given)
+        self._until_verified -= 1
+        return pipeline.training
+
+    @property
+    def is_verification_due(self) -> bool:
+        return self._until_verified <= 0
+
+    def _verify_as_due(self, given: Given) -> None:
+        pipeline, is_first = self.built_for(given), self._until_verified == 0.0
+        try:
+            self.verify(given, evaluates=pipeline.evaluation.is_prepared)
+        except NotVerifiableError as error:
+            if self.options.verify != FIRST:
+                raise
+            self._until_verified = math.inf
+            _log.info("the first batch is not verified: %s", error)
+        if is_first and pipeline.training.num_steps == 0:
+            pipeline.measurement.forget()
+
+    def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
+        verifier = self.ready_for(given).verifier
+        with told_if_slow("comparing a batch with the plain model", rank=self.world.rank):
+            found = verifier.verify(given.detached(), evaluates=evaluates)
+        self._until_verified = self.options.verify_every or math.inf
+        return found
+
+    def evaluation_for(self, given: Given) -> Evaluation:
+        pipeline = self.ready_for(given)
+        if pipeline.verifier.owes_evaluation and pipeline.evaluation.takes(given):
+            try:
+                pipeline.verifier.verify_evaluation(given.detached())
+            except NotVerifiableError as error:  # such as a model that keeps what it has computed in training
+                if self.options.verify != FIRST:
+                    raise
+                pipeline.verifier.owes_evaluation = False
+                _log.info("the first evaluation is not verified: %s", error)
+        return pipeline.evaluation
 
     def decided(self) -> Layout:
         if self.layout is None:
@@ -149,7 +213,7 @@ class Building:
         return self.layout
 
     def built(self, what: str) -> Pipeline:
-        """The pipeline; ValueError where the stages, which `what` needs, are not built yet."""
+        """The pipeline. Raises ValueError if the stages, which `what` needs, are not built."""
         self.decided()
         if self.pipeline is None:
             raise ValueError(
@@ -160,17 +224,13 @@ class Building:
 
     @property
     def num_steps(self) -> int:
-        """Batches trained on so far."""
         self.life.enter()
         if self.pipeline is not None:
             return self.pipeline.training.num_steps
         return self.life.step if self._loaded is None else self._loaded.manifest.step
 
     def load(self, folder: Path, loader: HasState | None, *, fresh: bool) -> None:
-        """Go on from a checkpoint: stages that are not built yet do so when they are, the loader and generators now.
-
-        Collective over the processes.
-        """
+        """Loads a checkpoint; stages that are not built load it when they are. Collective."""
         with told_if_slow(f"reading the checkpoint {folder}", rank=self.world.rank):
             if self.pipeline is not None:
                 self.pipeline.state.load(folder, loader, fresh=fresh)
@@ -197,13 +257,13 @@ class Building:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around a call, whatever mode it is made in, and in the precision that was asked for.
+        """Context of a call, in the precision that the options ask for.
 
-        In one process no other thread's runs meanwhile, and an error takes back stages that the call has built.
+        In one process no other thread's call runs meanwhile, and an error removes stages that the call has built.
         """
         inside = None if self.pipeline is None else self.pipeline.state.run.inside
         if inside is not None:
-            raise ValueError(f"{inside} calls its pipeline in the midst of a step: expected other work")
+            raise ValueError(f"{inside} calls its pipeline during a step: expected other work")
         dtype = self.options.autocast
         autocast = nullcontext() if dtype is None else torch.autocast(self.options.device.type, dtype=dtype)
         with self.around(), torch.inference_mode(False), autocast:
@@ -230,13 +290,13 @@ class Building:
             return x.detach().to(run_on).requires_grad_(x.requires_grad)
 
         def first() -> Arguments:
-            check_batch(given, own if given.microbatches else 1)  # training asks for more
+            check_batch(given, own if given.microbatches else 1)  # training needs more
             if options.model is not None and not given.microbatches:
                 options.calls.refuse_chance(options.model, given, num_parts=own, device=run_on)
             return given.cut(own)[0].arguments.map(like)
 
         slow = told_if_slow("building the pipeline", rank=self.world.rank)
-        with self.alone(), self.guard.together(), slow, no_collection():  # nearly all that it makes stays
+        with self.alone(), self.guard.together(), slow, no_collection():  # nearly all objects that it makes are kept
             verifies = self.options.verify_every is not None and not self.life.joins
             evaluates = evaluates or self.world.distributed or self.options.mesh.sync != 1
             run = Run(layout, self.options, self.guard, verifies=verifies, evaluates=evaluates)

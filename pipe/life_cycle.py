@@ -1,4 +1,4 @@
-"""The life-cycle of a run: how its collective calls are made. Each of them once, unless `reroute` makes them again."""
+"""How the collective calls of a run are made: each once; under `reroute`, again after a process died."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 
 class Running(Protocol):
-    """The parts of a run that a life-cycle sees and may replace."""
-
     options: Options
     layout: Layout | None
     world: World
@@ -32,26 +30,21 @@ class Running(Protocol):
 
 
 class LifeCycle:
-    """Each call is made once.
-
-    Attributes:
-        joins: whether this process was started again to join others that continued: its weights come from them.
-        step: the first step of the pipeline.
-    """
+    """Makes each call once; `joins` is whether this process is a restarted one, `step` the number of its first step."""
 
     joins = False
     step = 0
 
     def step_of(self, training: Training) -> Callable[[Given], StepResult]:
-        """A step's run."""
+        """Function that runs a training step."""
         return training.step
 
     def outlasting(self, call: Callable[[], T]) -> T:
-        """The answer of a collective call that trains nothing."""
+        """Result of a collective call that does not train."""
         return call()
 
     def enter(self) -> None:
-        """Before the number of the next step is read."""
+        """Called before the number of the next step is read."""
 
     def refuse(self, what: str, *, instead: str) -> None:
-        """ValueError for what this life-cycle ends."""
+        """Raises ValueError for a feature that does not work with this life-cycle."""

@@ -1,11 +1,9 @@
-"""PipelineModule: the front door. A model, a schedule and a mesh become a training run over a pipeline."""
+"""PipelineModule: from a model, a schedule and a mesh to training over a pipeline of stages."""
 
 from __future__ import annotations
 
-import logging
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
@@ -15,120 +13,90 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ..comm import Guard, PipelineError, make_guard
+from ..comm import Guard, make_guard
 from ..partition.deferred.filling import fill_attributes
 from ..partition.model.forms import Arguments
 from ..partition.profiler.optimizers import OptimizerFactory
-from ..schedules import ScheduleError
 from ..schedules.kinds import at_least, one_of, option
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
 from .building import Building, meet
-from .checkpoint.weights import take_weights
+from .checkpoint.plain import take_weights
 from .context import choose_layout
 from .edits import Edits, UntilBuilt
 from .figures.run_figures import RunFigures
 from .results import EvalResult, StepRecord, StepResult
-from .run.evaluation import Evaluation
-from .run.training import Training
 from .settings.arguments import FIRST, AnySchedule, GivenOptions, Inputs, MeshLike, Precision, SchedulerFactory, Weights
-from .settings.excludes import refuse_unknown
+from .settings.excludes import INSTEAD, refuse_unknown
 from .settings.given import Given
 from .settings.options import read_options
-from .settings.precision import refuse_float16_autocast
 from .settings.recompute import RecomputeLike
-from .telling import told_if_slow, warn_of_evaluation_mode
-from .verify.plain import NotVerifiableError
 from .verify.verification import Verification
-
-if TYPE_CHECKING:
-    from .run.fills import FillWork
-
-_log = logging.getLogger("stagewright")
-
-_DEVICE, _DTYPE = "PipelineModule(..., device=...)", 'PipelineModule(..., precision="bf16"), or a model of that type'
-_MODE = "train() of the model before PipelineModule(model); eval_step and predict evaluate by themselves"
-_MODEL = "the model that you passed, whose own modules the stages are"
-_HOOK = "hooks of the model's own modules, registered before PipelineModule(model)"
-_INSTEAD = {  # of what a torch.nn.Module has, or a wrapper around one
-    **dict.fromkeys(("to", "cuda", "cpu", "to_empty"), _DEVICE),
-    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
-    **dict.fromkeys(("train", "eval", "training"), _MODE),
-    **dict.fromkeys(("module", "model", "modules", "named_modules", "children", "get_submodule"), _MODEL),
-    **dict.fromkeys(("register_forward_hook", "register_full_backward_hook", "register_forward_pre_hook"), _HOOK),
-    "step": "train_step, which updates, or a step() of your own optimizer behind forward_backward",
-    "optimizer": "optimizers, one a stage of this process",
-    "fit": "train_step(*batch) for each batch of a loader",
-    "evaluate": "eval_step(*batch) for each batch",
-    "no_sync": "several calls of forward_backward, whose gradients add up",
-    "zero_grad": "train_step, which does it; behind forward_backward the zero_grad() of your model or optimizer",
-    "forward": "predict(*inputs) for the output, or train_step(*inputs, target)",
-    "backward": "train_step, or forward_backward, which run it",
-    "compile": "PipelineModule(..., precision=stagewright.Precision(compile=True))",
-    "apply": "the model's own apply() before PipelineModule(model)",
-    "requires_grad_": "requires_grad_ of the model's parameters before PipelineModule(model)",
-    "resume": "load(folder), which goes on where save(folder) was called",
-}
 
 
 class PipelineModule(RunFigures):
     """Trains a model as a pipeline of stages.
 
-    The model is cut into S = P * V stages, the schedule says who computes what when, and each `train_step` runs
-    one batch of M microbatches. The same script runs under torchrun (a process a rank) and alone (all ranks
-    in this process). The result equals one process that accumulates the same microbatches.
+    The model is cut into S = P * V stages, the schedule decides what each rank computes when, and each `train_step`
+    runs one batch of M microbatches. The same script runs under torchrun, one rank per process, and alone, with all
+    ranks in one process. Losses, gradients and weights equal those of one process that accumulates the same
+    microbatches.
 
     Arguments:
-        model: any module; cut between its own modules, which run as they are (docs/guides/models.md). Or a list of S
-            modules, the stages, each called with the outputs of the one before.
-        schedule: a name (`stagewright.schedules.FAMILIES`); a Schedule, Constraints, or a function that makes one; or
-            the file of one: "mine.csv", "mine.json", "mine.py:function" (docs/guides/schedules.md). "1f1b" by default.
-            "auto" (`stagewright.Auto`): the first batch is profiled on this machine, and the planner decides on
-            schedule, cut, replicas and microbatches; `plan` then tells. A Plan or its .json file (`stagewright plan`):
-            stages, ranks and recomputation, too; all ranks pass the same batch. What only some schedules have stands in
-            `stagewright.Asynchronous`, `Synchronous` and `Slices` around them.
-        num_microbatches: M of the batch that a rank passes; 2P by default.
-        num_chunks: V stages a rank; 2 by default where the schedule interleaves, else 1.
-        loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count); reduction="sum" adds up
-            (docs/guides/models.md). An nn.Module belongs to the last stage, which trains its parameters; its tensors
-            are named `loss_fn.` and their names in it.
-            "model": the model returns its own loss, as `loss` in its output, as the first of a tuple, or alone.
-        optimizer: parameters -> torch optimizer, or a list of several; called once a stage that has any. Needed by
-            `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs.
-        lr_scheduler: optimizer -> learning-rate scheduler; called once an optimizer, stepped behind each update. One
-            whose step takes the loss (ReduceLROnPlateau) is stepped once a batch, with that batch's.
-        max_grad_norm: `train_step` clips the global gradient norm to it.
-        mesh: {"pipe": P, "data": D, "tensor": T}; `stagewright.Mesh`, which also says what ranks side by side divide
-            among themselves; or a DeviceMesh with dimensions "pp", "dp" and "tp". By default a pipeline over all
-            processes (alone: over 1).
-        cut: names of the S - 1 modules that begin a stage, or a split_spec; equal parameter weights by default.
-        example_inputs: one local batch, a tuple or a dict of keywords, for which the stages are built at once; without
-            it, the first call builds them. `stagewright.Inputs` also says along which dimensions batches are cut.
-        recompute: what is computed again in the backward instead of being kept (activation checkpointing): "none";
-            "full" (a stage keeps its inputs only), "layer" (each cut unit does), "selective" (each cut unit, but the
-            results of its matrix products are kept, too); or one a stage; or for single modules, {"blocks.*": "full",
-            "head": "selective"}; or {"memory_budget": "6GiB"}, of every stage (or ["6GiB", None, ...]): the units that
-            must, so that a stage fits in the least seconds, which the first batch decides and `explain()` tells.
-        precision: "bf16" or "fp16": mixed precision, under torch.autocast; `stagewright.Precision` has a loss scale of
-            your own and torch.compile, too. By default the autocast that calls are made in, if any.
-        verify: "first": the first batch to train on also runs through a copy of the plain model, in the process of the
-            last stage, and losses, gradients, buffers and outputs are compared (see the method), where a copy takes
-            little of the memory; else unit by unit. True: with the copy. N: that batch and every N-th. False: none.
-        on_step: on_step(record), called in every process with a StepRecord of each `train_step` as soon as its loss is
-            known, in order; it must not call what is collective.
-        seed: of dropout and the like.
+        model: any module; it is cut between its own modules, which run unchanged (docs/guides/models.md). Or a list of
+            S modules, the stages, each called with the outputs of the previous one.
+        schedule: a name (see `stagewright.schedules.FAMILIES`), "1f1b" by default; a Schedule, Constraints, or a
+            function that returns one; or a file of one: "mine.csv", "mine.json", "mine.py:function"
+            (docs/guides/schedules.md). "auto" or `stagewright.Auto`: the first batch is profiled on this machine, and
+            the planner chooses schedule, cut, replicas and microbatches; `pipe.plan` holds the result. A Plan or its
+            .json file (`stagewright plan`) also fixes stages, ranks and recomputation; all ranks then pass the same
+            batch. `stagewright.Asynchronous`, `Synchronous` and `Slices` add the options that only some schedules have.
+        num_microbatches: M, the microbatches of the batch that a rank passes; 2P by default.
+        num_chunks: V, the stages per rank; 2 by default where the schedule interleaves, else 1.
+        loss_fn: loss_fn(output, target) -> scalar mean over the microbatch, or (sum, count); a loss with
+            reduction="sum" adds up (docs/guides/models.md). An nn.Module is a part of the last stage, which trains its
+            parameters; the names of its tensors begin with `loss_fn.`. "model": the model returns its own loss, as
+            `loss` of its output, as the first item of a tuple, or alone.
+        optimizer: parameters -> torch optimizer, or a list of several; called once per stage that has parameters.
+            Needed by `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs instead.
+        lr_scheduler: optimizer -> learning-rate scheduler; called once per optimizer and stepped after each update. One
+            whose step takes the loss (ReduceLROnPlateau) is stepped once per batch, with the batch's loss.
+        max_grad_norm: `train_step` clips the global gradient norm to this value; None: no clipping.
+        mesh: {"pipe": P, "data": D, "tensor": T}; `stagewright.Mesh`, which also says what the ranks of one stage
+            divide among themselves; or a DeviceMesh with dimensions "pp", "dp" and "tp". By default one pipeline over
+            all processes, of one rank without torchrun.
+        cut: names of the S - 1 modules with which a stage begins, or a split_spec of torch.distributed.pipelining;
+            equal weights in parameters by default.
+        example_inputs: one local batch, as a tuple or a dict of keywords, for which the stages are built at once;
+            without it, the first call builds them. `stagewright.Inputs` also names the dimensions along which batches
+            are cut.
+        recompute: what the backward computes again instead of keeping it (activation checkpointing). "none"; "full": a
+            stage keeps only its inputs; "layer": each cut unit does; "selective": each cut unit also keeps the results
+            of its matrix products. A list has one of them per stage; a dict is by module, {"blocks.*": "full", "head":
+            "selective"}. {"memory_budget": "6GiB"}, or a list of budgets per stage, ["6GiB", None, ...]: the first
+            batch chooses the units whose recomputation makes each stage fit in the least time; `explain()` shows the
+            choice.
+        precision: "bf16" or "fp16": mixed precision, under torch.autocast; `stagewright.Precision` adds a loss scale
+            and torch.compile. By default the autocast that is active around a call, if any.
+        verify: "first": the first training batch also runs through a copy of the plain model, in the process of the
+            last stage, and losses, gradients, buffers and outputs are compared (see the method `verify`). If a copy
+            would take much of the memory, cut units are compared one at a time instead. True: always with a copy. N:
+            the first batch and every N-th after it. False: none.
+        on_step: on_step(record), called in every process with the StepRecord of each `train_step` once its loss is
+            known, in order. It must not make collective calls.
+        seed: of random numbers such as those of dropout.
         timeout: of every wait for another rank [s].
-        device: of the run; where the model's parameters are, by default. "cuda": of LOCAL_RANK (docs/guides/gpus.md).
-        weights: files with the model's weights, of which each process reads those of its own stages: a path, or
+        device: on which stages run; by default that of the model's parameters. "cuda": the GPU of LOCAL_RANK
+            (docs/guides/gpus.md).
+        weights: files with the model's weights, from which each process reads those of its own stages: a path, or
             `stagewright.Weights` (docs/guides/large_models.md).
 
-    BatchNorm normalises each microbatch by itself; under replicas, and schedules such as "chimera" that have each
+    BatchNorm normalises each microbatch separately. With replicas, and with schedules such as "chimera" that hold each
     stage on two ranks, its running statistics see only the microbatches of their own rank (in one process they are
     shared), and a checkpoint holds those of a stage's first rank. The same is true for other buffers that a forward
-    changes. Where a forward reads what the one before it has left, such as spectral_norm's vectors, replicas in one
-    process read in the order in which they run: as long as each can go on, one after the other, so that numbers
-    differ a little from one pipeline's.
+    changes. If a forward reads what the previous one left, as spectral_norm's vectors do, replicas in one process read
+    it in the order in which they run, so that numbers differ slightly from those of one pipeline.
 
-    Raises ValueError, on every rank alike, for anything that does not fit together.
+    Raises ValueError, on every rank alike, for arguments that do not fit together.
     """
 
     def __init__(
@@ -186,8 +154,6 @@ class PipelineModule(RunFigures):
             make_layout = choose_layout(options) if edits is None else edits.in_group(choose_layout(options))
             self._calls = options.calls
             self._name = "stages" if options.model is None else type(options.model).__name__
-            self._until_verified = math.inf if options.verify_every is None else 0.0  # batches
-            self._has_trained = False
             world = meet(options)
             guard = make_guard(world)
             with guard.together():
@@ -207,68 +173,34 @@ class PipelineModule(RunFigures):
         return self._building.guard
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_target: bool = True) -> Given:
-        """The batch of a call; data replicas have their own: one that refuses its batch tells the others."""
+        """Batch of a call. If one data replica raises an error for its batch, the others raise it too."""
         alone = self._building.pipeline is None or self._building.replica[1] == 1
         with nullcontext() if alone else self._guard.together():
             return self._calls.batch(args, kwargs) if has_target else self._calls.inputs(args, kwargs)
 
-    def _training_for(self, given: Given) -> Training:
-        refuse_float16_autocast(self.device, scales_loss=self._building.options.grad_scaler is not None)
-        schedule = self._building.decided_for(given).schedule
-        if not schedule.has_backward:
-            raise ScheduleError(
-                f"schedule {schedule.name!r} has no backward: expected F and B of each stage and microbatch to "
-                f"train, or eval_step"
-            )
-        was_built = self._building.pipeline is not None
-        pipeline = self._building.ready_for(given)
-        if was_built:
-            pipeline.verifier.copy_again()
-        if not self._has_trained and self.world.rank == 0:
-            warn_of_evaluation_mode(pipeline.state.run.root)
-        self._has_trained = True
-        if self._until_verified <= 0 and pipeline.state.run.verifies:
-            self._verify_by_itself(given)
-        self._until_verified -= 1
-        return pipeline.training
-
-    def _verify_by_itself(self, given: Given) -> None:
-        pipeline, is_first = self._building.built_for(given), self._until_verified == 0.0
-        try:
-            self._verify(given, evaluates=pipeline.evaluation.is_prepared)
-        except NotVerifiableError as error:
-            if self._building.options.verify != FIRST:
-                raise
-            self._until_verified = math.inf
-            _log.info("the first batch is not verified: %s", error)
-        if is_first and pipeline.training.num_steps == 0:
-            pipeline.measurement.forget()
-
-    def _evaluation_for(self, given: Given) -> Evaluation:
-        pipeline = self._building.ready_for(given)
-        if pipeline.verifier.owes_evaluation and pipeline.evaluation.takes(given):
-            try:
-                pipeline.verifier.verify_evaluation(given.detached())
-            except NotVerifiableError as error:  # such as a model that keeps what it has computed in training
-                if self._building.options.verify != FIRST:
-                    raise
-                pipeline.verifier.owes_evaluation = False
-                _log.info("the first evaluation is not verified: %s", error)
-        return pipeline.evaluation
-
     def build(self, *inputs_and_target: Any, **keywords: Any) -> None:
-        """Cut the model and connect the ranks for batches like this one, without running it.
+        """Cuts the model and connects the ranks for batches like this one, without running it. Collective.
 
-        Under schedule="auto" that includes profiling and planning. The first `train_step` would do it otherwise, and in
-        one process leave it to the first evaluation whether the model can be evaluated. Nothing where it is done.
-        Collective over the processes.
+        Under schedule="auto" this includes profiling and planning. Without this call the first `train_step` does the
+        same, and in one process the first evaluation prepares evaluation. Does nothing if the stages are built.
+
+        Arguments:
+            inputs_and_target, keywords: a batch as for `train_step`.
+
+        Raises ValueError, on every rank alike, for a model that cannot be cut or a batch that does not fit.
         """
         with self._building.alone():
             given = self._given(inputs_and_target, keywords)
             self._building.built_for(given, evaluates=True)
 
     def read(self, *inputs: Any, **keywords: Any) -> Arguments:
-        """The arguments that the model's forward is called with for these inputs, as `predict` takes them."""
+        """Arguments with which the model's forward is called for these inputs.
+
+        Arguments:
+            inputs, keywords: as for `predict`.
+
+        Raises ValueError for inputs that the forward does not take.
+        """
         return self._calls.inputs(inputs, keywords).arguments
 
     def loader(
@@ -283,26 +215,30 @@ class PipelineModule(RunFigures):
         cache: int = 0,
         **options: Any,
     ) -> ReplicaLoader:
-        """Batches for this process: the same on all ranks of a pipeline, a share of its own for each data replica.
+        """Batches for this process: the same on all ranks of a pipeline, a different share for each data replica.
 
-        Each `for batch in loader` is one epoch, shuffled by the module's seed; `save(..., loader=loader)` keeps its
-        place, from which any other batch size and number of replicas may go on: no sample is lost or used twice.
+        Each `for batch in loader` is one epoch, shuffled with the module's seed. `save(..., loader=loader)` saves its
+        position, from which a run with another batch size or number of replicas can resume: no sample is lost or used
+        twice.
 
         Arguments:
+            dataset: with `__len__` and `__getitem__`.
             batch_size: samples of one `train_step` of one data replica.
-            remainder: samples at the end of an epoch that make no whole batch: "drop" leaves them out, "carry" fills
-                the batch with the first ones of the next epoch (each sample is then used exactly once an epoch), "keep"
-                gives a smaller batch, as to evaluate each sample once.
-            same_shapes: a promise that all batches have the first one's shapes. Processes whose stages read neither
+            shuffle: whether each epoch has an order of its own.
+            remainder: treatment of the samples at the end of an epoch that do not fill a batch. "drop": they are left
+                out. "carry": the first samples of the next epoch fill the batch (each sample is used exactly once per
+                epoch). "keep": the last batch is smaller, so that an evaluation sees each sample once.
+            same_shapes: promise that all batches have the shapes of the first. Processes whose stages read neither
                 inputs nor target then load one batch only, and pass on its shapes.
-            shared: "host": of the processes of a host that pass the same batches, the first one reads and prepares them
-                for all, through shared memory; where it ends, the others read by themselves. Collective over the
-                processes, which loop over the loader alike.
-            cache: beside it, about so many bytes of samples, as `__getitem__` returned them in the epoch that read them
-                first, are kept in shared memory for all processes of the host: not for random augmentation.
+            shared: "host": one of the processes of a host that pass the same batches reads and prepares them for all,
+                through shared memory; if it ends, the others read for themselves. All processes must loop over the
+                loader alike. Collective.
+            cache: with shared="host", about so many bytes of samples stay in shared memory for all processes of the
+                host, as `__getitem__` first returned them [bytes]; not for random augmentation.
             options: of `torch.utils.data.DataLoader` (num_workers, collate_fn, pin_memory, ...).
 
-        Raises ValueError for sizes that make no batch, and for an IterableDataset.
+        Returns an iterable whose `state_dict` holds its position. Raises ValueError for sizes that make no batch, and
+        for an IterableDataset.
         """
         cache = option("cache", cache, at_least(0))
         if shared is not None:
@@ -331,132 +267,133 @@ class PipelineModule(RunFigures):
     # Training
 
     def train_step(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
-        """One batch: forwards, backwards, clipping, update. `train_step(*inputs, target)`, `train_step(**batch)`.
+        """Trains on one batch: forwards, backwards, clipping, update. `train_step(*inputs, target)`,
+        `train_step(**batch)`.
 
-        Under an asynchronous schedule it returns with the pipeline full: `result.loss` is that of the newest batch this
-        rank knows of, and `flush()` returns the rest.
+        Under an asynchronous schedule it returns while batches are in flight: `result.loss` is that of the newest batch
+        whose loss this rank knows, and `flush()` returns the others.
 
-        The target, passed whole to `loss_fn(output, target)`, is the keyword `target`, or else the last positional
-        argument; under loss_fn="model" there is none. All else goes to the model's forward as it is given, and a dict
-        as the only argument (or the only one in front of the target) stands for keywords if a key of it is a parameter
-        of forward. Tensors are cut with `torch.tensor_split` along their `batch_dims`; what is no tensor is
-        recorded once a value. Ranks of one pipeline pass the same batch.
+        The target is the keyword `target`, or else the last positional argument; it is passed whole to
+        `loss_fn(output, target)`. With loss_fn="model" there is none. All other arguments are passed to the model's
+        forward. A dict as the only argument (or the only one before the target) is read as keywords if one of its keys
+        is a parameter of the forward. Tensors are cut with `torch.tensor_split` along their `batch_dims`; for each new
+        value of a non-tensor the model is recorded again. Ranks of one pipeline pass the same batch.
 
-        A batch may come in microbatches: `train_step(microbatches=[(x0, y0), (x1, y1), ...])`, M of them, each what
-        would be a batch of its own, as a tuple or as a dict of keywords. Their tensors may differ in size in any
-        dimension, as sequences that are padded microbatch by microbatch do.
+        A batch may come cut into microbatches: `train_step(microbatches=[(x0, y0), (x1, y1), ...])`, M of them, each a
+        tuple or a dict of keywords as for a whole batch. Their tensors may differ in size in any dimension, as
+        sequences do that are padded per microbatch.
 
-        Raises ValueError for a batch that does not fit, NonFiniteLossError (no update is made), PipelineTimeout
-        and PeerLost with who waited for what.
+        Returns a StepResult with loss and gradient norm, the same on every rank. Raises ValueError for a batch that
+        does not fit; NonFiniteLossError, before the update, for a loss that is infinite or not a number;
+        PipelineTimeout and PeerLost, which name the rank and the message that were waited for.
         """
         with self._building.alone():
             self._building.options.require_optimizer()
             self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
-            return self._building.life.step_of(self._training_for(given))(given)
+            return self._building.life.step_of(self._building.training_for(given))(given)
 
     def forward_backward(self, *inputs_and_target: Any, **keywords: Any) -> StepResult:
-        """Forwards and backwards of one batch; gradients add up on the user's own Parameters (`.grad`)."""
+        """Runs forwards and backwards of one batch, without an update. Gradients add up in `.grad` of the model's
+        Parameters.
+
+        Arguments:
+            inputs_and_target, keywords: a batch as for `train_step`.
+
+        Returns a StepResult; raises as `train_step` does.
+        """
         with self._building.alone():
             self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
-            return self._training_for(given).accumulate(given)
+            return self._building.training_for(given).accumulate(given)
 
     def verify_if_due(self, *inputs_and_target: Any, **keywords: Any) -> None:
-        """`verify` with this batch, which is not trained on yet, if `verify=` says so of the next one. Collective."""
-        if self._until_verified <= 0:
-            self._training_for(self._given(inputs_and_target, keywords))
+        """Verifies this batch if `verify=` asks for it at the next one, without training on it. Collective.
+
+        Arguments:
+            inputs_and_target, keywords: a batch as for `train_step`.
+
+        Raises VerificationError, on every rank alike, if the pipeline's results differ (see `verify`).
+        """
+        if self._building.is_verification_due:
+            self._building.training_for(self._given(inputs_and_target, keywords))
 
     def eval_step(self, *inputs_and_target: Any, **keywords: Any) -> EvalResult:
-        """Forwards alone, in evaluation mode, of a batch as for `train_step`; without a loss_fn there is no target.
+        """Evaluates one batch in evaluation mode: forwards, and the loss if there is a loss_fn.
 
-        A batch of fewer samples than M makes fewer microbatches.
+        Arguments:
+            inputs_and_target, keywords: a batch as for `train_step`, without a target if there is no loss_fn. One of
+                fewer samples than M makes fewer microbatches.
+
+        Returns an EvalResult; raises as `train_step` does.
         """
         with self._building.alone():
             given = self._given(inputs_and_target, keywords)
-            return self._building.life.outlasting(lambda: self._evaluation_for(given).step(given))
+            return self._building.life.outlasting(lambda: self._building.evaluation_for(given).step(given))
 
     def predict(self, *inputs: Any, **keywords: Any) -> Any:
-        """The output for a batch, in evaluation mode, without loss and target: see EvalResult.output.
+        """Output of the model for a batch, in evaluation mode, without loss and target.
 
-        Where the last stage runs; None in other processes. All ranks of a pipeline pass the same inputs, which may be
-        others than those to train on: the stages then run in another way.
+        Arguments:
+            inputs, keywords: the same on all ranks of a pipeline. They may differ in form from those of training.
+
+        Returns the output as `EvalResult.output` has it, in processes of the last stage; None in others. Raises as
+        `train_step` does.
         """
         with self._building.alone():
             given = self._given(inputs, keywords, has_target=False)
-            return self._building.life.outlasting(lambda: self._evaluation_for(given).predict(given))
+            return self._building.life.outlasting(lambda: self._building.evaluation_for(given).predict(given))
 
     def verify(self, *inputs_and_target: Any, **keywords: Any) -> Verification:
-        """Run a batch through the pipeline and through the plain model, and compare; nothing is trained.
+        """Runs a batch through the pipeline and through the plain model, and compares; nothing is trained. Collective.
 
-        Compared are the outputs of an evaluation, the loss, each parameter's gradient and, where a stage has no
-        replicas, the buffers after the batch, with the same random numbers. Weights, buffers, gradients, random state,
-        what modules count in Python, and the step count are as before. It takes about the time of two steps, and one of
-        the whole model in one process, which meanwhile holds the model, its gradients and the activations of one
-        microbatch. Over several processes it needs a `verify=` other than False. Where "first" has no room for a copy,
-        each process compares its own cut units instead, each as its stage runs it and as a copy of it does. Collective.
+        Compared are the outputs of an evaluation, the loss, each parameter's gradient, and the buffers after the batch
+        of stages without replicas, all with the same random numbers. Weights, buffers, gradients, random state, Python
+        attributes of modules and the step count are unchanged afterwards. It takes about the time of two steps plus one
+        step of the whole model in one process, which meanwhile holds the model, its gradients and the activations of
+        one microbatch. Over several processes it needs a `verify=` other than False. If verify="first" found no room
+        for a copy, each process compares its own cut units instead: each as its stage runs it, and as a copy of it
+        runs.
 
-        Raises VerificationError, on every rank alike, that names the first module and parameter that differ and the
-        likely cause.
+        Arguments:
+            inputs_and_target, keywords: a batch as for `train_step`.
+
+        Returns a Verification. Raises VerificationError, on every rank alike, which names the first module and
+        parameter that differ and the likely cause; NotVerifiableError, a ValueError, if the plain model cannot be run.
         """
         with self._building.alone():
             self._building.options.require_loss()
             given = self._given(inputs_and_target, keywords)
-            return self._verify(given)
-
-    def _verify(self, given: Given, *, evaluates: bool = True) -> Verification:
-        verifier = self._building.ready_for(given).verifier
-        with told_if_slow("comparing a batch with the plain model", rank=self.world.rank):
-            found = verifier.verify(given.detached(), evaluates=evaluates)
-        self._until_verified = self._building.options.verify_every or math.inf
-        return found
+            return self._building.verify(given)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
-        """Clip the global gradient norm over all stages, as torch.nn.utils.clip_grad_norm_; returns the norm before.
+        """Clips the global gradient norm over all stages, as torch.nn.utils.clip_grad_norm_ does. Collective.
 
-        Each element counts once, however many replicas or tied stages hold it. Collective over the processes.
+        Each element counts once, however many replicas or tied stages hold it.
 
         Arguments:
-            norm_type: p > 0 of the p-norm; math.inf (or "inf"): the largest absolute value.
-            error_if_nonfinite: whether a norm that is infinite or not a number is a RuntimeError, on every rank alike.
+            max_norm: largest norm after the call.
+            norm_type: p > 0 of the p-norm; math.inf or "inf": the largest absolute value.
+            error_if_nonfinite: whether to raise RuntimeError, on every rank alike, for a norm that is infinite or not a
+                number.
+
+        Returns the norm before clipping.
         """
         training = self._building.built("clip_grad_norm_").training
         return training.clip(max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
 
-    def fill(
-        self, work: Iterable[Callable[[], object]], *, name: str | None = None, seconds: float | None = None
-    ) -> FillWork:
-        """Background work of this process, done in small pieces while its ranks wait for messages in training steps.
-
-        A piece begins where the last steps waited for longer than it takes; so a step is no longer. Works are done in
-        the order in which they were given, their pieces in theirs, each once, with the random generators kept and
-        autocast off. Evaluation fills nothing. In one process, where other ranks compute meanwhile, steps are longer.
-
-        Arguments:
-            work: callables without arguments, or a generator that yields them: what it computes in between counts.
-            name: for people.
-            seconds: that a piece takes; None: the first ones are given the longest wait, and tell.
-
-        Returns the work: `finish()` runs what is left, `is_done` and `num_done` tell how far it is. A piece that fails
-        ends the step on every rank, by name. Raises ValueError for no such work, unbuilt stages, and a CUDA device.
-        """
-        fills = self._building.built("fill").fills
-        self._building.life.refuse("fill(...)", instead='expected on_failure="stop"')
-        if self._building.is_closed:
-            raise PipelineError("this pipeline has ended: expected fill(...) before close()")
-        return fills()(work, name=name, seconds=seconds)
-
     def flush(self) -> list[StepResult]:
-        """End what is under way: batches of a stream. Collective.
+        """Completes the batches in flight of an asynchronous schedule. Collective.
 
-        Returns, oldest first, what became known of batches that no `train_step` of this rank has returned. Evaluation,
-        `verify`, checkpoints, `full_state_dict` and `close` drain the pipeline by themselves.
+        Evaluation, `verify`, checkpoints, `full_state_dict` and `close` do the same first.
+
+        Returns results, oldest first, that no `train_step` of this rank has returned.
         """
         self._building.decided()
         return [] if self._building.pipeline is None else self._building.pipeline.training.flush()
 
     def __call__(self, *inputs: Any, **keywords: Any) -> NoReturn:
-        raise TypeError(f"a PipelineModule is not called: expected {_INSTEAD['forward']}")
+        raise TypeError(f"a PipelineModule is not called: expected {INSTEAD['forward']}")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a PipelineModule is not pickled or copied: expected save(folder), or full_state_dict()")
@@ -464,7 +401,7 @@ class PipelineModule(RunFigures):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            instead = f": expected {_INSTEAD[name]}" if name in _INSTEAD else ""
+            instead = f": expected {INSTEAD[name]}" if name in INSTEAD else ""
             raise AttributeError(f"a PipelineModule has no {name!r}{instead}")
 
     def __repr__(self) -> str:
@@ -472,7 +409,7 @@ class PipelineModule(RunFigures):
         return f"<PipelineModule {self._name}: {schedule}>"
 
     def __enter__(self) -> PipelineModule:
-        """A `with` block closes the pipeline at its end; an error in it reaches all ranks with its text."""
+        """A `with` block closes the pipeline at its end; an error in the block reaches all ranks with its text."""
         return self
 
     def __exit__(
@@ -483,9 +420,9 @@ class PipelineModule(RunFigures):
         self.close()
 
     def close(self) -> None:
-        """Wait until all messages are through, and give links back. Call it before the process group is destroyed.
+        """Waits until all messages have arrived, and closes the links. Call it before the process group is destroyed.
 
-        Weights and figures can be read behind it; a batch is a PipelineError.
+        Afterwards weights and figures can still be read; a batch raises PipelineError.
         """
         self._building.is_closed = True
         if self._building.pipeline is not None:

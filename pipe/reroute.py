@@ -1,7 +1,7 @@
-"""Mesh(on_failure="reroute"): a run that goes on when processes die, and lets in those that were started again.
+"""Mesh(on_failure="reroute"): a run that continues when processes die, and lets in restarted ones.
 
-call -> a process dies -> those that are left agree -+-> the call was whole: it is finished
-                                                     +-> a world, a schedule and a pipeline anew, and the call again
+call -> a process dies -> the others agree -+-> the call was complete: it is finished
+                                            +-> a new world, schedule and pipeline, and the call again
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ _log = logging.getLogger("stagewright")
 
 
 def world_until_let_in(options: Options) -> World:
-    """The world of a process that was started again, beside others that went on: alone until they let it in.
+    """The world of a restarted process, which is alone until the others let it in.
 
-    Raises ValueError for options under which nobody goes on.
+    Raises ValueError for options under which no others continue.
     """
     if options.mesh.on_failure != REROUTE:
         raise ValueError(
-            'a PipelineModule in a process that was started again, to join others: expected Mesh(on_failure="reroute")'
+            'a PipelineModule in a process that was restarted to join others: expected Mesh(on_failure="reroute")'
         )
     return World(rank=0, size=1)
 
 
 def life_cycle_of(run: Running, layout: Layout) -> LifeCycle:
-    """The life-cycle of a run with on_failure="reroute". Raises ValueError for what it cannot outlast."""
     options = run.options
     if not run.world.distributed and LIFE not in os.environ:
         return LifeCycle()
@@ -54,12 +53,12 @@ def life_cycle_of(run: Running, layout: Layout) -> LifeCycle:
 
 
 class Rerouted(LifeCycle):
-    """Calls that those which are left make again, in a world of their own."""
+    """Makes calls again, in a new world, when processes died."""
 
     def __init__(self, run: Running, members: Membership) -> None:
         self._run = run
         self._members = members
-        self._in_vain = 0  # failures of one step, one behind the other, in which nobody died
+        self._in_vain = 0  # failures of one step in a row, in which no process died
         run.guard.someone_died = members.someone_died
 
     @property
@@ -71,21 +70,21 @@ class Rerouted(LifeCycle):
         return self._members.step
 
     def enter(self) -> None:
-        """A process that was started again waits until it is let in."""
+        """A restarted process waits until it is let in."""
         if self._members.is_outside:
             self._members.enter()
             if self._run.pipeline is not None:
                 self._run.pipeline.training.restart(self._members.step)
 
     def refuse(self, what: str, *, instead: str) -> None:
-        raise ValueError(f'{what} beside Mesh(on_failure="reroute"), where it ends with the first death: {instead}')
+        raise ValueError(f'{what} with Mesh(on_failure="reroute"), under which it ends with the first death: {instead}')
 
     def step_of(self, training: Training) -> Callable[[Given], StepResult]:
-        """A step's run, until those that are left have made it."""
+        """Function that runs a training step until the remaining processes have completed it."""
         if self._members.is_outside:
             raise ValueError(
-                f"train_step in rank {self._members.me}, which was started again to join others, before it has asked "
-                f"which step they are at: expected for step in range(pipe.num_steps, ...)"
+                f"train_step in rank {self._members.me}, which was restarted to join others, before it knows "
+                f"their step: expected for step in range(pipe.num_steps, ...)"
             )
         return self._step
 
@@ -106,8 +105,7 @@ class Rerouted(LifeCycle):
         )
 
     def outlasting(self, call: Callable[[], T]) -> T:
-        """The answer of a collective call that trains nothing: those that are left make it again, unless each of them
-        has its answer."""
+        """Result of a collective call that does not train; repeated unless each remaining process has it."""
         if self._members.is_outside or self._run.pipeline is None:
             return call()
         answers = list[T]()
@@ -136,10 +134,10 @@ class Rerouted(LifeCycle):
         finish: Callable[[], T],
         take_back: Callable[[], None],
     ) -> T:
-        """The result of a call. A rank that `is_ready` has all that it is made of, and finishes it alone.
+        """Result of a call. A rank that `is_ready` has everything that the result needs, and finishes it alone.
 
         Arguments:
-            admits: whether processes that were started again may join in front of it.
+            admits: whether restarted processes may join before it.
         """
         run, members = self._run, self._members
         while True:
@@ -171,7 +169,7 @@ class Rerouted(LifeCycle):
             return result
 
     def _is_whole(self, error: PipelineError, *, is_ready: bool) -> bool:
-        """Whether what failed is whole here, as those that are left agree; else they do it again."""
+        """Whether the failed call is complete here, as the remaining processes agree; else they repeat it."""
         pipeline, members = self._run.built("a call"), self._members
         before = members.members
         has_waited = isinstance(error, PipelineTimeout)
@@ -180,23 +178,23 @@ class Rerouted(LifeCycle):
         failed = verdict.failed
         self._in_vain = 0 if gone else self._in_vain + 1
         if self._in_vain > 1:
-            failed = failed or "a step failed twice, and nobody is dead: expected the same calls in every process"
+            failed = failed or "a step failed twice, and no process is dead: expected the same calls in every process"
         for stage, ranks in enumerate(_layout_of(self._run).schedule.owners):
             if not failed and not set(ranks) & set(verdict.members):
                 names = [*pipeline.state.own_checkpoints]
                 last = f"the last checkpoint, {names[-1]}" if names else "a checkpoint, of which this run has none"
                 failed = (
-                    f"ranks {', '.join(map(str, ranks))} are dead, and nobody else has stage {stage} "
-                    f"({pipeline.parts.names[stage]}): expected a new start from {last}"
+                    f"ranks {', '.join(map(str, ranks))} are dead, and no other rank has stage {stage} "
+                    f"({pipeline.parts.names[stage]}): expected a restart from {last}"
                 )
         if failed:
             raise type(error)(f"{error}\ncause: {failed}", peers=error.peers, is_explained=True) from error
         if gone and members.me == verdict.members[0]:
-            _log.warning("rank %s died: %d ranks go on without it", ", ".join(map(str, gone)), len(verdict.members))
+            _log.warning("rank %s died: %d ranks continue without it", ", ".join(map(str, gone)), len(verdict.members))
         return verdict.is_whole and is_ready
 
     def _form(self) -> None:
-        """The world and the pipeline of those that are left. Collective over them."""
+        """The world and the pipeline of the remaining processes. Collective over them."""
         run, members = self._run, self._members
         before, whole = run.built("a call"), _layout_of(run)
         for local in before.engine.ranks:
@@ -215,6 +213,5 @@ class Rerouted(LifeCycle):
 
 
 def _layout_of(run: Running) -> Layout:
-    """The layout over all processes that the run began with."""
     assert run.layout is not None
     return run.layout

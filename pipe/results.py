@@ -1,4 +1,4 @@
-"""Results of a step, and records for `on_step`: one of every training step, once its loss is known."""
+"""Results of steps and evaluations, and the records of training steps that `on_step` gets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..schedules import Timeline
 
 
 class Known(NamedTuple):
-    """Result of a batch, once a rank knows it; the norm is the global one before clipping.
+    """Result of a batch, once a rank knows it; `grad_norm` is the global norm before clipping.
 
-    skipped: whether its update was left out, since gradients overflowed in float16.
+    skipped: whether the update was left out because gradients overflowed in float16.
     """
 
     step: int
@@ -30,19 +30,19 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One `train_step` or `forward_backward`, on every rank.
+    """Result of one `train_step` or `forward_backward`, on every rank.
 
-    Under an asynchronous schedule the batch is still under way: loss and norm are those of the newest batch that this
-    rank knows of (`loss_step`), and None before there is one.
+    Under an asynchronous schedule the batch is still in flight: loss and norm are those of the newest batch whose loss
+    this rank knows (`loss_step`), and None before there is one.
 
     Arguments:
-        loss: of the batch; sum_k (n_k/N) loss_k.
-        loss_step: the step that it belongs to.
+        loss: of the batch, the mean sum_k (n_k/N) loss_k over its microbatches.
+        loss_step: number of the step that the loss is of.
         grad_norm: global gradient norm before clipping; None without max_grad_norm.
-        skipped: whether all ranks left out that step's update, since a gradient overflowed (grad_scaler=). Its loss may
-            then be infinite or not a number.
-        is_compared: whether other ranks had passed the same batch is known. Ranks of the last stage wait for nobody:
-            behind the first batch, which all compare before it runs, they are told by their next call.
+        skipped: whether all ranks left out the update of that step because a gradient overflowed (grad_scaler=). Its
+            loss may then be infinite or not a number.
+        is_compared: whether this rank knows that the others passed the same batch. All ranks compare the first batch
+            before it runs. Afterwards ranks of the last stage do not wait, and learn it in their next call.
     """
 
     loss: float | None
@@ -59,23 +59,23 @@ class StepResult:
         return f"StepResult({', '.join(f'{name}={value!r}' for name, value in figures)})"
 
     def timeline(self) -> Timeline:
-        """The measured Timeline of this step, on every rank. Collective over the processes."""
+        """The measured Timeline of this step, on every rank. Collective."""
         return self._timeline()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """One `eval_step`.
+    """Result of one `eval_step`.
 
     Arguments:
-        loss: on every rank; None without a loss_fn.
-        output: of the whole batch in the model's own type, on the ranks of the last stage; None elsewhere. Where that
-            stage has replicas, each has the part of its own microbatches. What is neither tensor nor constant (a cache)
-            is None, and a model's own loss is the batch's. Microbatches are joined along the one dimension whose size
-            follows that of the batch, wherever it stands (one that is a multiple of it, such as batch * sequence,
-            counts). Of a tensor without dimensions there are the values of all microbatches, [M]; of any other, where
-            no dimension or several follow the batch, the list of all M > 1 tensors; and so where microbatches differ
-            elsewhere, too.
+        loss: of the batch, on every rank; None without a loss_fn.
+        output: of the whole batch, in the model's own type, on the ranks of the last stage; None on others. If that
+            stage has replicas, each has the part of its own microbatches. Microbatches are joined along the one
+            dimension whose size follows that of the batch (or is a multiple of it, such as batch * sequence). A tensor
+            without dimensions becomes the values of all microbatches, [M]; any other of which no dimension or several
+            follow the batch, or whose microbatches differ in another dimension, becomes the list of the tensors of all
+            M > 1 microbatches. A value that is neither tensor nor constant, such as a cache, is None, and a model's own
+            loss is the batch's.
     """
 
     loss: float | None
@@ -90,22 +90,22 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One `train_step`, as its process saw it.
+    """One `train_step`, as its process measured it.
 
     Arguments:
-        step: number of the step, from 0; a run that goes on from a checkpoint goes on counting.
+        step: number of the step, from 0; a run that resumes from a checkpoint continues counting.
         loss: of this step's batch, the same on every rank.
         grad_norm: global gradient norm before clipping; None without max_grad_norm.
-        seconds: of the call of `train_step` that the batch was passed to. Under an asynchronous schedule that call also
-            worked on the batches before.
-        learning_rates: the different ones among this process's parameter groups when the call began.
-        num_samples: of the batch; with data replicas, of all of them together, each taken to have as many as this one.
-        peak_memory_bytes: most that this process has held so far: on CUDA what was allocated on its device, else its
+        seconds: of the call of `train_step` that the batch was passed to [s]. Under an asynchronous schedule that call
+            also worked on earlier batches.
+        learning_rates: the distinct ones among this process's parameter groups when the call began.
+        num_samples: of the batch; with data replicas, of all of them, as if each had as many as this one.
+        peak_memory_bytes: the most that this process has held so far [bytes]: on CUDA allocated on its device, else
             resident memory.
         rank: of the process.
-        skipped: whether all ranks left out its update, since a gradient overflowed (grad_scaler=).
-        replan_seconds: those of `seconds` that the batch's own schedule took to find, agree on and lower, under
-            replan="batch".
+        skipped: whether all ranks left out the update because a gradient overflowed (grad_scaler=).
+        replan_seconds: the part of `seconds` in which the batch's own schedule was found, agreed on and lowered, under
+            replan="batch" [s].
     """
 
     step: int
@@ -121,23 +121,23 @@ class StepRecord:
 
 
 class StepReports:
-    """Tells `on_step` of each step once, in order; nothing without it."""
+    """Passes each step to `on_step` once, in order."""
 
     def __init__(self, on_step: Callable[[StepRecord], object] | None, *, rank: int, device: torch.device) -> None:
         self._on_step = on_step
         self._rank = rank
         self._device = device
-        self._passed: dict[int, Callable[..., StepRecord]] = {}  # steps that were run, and whose loss may not be known
+        self._passed: dict[int, Callable[..., StepRecord]] = {}  # steps that have run; their losses may be unknown yet
 
     def passed(self, step: int, **figures: Any) -> None:
-        """A step has run, with figures of its record; those that count from it on were lost, and come again."""
+        """Notes figures of a step that has run; later steps noted before were lost and will run again."""
         if self._on_step is None:
             return
         self._passed = {number: one for number, one in self._passed.items() if number < step}
         self._passed[step] = partial(StepRecord, step=step, rank=self._rank, **figures)
 
     def tell(self, known: Iterable[Known]) -> None:
-        """Losses are known; those that were told before, and those of steps that nobody asked for, are left out."""
+        """Reports steps whose losses are known now, except those reported before."""
         if self._on_step is None:
             return
         for one in sorted(known, key=lambda one: one.step):

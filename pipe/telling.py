@@ -1,6 +1,6 @@
-"""Lines for people, on rank 0: what a long decision such as schedule="auto" does, and what it is that they wait for.
+"""Messages for users, on rank 0: progress of long decisions such as schedule="auto", and what they wait for.
 
-To the handlers of the logger "stagewright" where there are any, else to stderr; silenced by
+To the handlers of the logger "stagewright" if there are any, else to stderr; silenced by
 logging.getLogger("stagewright").setLevel(logging.WARNING).
 """
 
@@ -25,7 +25,7 @@ from ..partition.plans.as_text import describe
 from ..partition.plans.plan import Plan
 from ..schedules.wording import count, duration
 
-SILENT_SECONDS = 4.0  # people wait for so long without a word
+SILENT_SECONDS = 4.0  # without a message
 _KEEP = 'Path("plan.json").write_text(pipe.plan.to_json())'
 _log = logging.getLogger("stagewright")
 
@@ -41,7 +41,7 @@ def tell(text: str, *, rank: int) -> None:
 
 @cache  # once a process
 def tell_of_gpus() -> None:
-    """A line, once, where the model is on the CPU of a host with GPUs."""
+    """A message, once, if the model is on the CPU of a host with GPUs."""
     if number := torch.cuda.device_count():
         tell(
             f"the model is on the CPU, and so is the run; torch sees {count(number, 'GPU')} here: to train there write "
@@ -73,7 +73,7 @@ def tell_of_late_loss(schedule: str, *, rank: int) -> None:
 
 @contextmanager
 def told_if_slow(what: str, *, rank: int, silent: float = SILENT_SECONDS) -> Iterator[None]:
-    """Around what may take long: from so many seconds on it is told, each time after twice as long."""
+    """Context of work that may take long: reports after `silent` seconds, then each time after twice as long."""
     if rank != 0:
         yield
         return
@@ -95,8 +95,6 @@ def told_if_slow(what: str, *, rank: int, silent: float = SILENT_SECONDS) -> Ite
 
 
 class Phases:
-    """Phases of one decision, one after the other."""
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._begun = self._phase_begun = time.perf_counter()
@@ -120,7 +118,6 @@ class Phases:
 
 
 def figure(plan: Plan, predicted: Plan) -> str:
-    """The step of a plan, measured where it was tried; what was predicted is said to be that."""
     step = duration(predicted.simulated_step_time or 0.0)
     if plan.tried_seconds is None:
         return f"{step} a batch, predicted"
@@ -143,9 +140,9 @@ def outline(plan: Plan, predicted: Plan, *, num_samples: int) -> list[str]:
 
 
 def warn_of_evaluation_mode(root: nn.Module) -> None:
-    """Tell of a model to be trained without dropout, or whose BatchNorm stands still, as from_pretrained leaves it.
+    """Warns if a model would train without dropout or updates of BatchNorm, as from_pretrained leaves it.
 
-    Where only some modules are in evaluation mode, the user has put them there.
+    If only some modules are in evaluation mode, the user has chosen that.
     """
     acts = (_DropoutNd, _NormBase)
     if any(isinstance(each, acts) for each in root.modules()) and not any(each.training for each in root.modules()):

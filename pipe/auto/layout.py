@@ -3,8 +3,8 @@
 every rank   profiles microbatches of a few sizes, all ranks at once, as they will compute
 together     latency and bandwidth of the links, and how fast hosts are
 rank 0       the median profile of all ranks -> plan -> a better order, if there is one -> the same plan on every rank
-together     a trial: the best plan, and others that come near it, carried out for a few real steps; the best measured
-             wins, and what was measured stands in the plan (`trial`)
+together     a trial: the best plan, and others close to it, run for a few real steps; the fastest is taken, and the
+             measured time is kept in the plan (`trial`)
 """
 
 from __future__ import annotations
@@ -57,11 +57,7 @@ _COPIED_BYTES = 1 << 26  # to the host and back, by which that link is measured
 
 
 class AutoLayout:
-    """Decides on a layout by measuring.
-
-    Attributes:
-        predicted: the plan that was taken, as the profile alone has it; None before there is one.
-    """
+    """Decides on a layout by measuring; `predicted` is the plan that was taken, as its profile alone predicted it."""
 
     def __init__(self, options: Options, world: World, *, guard: Guard) -> None:
         self.predicted: Plan | None = None
@@ -99,10 +95,10 @@ class AutoLayout:
         return replace(layout, adds=(partial(Replanning, self._parameters, replanner),))
 
     def plan(self, given: Given, **restrictions: Any) -> Plan:
-        """The plan for batches like this one, the same on every rank; to be called once. Collective over the processes.
+        """The plan for batches like this one, the same on every rank; call it once. Collective.
 
-        `restrictions` are of the planner's search. Raises ValueError, on every rank alike, for a batch without a
-        target, where nothing fits, and for what a profile raised on one of them.
+        `restrictions` limit the planner's search. Raises ValueError, on every rank alike, for a batch without a target,
+        if nothing fits, and for errors of a profile on any rank.
         """
         wanted = self._options.num_microbatches
         if wanted is None and given.microbatches:
@@ -111,12 +107,12 @@ class AutoLayout:
         if self._options.loss_fn is not None and self._options.model_loss is None and given.target is None:
             raise ValueError(
                 'schedule="auto" with a first batch without a target: its loss is profiled, too. Expected a '
-                "train_step, or build(inputs, target), in front of the first predict"
+                "train_step, or build(inputs, target), before the first predict"
             )
         if self._replans and wanted is None:
             raise ValueError(
                 'replan="batch" with a first batch that is not cut: expected train_step(microbatches=[...]), or '
-                "num_microbatches= beside it"
+                "num_microbatches= as well"
             )
         with self._guard.together():
             return self._measured_plan(given, num_samples, wanted, restrictions)
@@ -138,7 +134,7 @@ class AutoLayout:
         cluster = self._cluster()
         self._phases.ended("links", then="a search for the best plan and its order")
         batch = num_samples if wanted is None else max(profiles) * wanted
-        if self._replans:  # replicas would share out microbatches before anybody knows how long they are
+        if self._replans:  # replicas would divide microbatches before their lengths are known
             restrictions = {"data_sizes": (1,), **restrictions}
         restrictions = {**self._axes, **restrictions}
         # Whether the user's optimizer may be divided is known only once it is made.
@@ -175,7 +171,7 @@ class AutoLayout:
         return found
 
     def _agree(self, given: Given, wanted: int | None) -> None:
-        """ValueError, on every rank alike, unless all pass such a batch and ask for the same. Collective."""
+        """Raises ValueError, on every rank alike, unless all pass such a batch with the same options. Collective."""
         batch = "; ".join(dict.fromkeys(str(Signature.of(part.arguments)) for part in given.parts))
         mine = (
             f"schedule 'auto' for {self._num_ranks} ranks, M={'as planned' if wanted is None else wanted}, "
@@ -205,18 +201,17 @@ class AutoLayout:
         if self._options.num_microbatches is not None:
             sizes = (-(-num_samples // self._options.num_microbatches),)
         whole = given.on(self._options.device)
-        measured = sizes if len(sizes) < 3 else (sizes[1], sizes[-1])  # others by a law through these
+        measured = sizes if len(sizes) < 3 else (sizes[1], sizes[-1])  # others are interpolated
         parts = {size: whole.cut(-(-num_samples // size))[0] for size in measured}  # the first is the largest
         found = {size: self._profile(part, PROFILE_SECONDS / len(parts)) for size, part in parts.items()}
         most, least = max(parts), min(parts)
-        if found[least].parts_seconds > found[most].parts_seconds:  # something else ran beside the smaller one
+        if found[least].parts_seconds > found[most].parts_seconds:  # something else ran during the smaller one
             found[least] = self._profile(parts[least], PROFILE_SECONDS / len(parts))
         if found[least].parts_seconds > found[most].parts_seconds:
-            del found[least]  # the law through the other
+            del found[least]  # then the other alone
         return {size: at_size(found, size) for size in sizes}
 
     def _by_size(self, parts: Sequence[Given]) -> dict[int, Profile]:
-        """The one profile to plan with for microbatches that differ: see `planned_for`."""
         all_sizes = [size_of(Signature.of(part.arguments), self._parameters) for part in parts]
         of_size, sizes = dict(zip(all_sizes, parts, strict=True)), sizes_to_measure(all_sizes)
         seconds = PROFILE_SECONDS / len(sizes)
@@ -270,7 +265,7 @@ class AutoLayout:
         return self._collectives.gather(mine, what="profiling the model")
 
     def _typical(self, found: Sequence[tuple[str, Profile]]) -> Profile:
-        """The median of the ranks on hosts as fast as the first one, of whose speeds a plan's devices are."""
+        """The median of the ranks on hosts as fast as the first one, whose speed a plan's devices have."""
         by_host: dict[str, list[Profile]] = {}
         for host, each in found:
             by_host.setdefault(host, []).append(each)
@@ -281,7 +276,7 @@ class AutoLayout:
 
     def _cluster(self) -> Cluster:
         device, world = self._options.device, self._world
-        # Compiled stages keep what they want where they are.
+        # Compiled stages offload nothing.
         host = None if self._options.compile is not None else host_bandwidth(device, self._collectives)
         if not world.distributed:
             level = Level(name="process", size=self._num_ranks, bandwidth=_FREE)
@@ -313,7 +308,6 @@ def cluster_of(measured: MeasuredLinks, **device: float | None) -> Cluster:
 
 
 def median_profile(profiles: Sequence[Profile]) -> Profile:
-    """Each figure's median over profiles of the same model, measured on different ranks."""
     first = profiles[0]
     figures = [each.name for each in fields(Node) if isinstance(getattr(first.nodes[0], each.name), float)]
     nodes = tuple(
@@ -332,15 +326,17 @@ def median_profile(profiles: Sequence[Profile]) -> Profile:
 
 
 def least_memory(device: torch.device, together: Collectives) -> float:
-    """Bytes that each rank has at least: of its device's memory, or of its host's its share. Collective."""
+    """Memory that each rank has at least: its device's, or its share of its host's [bytes]. Collective."""
     hosts = together.gather(socket.gethostname(), what="counting the ranks of each host")
     memory = device_memory(device, sharing=hosts.count(socket.gethostname()))
     return min(together.gather(memory, what="comparing the memory of all ranks"))
 
 
 def host_bandwidth(device: torch.device, together: Collectives) -> float | None:
-    """Bytes a second between a device and its host's pinned memory, in the slower direction of the slowest rank, while
-    all copy; None on a CPU, whose memory is the host's. Collective."""
+    """Bandwidth between a device and pinned memory while all ranks copy [bytes/s]; None on a CPU. Collective.
+
+    It is that of the slower direction on the slowest rank.
+    """
     if device.type == "cpu":
         return None
     here = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
@@ -366,10 +362,10 @@ def plan_here(
     restrictions: Mapping[str, Any],
     **options: Any,
 ) -> tuple[Plan, Plan]:
-    """The plan of schedule="auto" on CPUs, and the same as its profile alone predicted it, without a pipeline.
+    """The plan of schedule="auto" on CPUs, and the same as its profile alone predicted it; without a pipeline.
+    Collective.
 
-    `batch` are inputs and target, `restrictions` of the planner's search, `options` as PipelineModule takes them.
-    Collective over the processes; the same plans on each.
+    `batch` is (inputs, target), `restrictions` limit the planner's search, and `options` are those of PipelineModule.
     """
     device = torch.device("cpu")
     world = join_world(device=device, timeout=timeout)

@@ -1,13 +1,12 @@
-"""Seconds that the runtime takes of a rank around each action and around each step, whatever the stages compute.
+"""Seconds that the runtime takes on a rank around each action and around each step, independent of the stages.
 
     per microbatch    two stages under the engine, in this process - the same modules in a plain loop
     per action        a fourth of that: F and B of either stage
-    per step          one stage under the engine: what a step takes however many microbatches there are
+    per step          one stage under the engine: the time of a step that does not depend on its microbatches
 
-The modules push the core's caches out, as a stage's compute does: the runtime's code and data come from memory then.
-Two batches of different length tell what comes with each microbatch from what comes once a step. Seconds of this
-thread's processor, so that a busy host changes little. What a profile measures of an update has the clipping of
-gradients in it.
+The modules evict the core's caches, as a stage's compute does, so that the runtime's code and data come from memory.
+Two batches of different length separate the time per microbatch from the time per step. Seconds are of this thread's
+processor, on which a busy host has little effect. Clipping of gradients is measured with a profile's update.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _TIMEOUT = 60.0
 
 
 class _Caches:
-    """Pushes a core's caches out, as a stage's compute does, and knows how long that took."""
+    """Evicts a core's caches, as a stage's compute does, and adds up its own time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -53,7 +52,7 @@ class _Caches:
 
 
 class _Tiny(nn.Module):
-    """A layer that computes next to nothing; behind it caches are cold in F, and in front of it in B."""
+    """A layer that computes next to nothing; caches are cold after it in F, and before it in B."""
 
     def __init__(self, caches: _Caches) -> None:
         super().__init__()
@@ -69,17 +68,15 @@ class _Tiny(nn.Module):
 
 
 class _Still(torch.optim.SGD):
-    """An optimizer whose steps take no time."""
-
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         ...
 
 
 def measure_runtime_seconds(device: torch.device) -> tuple[float, float]:
-    """Seconds of the runtime, messages through a network apart; measuring them takes about half a second.
+    """Seconds of the runtime, without messages through a network; measuring takes about half a second.
 
-    Returns those around each F, B, I and W, and those of a step beside its actions and the optimizer's step [s]. 0
-    where stages run on another device than the host's processor: there the host works ahead of it.
+    Returns (seconds around each F, B, I and W, seconds of a step besides its actions and the optimizer's step) [s].
+    Both are 0 if stages run on another device than the host's processor, which then works ahead of it.
     """
     if device.type != "cpu":
         return 0.0, 0.0
@@ -102,7 +99,6 @@ def measure_runtime_seconds(device: torch.device) -> tuple[float, float]:
 
 
 def _medians(runs: Sequence[Callable[[], object]], caches: _Caches) -> list[float]:
-    """Median seconds of the processor of each run, caches that were pushed apart [s]."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(_ROUNDS):
         for run, seconds in zip(runs, times, strict=True):
@@ -129,7 +125,6 @@ def _given(num_microbatches: int) -> Given:
 def _pipeline(
     num_ranks: int, num_microbatches: int, caches: _Caches, optimizer: OptimizerFactory | None = None
 ) -> Pipeline:
-    """Ranks of this process, whatever other processes there are."""
     options = Options(
         stages=[_Tiny(caches) for _ in range(num_ranks)],
         sizes={"pipe": num_ranks},
@@ -157,12 +152,12 @@ def _plain(modules: Sequence[nn.Module], num_microbatches: int) -> None:
             value = module(inputs[-1])
             outputs.append(value)
         torch.autograd.backward(F.mse_loss(outputs[-1], x))
-        for behind, output in zip(inputs[:0:-1], outputs[-2::-1], strict=True):
-            torch.autograd.backward(output, behind.grad)
+        for next_input, output in zip(inputs[:0:-1], outputs[-2::-1], strict=True):
+            torch.autograd.backward(output, next_input.grad)
 
 
 def clipping(factory: OptimizerFactory, max_grad_norm: float | None) -> OptimizerFactory:
-    """The same optimizers; a step of the first clips all gradients to this norm before, unless that is None or 0."""
+    """The same optimizers; a step of the first clips all gradients to this norm before, unless it is None or 0."""
     if not max_grad_norm:
         return factory
     limit = max_grad_norm

@@ -1,14 +1,14 @@
-"""Trials: the best plans carried out for a few steps before one of them is trained with.
+"""Trials: the best plans run for a few steps before one of them is used for training.
 
-plans, the least predicted first
+plans, the shortest prediction first
   the first --copy of the model, real steps on the first batch--> its step, and the seconds of its parts
   each of them in turn, those near the first one
-the best measured -> the plan, with what was measured in place of what was predicted
+the fastest -> the plan, with measured instead of predicted values
 
-A trial is a pipeline like any other, over a copy of the model and of the loss, with links, processes' groups and
-optimizers of its own; these get a learning rate of 0, so that each step computes the same and a rate that a schedule
-would have warmed up does no harm. Afterwards nothing of it is left: what user code reaches through the model, the loss
-and `optimizer=` (closures, lists, random generators) is put back, and gradients are as they were.
+A trial is a pipeline like any other, over a copy of the model and of the loss, with its own links, process groups and
+optimizers. These get a learning rate of 0, so that each step computes the same, and a rate that a scheduler would have
+warmed up does no harm. Afterwards no trace is left: what user code reaches through the model, the loss and `optimizer=`
+(closures, lists, random generators) is restored, and so are gradients.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ _KINDS = ("own", "memory", "lost")  # of errors, what counts first
 
 
 def to_try(best: Plan, others: Sequence[Plan], *, trials: int, noise: float) -> list[Plan]:
-    """The best plan, and others that are predicted to take longer by this share at most, of other layouts, `trials`.
-
-    Layouts differ in replicas, microbatches, or in whether ranks have several chunks.
-    """
+    """The best plan, and others predicted to take at most the share `noise` longer, of distinct layouts."""
     found, layouts = [best], {_layout(best)}
     least = best.simulated_step_time or 0.0
     for plan in sorted(others, key=lambda plan: plan.simulated_step_time or 0.0):
@@ -73,7 +70,7 @@ _Ran = tuple[list[Timeline], Costs]  # steps of a trial, and costs
 
 
 class Trials:
-    """Tries plans on the ranks that will train; nothing of that is left in the model."""
+    """Tries plans on the ranks that will train, and leaves the model unchanged."""
 
     def __init__(self, options: Options, world: World, collectives: Collectives) -> None:
         self._options = options
@@ -82,15 +79,11 @@ class Trials:
         self._collectives = collectives
 
     def best(self, plans: Sequence[Plan], given: Given) -> tuple[Plan, Plan]:
-        """The plan that took least, as it was measured and as it was predicted. Collective over the processes.
+        """The plan that took least, as measured and as predicted; if none could be tried, the first one with a note.
+        Collective.
 
-        Where none could be tried, the first plan with a note of the reasons, twice.
-
-        Arguments:
-            plans: the same on every rank, the least predicted step first.
-
-        Raises, on every rank, what the run itself would raise in these steps, apart from memory: a plan that takes more
-        than there is loses.
+        `plans` are the same on every rank, the least predicted step first. Raises, on every rank, errors that the run
+        itself would raise, except for lack of memory, with which a plan loses.
         """
         if (why := self.refusal(plans, given)) is not None:
             plan = _noted(plans[0], f"not tried: {why}")
@@ -122,17 +115,15 @@ class Trials:
     # What cannot be tried
 
     def refusal(self, plans: Sequence[Plan], given: Given) -> str | None:
-        """Why none of the plans can be tried; None where one can."""
         if self._options.compile is not None:
             return "compile= would compile the model for each trial"
         sizes = {tuple(x.shape for x in part.inputs) for part in given.microbatches}
         if len(sizes) > 1:
-            return "microbatches differ in size, and the next batch's in another way"
+            return "microbatches differ in size, and so do those of the next batch"
         whys = [self._refusal_of(plan) for plan in plans]
         return None if None in whys else whys[0]
 
     def _refusal_of(self, plan: Plan) -> str | None:
-        """Why this plan is not tried; None where it is."""
         if not self._world.distributed and plan.num_devices > 1:
             return "all ranks are in one process, where they take turns"
         if plan.tensor > 1:
@@ -147,7 +138,7 @@ class Trials:
         for rank in sorted(limits.keys() & memory.keys()):
             if memory[rank] + own > limits[rank]:
                 return (
-                    f"on rank {rank} a copy of the model beside the run takes {size(memory[rank] + own)} of "
+                    f"on rank {rank} a copy of the model in addition to the run takes {size(memory[rank] + own)} of "
                     f"{size(limits[rank])}"
                 )
         return None
@@ -159,7 +150,6 @@ class Trials:
         return Plan.from_json(self._collectives.gather(mine, what="comparing plans")[0])
 
     def _try(self, plan: Plan, given: Given, *, seconds: float) -> _Ran | str:
-        """Carry a plan out for a while, and let go of it; or why that was not possible."""
         found: _Ran | str = ""
         failed: Exception | None = None
         with self._as_found():
@@ -181,13 +171,13 @@ class Trials:
             del copied
         reason = self._agree(failed)
         if failed is not None:
-            failed.__traceback__ = None  # it holds the copy
+            failed.__traceback__ = None  # holds the copy
         failed = None
         gc.collect()  # a pipeline's parts know each other
         return reason or found
 
     def _agree(self, failed: Exception | None) -> str:
-        """Empty where the trial went well on all ranks, a reason where memory failed; else what failed is raised."""
+        """ "" if the trial succeeded on all ranks, a reason if memory failed; else raises the error."""
         kind = "" if failed is None else _kind(failed)
         story = "" if failed is None else str(failed) or type(failed).__name__
         try:
@@ -195,7 +185,7 @@ class Trials:
         except PipelineError:
             if failed is None:
                 raise
-            raise failed from None  # a rank that does not answer is what it says, too
+            raise failed from None  # a rank that does not answer raises its own error
         told = [(_KINDS.index(kind), rank, story) for rank, (kind, story) in enumerate(answers) if kind]
         if not told:
             return ""
@@ -209,7 +199,7 @@ class Trials:
 
     @contextmanager
     def _as_found(self) -> Iterator[None]:
-        """Within, user code may run; afterwards gradients, generators and what it reaches are as they were."""
+        """Context in which user code may run; afterwards gradients, generators and what it reaches are restored."""
         options, hook = self._options, sys.excepthook
         kept = StateSnapshot([self._model, *options.user_code], device=options.device)
         gradients = [(parameter, parameter.grad) for parameter in self._model.parameters()]
@@ -224,7 +214,6 @@ class Trials:
             sys.excepthook = hook
 
     def _copied(self) -> tuple[Options | None, str | None]:
-        """The options of a trial, with a copy of the model; or why there is none."""
         options = self._options
         copies: dict[int, Any] = {}  # by id of what was copied
         originals = {"the model": self._model, "loss_fn": options.loss_fn, "grad_scaler": options.grad_scaler}
@@ -247,7 +236,7 @@ class Trials:
         return replace(alone, loss_fn=loss, optimizer=optimizer, grad_scaler=scaler), None
 
     def _optimizers(self, own: Mapping[int, nn.Parameter], parameters: NamedParameters) -> list[torch.optim.Optimizer]:
-        """The user's, which take their time and change nothing; by id of a copy, `own` has the run's parameter."""
+        """The user's, which take their time and change nothing; `own` has the run's parameter by id of a copy."""
         assert self._options.optimizer is not None
         called = [(name, own.get(id(each), each), each) for name, each in parameters]
         optimizers = make_optimizers_of_copies(self._options.optimizer, called, where="a stage")
@@ -257,7 +246,6 @@ class Trials:
         return optimizers
 
     def _carry_out(self, plan: Plan, given: Given, options: Options, guard: Guard, *, seconds: float) -> _Ran:
-        """Steps of a plan, recorded as any run is. Collective over the processes."""
         layout = layout_of_plan(plan, self._world, num_microbatches=None)
         guard.set_place(layout.place)
         first = given.on(options.device).cut(layout.schedule.num_microbatches)[0]
@@ -278,7 +266,7 @@ class Trials:
             pipeline.training.close(options.timeout)
 
     def _step_of(self, pipeline: Pipeline, given: Given) -> Callable[[], Callable[[], Timeline]]:
-        """A step of a pipeline; it answers with what gives its timeline."""
+        """A step of a pipeline; it returns a function that gives its timeline."""
         training = pipeline.training
         if self._options.optimizer is not None:
             return lambda: training.step(given.copied(), is_reported=False).timeline
@@ -297,7 +285,7 @@ def _seconds(tried: tuple[Plan, Plan]) -> float:
 
 
 def _kind(error: BaseException) -> str:
-    """ "memory", "lost" for an echo of what happened on another rank, or "own"."""
+    """ "memory", "lost" for an error that only reports another rank's, or "own"."""
     seen: BaseException | None = error
     while seen is not None:
         text = str(seen)

@@ -1,4 +1,4 @@
-"""Checkpoints beside training, in two phases: a copy in host memory, then the disk.
+"""Checkpoints during training, in two phases: a copy in host memory, then the disk.
 
     step s         forwards, backwards | U
     step()             \\ copy ........|                            `host_copy`: U waits for it
@@ -6,9 +6,9 @@
     a thread                           \\ write, fsync, agree, rename ......        `persist`
     step(), later                                                          due again: waits for that, if need be
 
-At most one is under way. Its thread and the other processes' tell each other through the store (`exchanges`), so that
-no step waits for a disk. A persist that fails on any process changes nothing on the disk; it is told, and the next
-interval tries again.
+At most one checkpoint is being written. Its threads in all processes communicate through the store (`exchanges`), so
+that no step waits for a disk. If the write fails in any process, nothing on the disk changes; the failure is reported,
+and the next interval tries again.
 Source: CheckFreq (Mohan et al., FAST 2021).
 """
 
@@ -37,7 +37,7 @@ from .persist import SaveResult
 from .snapshot import HasState, Snapshot
 from .state import State
 
-FIRST = 10  # steps before the first checkpoint, and from it to the second
+FIRST = 10  # steps before the first checkpoint, and from there to the second
 _KEPT = 3  # costs that are taken into account
 _GROWTH = 4  # the largest factor from one interval to the next: a single slow save may not end saving
 _STEPS = 50  # undisturbed ones that are kept
@@ -51,10 +51,11 @@ class CheckpointRecord:
     """Outcome of one checkpoint, as this process saw it.
 
     Arguments:
-        step: behind which it was taken.
+        step: number of the step after which it was taken.
         path: of the whole checkpoint; None: there is none, and `problem` says why.
-        num_bytes: that this process wrote.
-        copy_seconds, persist_seconds: of the two phases, beside training.
+        problem: the reason as text; empty if the checkpoint was written.
+        num_bytes: that this process wrote [bytes].
+        copy_seconds, persist_seconds: of the two phases, during which training continued [s].
     """
 
     step: int
@@ -67,14 +68,12 @@ class CheckpointRecord:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A checkpoint that is being written."""
-
     step: int
     number: int
     num_bytes: int
     thread: threading.Thread | None = None
     is_given_up: bool = False
-    checked: threading.Event = field(default_factory=threading.Event)  # whether weights changed meanwhile is known
+    checked: threading.Event = field(default_factory=threading.Event)  # whether weights changed meanwhile
     result: SaveResult | None = None
     copy_seconds: float = 0.0
     persist_seconds: float = 0.0
@@ -82,13 +81,13 @@ class _UnderWay:
 
 
 class Checkpointer:
-    """Saves a run now and then without stopping it: `step()` behind each `train_step`.
+    """Saves a run at intervals while it trains: call `step()` after each `train_step`.
 
     Made by `PipelineModule.checkpointer`. Its calls are collective over the processes.
 
     Attributes:
         every: steps from one checkpoint to the next, as of now.
-        records: of the checkpoints that are done, oldest first.
+        records: of the finished checkpoints, oldest first.
     """
 
     def __init__(
@@ -131,21 +130,20 @@ class Checkpointer:
 
     @property
     def overhead(self) -> float | None:
-        """Share of undisturbed training that checkpoints took so far, in this process; None: not known yet."""
+        """Share of the training time that checkpoints have taken in this process; None: not known yet."""
         return self._clock.overhead
 
     @property
     def is_due(self) -> bool:
-        """Whether `step`, called now, looks at taking a checkpoint."""
+        """Whether `step`, called now, would consider a checkpoint."""
         return self._state.training.num_steps >= self._due
 
     def step(self) -> None:
-        """A `train_step` has returned: begin a checkpoint where one is due, and tell of the one that is done.
+        """Begins a checkpoint if one is due, and reports one that has finished. Waits only for an unfinished
+        checkpoint.
 
-        Waits only where the one before is still being written.
-
-        Raises ValueError where checkpoints cannot be written into the folder at all; PipelineTimeout where a process
-        has not written its part within the time-out.
+        Raises ValueError if no checkpoint can be written into the folder; PipelineTimeout if a process has not written
+        its part within the time-out.
         """
         step = self._state.training.num_steps
         self._clock.entered(step)
@@ -161,18 +159,18 @@ class Checkpointer:
         self._clock.left(is_busy=self._under_way is not None)
 
     def save(self) -> CheckpointRecord:
-        """Save now, and wait until it is on the disk. Raises ValueError as `step` does."""
+        """Saves now, waits until it is on the disk, and returns its record. Raises as `step` does."""
         self._wait()
         self._begin()
         self._wait()
         return self.records[-1]
 
     def wait(self) -> None:
-        """Until what was begun is on the disk, and told."""
+        """Waits until an unfinished checkpoint is on the disk and reported. Raises as `step` does."""
         self._wait()
 
     def close(self) -> None:
-        """Wait, and give the folder free. A `with` block does so at its end; an error in it does not wait."""
+        """Waits as `wait` does, and unlocks the folder. A `with` block calls it; after an error it does not wait."""
         try:
             self._wait()
         finally:
@@ -209,7 +207,7 @@ class Checkpointer:
         self._last, self._due = step, step + self.every
 
     def _at_rest(self) -> Iterator[torch.Tensor]:
-        """Tensors that updates alone change: what optimizers hold and keep, and older weights."""
+        """Tensors that only updates change: parameters, optimizer state, and older weights."""
         for one in self._state.update.stages:
             for optimizer in one.optimizers:
                 yield from parameters_of(optimizer)
@@ -224,7 +222,7 @@ class Checkpointer:
             self._copies.finish()
             one.copy_seconds = time.perf_counter() - begun
             if one.number == 0 or self._copies.is_checked_late:
-                while not one.checked.wait(_POLL):  # what a forward changes shows by the next update
+                while not one.checked.wait(_POLL):  # changes by a forward are found before the next update
                     if one.is_given_up:
                         return
             problems = exchange.gather(self._copies.problem, what="copying the state")
@@ -252,7 +250,7 @@ class Checkpointer:
                 one.is_given_up = True
                 peers = tuple(one.missing())
                 raise PipelineTimeout(
-                    f"the checkpoint behind step {one.step} is not written after {timeout:g} s: rank "
+                    f"the checkpoint after step {one.step} is not written after {timeout:g} s: rank "
                     f"{', '.join(map(str, peers)) or self._state.run.collectives.rank} has not written its part",
                     peers=peers,
                 )
@@ -276,12 +274,11 @@ class Checkpointer:
             self._on_saved(record)
         if result.problem and result.is_mistake and is_first:
             raise ValueError(result.problem)
-        text = result.caution or (f"{result.problem}; training goes on, and tries again" if result.problem else "")
+        text = result.caution or (f"{result.problem}; the next interval tries again" if result.problem else "")
         if text and self._state.run.collectives.rank == 0:
             warnings.warn(text, stacklevel=stacklevel)
 
     def _decide(self) -> None:
-        """Whether one is due now, after what the last one has cost."""
         if self._interval is None or not self.records:
             return
         with self._state.run.guard.together():
@@ -299,11 +296,7 @@ class Checkpointer:
 
 
 class Cost(NamedTuple):
-    """Cost of a checkpoint in one process.
-
-    seconds: that training took longer; busy_steps: those beside which it was under way; step_seconds: of one that
-    nothing disturbed, None where there was none.
-    """
+    """Extra seconds of training, steps while it was written, seconds of an undisturbed step if there was one."""
 
     seconds: float
     busy_steps: int
@@ -315,9 +308,9 @@ class Interval:
 
         overhead = cost of a checkpoint / (steps from one to the next * seconds of an undisturbed step)
 
-    Every number here is agreed between the processes, so that all of them save behind the same steps. Costs are taken
-    from every checkpoint, and not from a phase of profiling alone as in CheckFreq (section 4.2), so that the interval
-    follows a disk or a machine that gets slower.
+    All its inputs are gathered from all processes, so that all save after the same steps. Costs are taken from every
+    checkpoint, not only from a profiling phase as in CheckFreq (section 4.2), so that the interval follows a disk or a
+    machine that slows down.
 
     Arguments:
         overhead: share of undisturbed training that checkpoints may take.
@@ -334,7 +327,7 @@ class Interval:
         self._num_learnt = 0
 
     def learn(self, costs: list[Cost]) -> int:
-        """Take the cost of the last checkpoint, by process, into account; returns the interval from now on."""
+        """Interval from now on, given the last checkpoint's cost in each process."""
         steps = [cost.step_seconds for cost in costs if cost.step_seconds is not None]
         busy = max(cost.busy_steps for cost in costs)
         if not steps:  # it never ended before the next was due
@@ -345,13 +338,13 @@ class Interval:
             self._costs.clear()
         self._costs.append(max(cost.seconds for cost in costs))
         needed = math.ceil(statistics.median(self._costs) / (self._overhead * statistics.median(steps)))
-        # beside an undisturbed step or two, or the next cost could not be told
+        # leaves an undisturbed step or two, without which the next cost could not be measured
         self.every = max(min(needed, _GROWTH * self.every), busy + 2)
         return self.every
 
 
 class _StepClock:
-    """Seconds of steps beside a checkpoint and without one; all seconds are of this process.
+    """Seconds of steps with and without a checkpoint being written, in this process.
 
     left()  ... train_step ...  entered()  ... begin a checkpoint ...  left()
            | a step's seconds             | a stall                   |
@@ -359,7 +352,7 @@ class _StepClock:
 
     def __init__(self) -> None:
         self._quiet: deque[float] = deque(maxlen=_STEPS)
-        self._busy_steps, self._busy_seconds = 0, 0.0  # beside the newest checkpoint
+        self._busy_steps, self._busy_seconds = 0, 0.0  # while the newest checkpoint was written
         self._stall = 0.0  # of the newest checkpoint
         self._entered: float = 0.0
         self._left: float | None = None
@@ -371,12 +364,11 @@ class _StepClock:
 
     @property
     def overhead(self) -> float | None:
-        """Share of undisturbed training."""
         cost = self._spent + self._newest()
         return None if not self._quiet or self._total <= cost else max(0.0, cost) / (self._total - cost)
 
     def entered(self, step: int) -> None:
-        """A step has returned; where several have, nothing can be said of one."""
+        """Notes that a step has returned; nothing is measured if several have."""
         self._entered = time.perf_counter()
         if self._left is not None and self._step is not None and step == self._step + 1:
             seconds = self._entered - self._left
@@ -390,20 +382,20 @@ class _StepClock:
         self._step = step
 
     def left(self, *, is_busy: bool) -> None:
-        """Note that all work on checkpoints is done; is_busy: one is under way beside the next step."""
+        """Notes that work on checkpoints is done; is_busy: one is written during the next step."""
         self.stalled()
         self._left = self._entered
         self._is_busy = is_busy
 
     def stalled(self) -> None:
-        """Count the time that has passed so far to the newest checkpoint."""
+        """Counts the time since `entered` as a stall of the newest checkpoint."""
         now = time.perf_counter()
         self._stall += now - self._entered
         self._total += now - self._entered
         self._entered = now
 
     def cost(self) -> Cost:
-        """Cost of the newest checkpoint; what follows is the next one's."""
+        """Cost of the newest checkpoint; later times count for the next."""
         found = Cost(
             seconds=max(self._newest(), self._stall),
             busy_steps=self._busy_steps,

@@ -1,6 +1,6 @@
-"""Folders of torch.distributed.checkpoint (DCP), of get_state_dict; read without running code from them, and written.
+"""Folders of torch.distributed.checkpoint (DCP): written, and read without running code from them.
 
-.metadata       a pickle: shapes, chunks, the path to each entry. It makes what `_ALLOWED` names, or is refused
+.metadata       a pickle: shapes, chunks, the path to each entry; only the types in `_ALLOWED` are made from it
 __0_0.distcp    chunk after chunk as torch.save writes it, loaded with weights_only
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from .foreign import check_archive, load_saved, plain_file
+from .tensor_file import check_archive, load_saved, plain_file
 from .values import DTYPES
 
 _Text = type("", (), {"__new__": lambda *_: ""})
@@ -37,16 +37,15 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _DcpUnpickler(pickle._Unpickler):
-    """In Python: the one in C makes its list of objects as long as a pickle says."""
+    """In Python, since the one in C allocates a list as long as the pickle says."""
 
-    dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {pickle.BYTEARRAY8[0]: None}  # it would make as many bytes
+    dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {pickle.BYTEARRAY8[0]: None}  # allocates as it says
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise ValueError(f".metadata names {module}.{name}, which is none of DCP's records and might run code")
+            raise ValueError(f".metadata names {module}.{name}, which is not one of DCP's records and might run code")
         found = _ALLOWED[module, name]
-        # A pickle can set what a class or an object has: it gets none that another one has, but for those that never
-        # change. The first encoding of a memory format is as good as any.
+        # A pickle can change a class: it gets a subclass of its own, except for types that cannot change.
         return type(name, (found,), {}) if isinstance(found, type) and found is not torch.Size else found
 
 
@@ -70,7 +69,7 @@ class _DcpReader(filesystem.FileSystemReader):
         return found
 
     def _check_sizes(self, found: metadata.Metadata, stored: Mapping[Any, Any]) -> None:
-        """ValueError where there is more to be made of the files than they have bytes."""
+        """Raises ValueError if the entries need more bytes than the files have."""
         names = {info.relative_path for info in stored.values()}
         left = {name: plain_file(Path(self.path, name)).stat().st_size for name in names}
         for info in stored.values():
@@ -93,16 +92,12 @@ class _DcpPlanner(default_planner._EmptyStateDictLoadPlanner):
         try:
             content = load_saved(value)
         except pickle.UnpicklingError as error:
-            content = error  # which a checkpoint has no form for: refused where it is needed
+            content = error  # raised only if the entry is needed
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], content)
 
 
 class DcpTensors:
-    """Tensors of a folder, read one by one. Raises ValueError for what is no such folder.
-
-    Attributes:
-        described: shape and type by name.
-    """
+    """Tensors of a folder; `described` has (shape, type) by name. Raises ValueError for another kind of folder."""
 
     def __init__(self, place: Path) -> None:
         self._place, self._reader = place, _DcpReader(place)
@@ -141,7 +136,7 @@ def _refusing(place: Path) -> Iterator[None]:
 
 
 def read_dcp(place: Path) -> dict[str, Any]:
-    """{"model": state dict, ...}, whoever saved it. Raises ValueError for what is no such folder."""
+    """{"model": state dict, ...} of a folder of any origin. Raises ValueError for a folder of another kind."""
     state: dict[str, Any] = {}
     with _refusing(place):
         reader = _DcpReader(place)
@@ -154,7 +149,6 @@ def read_dcp(place: Path) -> dict[str, Any]:
 
 
 def write_dcp(content: Mapping[str, Any], place: Path) -> None:
-    """Content of `export_checkpoint`, for get_state_dict with flatten_optimizer_state_dict or without."""
     made: dict[str, Any] = {"state": {}, "param_groups": []}
     for one in content.get("optimizers", ()):
         for group in one["param_groups"]:

@@ -1,12 +1,12 @@
 """The first phase of a checkpoint: copies in host memory, made while the next step's forwards and backwards run.
 
     between two steps   what a forward may change (buffers) is copied at once
-    beside the step     what updates alone change (weights, optimizer state): on the CPU by a thread, on CUDA by a side
+    during the step     what only updates change (weights, optimizer state): on the CPU by a thread, on CUDA by a side
                         stream into pinned memory
-    the update          waits until these copies are made: on CUDA its stream does, and no process
+    the update          waits until these copies are made: on CUDA its stream does, not the process
 
-Nothing else writes these tensors by then; where something did (a version counter tells), the copy is thrown away, and
-the tensor is copied at once from then on.
+Nothing else should write these tensors meanwhile. If something did, as a version counter shows, the copy is discarded,
+and the tensor is copied at once from then on.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 
 class _CopiedTensor(NamedTuple):
-    """A tensor, its copy, the tensors that hold the same memory, and their versions, which are copied.
+    """A tensor, its copy, and the tensors that hold the same memory, with their versions when it was copied.
 
-    The tensor itself may be a view through `.data`, which knows nothing of versions.
+    The tensor itself may be a view made by `.data`, which has no versions.
     """
 
     tensor: torch.Tensor
@@ -35,13 +35,13 @@ class _CopiedTensor(NamedTuple):
 
 
 class HostCopy:
-    """Copies of one process's tensors; their memory is used again by the next ones.
+    """Copies of one process's tensors, whose memory is used again for the next checkpoint.
 
-    begin -> copy(tensor)... -> start; then `finish` in a thread, and `wait` before anything is written.
+    begin -> copy(tensor)... -> start; then `finish` in a thread, and `wait` before an update writes.
 
     Attributes:
-        problem: why the newest copies are of no use; empty where nothing is known against them.
-        is_checked_late: whether that is known behind `wait` alone.
+        problem: why the newest copies cannot be used; empty if no reason is known.
+        is_checked_late: whether that is known only after `wait`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,11 +58,7 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
 
     def begin(self, at_rest: Iterable[torch.Tensor]) -> None:
-        """New copies.
-
-        Arguments:
-            at_rest: the tensors that nothing but an update changes.
-        """
+        """Starts new copies; `at_rest` are the tensors that only updates change."""
         self._at_rest = {}
         for tensor in at_rest:
             storage = _storage(tensor)
@@ -74,7 +70,7 @@ class HostCopy:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The memory of a tensor's copy, which may yet have to be filled."""
+        """Memory for a tensor's copy, which may be filled later."""
         host = self._take(tensor)
         is_late = _storage(tensor) in self._at_rest
         if self._stream is not None and tensor.is_cuda:
@@ -90,14 +86,14 @@ class HostCopy:
         return host
 
     def start(self) -> None:
-        """All tensors are known."""
+        """Call it once all tensors are known."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))  # what was copied at once
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
 
     def finish(self) -> None:
-        """Fill what is not filled; the copies can be read when this returns. In a thread of its own."""
+        """Fills the copies that are not filled yet, in a thread; afterwards they can be read."""
         try:
             for pair in self._pairs:
                 if not pair.tensor.is_cuda:
@@ -110,7 +106,7 @@ class HostCopy:
             self._made.set()
 
     def wait(self) -> None:
-        """Updates may write again behind this."""
+        """Waits until updates may write again."""
         if self._stream is None or any(not pair.tensor.is_cuda for pair in self._pairs):
             self._made.wait()
         if self._stream is not None and self._copied is not None:
@@ -118,7 +114,7 @@ class HostCopy:
         self._note_changes()
 
     def _note_changes(self) -> None:
-        """Before an update writes: note which tensors something else has changed meanwhile."""
+        """Before an update writes, notes which tensors something else has changed."""
         found = [pair.tensor for pair in self._pairs if pair.has_changed]
         self._changing |= {_storage(tensor) for tensor in found}
         if found:
@@ -128,7 +124,6 @@ class HostCopy:
             )
 
     def _take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory of an earlier copy if it fits, else new one."""
         if self._used < len(self._memory):
             known = self._memory[self._used]
             if known.shape == tensor.shape and known.dtype == tensor.dtype:

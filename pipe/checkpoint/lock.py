@@ -1,4 +1,4 @@
-"""The right to write into a folder: of one process at a time, until it gives it back or ends, however it ends."""
+"""Lock of a folder for writing: one process holds it until it releases it or ends in any way."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ _POLL = 0.1  # [s]
 
 
 class FolderLock:
-    """Held by this process; the operating system gives it back when the process ends, killed or not. A lock of POSIX's
-    kind: children that were forked have no part in it, and it holds over most network file systems. In one process the
-    first holder has it for all. Raises ValueError where another process holds it, with its number and host."""
+    """A POSIX lock, which the operating system releases when the process ends, killed or not.
+
+    Forked children do not hold it, and it works on most network file systems. The first holder in a process holds it
+    for all. Raises ValueError with number and host of another process that holds it.
+    """
 
     def __init__(self, folder: Path, *, patience: float = _PATIENCE) -> None:
         self._key: str | None = None
@@ -38,7 +40,6 @@ class FolderLock:
 
     @property
     def is_first(self) -> bool:
-        """Whether no other one of this process had it."""
         return fcntl is None or self._key is not None
 
     def release(self) -> None:
@@ -56,7 +57,6 @@ _held: dict[str, int] = {}  # descriptor by folder: closing any other descriptor
 
 
 def _locked(folder: Path, patience: float) -> int:
-    """A descriptor of the file that says who writes, locked."""
     descriptor = _opened(folder / _NAME)
     until = time.monotonic() + patience
     while True:
@@ -81,11 +81,11 @@ def _locked(folder: Path, patience: float) -> int:
 
 
 def _opened(path: Path) -> int:
-    """The file itself, which will be written: never what a link, symbolic or hard, leads to."""
+    """Opens the file itself for writing, never what a symbolic or hard link points to."""
     with suppress(FileNotFoundError):
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            raise ValueError(f"{path} is a link, or no plain file: expected it to be removed")
+            raise ValueError(f"{path} is a link, or not a regular file: expected it to be removed")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what is in it, where each piece of each tensor lies, and what each must hash to.
+"""The manifest of a checkpoint: what it holds, where each piece of each tensor is, and the hash of each.
 
 checkpoint.json
   version, sha256        of all that follows
@@ -6,7 +6,7 @@ checkpoint.json
   names, tied            the model's tensors in order; name -> the name under which its tensor is kept
   files                  name -> bytes, SHA-256 of the header
   tensors                key -> shape, type, pieces [file, entry, start, sizes, SHA-256]
-  values                 key -> what is no tensor of the model's size
+  values                 key -> a value that is not a tensor of the model's size
 
 model/0.weight                  a parameter or buffer
 optimizer/exp_avg/0.weight      state of an optimizer
@@ -50,7 +50,7 @@ def version_key(number: int, name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """A box of a tensor: the file and the entry in it, where it begins in the full tensor, sizes, SHA-256."""
+    """A box of a tensor: its file and entry there, its start in the full tensor, sizes, SHA-256."""
 
     file: str
     entry: str
@@ -61,7 +61,7 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
-    """A tensor: full shape, type, and the pieces that make it up, each element in one of them."""
+    """A tensor: full shape, type, and pieces that cover each element once."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -70,15 +70,13 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """Size [bytes] and SHA-256 of the header of a file."""
-
     num_bytes: int
     header: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint; see above. Raises ValueError, which names what is wrong, for one that cannot be."""
+    """Contents of a whole checkpoint; see above. Raises ValueError, which names the fault, for an impossible one."""
 
     name: str
     step: int
@@ -98,7 +96,7 @@ class Manifest:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r}: expected one of {', '.join(KINDS)}")
         if len(set(self.names)) != len(self.names):
-            raise ValueError("names of the model stand there twice")
+            raise ValueError("the model has a name twice")
         for name, record in self.files.items():
             if not _FILE.fullmatch(name):
                 raise ValueError(f"file {name!r}: expected the plain name of a .safetensors file in the same folder")
@@ -110,7 +108,7 @@ class Manifest:
             if model_key(self.tied.get(name, name)) not in self.tensors:
                 raise ValueError(f"the model's {name!r} is not in it")
         if not self.tied.keys() <= set(self.names):
-            raise ValueError(f"tied names {sorted(self.tied.keys() - set(self.names))[:3]} are none of the model's")
+            raise ValueError(f"tied names {sorted(self.tied.keys() - set(self.names))[:3]} are not in the model")
 
     def _check(self, key: str, record: TensorRecord) -> None:
         if record.dtype not in DTYPES:
@@ -138,19 +136,7 @@ class Manifest:
             )
 
     @property
-    def optimizer_entries(self) -> dict[str, dict[str, str]]:
-        """Keys of what optimizers keep, by parameter and entry."""
-        found: dict[str, dict[str, str]] = {}
-        for key in self.tensors:
-            section, _, rest = key.partition("/")
-            if section == "optimizer":
-                entry, _, name = rest.partition("/")
-                found.setdefault(name, {})[unquote(entry)] = key
-        return found
-
-    @property
     def versions(self) -> dict[int, dict[str, str]]:
-        """Keys of older versions, by number and parameter."""
         found: dict[int, dict[str, str]] = {}
         for key in self.tensors:
             section, _, rest = key.partition("/")
@@ -162,25 +148,15 @@ class Manifest:
         return found
 
     def to_text(self) -> str:
-        """As JSON, with a hash of itself."""
         files, tensors = records_as_json(self.files, self.tensors)
-        content = {
-            "name": self.name,
-            "step": self.step,
-            "kind": self.kind,
-            "names": list(self.names),
-            "tied": dict(self.tied),
-            "files": files,
-            "tensors": tensors,
-            "values": dict(self.values),
-        }
+        content = {field: getattr(self, field) for field in _FIELDS} | {"files": files, "tensors": tensors}
         compact = partial(json.dumps, separators=(",", ":"), allow_nan=False)
         lines = ",\n".join(f" {json.dumps(key)}: {compact(value)}" for key, value in content.items())
         return f'{{\n "version": {VERSION},\n "sha256": "{_hash(content)}",\n{lines}\n}}\n'
 
     @classmethod
     def from_text(cls, text: str) -> Manifest:
-        """Raises ValueError for what is none, is damaged, or of a newer format."""
+        """The manifest of a text. Raises ValueError for other text, a damaged manifest, and one of another format."""
         try:
             content = json.loads(text)
             version = content.pop("version")
@@ -198,11 +174,21 @@ class Manifest:
             files, tensors = records_from_json(content["files"], content["tensors"])
             return cls(**content | {"files": files, "tensors": tensors, "names": tuple(content["names"])})
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"it is no manifest of a checkpoint: {type(error).__name__}: {error}") from None
+            raise ValueError(f"it is not the manifest of a checkpoint: {type(error).__name__}: {error}") from None
+
+
+def optimizer_entries(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Keys of optimizer state among these, by parameter and entry."""
+    found: dict[str, dict[str, str]] = {}
+    for key in keys:
+        section, _, rest = key.partition("/")
+        if section == "optimizer":
+            entry, _, name = rest.partition("/")
+            found.setdefault(name, {})[unquote(entry)] = key
+    return found
 
 
 def records_as_json(files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]) -> tuple[Json, Json]:
-    """Back from `records_from_json`."""
     return {name: [record.num_bytes, record.header] for name, record in files.items()}, {
         key: [list(one.shape), one.dtype, [[p.file, p.entry, [*p.start], [*p.sizes], p.sha256] for p in one.pieces]]
         for key, one in tensors.items()
@@ -210,7 +196,7 @@ def records_as_json(files: Mapping[str, FileRecord], tensors: Mapping[str, Tenso
 
 
 def records_from_json(files: Json, tensors: Json) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
-    """Records of files and tensors; what cannot be one is found when the manifest is made."""
+    """Records of files and tensors; impossible ones are found when the Manifest is made."""
     return {name: FileRecord(num_bytes=size, header=hash_) for name, (size, hash_) in files.items()}, {
         key: TensorRecord(
             shape=tuple(shape),
@@ -229,7 +215,6 @@ def _are_sizes(numbers: Iterable[Any]) -> bool:
 
 
 def _overlap(pieces: Sequence[TensorPiece]) -> bool:
-    """Whether any element is in two pieces."""
     if len(pieces) < 2:
         return False
     for dim in range(len(pieces[0].start)):  # pieces in a row along one dimension, as most are

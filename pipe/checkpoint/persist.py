@@ -1,13 +1,13 @@
-"""Bringing a snapshot to the disk: all processes write, and rank 0 makes the checkpoint the latest when all is there.
+"""Writing a snapshot: all processes write, and rank 0 makes the checkpoint the latest when everything is written.
 
     rank 0 makes folder/step-8-3f9c21ab.partial
     ---- agreed: the name ----
     every process writes its files there
-    ---- agreed: all are written ----          else rank 0 removes what was written: nothing has changed
+    ---- agreed: all are written ----          else rank 0 removes what was written, and nothing has changed
     rank 0 adds the manifest, renames the folder, switches `latest`, and removes older ones
     ---- agreed: it is the latest ----
 
-Nothing of the run is needed but the snapshot and a way to gather, so that it may run beside training.
+It needs only the snapshot and a way to gather, so that it can run during training.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .values import Json, dtype_name
 _MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 
 
-Processes = Collectives | StoreExchange | Alone  # that write a checkpoint: of the run, or of a thread of its own
+Processes = Collectives | StoreExchange | Alone  # that write a checkpoint, from the run or from a thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult:
-    """Outcome of a save, alike on all ranks.
+    """Outcome of a save, the same on all ranks.
 
     Arguments:
-        path: the new checkpoint; None: there is none, and those before are as they were.
-        problem: why not, for people; empty if there is one.
-        is_mistake: whether the next save would fail alike, as in a folder that cannot be written.
-        caution: what the user should know of the folder, or nothing.
+        path: the new checkpoint; None: there is none, and earlier ones are unchanged.
+        problem: the reason as text; empty if there is a checkpoint.
+        is_mistake: whether the next save would fail alike, as into a folder that cannot be written.
+        caution: a warning about the folder; empty if there is none.
     """
 
     path: Path | None
@@ -53,7 +53,7 @@ class SaveResult:
 
 
 class _Answer(NamedTuple):
-    """A process's part, as JSON: what another process gives is checked on arrival."""
+    """A process's part, as JSON; what another process sends is checked on arrival."""
 
     name: str = ""
     folder: str = ""
@@ -64,20 +64,19 @@ class _Answer(NamedTuple):
 
 
 def _gathered(processes: Processes, mine: _Answer, *, what: str) -> list[_Answer]:
-    """Raises ValueError for what no process answers."""
     kinds = (str, str, object, str, str, bool)
     given = processes.gather(list(mine), what=what)
     if not all(type(one) is list and len(one) == len(kinds) and all(map(isinstance, one, kinds)) for one in given):
-        raise ValueError(f"{what}: a process gave what no save of a checkpoint gives")
+        raise ValueError(f"{what}: a process sent something else than its part of a checkpoint")
     return [_Answer(*each) for each in given]
 
 
 def persist(
     folder: str | os.PathLike[str], snapshot: Snapshot, *, processes: Processes, own: OwnCheckpoints
 ) -> SaveResult:
-    """Write a checkpoint beside those before it. Collective over the processes.
+    """Writes a checkpoint alongside earlier ones. Collective over the processes.
 
-    An OSError on any of them (a full disk) is a result, not an error: what was written is removed again.
+    An OSError on any of them (a full disk) is reported in the result, and what was written is removed again.
     """
     path = Path(folder)
     name = new_name(snapshot.step)
@@ -114,7 +113,6 @@ def _begin(path: Path, name: str) -> None:
 
 
 def _write(path: Path, name: str, process: int, snapshot: Snapshot) -> Json:
-    """Write this process's file, if it has any tensor to write."""
     if not is_begun(path, name):
         raise ValueError(
             f"{path.absolute()} on {socket.gethostname()} is not the folder that rank 0 writes into: expected one "
@@ -144,7 +142,7 @@ def _entry(piece: HeldPiece) -> Entry:
 
 
 def _manifest(name: str, snapshot: Snapshot, parts: Sequence[Json]) -> Manifest:
-    """Pieces that all processes have written, together. Raises ValueError for pieces that do not make whole tensors."""
+    """Manifest of all processes' pieces. Raises ValueError if these do not make whole tensors."""
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
     values: dict[str, Json] = {}
@@ -174,7 +172,6 @@ def _manifest(name: str, snapshot: Snapshot, parts: Sequence[Json]) -> Manifest:
 
 
 def _tried(action: Callable[[], object], path: Path) -> _Answer | None:
-    """None where it was done; else why not."""
     try:
         action()
     except ValueError as error:
@@ -192,6 +189,6 @@ def _failed(own: Path, path: Path, name: str, answers: Sequence[_Answer], proces
     shown = "; ".join(said[:3]) + (f"; and {len(said) - 3} more" if len(said) > 3 else "")
     return SaveResult(
         path=None,
-        problem=f"no checkpoint was saved in {path}: {shown}. Those before are as they were",
+        problem=f"no checkpoint was saved in {path}: {shown}. Earlier ones are unchanged",
         is_mistake=any(answer.is_mistake for answer in answers),
     )

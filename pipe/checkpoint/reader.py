@@ -1,28 +1,38 @@
-"""Reading a checkpoint: each process maps the files that it needs a piece of, and checks what it takes.
+"""Reading a checkpoint: each process maps the files of which it needs a piece, and checks the pieces that it takes.
 
 manifest -> files (size, header) -> pieces (SHA-256), before anything is changed -> boxes of a process, copied out
+
+Besides its stages, a process takes its position in the data and the states of its random number generators. Both are
+restored when `load` returns, since the user's code uses them then, while the first batch may still have to build the
+stages.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
+from ...comm import Collectives, Guard
 from ..shards.shard import Shard, TensorBox
 from .files import MANIFEST, MANIFEST_LIMIT, find, others, read_text
 from .manifest import Manifest, TensorPiece, TensorRecord
+from .snapshot import HasState, random_key
 from .tensor_file import MappedFile, header_hash
 from .values import DTYPES, decode, tensor_bytes
 
 
 class Checkpoint:
-    """A checkpoint that is there: its manifest has been checked. `folder`: in which the latest one is meant, or that of
-    one. Raises ValueError for what is no whole checkpoint, by name of the file and tensor; so do its methods."""
+    """A checkpoint whose manifest has been checked; `folder` holds it as the latest one, or is one.
+
+    Raises ValueError for a folder without a whole checkpoint, with the name of file and tensor; so do its methods.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,15 +49,17 @@ class Checkpoint:
         self._checked: set[TensorPiece] = set()
 
     def error(self, text: str) -> ValueError:
-        """An error that names another checkpoint to use instead, if there is one."""
+        """An error with the name of another checkpoint to load instead, if there is one."""
         beside = others(self.place)
         hint = f"; there is another one: pipe.load({str(beside[-1])!r})" if beside else ""
         return ValueError(f"{text}{hint}")
 
     @contextmanager
     def as_refusals(self) -> Iterator[None]:
-        """Within it whatever the checkpoint's content leads to is a ValueError that names the file at fault, or the
-        manifest: its values may be of any form, with any hash."""
+        """Context that turns any error over the checkpoint's content into a ValueError that names the file at fault.
+
+        Values of the manifest may have any form, whatever their hash.
+        """
         try:
             yield
         except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ValueError) as error:
@@ -57,11 +69,10 @@ class Checkpoint:
             raise self.error(f"{self.place / MANIFEST} cannot be used: {said}") from error
 
     def value(self, key: str) -> Any:
-        """A value that was saved; None where it was not."""
         return self._decoded(key, self.manifest.values.get(key))
 
     def of_process(self, key: str, *, process: int, num_processes: int) -> tuple[bool, Any]:
-        """(whether there is one, what was saved) of a process: the same for all, or by its number among as many."""
+        """(is there one, value) of a process: one for all, or by its number among as many processes."""
         saved = self.manifest.values.get(key)
         if not isinstance(saved, list) or len(saved) not in (1, num_processes):
             return False, None
@@ -71,14 +82,14 @@ class Checkpoint:
         return self.manifest.tensors[key]
 
     def check(self, key: str, shard: Shard) -> None:
-        """Check all that `read` will take of a tensor: nothing else may be read."""
+        """Checks everything that `read` of this shard will take; nothing else may be read."""
         for piece in self._pieces(key, shard):
             if piece not in self._checked:
                 self._check(key, piece)
                 self._checked.add(piece)
 
     def read(self, key: str, shard: Shard) -> torch.Tensor:
-        """The local tensor of a shard, on the CPU: a view of the file where it lies there in one piece."""
+        """The local tensor of a shard, on the CPU; a view of the file if it is there in one piece."""
         pieces = self._pieces(key, shard)
         if len(pieces) == 1 and shard.is_whole:
             return self._tensor(key, pieces[0])
@@ -92,13 +103,11 @@ class Checkpoint:
         return local
 
     def full(self, key: str) -> torch.Tensor:
-        """A whole tensor, checked."""
         shard = Shard.whole(self.record(key).shape)
         self.check(key, shard)
         return self.read(key, shard)
 
     def _pieces(self, key: str, shard: Shard) -> list[TensorPiece]:
-        """The pieces that a shard needs, of a tensor of its shape."""
         record = self.record(key)
         assert record.shape == shard.full, key
         if shard.is_whole:
@@ -151,6 +160,129 @@ class Checkpoint:
 
 
 def _in_piece(box: TensorBox, piece: TensorPiece) -> TensorBox | None:
-    """The part of a box that a piece holds: where it begins in the local tensor, and in the piece."""
+    """The part of a box that a piece holds: its start in the local tensor, and in the piece."""
     there = TensorBox(start=piece.start, local=(0,) * len(piece.start), sizes=piece.sizes)
     return TensorBox(start=box.local, local=box.start, sizes=box.sizes).part(there)
+
+
+T = TypeVar("T")
+
+_GENERATORS = ("torch", "cuda", "python", "numpy")
+
+
+def read_together(
+    folder: Path, read: Callable[[Checkpoint], T], collectives: Collectives, guard: Guard
+) -> tuple[Checkpoint, T]:
+    """The checkpoint in `folder` and the result of `read`. Raises ValueError on all ranks unless all read the same."""
+    name, place, problem = "", folder, ""
+    try:
+        checkpoint = Checkpoint(folder)
+        name, place = checkpoint.manifest.name, checkpoint.place
+        with checkpoint.as_refusals():
+            found = read(checkpoint)
+    except ValueError as error:
+        if collectives.alone:
+            raise
+        problem = f"rank {collectives.rank} cannot load the checkpoint, so no rank does: {error}"
+    with guard.together():
+        collectives.alike((name, place), _differing, what="loading a checkpoint", problem=problem)
+    return checkpoint, found
+
+
+def _differing(first: int, one: tuple[str, Path], rank: int, its: tuple[str, Path]) -> str | None:
+    if one[0] == its[0]:
+        return None
+    return (
+        f"rank {first} read {one[1]} and rank {rank} read {its[1]}: expected one folder that all ranks see and no run "
+        f"saves into meanwhile, or pipe.load of one checkpoint in it"
+    )
+
+
+def lost_text(checkpoint: Checkpoint, lost: Sequence[str]) -> str:
+    return f"of the checkpoint {checkpoint.folder}: {'; '.join(lost)}" if lost else ""
+
+
+class ProcessState:
+    """The part of one process, read before anything is changed; `lost` has texts about what cannot be restored.
+
+    Raises ValueError for state that does not fit.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, loader: HasState | None, *, process: int, num_processes: int) -> None:
+        self.lost: list[str] = []
+        self._checkpoint = checkpoint
+        self._loader = loader
+        self._process = {"process": process, "num_processes": num_processes}
+        self._generators = self._check_generators()
+        self._place = self._check_loader()
+
+    def take(self) -> None:
+        """Restores it."""
+        with self._checkpoint.as_refusals():
+            if self._loader is not None and self._place is not None:
+                self._loader.load_state_dict(self._place)  # only this may still raise
+        _set_generators(self._generators)
+
+    def _check_generators(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        for generator in _GENERATORS:
+            key = random_key(generator)
+            there, state = self._checkpoint.of_process(key, **self._process)
+            if there and state is not None:
+                _check_generator(generator, state)
+                found[generator] = state
+            elif generator == "torch" and key in self._checkpoint.manifest.values:  # users may never seed the others
+                self.lost.append(
+                    f"torch's generator had another state in each of its {len(self._checkpoint.manifest.values[key])} "
+                    f"processes, and there are {self._process['num_processes']} now: your own code continues with the "
+                    f"state that the generator has here"
+                )
+        return found
+
+    def _check_loader(self) -> Mapping[str, Any] | None:
+        there, place = self._checkpoint.of_process("loader", **self._process)
+        is_saved = "loader" in self._checkpoint.manifest.values
+        if self._loader is None:
+            if is_saved:
+                self.lost.append(
+                    f"it has the data loader's position ({place!r:.120}), which was not loaded: data begins from the "
+                    f"start. Expected pipe.load(folder, loader=loader)"
+                )
+            return None
+        if not is_saved and self._checkpoint.manifest.kind == "training":
+            raise ValueError(
+                f"checkpoint {self._checkpoint.place} has no position of a data loader: expected one from "
+                f"pipe.save(..., loader=)"
+            )
+        if is_saved and not there:
+            raise ValueError(
+                f"checkpoint {self._checkpoint.place} has another position of the data loader for each of "
+                f"{len(self._checkpoint.manifest.values['loader'])} processes, and there are "
+                f"{self._process['num_processes']} now: expected as many, or a loader whose state is the same for all, "
+                f"as that of pipe.loader"
+            )
+        found: Mapping[str, Any] | None = place
+        return found
+
+
+def _check_generator(name: str, state: Any) -> None:
+    try:
+        if name == "torch":
+            torch.Generator().set_state(state)
+        elif name == "python":
+            random.Random().setstate(state)
+        elif name == "numpy":
+            np.random.RandomState().set_state(state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"state of the generator {name!r} is not valid: {error}") from None
+
+
+def _set_generators(states: Mapping[str, Any]) -> None:
+    if "torch" in states:
+        torch.default_generator.set_state(states["torch"])
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,7 +1,7 @@
-"""Optimizers and learning-rate schedules out of checkpoints, for another cut or a single process.
+"""Optimizers and learning-rate schedulers from checkpoints, for another cut or a single process.
 
-Another cut joins stages and divides them. A group then takes the options of its parameters, and a schedule its
-state from an optimizer that held them, figures a group (base_lrs, ...) from the groups in which they stood.
+Another cut joins stages and divides them. A group then takes the options of its parameters. A scheduler takes the state
+of one whose optimizer held them, and figures per group (base_lrs, ...) from the groups that held them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 
@@ -20,21 +19,22 @@ from ..settings.delay_correction import LAST_UPDATE
 from ..shards.shard import Shard
 from ..stage.ownership import Ownership
 from ..update.optimizers import StageOptimizers, options_of_group, shown
+from .manifest import optimizer_entries
 from .reader import Checkpoint
 from .snapshot import state_shard
 from .values import decode, encode
 
-# Entries of the state of torch's schedulers with a figure a parameter group.
+# Entries of the state of torch's schedulers that have a figure per parameter group.
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
-_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # options that they add
+_OF_SCHEDULES = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # options that schedulers add
 _DECOUPLED = "decoupled_weight_decay"  # Adam or AdamW
-_Group = tuple[int, int]  # a parameter group of a checkpoint: of which optimizer, and the which of its groups
+_Group = tuple[int, int]  # number of an optimizer of a checkpoint, and of a group in it
 
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """Groups by their options, and for each source group its key, the state of its schedule and its number there."""
+    """Groups by their options; for each source group its key, its scheduler's state and its number there."""
 
     groups: dict[str, tuple[Mapping[str, Any], list[str]]]
     sources: list[tuple[str, tuple[Mapping[str, Any], int] | None]]
@@ -51,31 +51,28 @@ class _Joined:
 
 
 class SavedOptimizers:
-    """Optimizers of all stages of a checkpoint; what it lacks may begin with `fresh` state. Raises ValueError for what
-    `take_snapshot` does not make."""
+    """Optimizers of all stages of a checkpoint; parameters that it lacks may begin with `fresh` state.
+
+    Raises ValueError for content that `take_snapshot` does not write.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *, fresh: bool = False) -> None:
         self._checkpoint = checkpoint
         self._fresh = fresh
         self._where = checkpoint.place
         self._optimizers: list[dict[str, Any]] = []
-        self._groups: dict[str, _Group] = {}  # name -> where it stood
+        self._groups: dict[str, _Group] = {}  # by name of a parameter
         try:
             for process, each in enumerate(checkpoint.manifest.values.get("optimizers", [])):
                 for saved in each or ():
                     self._take(saved, process)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise checkpoint.error(f"checkpoint {self._where} has no optimizers as they are saved: {error}") from None
-        self._values: dict[str, dict[str, str]] = {}  # name -> entry -> key
-        for key in checkpoint.manifest.values:
-            section, _, rest = key.partition("/")
-            if section == "optimizer":
-                entry, _, name = rest.partition("/")
-                self._values.setdefault(name, {})[unquote(entry)] = key
-        self._tensors = checkpoint.manifest.optimizer_entries
+            raise checkpoint.error(f"checkpoint {self._where} has optimizers of another form: {error}") from None
+        self._values = optimizer_entries(checkpoint.manifest.values)
+        self._tensors = optimizer_entries(checkpoint.manifest.tensors)
 
     def _take(self, saved: Mapping[str, Any], process: int) -> None:
-        """Replicas save the same: the first that names a parameter counts."""
+        """Adds an optimizer. Replicas save the same: the first that names a parameter counts."""
         groups = [{"names": one["names"], "options": dict(decode(one["options"]))} for one in saved["groups"]]
         kept = saved["scheduler"]
         scheduler = None if kept is None else {"class": str(kept["class"]), "state": dict(decode(kept["state"]))}
@@ -88,7 +85,7 @@ class SavedOptimizers:
                 self._groups.setdefault(str(name), (number, position))
 
     def check(self, stage: StageOptimizers, ownership: Ownership) -> None:
-        """ValueError for optimizers that cannot go on from these; nothing is changed."""
+        """Raises ValueError for optimizers that cannot resume from these; changes nothing."""
         needed = [name for one in stage.optimizers for group in one.param_groups for name in stage.names_in(one, group)]
         missing = sorted(set(needed) - self._groups.keys())
         if missing and not self._fresh:
@@ -98,7 +95,7 @@ class SavedOptimizers:
             )
         for position, optimizer in enumerate(stage.optimizers):
             scheduler = type(stage.schedulers[position]).__name__ if stage.schedulers else None
-            stood: dict[_Group, dict[str, Any]] = {}  # -> the group in which its parameters stand now
+            stood: dict[_Group, dict[str, Any]] = {}  # -> the group that has its parameters now
             for group in optimizer.param_groups:
                 names = self._known(stage, optimizer, group)
                 for name in names:
@@ -108,7 +105,7 @@ class SavedOptimizers:
                     if options_of_group(other) != options_of_group(group):
                         raise ValueError(
                             f"checkpoint {self._where} has {name!r} and {self._known(stage, optimizer, other)[0]!r} in "
-                            f"one parameter group, and they stand in groups with different options now: expected the "
+                            f"one parameter group, and they are in groups with different options now: expected the "
                             f"groups of the run that saved it, or load_state_dict to begin with weights alone"
                         )
                 for name in (stage.names[id(parameter)] for parameter in group["params"]):
@@ -117,7 +114,6 @@ class SavedOptimizers:
             self._schedule(stage, position)
 
     def load_into(self, stage: StageOptimizers, ownership: Ownership) -> None:
-        """Take over state, options and schedules of the parameters of a stage that `check` has passed."""
         for position, optimizer in enumerate(stage.optimizers):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -135,7 +131,6 @@ class SavedOptimizers:
                 stage.schedulers[position].load_state_dict(schedule)
 
     def _schedule(self, stage: StageOptimizers, position: int) -> dict[str, Any] | None:
-        """The state that the schedule of an optimizer goes on from."""
         optimizer = stage.optimizers[position]
         sources = [self._source(stage, optimizer, group) for group in optimizer.param_groups]
         saved = next((self._optimizers[at[0]]["scheduler"] for at in sources if at is not None), None)
@@ -150,7 +145,7 @@ class SavedOptimizers:
     def _source(
         self, stage: StageOptimizers, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
     ) -> _Group | None:
-        """The group that this one goes on from: that of its first parameter; of new ones alone, one like it."""
+        """The saved group of a group's first parameter; if all are new, one with the same options."""
         for name in self._known(stage, optimizer, group):
             return self._groups[name]
         kind, options = type(optimizer).__name__, _given(group)
@@ -161,7 +156,7 @@ class SavedOptimizers:
         return None
 
     def lost(self, stages: Sequence[StageOptimizers]) -> list[str]:
-        """Delay correction that these optimizers cannot go on with, or have not: for people."""
+        """Texts about delay correction that cannot resume, or is no longer used."""
         held = [(one, name) for one in stages for name in dict.fromkeys(one.names.values())]
         kept = {name for name, entries in self._tensors.items() if LAST_UPDATE in entries}
         missing = sorted({name for one, name in held if one.corrects(name) and name in self._groups} - kept)
@@ -178,12 +173,10 @@ class SavedOptimizers:
         return told
 
     def joined(self, names: Sequence[str]) -> list[tuple[dict[str, Any], Mapping[str, Any] | None]]:
-        """State dicts of optimizers as one process has them, with "param_names", and of the schedule of each, if any.
+        """State dicts of optimizers as one process has them, with "param_names", and states of their schedulers.
 
-        Those of all stages of one class are one, groups of equal options, too.
-
-        Arguments:
-            names: of the model's tensors, in order, which is that of the parameters of a group.
+        Optimizers of one class in all stages become one, and so do groups of equal options. `names` are in the order of
+        the parameters of a group.
         """
         order = {name: number for number, name in enumerate(names)}
         found: dict[tuple[str, int], _Joined] = {}
@@ -237,7 +230,6 @@ class SavedOptimizers:
         return found
 
     def _shard(self, stage: StageOptimizers, name: str, key: str, ownership: Ownership) -> Shard:
-        """The part of a tensor of the state that this process needs."""
         shard, shape = state_shard(stage, name, ownership), self._checkpoint.record(key).shape
         if shape == shard.full:
             return shard
@@ -249,9 +241,6 @@ class SavedOptimizers:
             )
         return Shard.whole(shape)
 
-    def _options_of(self, name: str) -> Mapping[str, Any]:
-        return self._options_at(self._groups[name])
-
     def _options_at(self, source: _Group) -> Mapping[str, Any]:
         optimizer, number = source
         options: Mapping[str, Any] = self._optimizers[optimizer]["groups"][number]["options"]
@@ -259,8 +248,8 @@ class SavedOptimizers:
 
     def _check_kinds(self, name: str, kind: str, scheduler: str | None, group: Mapping[str, Any]) -> None:
         saved = self._optimizers[self._groups[name][0]]
-        if not saved["class"]:  # DCP does not keep it: its options tell
-            before, now = self._options_of(name), options_of_group(group)
+        if not saved["class"]:  # DCP does not keep it, so options are compared
+            before, now = self._options_at(self._groups[name]), options_of_group(group)
             if (before.keys() ^ now.keys()) - _OF_SCHEDULES or before.get(_DECOUPLED) != now.get(_DECOUPLED):
                 raise ValueError(
                     f"checkpoint {self._where} has {name!r} under an optimizer with {sorted(before)}, and {kind} has "
@@ -275,28 +264,28 @@ class SavedOptimizers:
         if before is not None and scheduler is not None and before["class"] != scheduler:
             raise ValueError(
                 f"checkpoint {self._where} has {name!r} under the schedule {before['class']}, and it is under "
-                f"{scheduler} now: expected the same lr_scheduler=, or none to go on with the rates as they were"
+                f"{scheduler} now: expected the same lr_scheduler=, or none to keep the saved rates"
             )
 
     def _check_options(self, name: str, other: str) -> None:
-        one, two = self._options_of(name), self._options_of(other)
+        one, two = (self._options_at(self._groups[each]) for each in (name, other))
         differing = sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
         if differing:
             key = differing[0]
             raise ValueError(
                 f"checkpoint {self._where} has {key}={one.get(key)} for {name!r} and {key}={two.get(key)} for "
-                f"{other!r}, which stand in one parameter group now: expected the groups of the run that saved it"
+                f"{other!r}, which are in one parameter group now: expected the groups of the run that saved it"
             )
 
 
 def _given(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as they were given, without what a schedule has made of them."""
+    """Options without those that a scheduler has changed."""
     moved = {"lr", *_OF_SCHEDULES} - {"initial_lr"}
     return {key: value for key, value in options_of_group(group).items() if key not in moved}
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """In place where a tensor holds it, since compiled steps keep that very tensor; a number stays a number."""
+    """In place if it is a tensor, which compiled steps hold; a number stays a number."""
     if isinstance(group.get(key), torch.Tensor):
         group[key].fill_(value)
     else:
@@ -306,13 +295,7 @@ def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
 def _regrouped(
     state: Mapping[str, Any], own: Mapping[str, Any], by_group: Sequence[tuple[Mapping[str, Any], int] | None]
 ) -> dict[str, Any]:
-    """A saved schedule for other parameter groups.
-
-    Arguments:
-        state: that of one of the optimizers.
-        own: of the schedule that takes it over.
-        by_group: for each group now, a saved state and the number of its group there.
-    """
+    """The state of a scheduler, from states that were saved for other groups; `own` is its state so far."""
     found = copy.deepcopy(dict(state))
     for key in found.keys() & set(_BY_GROUP):
         found[key] = [

@@ -1,13 +1,13 @@
-"""Snapshots: what this process writes of a run's state, before it is on the disk.
+"""Snapshots: the part of a run's state that this process writes.
 
     model/...       parameters and buffers      \\
     version/...     older weights                } each piece on one of the processes that hold it
     optimizer/...   what optimizers keep        /   (optimizer/ENTRY/NAME: for parameter NAME, under ENTRY)
-    values          the same where it is no tensor; the loader's place, generators, seeds
+    values          the same where it is not a tensor; the loader's position, generators, seeds
                     optimizers, by process: stage, class, groups (names, options), scheduler (class, state), in order
 
-Taking one reads tensors and copies none until `to_host`. Before the first one of a run processes agree on who writes
-what (`Writers`), so that replicas share the writing out among themselves.
+A snapshot holds references; `to_host` copies. Before the first one of a run, processes agree on which of them writes
+what (`Writers`), so that replicas divide the work.
 """
 
 from __future__ import annotations
@@ -30,27 +30,22 @@ from ..update.optimizers import StageOptimizers, options_of_group
 from .manifest import model_key, optimizer_key, version_key
 from .values import Json, encode
 
-_Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # of a box: what it is of, start, sizes
+_Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # of a box: tensor, start, sizes
 
 
 class HasState(Protocol):
-    """State to keep, and to go on from, as of a data loader of `pipe.loader` or a GradScaler can."""
+    """An object whose state is saved and loaded, such as a data loader of `pipe.loader` or a GradScaler."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tensors, numbers and text, in dicts and lists."""
+        """State as tensors, numbers and text, in dicts and lists."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> object:
-        """Go on from there; ValueError where that cannot be done."""
+        """Resumes from a state. Raises ValueError for one that does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPiece:
-    """A box of a tensor, to be written by this process.
-
-    Arguments:
-        shape: of the full tensor.
-        start: where the piece begins in it.
-    """
+    """A box of a tensor of this shape, from `start`, to be written by this process."""
 
     key: str
     shape: tuple[int, ...]
@@ -60,13 +55,10 @@ class HeldPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State behind `step` steps, the part that this process writes.
+    """State after `step` steps, the part that this process writes.
 
-    Arguments:
-        names: of the model's tensors, in order.
-        tied: name -> the name under which its tensor is kept.
-        values: by key, which another process has not, or with an equal value.
-        by_process: values of each process.
+    `tied` is the name under which the tensor of a name is kept. Other processes lack a key of `values` or have an equal
+    value; of `by_process` each has its own.
     """
 
     step: int
@@ -82,12 +74,12 @@ class Snapshot:
         return sum(piece.tensor.nbytes for piece in self.pieces)
 
     def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Snapshot:
-        """The same state in memory of its own, which training does not change; `copy`: of a tensor in host memory."""
+        """A snapshot that training does not change, made by `copy` of each tensor into host memory."""
         return replace(self, pieces=tuple(replace(piece, tensor=copy(piece.tensor)) for piece in self.pieces))
 
 
 def one_by_stage(update: Update) -> list[StageOptimizers]:
-    """The optimizers of each stage, of its first local rank: the others are equal."""
+    """Optimizers of each stage on its first local rank; those of other ranks are equal."""
     found: dict[int, StageOptimizers] = {}
     for one in update.stages:
         found.setdefault(one.stage, one)
@@ -95,16 +87,16 @@ def one_by_stage(update: Update) -> list[StageOptimizers]:
 
 
 def held(update: Update) -> Iterator[tuple[str, torch.Tensor, Shard]]:
-    """Name of each parameter and buffer, what this process has of it, and which part that is."""
+    """Name of each parameter and buffer, this process's part of it, and its shard."""
     tied, shards = update.ownership.tied_names(), update.shards
-    parts = shards.parts if shards.apart else {}  # where the model's own Parameters are let go
+    parts = shards.parts if shards.apart else {}  # where the model's own Parameters are freed
     for name, tensor in update.ownership.state_dict().items():
         part, shard = parts.get(tied.get(name, name)), update.ownership.shard(name)
         yield (name, tensor.data, shard) if part is None else (name, part.parameter.data, part.shard(shard))
 
 
 class Writers:
-    """Parts that this process writes of each tensor, agreed once with the others. Making it is collective."""
+    """Parts of each tensor that this process writes, agreed on once. Making it is collective."""
 
     def __init__(self, update: Update) -> None:
         mine: dict[_Place, int] = {}
@@ -112,7 +104,7 @@ class Writers:
         parameters, tied = dict(ownership.named_parameters()), ownership.tied_names()
         for name, tensor, shard in held(update):
             is_first = layout.schedule.owners[ownership.stages[name][0]][0] in layout.place.local_ranks
-            if name not in tied and (name in parameters or is_first):  # its first owner alone writes a buffer
+            if name not in tied and (name in parameters or is_first):  # only the first owner writes a buffer
                 mine |= {
                     (model_key(name), box.start, box.sizes): prod(box.sizes) * tensor.element_size()
                     for box in _boxes(shard)
@@ -130,13 +122,11 @@ class Writers:
         return [box for box in _boxes(shard) if (what, box.start, box.sizes) in self._mine]
 
     def rest(self, name: str) -> bool:
-        """Whether this process writes what is not divided of an optimizer's state of a parameter."""
         return (_rest(name), (), ()) in self._mine
 
 
 def take_snapshot(update: Update, writers: Writers, *, step: int, loader: Mapping[str, Any] | None) -> Snapshot:
-    """State of this process; the tensors are those that train. What several stages here hold of a tied weight is in it
-    once.
+    """State of this process, with the tensors that train; a tied weight of several local stages is in it once.
 
     Raises ValueError for state that a checkpoint has no name or no form for.
     """
@@ -177,7 +167,7 @@ def take_snapshot(update: Update, writers: Writers, *, step: int, loader: Mappin
 def _stage_state(
     stage: StageOptimizers, ownership: Ownership, writers: Writers
 ) -> tuple[list[HeldPiece], dict[str, Json]]:
-    """State of a stage's optimizers, and its older weights: pieces, and what is no tensor.
+    """Pieces and other values of a stage's optimizer state and older weights.
 
     Raises ValueError for a tensor that is neither like its parameter nor whole on each process.
     """
@@ -218,15 +208,11 @@ def _stage_state(
 
 
 def state_shard(stage: StageOptimizers, name: str, ownership: Ownership) -> Shard:
-    """Part of a parameter for which the stage's optimizer here keeps state."""
     return stage.shard(name, ownership.shard(name))
 
 
 def _optimizer_content(stage: StageOptimizers) -> list[Json]:
-    """Optimizers of a stage, without what they keep for each parameter.
-
-    Raises ValueError for a tensor without a name in the model.
-    """
+    """Optimizers of a stage, without their state of each parameter."""
     written: list[Json] = []
     for position, optimizer in enumerate(stage.optimizers):
         kind = type(optimizer).__name__
@@ -247,10 +233,10 @@ def _optimizer_content(stage: StageOptimizers) -> list[Json]:
 
 
 def _generator_states() -> dict[str, Any]:
-    """Where the generators of this process stand, by name, as the user's own code left them.
+    """States of this process's random generators, by name, as the user's code left them.
 
-    What the model draws depends on none of them (`guards/randomness`). What a user's loop draws for itself (noise, an
-    order, augmentation without workers) goes on as it would have.
+    The model's random numbers depend on none of them (`guards/randomness`); those that a user's loop draws (noise, an
+    order, augmentation without workers) do.
     """
     states: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
@@ -263,7 +249,7 @@ def _generator_states() -> dict[str, Any]:
 
 
 def rule_of(schedule: Schedule) -> list[str | int]:
-    """The weight rule, and updates a step by which versions are numbered."""
+    """The weight rule, and the number of updates per step, by which versions are numbered."""
     return [schedule.weight_rule, schedule.groups_per_batch]
 
 
@@ -286,7 +272,7 @@ def _pieces(key: str, tensor: torch.Tensor, shard: Shard, boxes: Sequence[Tensor
 
 
 def _boxes(shard: Shard) -> Sequence[TensorBox]:
-    """Boxes of a shard; of a tensor without elements one without elements, so that it is not forgotten."""
+    """Boxes of a shard; an empty tensor has one empty box, so that it is not forgotten."""
     if prod(shard.full):
         return shard.boxes
     start = (0,) * len(shard.full)
@@ -302,7 +288,7 @@ def _rest(name: str) -> str:
 
 
 def _shared_out(everyone: Sequence[Mapping[_Place, int]]) -> list[set[_Place]]:
-    """By process, what it writes: the largest first, each to the holder that has least to write."""
+    """What each process writes: the largest first, each by the holder that has least to write."""
     holders: dict[_Place, list[int]] = {}
     sizes: dict[_Place, int] = {}
     for process, held in enumerate(everyone):

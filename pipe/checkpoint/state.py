@@ -1,9 +1,9 @@
-"""The state of a run: parameters and buffers, optimizers, weight versions, saved and loaded.
+"""The state of a run, saved and loaded: parameters and buffers, optimizers, weight versions.
 
-going on from a checkpoint: everything is checked on every rank -> agreed -> copied
+to resume from a checkpoint: everything is checked on every rank -> agreed -> copied
 
-Everything stands under the model's original names, and each process reads the pieces that it needs, so a checkpoint
-loads on any other number of ranks, stages, replicas and members. What cannot be kept is said once, by rank 0.
+Everything is kept under the model's original names, and each process reads the pieces that it needs, so that a
+checkpoint loads on any number of ranks, stages, replicas and members. Rank 0 warns once of what cannot be kept.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from ..update.interface import Update
 from .files import OwnCheckpoints
 from .manifest import model_key
 from .persist import Processes, SaveResult, persist
-from .process_state import ProcessState, lost_text, read_together
-from .reader import Checkpoint
+from .reader import Checkpoint, ProcessState, lost_text, read_together
 from .saved_optimizers import SavedOptimizers
 from .snapshot import HasState, Snapshot, Writers, held, rule_of, take_snapshot
 
@@ -43,8 +42,7 @@ _Names = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Tensors that this process holds, under the model's original names. `training`: drained before anything is read or
-    replaced; it counts the steps."""
+    """Tensors that this process holds, under the model's original names; `training` is drained before they are used."""
 
     update: Update
     training: Training
@@ -61,7 +59,7 @@ class State:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of the local stages, in order, each copy's own; of a stage as they were returned."""
+        """Optimizers of the local stages, in order; of a stage as they were returned, for each copy."""
         return [optimizer for one in self.update.stages for optimizer in one.optimizers]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -94,9 +92,9 @@ class State:
         self.update.take_state(self.ownership.own_parts(state))
 
     def snapshot(self, loader: HasState | None) -> Snapshot:
-        """State of this process between two steps, as references; `to_host` copies.
+        """References to the state of this process between two steps.
 
-        Collective: a stream is drained before, and the first one agrees on who writes what.
+        Collective: a stream is drained first, and the first snapshot agrees on which process writes what.
         """
         self.training.drain()
         with self.run.guard.together():
@@ -110,7 +108,6 @@ class State:
     def persist(
         self, folder: str | os.PathLike[str], snapshot: Snapshot, *, processes: Processes | None = None
     ) -> SaveResult:
-        """Bring a snapshot to the disk; beside training with `processes` of its own. Collective over the processes."""
         return persist(folder, snapshot, processes=processes or self.run.collectives, own=self.own_checkpoints)
 
     def save(self, folder: str | os.PathLike[str], loader: HasState | None) -> SaveResult:
@@ -135,13 +132,13 @@ class State:
         self._take(checkpoint, found, [*own.lost, *found.lost])
 
     def resume(self, place: Path, *, fresh: bool) -> None:
-        """From the checkpoint at `place`, whose ProcessState was taken before the stages were built."""
+        """Loads the checkpoint at `place`, whose ProcessState was taken before the stages were built."""
         collectives, guard = self.run.collectives, self.run.guard
         checkpoint, found = read_together(place, lambda it: _Fitting(it, self.update, fresh=fresh), collectives, guard)
         self._take(checkpoint, found, found.lost)
 
     def save_for_others(self, folder: Path) -> None:
-        """For processes that join between two steps. Collective over the others; RuntimeError for a full disk."""
+        """Saves for processes that join between two steps. Collective; RuntimeError for a full disk."""
         snapshot = self.snapshot(None)
         with self.run.guard.together():
             result = persist(folder, snapshot, processes=self.run.collectives, own=OwnCheckpoints())
@@ -149,7 +146,7 @@ class State:
             raise RuntimeError(f"saving the state for processes that join: {result.problem}")
 
     def take_from_others(self, folder: Path) -> None:
-        """Take the state that others have saved, for whom it changes nothing. Collective over the processes."""
+        """Loads the state that other processes have saved; it is theirs already. Collective."""
         collectives, guard = self.run.collectives, self.run.guard
         names = collectives.gather(zlib.crc32(repr(self.ownership.names()).encode()), what="comparing names of weights")
         if len({*names}) > 1:
@@ -179,12 +176,12 @@ class State:
         self._say(lost_text(checkpoint, lost))
 
     def _say(self, text: str) -> None:
-        """A warning from rank 0, for the line that called PipelineModule."""
+        """Warns on rank 0, at the line that called PipelineModule."""
         if text and self.run.collectives.rank == 0:
             warnings.warn(text, stacklevel=4)
 
     def at_rest(self) -> Iterator[tuple[int, MemoryPart, torch.Tensor]]:
-        """Tensors that lie here between two actions, by stage and use; some more than once."""
+        """Tensors that are here between two actions, by stage and use; some more than once."""
         local = self.run.local_stages
         for name, tensor in self.ownership.state_dict().items():
             stage = next(s for s in self.ownership.stages[name] if s in local)
@@ -202,8 +199,10 @@ class State:
 
 
 class _Fitting:
-    """A checkpoint that fits this process, before anything is changed; parameters that no optimizer had may begin with
-    `fresh` state. Raises ValueError for one that does not."""
+    """A checkpoint that fits this process, before anything is changed.
+
+    Parameters that no optimizer had may begin with `fresh` state. Raises ValueError for one that does not fit.
+    """
 
     def __init__(self, checkpoint: Checkpoint, update: Update, *, fresh: bool = False) -> None:
         self.checkpoint = checkpoint
@@ -235,7 +234,6 @@ class _Fitting:
         self._note_lost()
 
     def take(self) -> None:
-        """Copy everything to its place."""
         ownership, checkpoint = self._update.ownership, self.checkpoint
         for extra in reversed(checkpoint.value(EXTRA) or ()):  # by process: of replicas the first one's
             set_extra_states(ownership.model.root, extra or {})
@@ -262,7 +260,7 @@ class _Fitting:
         return bool(self.checkpoint.value("rule") == rule_of(self._schedule))
 
     def _older(self, versions: WeightVersions) -> dict[tuple[int, str], tuple[str, Shard]]:
-        """Older versions of these parameters in the checkpoint: by number and name, key and shard."""
+        """By number and parameter, key and shard of each older version in the checkpoint."""
         if not self._is_same_rule:
             return {}
         return {
@@ -289,13 +287,13 @@ class _Fitting:
         seed = self.checkpoint.value("seed")
         if seed != own_seed:
             self.lost.append(
-                f"it was saved with seed={seed}, and this run has seed={own_seed}: dropout and the like draw other "
-                f"numbers from here on"
+                f"it was saved with seed={seed}, and this run has seed={own_seed}: random numbers, such as those of "
+                f"dropout, differ from here on"
             )
 
 
 def check_model(checkpoint: Checkpoint, root: nn.Module) -> None:
-    """ValueError for a checkpoint of another model than this one, which is whole."""
+    """Raises ValueError for a checkpoint of another model than this one, which is whole."""
     own = tensors_of(root)
     firsts: dict[int, str] = {}
     tied = {name: first for name, x in own.items() if (first := firsts.setdefault(id(x), name)) != name}
@@ -308,8 +306,9 @@ def _sources(
     """Key of each of the model's tensors. Raises ValueError for a checkpoint of another model.
 
     Arguments:
-        own: names of the model's tensors, of which `tied` ones have the first one's; `others`: keys in its state dict.
-        kind: shape and type of one, by name.
+        own, tied: names of the model's tensors, and for those of tied ones the first name.
+        others: keys in the model's state dict that differ from names.
+        kind: shape and type of a tensor, by name.
     """
     manifest = checkpoint.manifest
     there = {key: tied.get(name, name) for name, key in others.items() if key in manifest.names}
@@ -347,7 +346,7 @@ def _check_kind(checkpoint: Checkpoint, key: str, name: str, kind: Kind) -> None
     if record.dtype != expected:
         raise ValueError(
             f"checkpoint {checkpoint.place} has {name!r} in {record.dtype}, and it is in {expected} here: expected the "
-            f"same type, or begin with its weights in another one: stagewright export, then load_state_dict"
+            f"same type, or a new run with its weights: stagewright export, then load_state_dict"
         )
 
 

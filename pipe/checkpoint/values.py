@@ -1,11 +1,11 @@
-"""Values as JSON and back, with their types: what optimizers, schedules and loaders keep beside large tensors.
+"""Values as JSON and back, with their types: what optimizers, schedulers and loaders hold besides large tensors.
 
-    3, "a", True, None, 0.1, [1, 2]      as they are
+    3, "a", True, None, 0.1, [1, 2]      unchanged
     (1, 2)                               {"tuple": [1, 2]}
     {1: "a"}                             {"dict": [[1, "a"]]}
     tensor, numpy array                  {"tensor": "float32", "shape": [2], "data": base64}
 
-Nothing that is read back can be code: there is no other type than these.
+Nothing that is read back can run code: no other types exist.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FORMAT_NAMES = {  # of torch's types, in files of tensors
     "float8_e5m2": "F8_E5M2",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "complex64": "C64",
-    "complex128": "U8",  # there is none: its bytes, 16 an element along a last dimension
+    "complex128": "U8",  # safetensors has none: 16 bytes of each element, along a last dimension
 }
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FORMAT_NAMES}
 
@@ -55,10 +55,7 @@ _DICTS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Coun
 
 
 def encode(value: object, *, what: str) -> Json:
-    """A value as JSON.
-
-    Arguments:
-        what: the value is, for people.
+    """A value as JSON; `what` names it in errors.
 
     Raises ValueError for a type that cannot be kept.
 
@@ -90,13 +87,13 @@ def encode(value: object, *, what: str) -> Json:
             pairs = value.items()  # type: ignore[attr-defined]
             return {tag: [[encode(key, what=what), encode(each, what=f"{what}[{key!r}]")] for key, each in pairs]}
     raise ValueError(
-        f"{what} is {value!r:.80} of type {type(value).__name__}, which a checkpoint has no form for: expected "
+        f"{what} is {value!r:.80} of type {type(value).__name__}, which a checkpoint cannot hold: expected "
         f"numbers, text, tensors, numpy arrays, and lists, tuples, sets and dicts of them"
     )
 
 
 def decode(value: Json) -> Any:
-    """The value that was encoded. Raises ValueError for what `encode` does not make."""
+    """The value that was encoded. Raises ValueError for what `encode` does not return."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
@@ -104,18 +101,18 @@ def decode(value: Json) -> Any:
     try:
         return _decode_tagged(value)
     except (AttributeError, KeyError, TypeError, RuntimeError, ArithmeticError, ValueError, StopIteration) as error:
-        raise ValueError(f"{value!r:.80} is no value of a checkpoint: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{value!r:.80} is not a value of a checkpoint: {type(error).__name__}: {error}") from None
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Its elements in order, without a copy where they lie so on the CPU."""
+    """Bytes of its elements in order, without a copy if they are contiguous on the CPU."""
     whole = tensor.detach().to("cpu").contiguous()
     flat = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride, and bytes need this one
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
 def dtype_name(tensor: torch.Tensor, *, what: str) -> str:
-    """Name of its type; ValueError for one that checkpoints do not have, and for a sparse or quantized tensor."""
+    """Name of its type. Raises ValueError for a type without a name here, and for a sparse or quantized tensor."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout != torch.strided:
         raise ValueError(

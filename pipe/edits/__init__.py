@@ -1,4 +1,4 @@
-"""Named edits of an untouched model: what a stage does inside, written down, checked and undone."""
+"""Named edits of a model: changes inside its stages, listed, checked and undone."""
 
 from .listed import Edits, UntilBuilt, edit
 

@@ -1,13 +1,13 @@
-"""Edits held against the untouched model, one more at a time: the first whose numbers depart is named.
+"""Edits compared with the untouched model, one more at a time: the first whose numbers differ is named.
 
 Compared are outputs, every gradient, gradients of inputs, buffers, and which parameters are one, wherever an edit puts
 them. Inputs are an example; random numbers are seeded alike, and the backward begins with a random gradient of each
-output. Rounding of a type shorter than float32 is measured, as what weights that are off by it change: a gradient that
-changes as a whole is not compared, and from one edit to the next none may change by much more.
+output. Rounding of a type shorter than float32 is measured as the effect of weights that are off by it. A gradient that
+this changes as a whole is not compared, and one more edit may change none by much more.
 
-And the memory that they save, measured, with what it buys: what a forward leaves, and the highest level of a forward
-and its backward, for two sizes of a microbatch, around which both are straight lines; and the largest microbatch for
-which weights, gradients and optimizer's state + (in flight - 1) kept + peak are under the same limit.
+The memory that edits save is measured: what a forward leaves, and the highest level of a forward and its backward, for
+two sizes of a microbatch, between which both are taken as straight lines. The largest microbatch is the one with which
+weights, gradients and optimizer state + (in flight - 1) kept + peak are under the limit.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from ..verify.verification import VerificationError
 from .kinds import Edit
 
 _REPEATS = 5
-_SLOWER = 1.02  # a ratio of medians that says nothing
-_NOISE = 0.25  # of a gradient, from which on it is rounding alone
+_SLOWER = 1.02  # a ratio of medians that may be noise
+_NOISE = 0.25  # share of a gradient from which it is only rounding
 _ROUNDINGS = 2.2  # that one more edit may make
 
 
 class Edited(NamedTuple):
-    """A copy of a model with some edits. `names`: by the name of a parameter or buffer in the untouched model, the one
-    that it has here; `lost`: those for which it has nothing."""
+    """A copy of a model with some edits; `names` are by name in the untouched model, `lost` no longer exist."""
 
     model: nn.Module
     names: Mapping[str, str]
@@ -49,8 +48,13 @@ class Edited(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """Numbers of a run; the tolerance of its shortest type, and its rounding where that is shorter than float32; names
-    of one parameter."""
+    """Numbers of a run.
+
+    Arguments:
+        tolerance: of its shortest type.
+        rounding: of that type, if it is shorter than float32; else 0.
+        tied: sets of names of one parameter.
+    """
 
     outcome: Outcome
     tolerance: float
@@ -63,7 +67,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def found_again(model: nn.Module, before: Mapping[str, Tensor]) -> Edited:
-    """An edited model, of which these tensors were known before: wherever they are, or what has their names now."""
+    """An edited model, with the tensors that it had before, found by identity or else by name."""
     now = tensors_of(model)
     moved = {id(x): name for name, x in now.items() if name not in before}
     names = {name: name if now.get(name) is x else moved.get(id(x), name) for name, x in before.items()}
@@ -71,7 +75,7 @@ def found_again(model: nn.Module, before: Mapping[str, Tensor]) -> Edited:
 
 
 def run(edited: Edited, example: Any, *, seed: int) -> Ran:
-    """A forward and backward of the model for a tuple of arguments, or a dict of keywords; its gradients are left."""
+    """A forward and backward for a tuple of arguments, or a dict of keywords; the gradients stay."""
     model = edited.model
     leaves: list[Tensor] = []
 
@@ -114,7 +118,7 @@ def called(model: nn.Module, given: Any) -> Any:
 
 
 def random_backward(output: Any) -> None:
-    """The backward that begins with a random gradient of each tensor in a model's output."""
+    """The backward from a random gradient of each tensor in a model's output."""
     trained = [x for x in _tensors(output) if x.requires_grad]
     torch.autograd.backward(trained, [torch.randn_like(x) for x in trained])
 
@@ -135,7 +139,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def first_difference(plain: Ran, edited: Ran, noise: Mapping[str, float]) -> str | None:
-    """Departure, in words; None: nothing. Names that only one of them has are left out, as are gradients of noise."""
+    """Text for the first difference; None for none. Names in one of them only, and noisy gradients, do not count."""
     theirs, ours = plain.outcome, edited.outcome
     if len(theirs.outputs or ()) != len(ours.outputs or ()):
         return f"the model returns {len(ours.outputs or ())} tensors, and {len(theirs.outputs or ())} untouched"
@@ -152,12 +156,12 @@ def first_difference(plain: Ran, edited: Ran, noise: Mapping[str, float]) -> str
     for names in plain.tied:
         left = names & ours.gradients.keys()
         if len(left) > 1 and not any(left <= other for other in edited.tied):
-            return f"{', '.join(map(repr, sorted(left)))} are one parameter no more"
+            return f"{', '.join(map(repr, sorted(left)))} are no longer one parameter"
     return None
 
 
 def more_than_noise(before: Ran, edited: Ran, noise: Mapping[str, float]) -> str | None:
-    """The change that one more edit makes to a model that computes in a short type, for which a tolerance is wide."""
+    """Text for a change by one more edit of a model in a short type, whose tolerance is wide; None for none."""
     sizes = {name: float(x.norm()) or 1.0 for name, x in _numbers(edited.outcome).items()}
     for name, off in _apart(before.outcome, edited.outcome).items():
         share, rounding = off / sizes[name], noise.get(name, 0.0) / sizes[name]
@@ -168,7 +172,6 @@ def more_than_noise(before: Ran, edited: Ran, noise: Mapping[str, float]) -> str
 
 
 def _apart(one: Outcome, other: Outcome) -> dict[str, float]:
-    """Norms of the differences of what both have."""
     theirs = _numbers(other)
     pairs = [(name, x, theirs[name]) for name, x in _numbers(one).items() if name in theirs]
     return {name: float((x - y).norm()) for name, x, y in pairs if x.shape == y.shape}
@@ -184,10 +187,9 @@ def _numbers(outcome: Outcome) -> dict[str, Tensor]:
 def verify(
     edits: Sequence[Edit], edited: Callable[[Sequence[Edit]], Edited], example: Any, *, seed: int
 ) -> tuple[list[tuple[Edit, float]], list[tuple[Edit, str]]]:
-    """Edits that their gate takes back, with how many times as long a forward and backward takes, and tensors that are
-    not compared since an edit takes them away. `edited`: a copy of the model with some of the edits.
+    """(edits that their gate takes back, with ratios of times; tensors not compared, with the edit that removes them).
 
-    Raises VerificationError for the first edit with which the numbers depart.
+    `edited` copies the model with some of the edits. Raises VerificationError for the first edit whose numbers differ.
     """
     plain = before = run(edited([]), example, seed=seed)
     applied: list[Edit] = []
@@ -217,7 +219,7 @@ def verify(
 
 @torch.no_grad()
 def _rounded(edited: Edited, rounding: float) -> Edited:
-    """Its weights are off by up to so much, each by another share."""
+    """Its weights are off by up to the rounding, each by another share."""
     for p in edited.model.parameters():
         held = p.to_local() if isinstance(p, DTensor) else p
         pattern = torch.arange(held.numel(), dtype=torch.float64).mul_(1e4).sin_().view_as(held)
@@ -245,7 +247,7 @@ def explain(
     in_flight: int,
     state: float,
 ) -> str:
-    """A table: a row for the untouched model, and one for each edit with those in front of it."""
+    """A table with a row for the untouched model, and one for each edit together with those before it."""
     most = size_of("limit", limit)
     rows = [("with", "kept of a microbatch", "in all", f"largest microbatch in {limit}")]
     for number in range(len(edits) + 1):
@@ -274,14 +276,13 @@ def _row(model: nn.Module, example: Any, *, limit: float, in_flight: int, state:
 
 
 def measure(model: nn.Module, example: Any) -> tuple[int, int]:
-    """Bytes that a forward leaves, and the highest level of one with its backward, gradients of weights included."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def forward() -> Any:
         leaves = mapped(example, lambda x: x.detach().requires_grad_(x.is_floating_point() or x.is_complex()))
         return called(model, mapped(leaves, torch.clone))  # which may be changed in place
 
-    random_backward(forward())  # what is made once, is made
+    random_backward(forward())  # allocates what is made only once
     model.zero_grad()
     (_, kept), (peak, _) = peaks([forward, lambda: random_backward(forward())], device)
     model.zero_grad()
@@ -297,7 +298,7 @@ def _samples(example: Any) -> int:
 
 
 def first(example: Any, number: int) -> Any:
-    """So many samples of it: of tensors that have one size with its first tensor's batch."""
+    """The first samples of an example: of tensors whose size is that of its first tensor's batch."""
     whole = _samples(example)
 
     return mapped(example, lambda x: x[:number] if x.dim() and x.shape[0] == whole else x)

@@ -1,4 +1,4 @@
-"""Kinds of edits, a row each: what it is refused for, what it does to a module, and what excludes it.
+"""Kinds of edits, a row each: when it raises an error, what it does to a module, and which others it excludes.
 
 kind         on a plain model                                    in a pipeline
 checkpoint   the forward is run again in the backward            recompute={name: ...}
@@ -7,7 +7,7 @@ cut          nothing                                             cut=[name]
 replace      another module, which takes over hooks, weights and buffers of the same names
 compile      nn.Module.compile
 dtype        the module's weights in it; inputs and outputs are cast
-keep_less    what a backward can make again cheaply is not kept    (`keep_less`)
+keep_less    values that a backward can compute again cheaply are not kept    (`keep_less`)
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def _nothing(name: str, module: nn.Module, root: nn.Module, **given: Any) -> Non
 
 
 class EditKind(NamedTuple):
-    """A row of the table. Functions take (name, module, whole model, what the edit says by name).
+    """A row of the table. Functions take (name, module, whole model, arguments of the edit by name).
 
     Arguments:
-        check: ValueError where it cannot be done; nothing is changed.
-        apply: to a module.
-        option: of PipelineModule and its value, that does it in place of `apply`; of (name, what the edit says).
-        excludes: kinds that cannot be beside it on one module, or on one inside the other.
+        check: raises ValueError if the edit cannot be made; changes nothing.
+        apply: makes the edit.
+        option: the option of PipelineModule, and its value, that makes it instead of `apply`; of (name, arguments).
+        excludes: kinds that cannot be on the same module, or on one inside the other.
     """
 
     check: Callable[..., object] = _nothing
@@ -129,18 +129,18 @@ def _replace(name: str, module: nn.Module, root: nn.Module, *, make: Callable[[n
         made._is_full_backward_hook, module._is_full_backward_hook = module._is_full_backward_hook, None
     for key, hooks in [each for each in vars(module).items() if "hook" in each[0]]:
         if isinstance(hooks, OrderedDict) and (not is_inside or key.startswith(_AROUND)):
-            # The table itself goes over, by which the user's handles know it; around both, hooks run once.
+            # The table itself moves, which the user's handles refer to; around both, hooks run once.
             hooks.update({at: hook for at, hook in vars(made)[key].items() if at not in hooks})  # some may be copies
             vars(made)[key], vars(module)[key] = hooks, OrderedDict()
             for number, hook in hooks.items():
-                if getattr(hook, "with_module", False):  # it is called with the one that it knows
+                if getattr(hook, "with_module", False):  # it is called with the module that it holds
                     hooks[number] = type(hook)(hook.hook, made)
     made.train(module.training)
     root.set_submodule(name, made)
 
 
 def _check_signature(name: str, old: nn.Module, new: nn.Module) -> None:
-    # Of its class where edits in front of it stand around the forward.
+    # That of its class, where earlier edits wrap the forward.
     bound = (each.forward if "forward" not in vars(each) else type(each).forward.__get__(each) for each in (old, new))
     wanted, found = map(inspect.signature, bound)
     positional = [each for each in wanted.parameters.values() if each.kind <= each.POSITIONAL_OR_KEYWORD]
@@ -156,7 +156,7 @@ def _check_signature(name: str, old: nn.Module, new: nn.Module) -> None:
 
 
 def _take_over(name: str, old: nn.Module, new: nn.Module) -> None:
-    """Parameters of the same name and shape stay the same objects, so that ties and optimizers do; buffers as well."""
+    """Parameters of the same name and shape stay the same objects, which ties and optimizers need; buffers as well."""
     lost = []
     theirs = dict(new.named_modules())
     for path, module in old.named_modules():
@@ -191,7 +191,7 @@ def _compile(name: str, module: nn.Module, root: nn.Module, *, backend: Any, gat
     def called(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    # Not module.compile: of torch's own modules, whose code it skips, that compiles nothing, and says nothing.
+    # Not module.compile, which silently compiles nothing of torch's own modules.
     module._compiled_call_impl = torch.compile(called, backend=backend)
 
 
@@ -250,13 +250,7 @@ KINDS: Mapping[str, EditKind] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One edit.
-
-    Arguments:
-        pattern: names that it is for, in which `*` stands for one part between dots; "" for the model.
-        word: one of KINDS.
-        given: arguments of the method of that name.
-    """
+    """One edit: a pattern of names, in which `*` is one part between dots, a method, and its arguments."""
 
     pattern: str
     word: str
@@ -267,7 +261,7 @@ class Edit:
 
     @property
     def call(self) -> str:
-        """Its method with what was given."""
+        """The call of its method as text."""
         usual = inspect.signature(KINDS[self.word].check).parameters
         shown = [f"{name}={value!r}" for name, value in self.given.items() if value != usual[name].default]
         return f"{self.word}({', '.join(shown)})"

@@ -1,4 +1,4 @@
-"""A list of edits of a model: made by name, shown, taken back, saved, and then applied at once.
+"""A list of edits of a model: made by name, shown, taken back, saved, and then applied together.
 
 edits = edit(model)
 edits["blocks.*"].checkpoint()          nothing happens yet
@@ -40,20 +40,23 @@ _FORMAT = "stagewright-edits-1"
 
 
 class Edits:
-    """Edits of a model, in order; the model is as it was until `build`, or PipelineModule(edits).
+    """Edits of a model, in order; the model is unchanged until `build`, or PipelineModule(edits).
+
+    `edits["blocks.*"]` selects modules by name or pattern, and its methods add edits of them; iterate over them, or
+    print them as a table.
 
     Attributes:
-        model: which is edited.
+        model: the model to edit.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._edits: list[Edit] = []
         self._is_built = False
-        self._shown = ""  # as it was when the names were still there
+        self._shown = ""  # when all names existed
 
     def __getitem__(self, pattern: str) -> At:
-        """Modules by name or pattern. Raises ValueError, with near matches, where there is none."""
+        """Modules by name or pattern. Raises ValueError, with near matches, if there is none."""
         if not isinstance(pattern, str):
             raise ValueError(f"edits[{pattern!r:.60}]: expected a name or a pattern of names, as in 'blocks.*'")
         self.find(pattern)
@@ -76,14 +79,14 @@ class Edits:
         return "\n".join([f"{type(self.model).__name__}, {count(len(rows), 'edit')}", *lines])
 
     def undo(self) -> Edit:
-        """Take the last edit back. Raises ValueError where there is none, or all are applied."""
+        """Removes the last edit and returns it. Raises ValueError if there is none, or all are applied."""
         self.refuse_applied()
         if not self._edits:
             raise ValueError("undo: expected an edit before")
         return self._edits.pop()
 
     def add(self, edit: Edit) -> None:
-        """Note an edit. Raises ValueError where it cannot be done, and for two that exclude each other."""
+        """Adds an edit. Raises ValueError if it cannot be made, or excludes an earlier one."""
         self.refuse_applied()
         for name, module in self.find(edit.pattern).items():
             is_whole = module is self.model and edit.word in ("checkpoint", "compile", "cut", "replace")
@@ -92,31 +95,30 @@ class Edits:
                 raise ValueError(f"{edit.word} of {what}: expected a module in it")
             others = [other for other, each in self._named() if each is module and other != name]
             if others:
-                raise ValueError(
-                    f"{edit}: {name!r} is {others[0]!r}, too (shared): expected a module that stands in one place"
-                )
+                raise ValueError(f"{edit}: {name!r} is {others[0]!r}, too (shared): expected a module with one name")
             KINDS[edit.word].check(name, module, self.model, **edit.given)
             for other in self:
                 meets = [n for n, m in self.find(other.pattern).items() if _exclude(edit, module, other, m)]
                 if meets:
                     raise ValueError(
-                        f"{edit} meets {other} at {meets[0] or 'the model'!r}: expected one of them there "
+                        f"{edit} excludes {other} at {meets[0] or 'the model'!r}: expected only one of them there "
                         f"(edits.undo() takes the last one back)"
                     )
         self._edits.append(edit)
 
     def verify(self, example: Any, *, mesh: Any = None, seed: int = 0) -> list[str]:
-        """Run copies of the model with ever more of the edits beside the untouched one, and compare.
+        """Runs copies of the model with more and more of the edits, and compares them with the untouched model.
 
-        Compared are outputs, every gradient, gradients of inputs, buffers, and which parameters are one. Takes back
-        edits with a gate that make a forward and backward slower.
+        Compared are outputs, every gradient, gradients of inputs, buffers, and which parameters are one. Removes edits
+        with a gate that make a forward and backward slower.
 
         Arguments:
-            example: a tuple of arguments, or a dict of keywords.
-            mesh: of a tensor group, all of whose members call this; without one `shard` is not run.
+            example: a tuple of arguments of the model, or a dict of keywords.
+            mesh: torch's mesh of a tensor group, all of whose members call this; without it `shard` is not run.
+            seed: of random numbers.
 
-        Returns what was not run, not compared or taken back. Raises VerificationError, a ValueError, for the first edit
-        whose numbers depart.
+        Returns texts about edits that were not run or were removed, and tensors that were not compared. Raises
+        VerificationError, a ValueError, for the first edit whose numbers differ.
         """
         self.refuse_applied()
         without = [] if mesh is not None else [each for each in self if each.word == "shard"]
@@ -135,16 +137,18 @@ class Edits:
         ]
 
     def memory(self, example: Any, *, limit: str, in_flight: int = 1, state: float = 2.0) -> str:
-        """A table of what the edits save, one more a row, and the largest microbatch that fits with them.
+        """Table of the memory that each further edit saves, and of the largest microbatch that fits with it.
 
-        Measured on copies of the model with the example and half of it, in one process; edits that a tensor group
-        makes are left out.
+        Measured on copies of the model with the example and half of it, in one process; `shard` and `cut` are left out.
 
         Arguments:
             example: a tuple of arguments, or a dict of keywords, of one microbatch with at least 2 samples.
             limit: a device's memory, such as "16GiB".
-            in_flight: microbatches whose activations are held at once, as many as stages on the first one under 1F1B.
-            state: bytes of the optimizer's state for each byte of weights; Adam's 2.
+            in_flight: microbatches whose activations are held at once; under 1F1B, on the first rank, the number of
+                stages.
+            state: bytes of the optimizer's state per byte of weights; Adam's 2.
+
+        Returns the table as text. Raises ValueError for other values.
         """
         count_of("in_flight", in_flight)
         number("state", state)
@@ -153,18 +157,18 @@ class Edits:
             return explain(edits, partial(self._copy, None), example, limit=limit, in_flight=in_flight, state=state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the list as JSON, for `load` on a model with the same names. ValueError for edits that are code."""
+        """Writes the list as JSON, for `load` on a model with the same names. Raises ValueError for edits with code."""
         record = []
         for each in self:
             record.append({"at": each.pattern, "do": each.word, **each.given})
             try:
                 json.dumps(record[-1])
             except TypeError:
-                raise ValueError(f"{each} is code, which no file of edits holds: expected it in the script") from None
+                raise ValueError(f"{each} is code, which no file can hold: expected it in the script") from None
         Path(path).write_text(json.dumps({"format": _FORMAT, "edits": record}, indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Add the edits of a file. Raises ValueError for another file, and for names that this model does not have."""
+        """Adds the edits of a file. Raises ValueError for another file, and for names that the model does not have."""
         before, where = list(self._edits), " holds no edits"
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -184,16 +188,20 @@ class Edits:
             raise ValueError(f"{path}: {error}") from None
 
     def build(self, mesh: Any = None) -> nn.Module:
-        """The model with all edits applied, for one process or, with torch's mesh of a tensor group, `shard` as well.
+        """The model with all edits applied, for one process.
 
-        Modules are edited in place, and nothing can be edited or taken back behind it; where an edit fails, all is as
-        it was.
+        Modules are edited in place, and edits can then not be added or undone. A failed edit restores everything.
+
+        Arguments:
+            mesh: torch's mesh of a tensor group, for `shard`.
+
+        Returns the model. Raises ValueError for `shard` without a mesh.
         """
         shards = [each for each in self if each.word == "shard"]
         if shards and mesh is None:
             raise ValueError(f"{shards[0]}: expected build(mesh=), of the tensor group, or PipelineModule(edits)")
         with self.applied(cuts=False) as options:
-            # As a pipeline's stages do it: with the same random numbers, and buffers that move once.
+            # As a pipeline's stages do it: with the same random numbers, and buffers that change once.
             rules = RecomputedModules(Recompute(stages=(), modules=options.get("recompute", {})), self.model).rules
         CheckpointedModules(rules, Seeder(0, torch.device("cpu"))).begin()  # devices are seen when it runs
         if shards:
@@ -202,10 +210,10 @@ class Edits:
 
     @contextmanager
     def applied(self, meant: Sequence[Edit] | None = None, *, cuts: bool = True) -> Iterator[dict[str, Any]]:
-        """The model is changed by all edits but those that are options of PipelineModule, which this gives.
+        """Context in which the model has all edits but those that are options of PipelineModule, which it gives.
 
-        Where an edit fails, or what is done within, all is as it was. `meant`: the list as it must still be. `cuts`:
-        whether stages will be made of it, so that nothing may stand around the whole model.
+        After an error everything is restored. `meant` is the list as it must still be; `cuts` is whether the model will
+        be cut, so that no edit may wrap the whole of it.
         """
         self.refuse_applied()
         if around := [each for each in self if cuts and each.pattern == "" and _is_around(each)]:
@@ -214,7 +222,7 @@ class Edits:
                 f"edits['*'], or edits.build() for a plain model"
             )
         if meant is not None and meant != self._edits:
-            raise ValueError("these edits are others than those of this pipeline: expected PipelineModule(edits) anew")
+            raise ValueError("these edits differ from those of this pipeline: expected a new PipelineModule(edits)")
         put_back = _remember(self.model)
         found = [(each, self.find(each.pattern)) for each in self]
         self._shown, self._is_built = str(self), True
@@ -229,7 +237,7 @@ class Edits:
             present = set(self.model.modules())
             for each, name, part in changed:
                 if part not in present:
-                    raise ValueError(f"{each}: a replace behind it takes {name!r} away: expected the replace first")
+                    raise ValueError(f"{each}: a later replace takes {name!r} away: expected the replace first")
             yield self._options(found)
         except BaseException:
             put_back()
@@ -246,7 +254,7 @@ class Edits:
         return found
 
     def _names_now(self, each: Edit, modules: Mapping[str, nn.Module]) -> list[str]:
-        """Names of an edit's modules, where others may stand around them or in their places by now."""
+        """Names of an edit's modules, which other edits may have wrapped or replaced."""
         names = {module: name for name, module in self._named()}
         below = [f".{inner}" for inner in each.given.get("plan", {})] or [""]
         found = []
@@ -254,12 +262,12 @@ class Edits:
             places = name, names.get(module, name)
             known = [at for at in places if {f"{at}{x}".strip(".") for x in below} <= {*names.values()}]
             if not known:
-                raise ValueError(f"{each}: {name!r} is there no more, behind a replace: expected one of them")
+                raise ValueError(f"{each}: {name!r} was removed by an earlier replace: expected only one of them")
             found.append(known[0])
         return found
 
     def in_group(self, make_layout: MakeLayout | None) -> MakeLayout | None:
-        """The same; ValueError for a layout without the tensor group among which `shard` divides modules."""
+        """The same; its layouts raise ValueError without the tensor group that `shard` needs."""
         shards = [each for each in self if each.word == "shard"]
         if make_layout is None or not shards:
             return make_layout
@@ -273,11 +281,10 @@ class Edits:
         return make
 
     def find(self, pattern: str) -> Mapping[str, nn.Module]:
-        """Modules by name. Raises ValueError, with near matches, where there is none."""
+        """Modules by name. Raises ValueError, with near matches, if there is none."""
         return {"": self.model} if pattern == "" else match(pattern, self.model, option=f"edits[{pattern!r}]")
 
     def _copy(self, mesh: Any, edits: Sequence[Edit]) -> Edited:
-        """A copy of the model with these edits."""
         self.refuse_applied()
         copies = Copies(self.model)
         other = Edits(copies.of(self.model))
@@ -290,7 +297,7 @@ class Edits:
         before = tensors_of(other.model)
 
         def own(make: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
-            made = make(module)  # a module that was there before stays the user's
+            made = make(module)  # an existing module stays the user's
             copied: nn.Module = Copies(made, memo=copies.memo).of(made)
             return copied
 
@@ -308,13 +315,12 @@ class Edits:
 
 
 def _is_around(edit: Edit) -> bool:
-    """Whether it changes what a call of its module does, and not only modules in it."""
+    """Whether it changes a call of its module, and not only modules in it."""
     return edit.word in ("compile", "dtype") or edit.given.get("what") == "gelu"
 
 
 def _exclude(edit: Edit, module: nn.Module, other: Edit, others: nn.Module) -> bool:
-    """Whether two edits cannot both be: the same one twice, a type of a part and then of what is around it, or such as
-    exclude each other, one inside the other."""
+    """Whether one edit excludes the other: the same twice, a type of a part before its whole, or by their kinds."""
     if edit.word == other.word == "dtype":
         return others in set(module.modules())
     if edit.word == other.word:
@@ -324,7 +330,7 @@ def _exclude(edit: Edit, module: nn.Module, other: Edit, others: nn.Module) -> b
 
 
 def _remember(model: nn.Module) -> Callable[[], None]:
-    """A function that puts back what all modules hold, tables that others know by themselves included."""
+    """A function that restores all attributes of modules, and tables that others refer to."""
     held = [(vars(module), dict(vars(module))) for module in model.modules()]
     tables = [(each, dict(each)) for _, own in held for each in own.values() if isinstance(each, dict)]
     with as_recipes(model.parameters()):
@@ -342,7 +348,7 @@ def _remember(model: nn.Module) -> Callable[[], None]:
 
 
 class At:
-    """Modules of one pattern: each method notes an edit of them, and returns this."""
+    """Modules of one pattern; each method adds an edit of them and returns this object."""
 
     def __init__(self, edits: Edits, pattern: str) -> None:
         self._edits = edits
@@ -353,37 +359,68 @@ class At:
         return self
 
     def checkpoint(self, keep: Sequence[Any] = ()) -> At:
-        """Compute again in the backward, but for results of these operators, as "aten.mm.default", or torch's own."""
+        """Recomputes the modules in the backward.
+
+        Arguments:
+            keep: operators whose results are kept, such as "aten.mm.default", by name or torch's own.
+        """
         is_list = isinstance(keep, Sequence) and not isinstance(keep, str)
         return self._add("checkpoint", keep=tuple(map(str, keep)) if is_list else keep)
 
     def replace(self, make: Callable[[nn.Module], nn.Module]) -> At:
-        """Put make(module) in its place; hooks go over, and parameters and buffers of the same names."""
+        """Replaces a module by make(module); its hooks, and parameters and buffers of the same names, are taken over.
+
+        Arguments:
+            make: module -> new module, which may hold the old one.
+        """
         return self._add("replace", make=make)
 
     def shard(self, plan: Mapping[str, Any]) -> At:
-        """Divide modules in it among a tensor group, by their names below it, as in {"up": "column", "down": "row"}."""
+        """Divides modules in it among a tensor group.
+
+        Arguments:
+            plan: style by name below the module, as in {"up": "column", "down": "row"}.
+        """
         return self._add("shard", plan=dict(plan) if isinstance(plan, Mapping) else plan)
 
     def compile(self, backend: str | Callable[..., Any] = "inductor", *, gate: bool = True) -> At:
-        """Compile it by torch.compile; with a gate `verify` takes it back where it is slower."""
+        """Compiles it with torch.compile.
+
+        Arguments:
+            backend: of torch.compile.
+            gate: whether `verify` removes the edit if it makes the model slower.
+        """
         return self._add("compile", backend=backend, gate=gate)
 
     def cut(self) -> At:
-        """Begin a stage of the pipeline there."""
+        """Begins a stage of the pipeline with this module."""
         return self._add("cut")
 
     def dtype(self, dtype: torch.dtype | str) -> At:
-        """Compute in another type, weights included; inputs are cast, and outputs cast back."""
+        """Computes in another type, weights included; inputs are cast to it, and outputs back.
+
+        Arguments:
+            dtype: a floating-point type or its name, such as "bfloat16".
+        """
         return self._add("dtype", dtype=str(dtype).removeprefix("torch."))
 
     def keep_less(self, what: str) -> At:
-        """Keep less for the backward: "gelu", "layernorm" or "attention" in it."""
+        """Keeps less for the backward, and computes it again.
+
+        Arguments:
+            what: "gelu", "layernorm" or "attention" in the module.
+        """
         return self._add("keep_less", what=what)
 
 
 def edit(model: nn.Module) -> Edits:
-    """An empty list of edits of a model. Raises ValueError for what is no module, or has lazy parameters still."""
+    """An empty list of edits of a model.
+
+    Arguments:
+        model: the module to edit, which is unchanged until the edits are applied.
+
+    Raises ValueError for an object that is not a module, and for a model with lazy parameters.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"edit({model!r:.60}): expected a torch.nn.Module")
     if lazy := [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]:
@@ -403,8 +440,7 @@ def _parallelize(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
 
 
 class UntilBuilt:
-    """Around each call: edits stay as soon as the stages are built; an error before takes them back, and the next call
-    makes them again."""
+    """Context of each call: an error before the stages are built takes the edits back until the next call."""
 
     def __init__(
         self, edits: ExitStack, again: Callable[[], AbstractContextManager[object]], is_built: Callable[[], bool]

@@ -1,8 +1,8 @@
-"""Memory of a run: what stages hold, and what single actions leave behind and take, seen while one step runs.
+"""Memory of a run: what stages hold, and what single actions leave and take, measured while one step runs.
 
 with watch(pipeline, device) as watched: a step        stage_bytes(pipeline, watched) -> [S] StageBytes
 
-level |        ______            kept:  the level behind a forward, less that in front of it: what its backward needs
+level |        ______            kept:  the level after a forward, less that before it: what its backward needs
       |     __|      |__                (and its outputs, until they are sent)
       | ___|   F        |____    taken: the highest level within, above both
 """
@@ -29,8 +29,6 @@ from ..build import Pipeline
 
 @dataclass(slots=True)
 class _Seen:
-    """Bytes of one stage's actions, and of the messages that bring its inputs and take its outputs."""
-
     kept: list[int] = field(default_factory=list)
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
@@ -39,16 +37,16 @@ class _Seen:
 
 
 class ActionMemory:
-    """Bytes that the actions of this process take, while it is watched.
+    """Bytes that the actions of this process take, while they are watched; made by `PipelineModule.watch_memory`.
 
     Arguments:
         live: counts them; None: CUDA's allocator does.
         held: at the start [bytes].
 
     Attributes:
-        peak_bytes: the most that the process held at once, with what it held at the start [bytes].
-        mark: is around each action and the update.
-        moments: on the CPU, of each action and update: when most was there, what that was; how far it rose [bytes].
+        peak_bytes: the most that the process held at once, including `held` [bytes].
+        mark: context of each action and the update.
+        moments: on the CPU, for each action and update: parts at its highest level, and its rise [bytes].
     """
 
     def __init__(self, pipeline: Pipeline, device: torch.device, live: LiveBytes | None, *, held: int) -> None:
@@ -61,14 +59,12 @@ class ActionMemory:
         self.update = Action(min(pipeline.state.run.local_stages, default=0), Op.U, 0)
 
     def _level(self) -> int:
-        """Above what was held at the start."""
         if self._live is None:
             return torch.cuda.memory_allocated(self._device) - self._held
         self._live.settle()
         return self._live.level
 
     def _most(self) -> int:
-        """The highest level since the last action began."""
         return torch.cuda.max_memory_allocated(self._device) - self._held if self._live is None else self._live.most
 
     def run(self, run: Callable[[Action], Any], action: Action) -> Any:
@@ -78,7 +74,7 @@ class ActionMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             self._live.most, self._live.at_most = before, self._live.alive.copy()
-            self._label(self.update.stage, MemoryPart.MESSAGES)  # what was made between two actions
+            self._label(self.update.stage, MemoryPart.MESSAGES)  # made between two actions
         with self.mark():
             result = run(action)
         after, most = self._level(), self._most()
@@ -119,7 +115,7 @@ class ActionMemory:
     def _parts(self, live: LiveBytes, action: Action) -> dict[tuple[int, MemoryPart], int]:
         for stage, part, tensor in self._pipeline.state.at_rest():
             self._give((stage, part), [tensor])
-        # What it leaves; all else that it made is let go of.
+        # What it leaves; all else that it made is freed.
         self._label(action.stage, MemoryPart.MESSAGES if action.op is Op.B else MemoryPart.ACTIVATIONS)
         parts: dict[tuple[int, MemoryPart], int] = defaultdict(int)
         for _, size, label in live.at_most.values():
@@ -131,7 +127,7 @@ class ActionMemory:
         self.peak_bytes = max(self.peak_bytes, self._held + self._most())
 
     def figures(self, stage: int) -> Mapping[str, float]:
-        """Figures of StageBytes that running it shows; of a stage that ran no forward, none."""
+        """Figures of StageBytes that running the stage shows; none if it ran no forward."""
         seen = self._stages.get(stage)
         if seen is None or not seen.kept:
             return {}
@@ -151,11 +147,11 @@ class ActionMemory:
 
 @contextmanager
 def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
-    """Within: the actions of a pipeline are watched. On the CPU that makes each operation slower."""
+    """Context in which a pipeline's actions are watched, which slows each operation on the CPU."""
     is_cuda, state = device.type == "cuda", pipeline.state
     held = torch.cuda.memory_allocated(device) if is_cuda else state.held_bytes()
     if is_cuda:
-        torch.cuda.reset_peak_memory_stats(device)  # what was there before counts no more
+        torch.cuda.reset_peak_memory_stats(device)  # earlier peaks do not count
     live = None if is_cuda else LiveBytes(tensor for *_, tensor in state.at_rest())
     memory, step = ActionMemory(pipeline, device, live, held=held), state.update.step
     with ExitStack() as stack:
@@ -171,19 +167,21 @@ def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
 
 
 def parts_at_peak(watched: ActionMemory, found: Sequence[tuple[int, int]]) -> dict[tuple[int, MemoryPart], int]:
-    """Bytes in this process at its most, by stage [bytes]: activations are what actions leave and what came for a
-    forward, workspace what an action makes and lets go of, within operations, too, as `cpu_peaks` has `found` it."""
+    """Bytes in this process at its peak, by stage and part [bytes].
+
+    Activations are what actions leave and what came for a forward; workspace is what an action makes and frees, also
+    within operations, as `cpu_peaks` has `found` it.
+    """
     for (action, parts, rose), (most, _) in zip(watched.moments, found, strict=True):
         parts[action.stage, MemoryPart.WORKSPACE] += max(0, most - rose)
     return max((parts for _, parts, _ in watched.moments), key=lambda parts: sum(parts.values()))
 
 
 def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, ...]:
-    """See PipelineModule.stage_bytes."""
     state, schedule = pipeline.state, pipeline.schedule
     local = {stage: {**_held(pipeline, stage), **watched.figures(stage)} for stage in state.run.local_stages}
     most = max((held["weights"] for held in local.values()), default=0) or 1
-    for held in local.values():  # the stage with the most weights needed that, and others their part of it
+    for held in local.values():  # measured for the stage with the most weights
         held["update"] = watched.for_update * held["weights"] / most
     with state.run.guard.together():
         everyone = state.run.collectives.gather(local, what="gathering the bytes of stages")
@@ -196,7 +194,7 @@ def stage_bytes(pipeline: Pipeline, watched: ActionMemory) -> tuple[StageBytes, 
 
 
 def _held(pipeline: Pipeline, stage: int) -> dict[str, float]:
-    """Bytes that a stage of this process holds, whatever runs; of the optimizer those that are there by now."""
+    """Bytes that a stage of this process holds at rest; the optimizer's are those that exist by now."""
     module = pipeline.parts.train.stages[stage].module
     parameters = list(module.parameters())
     optimizers = [one for one in pipeline.state.update.stages if one.stage == stage]

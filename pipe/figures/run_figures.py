@@ -1,9 +1,9 @@
-"""Figures of a run: what is carried out, where, what it takes; parameters and state under the model's own names."""
+"""The part of `PipelineModule` that reports on a run, and saves and loads it under the model's own names."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from ...comm import LinkName, World
+from ...comm import LinkName, PipelineError, World
 from ...partition.plans.plan import Plan
 from ...schedules import Costs, Links, Schedule, Spread, StageBytes
 from ...schedules.kinds import one_of, option
@@ -26,41 +26,45 @@ from ..update.local import Averaging, LocalUpdate
 from .memory import ActionMemory, stage_bytes, watch
 
 if TYPE_CHECKING:
+    from ..run.fills import FillWork
     from .tracer import Tracer
 
 
 class RunFigures:
-    """Figures, parts and state of a run, for `PipelineModule`."""
+    """What a run is and takes, background work, parameters and state; for `PipelineModule`."""
 
     _building: Building
 
     @property
     def world(self) -> World:
-        """The processes of the run: those that are left, where it goes on without some."""
+        """The processes of the run; under on_failure="reroute" those that are left."""
         return self._building.world
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that is carried out: the one that was given, or under schedule="auto" the one that was found."""
+        """The Plan that is carried out: the given one, or the one that schedule="auto" chose; None without."""
         return None if self._building.layout is None else self._building.layout.plan
 
     @property
     def layout(self) -> Layout | None:
-        """The schedule and what each of its ranks does; None before schedule="auto" has decided."""
+        """The schedule and what each of its ranks does; None until schedule="auto" has decided."""
         return self._building.layout
 
     @property
     def replica(self) -> tuple[int, int]:
-        """Number of this process's data replica, and how many there are."""
+        """(number of this process's data replica, number of data replicas)."""
         return self._building.replica
 
     @property
     def is_built(self) -> bool:
-        """Whether the stages are: for `example_inputs`, by `build`, or for the first batch."""
+        """Whether the stages are built, for `example_inputs`, by `build`, or for the first batch."""
         return self._building.pipeline is not None
 
     def explain(self) -> str:
-        """Units of each stage that run again, and under a memory budget why. Collective over the processes."""
+        """Text with the units of each stage that are recomputed, and under a memory budget the reason. Collective.
+
+        Raises ValueError if the stages are not built.
+        """
         pipeline = self._building.built("explain")
         run, names = pipeline.state.run, pipeline.parts.names
         with run.guard.together():
@@ -72,159 +76,200 @@ class RunFigures:
 
     @property
     def num_steps(self) -> int:
-        """Batches trained on so far, those before a loaded checkpoint included."""
+        """Number of batches trained on so far, those before a loaded checkpoint included."""
         return self._building.num_steps
 
     @property
     def schedule(self) -> Schedule:
-        """Schedule that is executed; with the model's own stage graph once the stages are built."""
+        """The Schedule that is executed, with the model's own stage graph once the stages are built.
+
+        Raises ValueError until schedule="auto" has decided.
+        """
         return (
             self._building.decided().schedule if self._building.pipeline is None else self._building.pipeline.schedule
         )
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device on which stages run."""
         return self._building.options.device
 
     @property
     def rank(self) -> int:
-        """This process's rank (0 where all are in one process)."""
+        """Number of this process; 0 if all ranks are in one process."""
         return self.world.rank
 
     @property
     def num_ranks(self) -> int:
-        """P."""
+        """Number of ranks of the schedule, over all replicas."""
         return self.schedule.num_ranks
 
     @property
     def stage_names(self) -> tuple[str, ...]:
-        """[S] the modules of each stage."""
+        """[S] names of the modules of each stage."""
         return self._building.built("stage_names").parts.names
 
     @property
     def stage_num_parameters(self) -> tuple[int, ...]:
-        """[S] parameter elements of each stage (a tied one counts on each stage that holds it)."""
+        """[S] number of parameter elements of each stage; a tied one counts on each stage that holds it."""
         return self._building.built("stage_num_parameters").state.ownership.num_parameters()
 
     @property
     def stages_of(self) -> Mapping[str, tuple[int, ...]]:
-        """Stages that hold each parameter and buffer, by name."""
+        """Numbers of the stages that hold each parameter and buffer, by name."""
         return dict(self._building.built("stages_of").state.ownership.stages)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of this process's stages, in order; of a stage in the order in which they were returned.
+        """Optimizers of this process's stages, in order; of one stage in the order in which `optimizer` returned them.
 
-        A stage without parameters to train has none. What ranks change in them must be the same for all copies of a
-        weight (replicas, tied weights). Under an asynchronous schedule each replica of a stage has optimizers of its
-        own, also in one process: a change is for all of them, behind a flush().
+        A stage without parameters to train has none. Changes must be the same for all copies of a weight (replicas,
+        tied weights). Under an asynchronous schedule each replica of a stage has its own optimizers, in one process
+        too: change all of them, after a flush().
         """
         return self._building.built("optimizers").state.optimizers
 
     def waiting_for_data(self) -> AbstractContextManager[None]:
-        """Around the wait for a batch: the timeline of its step shows it. `pipe.loader` does so by itself."""
+        """Context around the wait for a batch, which the step's timeline then shows; `pipe.loader` uses it."""
         return self._building.waiting_for_data()
 
     def held_bytes(self) -> int:
-        """Parameters (all versions), gradients, optimizer state and buffers of this process, as of now [bytes]."""
+        """Size of this process's parameters (all versions), gradients, optimizer state and buffers [bytes]."""
         return self._building.built("parameters and state").state.held_bytes()
 
     def watch_memory(self) -> AbstractContextManager[ActionMemory]:
-        """Within: what each action of this process takes is watched, for `stage_bytes`; slow on the CPU.
+        """Context that measures what each action of this process takes, for `stage_bytes`; slow on the CPU.
 
-        For whole steps, on a pipeline that is empty at the start and at the end (`flush()` a stream). The ActionMemory
-        says what the process held at the most, `peak_bytes`.
+        Use it around whole steps. No batch may be in flight at its beginning and end (`flush()` a stream). It gives an
+        ActionMemory, whose `peak_bytes` is the most that the process held [bytes].
         """
         return watch(self._building.built("watch_memory"), self._building.options.device)
 
     def stage_bytes(self, watched: ActionMemory) -> tuple[StageBytes, ...]:
-        """[S] bytes of each stage, of which `memory_curves` makes memory over time. Collective over the processes.
+        """[S] sizes of what each stage holds, from which `memory_curves` computes memory over time. Collective.
 
         Arguments:
-            watched: what `watch_memory()` gave for a step behind the first one, when the optimizers have their state.
+            watched: result of `watch_memory()` around a step after the first, when the optimizers have their state.
         """
         return stage_bytes(self._building.built("stage_bytes"), watched)
 
     @property
     def moved_bytes(self) -> dict[int, int]:
-        """By stage of this process: the most that one microbatch's activations had when they left the rank [bytes]."""
+        """By local stage, the most that the offloaded activations of one microbatch took on their rank [bytes]."""
         ranks = self._building.built("moved_bytes").engine.ranks
         return {stage: size for each in ranks for stage, size in each.worker.moved_bytes.items()}
 
     @property
     def averaging(self) -> Averaging | None:
-        """How the replicas have averaged their weights so far; None where they sum the gradients of each step."""
+        """Record of the averages of weights so far under Mesh(sync=); None if gradients are summed in each step."""
         update = self._building.built("averaging").state.update
         return update.averaging if isinstance(update, LocalUpdate) else None
 
     @property
     def sent_bytes(self) -> dict[LinkName, tuple[int, int]]:
-        """By link under Mesh(compress=): bytes of tensors that this process has sent in training, without what the
-        network puts around them, and those of the same tensors as they were. Links are (sending stage, receiving stage)
-        and "data"; none where nothing is packed."""
+        """By link under Mesh(compress=), (sent bytes, bytes of the same tensors uncompressed) of this process in
+        training.
+
+        Headers of the network are not counted. A link is (sending stage, receiving stage) or "data"; links that are not
+        compressed are not in it.
+        """
         added = self._building.built("sent_bytes").state.run.added
         return {link: sent for each in added for link, sent in each.sent.items()}
 
     def links(self, network: Network) -> Links:
-        """The bytes of a microbatch's messages, as they travel, over this network: `simulate(pipe.schedule,
-        pipe.measured_costs(), pipe.links(network))`."""
+        """Links of the run over a network, with the sizes of a microbatch's messages as they are sent.
+
+        For `simulate(pipe.schedule, pipe.measured_costs(), pipe.links(network))`.
+
+        Arguments:
+            network: latencies and bandwidths between ranks.
+        """
         acts, grads = self._building.built("links").message_bytes()
         return Links(network=network, activation_bytes=acts, gradient_bytes=grads)
 
     def measured_costs(self) -> Costs:
-        """Median seconds by stage and op over the last steps, without waits, what comes between two actions (where the
-        process has one rank), and the link's latency. F, B, I and W of a stage's replicas are each rank's own: a row by
-        microbatch.
+        """Costs measured in the last steps: median seconds by stage and op, time between two actions, latency of links.
 
-        For `simulate(pipe.schedule, pipe.measured_costs())`. Collective over the processes.
+        Waits are not counted; the time between two actions is known only if the process has one rank. F, B, I and W of
+        a stage with replicas differ by rank: one row per microbatch. For `simulate(pipe.schedule,
+        pipe.measured_costs())`. Collective.
+
+        Raises ValueError, on every rank alike, if no step was measured.
         """
         return self._building.built("measured_costs").measurement.costs()
 
     def measured_spread(self) -> Spread | None:
-        """How durations varied around `measured_costs()` in the last 50 steps: by action, by rank and by step.
+        """Spread of durations around `measured_costs()` in the last 50 steps: by action, by rank and by step.
+        Collective.
 
-        For `simulate_spread(pipe.schedule, pipe.measured_costs(), spread)`; None for fewer than ten steps, which do not
-        tell it. Collective over the processes.
+        Returns None after fewer than ten steps. For `simulate_spread(pipe.schedule, pipe.measured_costs(), spread)`.
         """
         return self._building.built("measured_spread").measurement.spread()
 
     def forget_measurements(self) -> None:
-        """Drop the durations so far (the first steps are slower)."""
+        """Drops the durations measured so far; the first steps are slower than others."""
         self._building.decided()
         if self._building.pipeline is not None:
             self._building.pipeline.measurement.forget()
 
     def tracer(self, folder: str | os.PathLike[str], *, every: int | Literal["auto"] = "auto") -> Tracer:
-        """Writes some steps to trace files, each process to its own: call its `step()` behind each `train_step`.
+        """Writer of trace files, one per process: call its `step()` after each `train_step`. Collective.
 
         `stagewright timeline folder` draws them. No step waits for another process or gathers anything; `close()` does,
-        at the end. `stagewright train` has one of its own. Collective over the processes.
+        at the end. `stagewright train` has its own tracer.
 
         Arguments:
-            folder: of the run. Hosts may have one each; `stagewright timeline` takes them together.
-            every: steps from one that is traced to the next, from step 3 on; "auto": 20, and twice as many after each
-                eight; 0: none. The last step is always traced.
+            folder: of the run. If hosts have different folders, `stagewright timeline` takes them together.
+            every: steps from one traced step to the next, from step 3 on. "auto": 20, doubled after every eight traced
+                steps. 0: only the last step, which is always traced.
+
+        Raises ValueError for another `every`, and if the stages are not built.
         """
         from .tracer import Tracer, check_every
 
         check_every(every)
         return Tracer(Path(folder), self._building.built("a tracer"), every=every)
 
+    def fill(
+        self, work: Iterable[Callable[[], object]], *, name: str | None = None, seconds: float | None = None
+    ) -> FillWork:
+        """Runs background work of this process in small pieces while its ranks wait for messages in training steps.
+
+        A piece begins only where the last steps waited for longer than it takes, so that steps do not get longer. Works
+        run in the order in which they were given, each piece once, with the random generators kept and autocast off.
+        Evaluation runs none. In one process, where other ranks compute during a wait, steps get longer.
+
+        Arguments:
+            work: callables without arguments, or a generator that yields them: its own code between two counts as work,
+                too.
+            name: for error messages.
+            seconds: that a piece takes [s]; None: the first pieces run in the longest wait and are measured.
+
+        Returns the work: `finish()` runs the rest, `is_done` and `num_done` report its progress. A piece that fails
+        ends the step on every rank, with the work's name. Raises ValueError for other values of `work`, for stages that
+        are not built, and on CUDA devices.
+        """
+        fills = self._building.built("fill").fills
+        self._building.life.refuse("fill(...)", instead='expected on_failure="stop"')
+        if self._building.is_closed:
+            raise PipelineError("this pipeline has ended: expected fill(...) before close()")
+        return fills()(work, name=name, seconds=seconds)
+
     # Parameters and state
 
     def parameters(self) -> list[nn.Parameter]:
-        """This process's parameters (all of them where all ranks are in one process)."""
+        """This process's parameters; those of all ranks if they are in one process."""
         return [parameter for _, parameter in self.named_parameters()]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """This process's parameters with their names."""
+        """This process's parameters with their names in the model."""
         return self._building.built("parameters and state").state.ownership.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of this process's stages. Under data_parallel="fsdp" collective over the processes.
+        """Parameters and buffers of this process's stages, by name. Collective under data_parallel="fsdp".
 
-        Where others have more, that is told once, since a file of it would be a part of the model.
+        If other processes have more stages, a message says so once, since a file of this dict is only a part of the
+        model.
         """
         state = self._building.built("parameters and state").state
         run, building = state.run, self._building
@@ -234,7 +279,7 @@ class RunFigures:
         return state.state_dict()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The model's own `state_dict()` of all stages, on every rank, on the CPU. Collective over the processes."""
+        """The model's own `state_dict()` with all stages, on every rank, on the CPU. Collective."""
 
         def whole() -> dict[str, Any]:
             return self._building.built("parameters and state").state.full_state_dict()
@@ -242,7 +287,10 @@ class RunFigures:
         return self._building.life.outlasting(whole)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a full or a local state dict. Raises ValueError for missing or unknown names and for wrong shapes."""
+        """Loads a full or a local state dict.
+
+        Raises ValueError for missing or unknown names and for wrong shapes.
+        """
         if not isinstance(state, Mapping):
             raise ValueError(
                 f"a state dict of type {type(state).__name__}: expected tensors by name, as state_dict() has"
@@ -251,16 +299,18 @@ class RunFigures:
         self._building.unequal = None
 
     def save(self, folder: str | os.PathLike[str], *, loader: HasState | None = None) -> SaveResult:
-        """Write a checkpoint: weights, optimizers, learning-rate schedulers, step. Collective over the processes.
+        """Writes a checkpoint: weights, optimizers, learning-rate schedulers, step, random generators. Collective.
 
-        A disk that is full on any rank is told in a warning and in the result, alike on all ranks: those before are as
-        they were, and the run can go on.
+        If the disk of any rank is full, all ranks get a warning and a result without a path; earlier checkpoints are
+        unchanged, and the run can continue.
 
         Arguments:
-            folder: several checkpoints follow one another in it; the one before the newest is kept.
-            loader: from `pipe.loader`, or any other with state_dict() and load_state_dict(): its place is saved, too.
+            folder: for the checkpoints of one run. The newest two are kept.
+            loader: from `pipe.loader`, or any object with state_dict() and load_state_dict(): its position is saved,
+                too.
 
-        Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks do not share.
+        Returns a SaveResult. Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks
+        do not share.
         """
         run, place = self._building, _path(folder)
         return run.life.outlasting(lambda: run.built("parameters and state").state.save(place, loader))
@@ -274,17 +324,22 @@ class RunFigures:
         loader: HasState | None = None,
         on_saved: Callable[[CheckpointRecord], object] | None = None,
     ) -> Checkpointer:
-        """Saves as `save` does, beside training: call its `step()` behind each `train_step`.
+        """A Checkpointer, which saves as `save` does, but during training: call its `step()` after each `train_step`.
+        Collective.
 
-        A copy is made while the next step's forwards and backwards run, and written while training goes on. Collective.
+        It copies the state while the next step's forwards and backwards run, and writes the copy while training
+        continues.
 
         Arguments:
-            every: steps from one checkpoint to the next; "auto": as few as take the share `overhead` of the time, found
-                from what they cost and kept up while that changes.
-            on_saved: on_saved(record) in every process for each checkpoint that is done, or that failed (a full disk is
-                told, and the next interval tries again).
+            folder, loader: as for `save`.
+            every: steps from one checkpoint to the next. "auto": the fewest with which checkpoints take at most the
+                share `overhead` of the time; measured, and adjusted during the run.
+            overhead: share of the time, above 0 and below 1.
+            on_saved: on_saved(record), called in every process with a CheckpointRecord of each checkpoint that was
+                written or failed. One that failed, as on a full disk, is reported by a warning, and the next interval
+                tries again.
 
-        Raises ValueError, on every rank alike, for a folder that cannot be written, or that another run writes.
+        Raises ValueError, on every rank alike, for a folder that cannot be written or that another run writes.
         """
         check_options(every, overhead)
         self._building.life.refuse("a checkpointer", instead="expected save(folder) between two steps")
@@ -300,16 +355,16 @@ class RunFigures:
     def load(
         self, folder: str | os.PathLike[str], *, loader: HasState | None = None, new: Literal["fresh"] | None = None
     ) -> None:
-        """Go on from a checkpoint of the same model, cut in any way. Executes no code from it.
+        """Resumes from a checkpoint of the same model, cut in any way. Executes no code from it. Collective.
 
-        Collective over the processes: all of them load it, or none. Where the first batch is to build the stages, they
-        take their weights then.
+        All processes load it, or none. If the stages are not built yet, they take their weights when they are.
 
         Arguments:
-            loader: goes on where the saved one stood: with the batch behind the last one that was trained on.
-            new: "fresh": parameters that no optimizer had, such as ones that were frozen, begin with fresh state.
+            folder: as passed to `save`, whose newest checkpoint is loaded; or one of the checkpoints in it.
+            loader: continues at the saved position, with the batch after the last one that was trained on.
+            new: "fresh": parameters that no optimizer had, such as frozen ones, begin with fresh optimizer state.
 
-        Raises ValueError for what is no whole checkpoint of this model, and for a loader of other data.
+        Raises ValueError for a folder without a whole checkpoint of this model, and for a loader of other data.
         """
         fresh = new is not None and option("new", new, one_of(("fresh",))) == "fresh"
         self._building.load(_path(folder), loader, fresh=fresh)

@@ -1,7 +1,7 @@
-"""Trace files beside training: each process writes what its ranks did in some of the steps, and gathers nothing.
+"""Trace files of a run: each process writes what its ranks did in some of the steps, and gathers nothing.
 
     tracer = pipe.tracer(folder)      clocks of hosts are compared: collective
-    tracer.step()                     behind each train_step: now and then a line to this process's own file
+    tracer.step()                     after each train_step: sometimes a line in this process's own file
     tracer.close()                    the last step, clocks again, timeline.json: collective
 
 "auto" traces step 3, then every 20th, and doubles the distance after each eight: some hundred steps of a million.
@@ -44,7 +44,7 @@ _MOST_BYTES = 1 << 26  # of a file, since its process was started
 
 
 def is_traced(step: int, every: TraceEvery) -> bool:
-    """Whether a step is traced: steps alone decide, so that a run that goes on keeps to the same ones."""
+    """Whether a step is traced, which depends on its number alone, so that a resumed run traces the same steps."""
     at = step - FIRST_TRACED
     if at < 0 or every == 0:
         return False
@@ -63,10 +63,10 @@ def check_every(every: object) -> None:
 
 
 class Tracer:
-    """Writes `trace.rankN.jsonl`, N the number of this process, and process 0 `timeline.json` beside it.
+    """Writes `trace.rankN.jsonl`, N the number of this process, and in process 0 `timeline.json`.
 
-    The file goes on where steps were trained on before (a checkpoint was loaded), and begins anew else. A disk that
-    takes no more ends it with a warning: a trace is no reason for a run to fail. See `PipelineModule.tracer`.
+    Made by `PipelineModule.tracer`. The file is continued if steps were trained on before (a checkpoint was loaded),
+    and else begins anew. If the disk is full, tracing ends with a warning, and the run continues.
     """
 
     def __init__(self, folder: Path, pipeline: Pipeline, *, every: TraceEvery) -> None:
@@ -78,8 +78,8 @@ class Tracer:
         self._is_open = True
         self._written = 0  # bytes
         self._last_written = -1  # step
-        self._newest: tuple[int, Snapshots] | None = None  # of no step that was written
-        self._compared = float("-inf")  # when the newest reading was taken that is in the file
+        self._newest: tuple[int, Snapshots] | None = None  # unless it is written
+        self._compared = float("-inf")  # time of the newest reading in the file
         self._next = pipeline.training.num_steps
         self._stages: tuple[StageBytes, ...] = ()
         with self._context.guard.together():
@@ -89,7 +89,7 @@ class Tracer:
         self._begin(started)
 
     def step(self) -> bool:
-        """Behind each `train_step`: trace it where that is due. Returns whether it was; never waits for another."""
+        """Call it after each `train_step`: traces the step if it is due, and returns whether it did. Never waits."""
         step = self._pipeline.training.num_steps - 1
         if step < self._next:
             return False
@@ -98,15 +98,23 @@ class Tracer:
         return self._write_newest() if is_traced(step, self._every) else False
 
     def note_bytes(self, stages: Sequence[StageBytes]) -> None:
-        """Bytes of the stages (`PipelineModule.stage_bytes`), for timeline.json where no plan has them."""
+        """Sets the stages' memory, for timeline.json, where no plan has it.
+
+        Arguments:
+            stages: [S] result of `PipelineModule.stage_bytes`.
+        """
         self._stages = tuple(stages)
 
     def write_prediction(self, costs: Costs, spread: Spread | None = None) -> StepSamples | None:
-        """Process 0 writes timeline.json, simulated from these costs; the others do nothing.
+        """Writes timeline.json in process 0, simulated from these costs; does nothing in others.
 
-        Predicted is the stream; where each batch so far had a flush behind it, such batches.
+        Predicted is the stream, or, if each batch so far was flushed, flushed batches.
 
-        Returns, in process 0, steps that it drew from the spread, if there is one.
+        Arguments:
+            costs: result of `PipelineModule.measured_costs`.
+            spread: result of `PipelineModule.measured_spread`.
+
+        Returns, in process 0, steps drawn from the spread, if there is one; else None.
         """
         if self._context.collectives.rank != 0:
             return None
@@ -131,9 +139,10 @@ class Tracer:
         return sampled
 
     def close(self) -> StepSamples | None:
-        """Trace the last step, compare the clocks of hosts once more, and predict. Collective over the processes.
+        """Traces the last step, compares the clocks of hosts once more, and writes the prediction. Collective.
 
-        Returns, in process 0, steps drawn from the spread of the measured durations, where enough were measured.
+        Returns, in process 0, steps drawn from the spread of the measured durations, if enough were measured; else
+        None.
         """
         if self._next < 0:
             return None
@@ -149,7 +158,7 @@ class Tracer:
         return self.write_prediction(costs, self._pipeline.measurement.spread())
 
     def __enter__(self) -> Tracer:
-        """A `with` block closes it at its end; an error in it only writes the last step."""
+        """A `with` block closes it at its end; after an error it only writes the last step."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -179,11 +188,11 @@ class Tracer:
             cut=short_digest(self._pipeline.cut_in_words()),
             versions={"python": platform.python_version()} | {name: version(name) for name in ("stagewright", "torch")},
         )
-        before = b"\n" if self._next else b""  # the last line of a file that goes on may have been cut off
+        before = b"\n" if self._next else b""  # the last line of a continued file may have been cut off
         self._append(before + header_line(header) + self._clock_lines(), anew=self._next == 0)
 
     def _clock_lines(self) -> bytes:
-        """The readings that are not in the file: those of the two ends, and of timelines between."""
+        """Readings that are not in the file: those at both ends, and of timelines between."""
         readings = list(self._pipeline.measurement.clocks.readings)
         fresh = [reading for reading in readings if reading.at > self._compared]
         self._compared = max((reading.at for reading in readings), default=self._compared)

@@ -1,13 +1,13 @@
-"""Arguments of PipelineModule, and those that belong together, a record for each.
+"""Arguments of PipelineModule, and records of arguments that belong together.
 
-    mesh        Mesh          how many ranks along which axis, and what ranks of one stage divide among themselves
-    schedule    Auto          found by measuring
-                Synchronous, Asynchronous, Slices     a schedule, with what only such a schedule has
-    inputs      Inputs        what a batch looks like
-    precision   Precision     in which numbers units compute, and whether compiled
-    weights     Weights       files with them
+    mesh        Mesh          ranks along each axis, and what the ranks of one stage divide
+    schedule    Auto          a schedule found by measuring
+                Synchronous, Asynchronous, Slices     a schedule, with the options that only its kind has
+    inputs      Inputs        the form of a batch
+    precision   Precision     number types of computation, and compilation
+    weights     Weights       files of weights
 
-Each name, dict or object that stands for a record with nothing but defaults may be given in its place.
+A plain name, dict or object may be given in place of a record whose other fields keep their defaults.
 """
 
 from __future__ import annotations
@@ -42,38 +42,43 @@ SchedulerFactory: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Ranks along each axis, and what those side by side divide among themselves (docs/guides/parallelism.md).
+    """Number of ranks along each axis, and what the ranks of one stage divide among themselves.
+
+    One process runs each rank; without torchrun, one process runs all of them (docs/guides/parallelism.md).
 
     Arguments:
-        pipe: P ranks along the pipeline; by default what the processes leave.
-        data: D replicas. Each passes a batch of its own, and gradients and losses are those of all of them together;
-            ranks in a row are replicas of a stage. In one process the one batch is shared out.
-        tensor: T processes of a tensor group, which run one rank and pass the same batch.
-        order: the axes from the slowest to the fastest as process numbers grow; ("pipe", "data", "tensor") by default.
-        data_parallel: what the replicas of a stage divide: "replicate" nothing; "zero1" the optimizer's state and the
-            sums of gradients; "fsdp" the weights, too, which are gathered for each batch (docs/guides/parallelism.md).
-            Replicas in one process share their Parameters: nothing is divided there.
-        tensor_parallel: how the members of a tensor group divide modules: {"blocks.*.up": "column", "blocks.*.down":
-            "row"}, with styles of torch.distributed.tensor.parallel beside the words; or "auto" for attention and MLP
-            blocks of the usual shapes. Needed where T > 1, and nothing where T = 1.
-        sends: what goes from stage to stage where all members of a tensor group hold the same: "whole" from each of
-            them; in "parts" of 1/T, which are gathered on arrival; "auto": in parts between hosts.
-        sync: steps from one agreement of the replicas to the next. 1: gradients are summed in each step. H: each takes
-            H steps on its own batches, with a gradient norm of its own, then their weights are averaged; flush(),
-            evaluation, `save`, `full_state_dict` and `close` average, too. "adaptive": H follows how much worse weights
-            do on another replica's data, between 1 and 64 (`pipe.averaging` has it).
-        on_failure: of a process. "stop": the run ends on all. "reroute": in `train_step`, `eval_step`, `predict`,
-            `save` and `full_state_dict`, once stages are built and the first batch is verified, others make the call
-            again, with the dead one's microbatches at its replicas, and go on; they need D > 1, a schedule that
-            flushes, and a launcher that lets them (`stagewright.cli.launcher.launch`). With its `restarts=` a
-            killed process begins anew and joins: loop from `pipe.num_steps` on. All processes pass the same batch then,
-            of D times num_microbatches microbatches, as one process does.
-        compress: what packs messages for slow links, which changes what is trained: "int8", {"topk": 0.01} (a share of
-            the elements; what is left out is added to the next), {"lowrank": 4} (a rank), for all boundaries between
-            stages; or by link, {(0, 1): "int8", "data": {"lowrank": 4}}: stages, and sums of gradients over replicas.
-            "auto": "int8" where the links, measured in the first steps, need it, and nowhere else. Evaluation and
-            `verify` are exact; what "topk" still owes is not in a checkpoint. A small GPT learned as much with "int8"
-            between its stages, and little with {"topk": 0.05}, which is for "data". `pipe.sent_bytes` counts.
+        pipe: P, the ranks along the pipeline. By default the number of processes over `data` and `tensor`.
+        data: D, the data replicas of the pipeline. Each is passed a batch of its own, and gradients and losses are
+            those of all batches together. In one process the single batch is divided among the replicas.
+        tensor: T, the processes of a tensor group, which together run one rank and are passed the same batch.
+        order: the axes from the slowest to the fastest as process numbers grow; ("pipe", "data", "tensor") by default,
+            which makes neighbours of a tensor group, then of the replicas of a stage.
+        data_parallel: what the replicas of a stage divide. "replicate": nothing. "zero1": the optimizer's state and the
+            sums of gradients. "fsdp": the weights as well, which are gathered for each batch. Replicas in one process
+            share their Parameters, so nothing is divided there.
+        tensor_parallel: how the members of a tensor group divide modules: by name, {"blocks.*.up": "column",
+            "blocks.*.down": "row"}, where a style of torch.distributed.tensor.parallel may replace a word; or "auto",
+            for attention and MLP blocks of the usual shapes. Required if T > 1, without effect if T = 1.
+        sends: how a tensor travels between stages if all members of a tensor group hold the same one. "whole": each
+            member sends it. "parts": each sends 1/T of it, and the receivers gather. "auto": in parts between hosts.
+        sync: steps from one synchronisation of the replicas to the next. 1: gradients are summed in each step. H: each
+            replica makes H steps on its own batches, with its own gradient norm, then the weights are averaged, as they
+            are by flush(), evaluation, `save`, `full_state_dict` and `close`. "adaptive": H, between 1 and 64, follows
+            how much higher the loss of a replica's weights is on another replica's data (see `pipe.averaging`).
+        on_failure: what happens when a process dies. "stop": the run ends on all ranks. "reroute": in `train_step`,
+            `eval_step`, `predict`, `save` and `full_state_dict`, after stages are built and the first batch is
+            verified, the other processes make the call again, with the dead one's microbatches run by its replicas.
+            That needs D > 1, a flush schedule, and a launcher that does not end them
+            (`stagewright.cli.launcher.launch`). With the launcher's `restarts=` a killed process starts anew and joins:
+            begin the loop at `pipe.num_steps`. All processes then pass the same batch, of D times num_microbatches
+            microbatches, as one process does.
+        compress: lossy compression of messages for slow links: "int8"; {"topk": 0.01}, a share of the elements, where
+            what is left out is added to the next message; {"lowrank": 4}, a rank. One value is for all boundaries
+            between stages; a dict is by link, {(0, 1): "int8", "data": {"lowrank": 4}}, where (0, 1) are stages and
+            "data" is the sums of gradients over replicas. "auto": "int8" on links that need it, by measuring the first
+            steps. Evaluation and `verify` are exact. A checkpoint does not hold what "topk" has yet to send. A small
+            GPT learned as much with "int8" between its stages, and little with {"topk": 0.05}, which suits "data".
+            `pipe.sent_bytes` counts the bytes.
     """
 
     pipe: int | None = None
@@ -90,17 +95,18 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """schedule="auto": the first batch is profiled, and the planner decides on schedule, cut, replicas, microbatches.
+    """Finds the schedule by measuring: schedule="auto" with options.
 
-    Path("plan.json").write_text(pipe.plan.to_json()) keeps the plan: schedule="plan.json" takes it without measuring.
+    The first batch is profiled on this machine, and the planner chooses schedule, cut, replicas and microbatches. To
+    reuse the plan without measuring: Path("plan.json").write_text(pipe.plan.to_json()), then schedule="plan.json".
 
     Arguments:
-        trials: plans that are tried, at most: the best one, and others that are predicted to take up to 10% longer, are
-            carried out for a few steps each on a copy of the model, and the one that takes least is trained with
-            (docs/guides/planning.md). 0: the one that is predicted best is taken untried.
-        schedules: names of those to choose among, also of `stagewright.schedules.register`; by default the planner's.
-        replan: "batch": each batch has an order of its own, found for the sizes of its microbatches in the memory of
-            the plan (docs/guides/schedules.md), as `train_step(microbatches=[...])` gives them.
+        trials: number of plans to try, at most; 3 by default. The plan with the shortest predicted step, and others
+            predicted to take up to 10% longer, run for a few steps each on a copy of the model; training uses the
+            fastest (docs/guides/planning.md). 0: the best prediction is used without a trial.
+        schedules: names to choose among, including those of `stagewright.schedules.register`; by default the planner's.
+        replan: "batch": each batch gets its own order, searched for the sizes of its microbatches within the plan's
+            memory (docs/guides/schedules.md); pass them as `train_step(microbatches=[...])`.
     """
 
     trials: int | None = None
@@ -110,15 +116,15 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class Asynchronous:
-    """A schedule whose batches follow each other without a flush, and how it meets late gradients.
+    """A schedule whose batches follow each other without a flush, and the treatment of its late gradients.
 
     Arguments:
         schedule: "2bw", "pipedream", a Plan with such a schedule ...
-        flush_first: so many batches, the first ones of the run, are trained on with a flush behind each update
-            (docs/guides/asynchronous.md).
-        correction: "error-feedback": each update also gets lambda times its difference to the one before, where lambda
-            is the number of updates by which gradients of the stage are late; or stagewright.ErrorFeedback(factor=,
-            delay=). For any torch optimizer.
+        flush_first: number of batches at the start of the run after which the pipeline is flushed, so that their
+            gradients are not late (docs/guides/asynchronous.md).
+        correction: "error-feedback": each update is increased by lambda times its difference from the update before,
+            where lambda is the number of updates by which the stage's gradients are late. For any torch optimizer.
+            `stagewright.ErrorFeedback(factor=, delay=)` sets lambda.
     """
 
     schedule: ScheduleLike | Plan | Auto = "2bw"
@@ -128,7 +134,7 @@ class Asynchronous:
 
 @dataclass(frozen=True, slots=True)
 class Synchronous:
-    """A schedule that flushes behind each batch.
+    """A schedule that flushes the pipeline after each batch.
 
     Arguments:
         schedule: "zb-h1", "1f1b", a Plan with such a schedule ...
@@ -141,14 +147,15 @@ class Synchronous:
 class Slices:
     """A schedule over slices of each microbatch along the sequence (docs/guides/schedules.md).
 
-    Tokens must meet in causal F.scaled_dot_product_attention alone; that is tried out.
+    Tokens may depend on each other only through causal F.scaled_dot_product_attention; the first batch tests that.
 
     Arguments:
-        schedule: "seq1f1b", "terapipe" ...; or a plan over slices, which says how many and how long.
-        num_slices: n of a microbatch; as many as `lengths` has, or the schedule's own number, or 2.
-        lengths: tokens of each slice; as equal as can be by default.
-        dims: dimension of the sequence in each argument, by name or position, and in the "target": 1 by default; None:
-            all slices of a microbatch get the argument whole.
+        schedule: "seq1f1b", "terapipe" ...; or a plan over slices, which sets their number and lengths.
+        num_slices: n, the slices of a microbatch. By default the number of `lengths`, or the schedule's own number, or
+            2.
+        lengths: [n] tokens of each slice; as equal as possible by default.
+        dims: dimension of the sequence in each argument, by name or position, and in the "target"; 1 by default. None:
+            every slice gets the whole argument.
     """
 
     schedule: ScheduleLike | Plan = "seq1f1b"
@@ -159,16 +166,17 @@ class Slices:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A batch: how it looks.
+    """The form of a batch: an example, the dimensions of the batch, and what a loss is a mean over.
 
     Arguments:
-        example: one local batch: a tuple, or a dict of keywords. The stages are built for it at once.
-        batch_dims: dimension of the batch in each argument, by name or position, and in the "target": 0 by default;
-            None: all microbatches get the argument whole. Tensors without dimensions are shared, too.
-        loss_weight: over how many items the model's own loss of a microbatch is a mean, so that microbatches make the
-            mean of the batch: "samples", "labels" (the integers labels= but -100), "shifted_labels" (those but the
-            first of each sequence, as causal language models count), or a function of the model's arguments. By
-            default what models of transformers do; of others "samples", unless they take labels= of integers.
+        example: one local batch, as a tuple or a dict of keywords, for which the stages are built at once.
+        batch_dims: dimension of the batch in each argument, by name or position, and in the "target"; 0 by default.
+            None: every microbatch gets the whole argument, as it does a tensor without dimensions.
+        loss_weight: with loss_fn="model", number of items that the model's loss of a microbatch is a mean over, which
+            weights the microbatches in the mean of the batch: "samples"; "labels" (the integers in labels= except
+            -100); "shifted_labels" (the same without the first of each sequence, as causal language models count); or
+            a function of the model's arguments. By default that of the model's class in transformers. For other models
+            "samples"; if they take labels= of integers, "labels" where these have one dimension, else it must be given.
     """
 
     example: Sequence[Any] | Mapping[str, Any] | None = None
@@ -178,16 +186,16 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """In which numbers units compute (docs/guides/precision.md).
+    """Number types of computation, loss scaling and compilation (docs/guides/precision.md).
 
     Arguments:
-        dtype: "bf16" or "fp16" (or the torch.dtype): all calls run under torch.autocast to it. None: under the
-            autocast that they are called in, if any.
-        grad_scaler: torch.amp.GradScaler of training in float16, which has one of its own by default. `train_step`
-            scales losses, divides gradients before clipping, skips the update of all stages where a gradient of any
-            overflowed, and updates the scale, as scale, unscale_, step and update of it would. An infinite loss is no
-            error then. Each process makes its own, all alike.
-        compile: True, or arguments of torch.compile: each cut unit runs compiled.
+        dtype: "bf16" or "fp16", or the torch.dtype: all calls run under torch.autocast to it. None: calls run under the
+            autocast that is active around them, if any.
+        grad_scaler: torch.amp.GradScaler for training in float16; a default one is made if None. `train_step` scales
+            losses, divides gradients before clipping, skips the update of all stages if a gradient overflowed on any,
+            and updates the scale, as the scaler's scale, unscale_, step and update do. An infinite loss is then no
+            error. Each process makes its own scaler, all with the same settings.
+        compile: True, or a dict of arguments of torch.compile: each cut unit runs compiled.
     """
 
     dtype: str | torch.dtype | None = None
@@ -197,12 +205,14 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Where the model's weights are (docs/guides/large_models.md).
+    """Files or tensors from which each process reads the weights of its own stages (docs/guides/large_models.md).
 
     Arguments:
-        source: a file of safetensors, an index of several, a folder that has one or the other, of
-            torch.distributed.checkpoint or of pipe.save; or a state dict.
-        dtype: of the parameters, and buffers of floating point; that of the files by default.
+        source: a safetensors file; an index of several; a folder that holds one or the other, or that was written by
+            torch.distributed.checkpoint or pipe.save; or a state dict.
+        dtype: of the parameters, and of buffers of floating point; that of the files by default.
+
+    Raises ValueError for a source or a type of another kind.
     """
 
     source: str | os.PathLike[str] | Mapping[str, torch.Tensor]
@@ -226,7 +236,7 @@ AnySchedule: TypeAlias = "ScheduleLike | PlanLike | Auto | Asynchronous | Synchr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenOptions:
-    """All that PipelineModule is given; see there."""
+    """All arguments of PipelineModule, as they were given; see there."""
 
     model: nn.Module | Sequence[nn.Module] | None = None
     schedule: AnySchedule | None = None

@@ -1,6 +1,7 @@
-"""Unknown options, and what excludes what: rows of (is it so, text), of which the first that is so is raised.
+"""Options and names that PipelineModule does not have, and options that exclude each other.
 
-`check_options` before there is a layout, `check_reroute` and `check_layout` once there is one.
+Exclusions are rows of (condition, text): the text of the first row whose condition holds is raised. `check_options`
+runs before there is a layout, `check_reroute` and `check_layout` after.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Row = tuple[object, str]
 
 REROUTE = "reroute"
 
-# What others call it.
+# Options, and what other libraries call them.
 _MEANT = {
     "num_microbatches": "microbatches micro_batches n_microbatches gradient_accumulation_steps",
     "num_chunks": "chunks virtual_stages num_virtual_stages",
@@ -36,9 +37,33 @@ _MEANT = {
     "loss_fn": "loss criterion",
 }
 
+_DEVICE, _DTYPE = "PipelineModule(..., device=...)", 'PipelineModule(..., precision="bf16"), or a model of that type'
+_MODE = "train() of the model before PipelineModule(model); eval_step and predict switch to evaluation mode"
+_MODEL = "the model that you passed, whose modules the stages are made of"
+_HOOK = "hooks of the model's own modules, registered before PipelineModule(model)"
+INSTEAD = {  # of what a torch.nn.Module has, or a wrapper around one, and a PipelineModule has not
+    **dict.fromkeys(("to", "cuda", "cpu", "to_empty"), _DEVICE),
+    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _DTYPE),
+    **dict.fromkeys(("train", "eval", "training"), _MODE),
+    **dict.fromkeys(("module", "model", "modules", "named_modules", "children", "get_submodule"), _MODEL),
+    **dict.fromkeys(("register_forward_hook", "register_full_backward_hook", "register_forward_pre_hook"), _HOOK),
+    "step": "train_step, which updates, or a step() of your own optimizer after forward_backward",
+    "optimizer": "optimizers, a list of those of this process's stages",
+    "fit": "train_step(*batch) for each batch of a loader",
+    "evaluate": "eval_step(*batch) for each batch",
+    "no_sync": "several calls of forward_backward, whose gradients add up",
+    "zero_grad": "train_step, which does it; after forward_backward the zero_grad() of your model or optimizer",
+    "forward": "predict(*inputs) for the output, or train_step(*inputs, target)",
+    "backward": "train_step, or forward_backward, which run it",
+    "compile": "PipelineModule(..., precision=stagewright.Precision(compile=True))",
+    "apply": "the model's own apply() before PipelineModule(model)",
+    "requires_grad_": "requires_grad_ of the model's parameters before PipelineModule(model)",
+    "resume": "load(folder), which resumes from the checkpoint of save(folder)",
+}
+
 
 def refuse_unknown(names: Collection[str]) -> None:
-    """TypeError for an argument that PipelineModule does not have, with the one that is meant."""
+    """Raises TypeError for an argument that PipelineModule does not have, with the likely one."""
     known = [each.name for each in fields(GivenOptions)]
     for name in names:
         meant = [own for own, others in _MEANT.items() if name in others.split()]
@@ -61,7 +86,7 @@ def _check(rows: Callable[P, Iterator[Row]]) -> Callable[P, None]:
 
 @_check
 def check_options(options: Options) -> Iterator[Row]:
-    """ValueError for options that exclude each other, whatever the layout is."""
+    """Raises ValueError for options that exclude each other under any layout."""
     mesh, sizes, replan = options.mesh, options.sizes or {}, options.auto.replan
     is_plan = isinstance(options.schedule, Plan)
     such = '"batch", a schedule for each batch; or None, one for all'
@@ -85,39 +110,39 @@ def check_options(options: Options) -> Iterator[Row]:
     }
     what = "a plan" if is_plan else 'schedule="auto"'
     for said, is_given in decided.items():
-        yield is_given, f"{said} beside {what}: expected one of them, since the plan decides on it"
+        yield is_given, f"{said} together with {what}: expected only one of them, since the plan decides it"
     if is_plan:
         return
     members, replicas = sizes.get("tensor", 1), sizes.get("data", 1)
     such = 'which measures whole modules: expected "tensor": 1, or a schedule by name'
-    yield members != 1, f'mesh={{"tensor": {members}}} beside schedule="auto", {such}'
-    such = 'before anybody knows how long they are: expected "data": 1, or no replan='
-    shared = f'mesh={{"data": {replicas}}} beside replan="batch": replicas would share out microbatches {such}'
+    yield members != 1, f'mesh={{"tensor": {members}}} with schedule="auto", {such}'
+    such = 'before their lengths are known: expected "data": 1, or no replan='
+    shared = f'mesh={{"data": {replicas}}} with replan="batch": replicas would divide microbatches {such}'
     yield replan is not None and replicas != 1, shared
     yield from _flush(options, AUTO)
 
 
 @_check
 def check_reroute(options: Options, schedule: Schedule, *, num_replicas: int, tensor: int) -> Iterator[Row]:
-    """ValueError where no rank's work can be another's, or a step cannot be done again."""
+    """Raises ValueError if replicas could not take over work, or a step could not be repeated."""
     said, mesh = 'mesh=Mesh(on_failure="reroute")', options.mesh
-    yield num_replicas < 2, f"{said} with data={num_replicas}: nobody could take over. Expected data=2 or more"
+    yield num_replicas < 2, f"{said} with data={num_replicas}: no replica could take over. Expected data=2 or more"
     yield (
         tensor > 1 or mesh.data_parallel != "replicate" or mesh.order is not None,
-        f"{said} beside tensor={tensor}, data_parallel={mesh.data_parallel!r}, order={mesh.order}: expected tensor=1, "
+        f"{said} with tensor={tensor}, data_parallel={mesh.data_parallel!r}, order={mesh.order}: expected tensor=1, "
         f'"replicate" and no order, so that each replica of a stage has all of it',
     )
-    yield options.compress is not None, f"{said} beside compress={options.compress!r}: expected one of them"
+    yield options.compress is not None, f"{said} with compress={options.compress!r}: expected only one of them"
     schedule_without(schedule, range(1, num_replicas))  # says what else it cannot do
     such = 'expected none, or on_failure="stop"'
-    moves, own = "a loss scale, which moves with each try", "an optimizer of your own"
-    yield options.grad_scaler is not None, f'Mesh(on_failure="reroute") beside {moves}: {such}'
-    yield options.optimizer is None, f'Mesh(on_failure="reroute") beside {own}: {such}'
+    moves, own = "a loss scale, which changes with each try", "an optimizer of your own"
+    yield options.grad_scaler is not None, f'Mesh(on_failure="reroute") with {moves}: {such}'
+    yield options.optimizer is None, f'Mesh(on_failure="reroute") with {own}: {such}'
 
 
 @_check
 def check_layout(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:
-    """ValueError for options that do not go with the layout that was decided on."""
+    """Raises ValueError for options that do not fit the layout."""
     yield from _kind(options, schedule)
     yield from _slices(options, schedule, place)
     yield from _sync(options, schedule, place, sharding)
@@ -125,14 +150,14 @@ def check_layout(options: Options, schedule: Schedule, place: MeshPlace, shardin
     if schedule.is_asynchronous:
         yield (
             options.mesh.data_parallel == "fsdp",
-            f"data_parallel='fsdp' under the asynchronous schedule {schedule.name!r}: batches are under way from one "
-            f"train_step to the next, and use the weight versions that are kept, so that none could be let go. "
+            f"data_parallel='fsdp' under the asynchronous schedule {schedule.name!r}: batches are in flight from one "
+            f"train_step to the next, and use the weight versions that are kept, so that none could be freed. "
             f"Expected data_parallel='zero1', which divides the optimizer's state, or a flush schedule such as "
             f"schedule='1f1b'",
         )
         yield (
             options.grad_scaler is not None,
-            f"grad_scaler= under the asynchronous schedule {schedule.name!r}: batches are under way with weights of "
+            f"grad_scaler= under the asynchronous schedule {schedule.name!r}: batches are in flight with weights of "
             f"several updates, each with a scale of its own. Expected a flush schedule such as schedule='1f1b', or "
             f"torch.autocast to bfloat16, which needs no scale",
         )
@@ -147,7 +172,6 @@ def check_layout(options: Options, schedule: Schedule, place: MeshPlace, shardin
 
 
 def _kind(options: Options, schedule: Schedule) -> Iterator[Row]:
-    """A schedule of another kind than the record around it says."""
     is_late = schedule.is_asynchronous
     corrected = options.flush_first or options.correction is not None  # has words of its own
     for record, word, such, is_so in (
@@ -158,7 +182,7 @@ def _kind(options: Options, schedule: Schedule) -> Iterator[Row]:
         yield (
             options.kind is record and not is_so,
             f"stagewright.{record.__name__} around the schedule {schedule.name!r}, which is not {word}: expected "
-            f"{record.__name__}({such!r}) or another of its kind, or the schedule by itself",
+            f"{record.__name__}({such!r}) or another of its kind, or the schedule alone",
         )
 
 
@@ -184,26 +208,24 @@ def _slices(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator[
 
 
 def _sync(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:
-    """Replicas that agree now and then."""
     sync = options.mesh.sync
     for is_so, why in (
         (not place.world.distributed, "in one process, where replicas share Parameters: expected processes"),
         (place.mesh.data == 1, "for one replica: expected Mesh(data=D) with D of at least 2"),
         (schedule.is_asynchronous, f"under the asynchronous schedule {schedule.name!r}: expected '1f1b'"),
-        (sharding.is_any, "beside 'zero1' or 'fsdp': expected data_parallel='replicate'"),
+        (sharding.is_any, "with 'zero1' or 'fsdp': expected data_parallel='replicate'"),
         (options.optimizer is None, "without an optimizer: expected optimizer=, since no gradients are summed"),
-        (options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (options.grad_scaler is not None, "with a grad_scaler: expected precision='bf16'"),
     ):
         yield sync != 1 and is_so, f"sync={sync!r} {why}, or sync=1"
 
 
 def _compress(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:
-    """Packed links."""
     compress, sync, is_late = options.compress or {}, options.mesh.sync, schedule.is_asynchronous
     late, is_auto, has_data = f"under the asynchronous {schedule.name!r}", AUTO in compress, "data" in compress
     for is_so, why in (
-        (compress and max(place.mesh.tensor_sizes) > 1, "beside a tensor group: expected Mesh(tensor=1)"),
-        (compress and options.grad_scaler is not None, "beside a grad_scaler: expected precision='bf16'"),
+        (compress and max(place.mesh.tensor_sizes) > 1, "with a tensor group: expected Mesh(tensor=1)"),
+        (compress and options.grad_scaler is not None, "with a grad_scaler: expected precision='bf16'"),
         (is_auto and is_late, f"{late}: expected a codec"),
         (is_auto and options.optimizer is None, "without an optimizer, whose steps it looks at: expected one"),
         (has_data and max(map(len, schedule.owners)) == 1, "where no stage has replicas: expected Mesh(data=D)"),
@@ -214,9 +236,9 @@ def _compress(options: Options, schedule: Schedule, place: MeshPlace, sharding: 
         (has_data and is_late, f"{late}: expected '1f1b', or no 'data'"),
         (
             has_data and sharding.is_any,
-            "beside 'zero1' or 'fsdp': expected data_parallel='replicate', or no 'data'",
+            "with 'zero1' or 'fsdp': expected data_parallel='replicate', or no 'data'",
         ),
-        (has_data and sync != 1, f"beside sync={sync!r}, which sums no gradients: expected no 'data'"),
+        (has_data and sync != 1, f"with sync={sync!r}, which sums no gradients: expected no 'data'"),
     ):
         yield is_so, f"compress={shown(compress)} {why}, or compress=None"
 
@@ -228,11 +250,10 @@ def shown(compress: Compress) -> str:
 
 
 def _flush(options: Options, schedule: str) -> Iterator[Row]:
-    """Options of an asynchronous schedule under one that flushes."""
     flush_first, correction = options.flush_first, options.correction
     yield (
         flush_first,
-        f"flush_first={flush_first} under the schedule {schedule!r}, which flushes behind every batch: expected an "
+        f"flush_first={flush_first} under the schedule {schedule!r}, which flushes after every batch: expected an "
         f"asynchronous schedule such as '2bw', or flush_first=0",
     )
     yield (

@@ -1,4 +1,4 @@
-"""From what a call was given (`train_step(x, y)`, `train_step(input_ids=..., labels=...)`) to a batch.
+"""From the arguments of a call (`train_step(x, y)`, `train_step(input_ids=..., labels=...)`) to a batch.
 
 train_step(x, y)                 f(x)                 target y: the last positional argument
 train_step(x, mask=m, target=y)  f(x, mask=m)         target y: by keyword
@@ -39,14 +39,14 @@ from ...partition.model.forms import Arguments, Form, copied, cut_tensor, tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """One batch: whole, or microbatch by microbatch.
+    """One batch, whole or cut into microbatches.
 
     Arguments:
-        arguments: of the model; of a batch in microbatches those of the first.
-        target: of the loss: tensors in tuples, lists and dicts; None where there is none.
-        target_dim: of the batch in it; None: all microbatches share it.
-        is_listed: whether it is a list of one target for each sample.
-        microbatches: of a batch that is cut already, whose sizes may differ in any dimension; none of any other.
+        arguments: of the model; of a batch in microbatches, those of the first.
+        target: of the loss: tensors in tuples, lists and dicts; None if there is none.
+        target_dim: dimension of the batch in the target; None: all microbatches share it.
+        is_listed: whether the target is a list of one target per sample.
+        microbatches: of a batch that is cut already, whose sizes may differ in any dimension; else empty.
     """
 
     arguments: Arguments
@@ -57,7 +57,7 @@ class Given:
 
     @property
     def parts(self) -> tuple[Given, ...]:
-        """The microbatches, or the batch itself where it is whole."""
+        """The microbatches, or the batch itself if it is whole."""
         return self.microbatches or (self,)
 
     @property
@@ -73,10 +73,8 @@ class Given:
         return tuple(part.target for part in self.microbatches) if self.microbatches else self.target
 
     def on(self, device: torch.device, *, keeps: bool = False) -> Given:
-        """The same with its tensors moved, but for those that are shapes alone.
-
-        Arguments:
-            keeps: whether they are needed behind the call, when the user may fill their memory again: copies then.
+        """The same on a device, except meta tensors; with `keeps` copied, since the user may overwrite them after the
+        call.
         """
 
         def move(x: torch.Tensor) -> torch.Tensor:
@@ -89,20 +87,19 @@ class Given:
         return self._changed(moved)
 
     def detached(self) -> Given:
-        """The same without a graph, for who runs a batch beside its training."""
+        """The same without a graph, for a run besides training."""
         return self._changed(lambda part: replace(part, arguments=part.arguments.map(torch.Tensor.detach)))
 
     def copied(self) -> Given:
-        """The same with targets of its own, for who runs a batch that will run again: a loss may change its target."""
+        """The same with its own targets, since a loss may change its target and the batch will run again."""
         return self._changed(lambda part: replace(part, target=copied(part.target)))
 
     def _changed(self, change: Callable[[Given], Given]) -> Given:
         return _in_microbatches([change(part) for part in self.microbatches]) if self.microbatches else change(self)
 
     def cut(self, num_parts: int) -> list[Given]:
-        """Microbatches, as `Arguments.cut` makes them; of the target each tensor is cut, anything else goes to all.
-
-        Those of a batch that is cut already are as they are.
+        """Microbatches: those of a batch that is cut already, or as `Arguments.cut` makes them, with tensors of the
+        target.
         """
         if self.microbatches:
             assert len(self.microbatches) == num_parts, "checked when the batch came"
@@ -147,20 +144,15 @@ class Given:
 
 
 MICROBATCHES = "microbatches"  # the keyword of a batch that is cut already
-_LIKE = 0.75  # how much a wrong name resembles the right one, to be told
-_SURELY = 0.85  # ... to be refused though forward(..., **kwargs) would take it
+_LIKE = 0.75  # similarity of a wrong name to the right one from which an error names that
+_SURELY = 0.85  # ... from which it is an error even if forward(..., **kwargs) takes it
 
 
 _Read = Callable[[Sequence[Any], Mapping[str, Any]], Given]
 
 
 class CallReader:
-    """Tells the model's arguments from the target.
-
-    Arguments:
-        model: the user's; None: stages of the user's own.
-        has_target: whether a loss_fn(output, target) takes one.
-    """
+    """Separates the arguments of a model (None: of a list of stages) from the target, if the loss takes one."""
 
     def __init__(self, model: nn.Module | None, *, has_target: bool, batch_dims: BatchDims) -> None:
         self.signature = signature_of(model)
@@ -168,18 +160,18 @@ class CallReader:
         self._has_target = has_target
         self._batch_dims = batch_dims
         self._names = parameter_names(self.signature)
-        self._has_listed: bool | None = None  # whether the newest list of targets had one for each sample
-        self._num_positional: int | None = None  # of the first call: others are told in its way
+        self._has_listed: bool | None = None  # whether the newest list of targets had one per sample
+        self._num_positional: int | None = None  # of the first call; later calls are brought to its form
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
-        """Inputs and the target; ValueError for what the model cannot take."""
+        """Inputs and the target. Raises ValueError for arguments that the model cannot take."""
         given = self._read(args, kwargs, self._batch)
         if type(given.target) is not list or given.microbatches or TARGET in self._batch_dims:
             return given
         return replace(given, is_listed=self._lists_samples(given.target, given.num_samples))
 
     def _lists_samples(self, target: list[object], num_samples: int) -> bool:
-        """Whether a list has a target for each sample; where a tensor in it could be cut, too, as in batches before."""
+        """Whether a list has one target per sample; if a tensor in it could be cut, too, as in earlier batches."""
         if len(target) != num_samples or all(num_samples not in x.shape[:1] for x in tensors_in(target)):
             self._has_listed = len(target) == num_samples
         elif self._has_listed is None and num_samples > 1:
@@ -214,7 +206,7 @@ class CallReader:
         return replace(given, target=target, target_dim=self._batch_dims.get(TARGET, 0))
 
     def refuse_chance(self, model: nn.Module, given: Given, *, num_parts: int, device: torch.device) -> None:
-        """ValueError where it is not clear along which axis a whole batch is cut."""
+        """Raises ValueError if the dimension along which a whole batch is cut is not clear."""
         whole = given.arguments
         named = [i for i, path in enumerate(whole.form.paths) if {*keys_of(path, self._names)} & {*self._batch_dims}]
         refuse_chance(model, whole, named, num_parts=num_parts, device=device)
@@ -222,7 +214,6 @@ class CallReader:
             refuse_target(whole, given.target)
 
     def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
-        """Inputs alone; ValueError for what the model cannot take."""
         return self._read(args, kwargs, self._inputs)
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any], read: _Read) -> Given:
@@ -232,7 +223,7 @@ class CallReader:
         return _in_microbatches([self._one(k, each, read) for k, each in enumerate(listed)])
 
     def _listed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
-        """The microbatches of a batch that is cut already; None for a whole one. ValueError for an empty list."""
+        """Microbatches of a batch that is cut already; None for a whole one. Raises ValueError for an empty list."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Mapping) and set(args[0]) == {MICROBATCHES}:
             args, kwargs = [], args[0]
         if MICROBATCHES not in kwargs or MICROBATCHES in self._names:
@@ -240,7 +231,8 @@ class CallReader:
         if args or len(kwargs) > 1:
             others = [f"{len(args)} by position"] * bool(args) + [name for name in kwargs if name != MICROBATCHES]
             raise ValueError(
-                f"microbatches= beside {', '.join(others)}: expected it alone; train_step(microbatches=[(x0, y0), ...])"
+                f"microbatches= together with {', '.join(others)}: expected it alone, as in "
+                f"train_step(microbatches=[(x0, y0), ...])"
             )
         listed = kwargs[MICROBATCHES]
         if not isinstance(listed, list | tuple) or not listed:
@@ -251,7 +243,6 @@ class CallReader:
         return listed
 
     def _one(self, number: int, given: Any, read: _Read) -> Given:
-        """One microbatch of a list; ValueError with its number."""
         if isinstance(given, torch.Tensor):
             given = (given,)
         if not isinstance(given, list | tuple | Mapping):
@@ -271,13 +262,12 @@ class CallReader:
         for name, value in (*((f"input {i}", each) for i, each in enumerate(args)), *kwargs.items()):
             if isinstance(value, PackedSequence):
                 raise ValueError(
-                    f"{name} is a PackedSequence, of which nobody can cut samples: expected sequences that are padded, "
-                    f"and their lengths, packed in a module's forward"
+                    f"{name} is a PackedSequence, from which samples cannot be cut: expected padded sequences and "
+                    f"their lengths, to be packed in a module's forward"
                 )
         return Given(arguments=with_dims(Arguments.of(args, kwargs), self._batch_dims, self._names))
 
     def example(self, example: Sequence[Any] | Mapping[str, Any]) -> Given:
-        """Inputs from a tuple, or a dict of keywords."""
         if not isinstance(example, list | tuple | Mapping):
             shown = type(example).__name__
             raise ValueError(
@@ -287,7 +277,7 @@ class CallReader:
         return self.inputs((), example) if isinstance(example, Mapping) else self.inputs(example, {})
 
     def _spread(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A mapping as the only argument stands for keywords, if one of its keys is a parameter of forward."""
+        """A mapping as the only argument is keywords if one of its keys is a parameter of forward."""
         only = args[0]
         if self.signature is None or not isinstance(only, Mapping) or not all(isinstance(key, str) for key in only):
             return tuple(args), dict(kwargs)
@@ -296,11 +286,10 @@ class CallReader:
         return tuple(args), dict(kwargs)
 
     def _meant(self, name: str, *, least: float = _LIKE) -> str | None:
-        """The parameter that a wrong name resembles."""
         return next(iter(difflib.get_close_matches(name, self._names, n=1, cutoff=least)), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The same arguments, by position or by keyword as in the first call; ValueError unless forward takes them."""
+        """The arguments, by position or keyword as in the first call. Raises ValueError unless forward takes them."""
         if self.signature is None:
             if kwargs:
                 raise ValueError(
@@ -312,12 +301,12 @@ class CallReader:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            if not args and not kwargs:  # told in the words of a batch
+            if not args and not kwargs:  # has an error of its own
                 return args, kwargs
             raise self._unfit(args, kwargs, str(error)) from None
         for name in kwargs:
             meant = None if name in self._names else self._meant(name, least=_SURELY)
-            if meant is not None and meant not in bound.arguments:  # forward(..., **kwargs) would swallow it
+            if meant is not None and meant not in bound.arguments:  # forward(..., **kwargs) would take it silently
                 raise self._unfit(args, kwargs, f"nothing for {meant!r}")
         if self._num_positional is None:
             self._num_positional = len(args)
@@ -354,12 +343,12 @@ def _in_microbatches(parts: Sequence[Given]) -> Given:
 
 
 def signature_of(model: nn.Module | None) -> inspect.Signature | None:
-    """Signature of a model's forward; None for a chain, whose first module takes what is given."""
+    """Signature of a model's forward; None for a chain, whose first module takes the inputs."""
     return None if model is None or is_sequential(model) else inspect.signature(model.forward)
 
 
 def check_batch(given: Given, num_microbatches: int) -> int:
-    """N of a batch; ValueError for one that makes no such number of microbatches, see `check_arguments`."""
+    """Samples N of a batch. Raises ValueError for another number of microbatches, and as `check_arguments`."""
     if not given.microbatches:
         return check_arguments(given.arguments, num_microbatches)
     if len(given.microbatches) != num_microbatches:
@@ -377,7 +366,7 @@ def check_batch(given: Given, num_microbatches: int) -> int:
 
 
 def check_arguments(arguments: Arguments, num_microbatches: int) -> int:
-    """N of a batch; ValueError for what is no batch, for uneven sizes and for fewer samples than microbatches."""
+    """Samples N of a batch. Raises ValueError for no tensors, uneven sizes, and fewer samples than microbatches."""
     if not arguments.form.spec.num_leaves:
         raise ValueError("no input: expected at least one tensor with the batch in dimension 0, then the target")
     for name, x, dim in zip(arguments.names, arguments.tensors, arguments.dims, strict=True):
@@ -411,7 +400,7 @@ def check_arguments(arguments: Arguments, num_microbatches: int) -> int:
 
 
 def check_like_example(arguments: Arguments, example: Arguments, *, has_target: bool) -> None:
-    """ValueError unless the stages were built for such arguments, values and sizes of tensors apart."""
+    """Raises ValueError unless the stages were built for such arguments; values and sizes may differ."""
     if arguments.form != example.form:
         raise ValueError(_difference(arguments, example, has_target=has_target))
     for name, x, like in zip(arguments.names, arguments.tensors, example.tensors, strict=True):

@@ -1,9 +1,9 @@
-"""The loss of a model that returns its own: a mean over each microbatch, weighted so that they make the batch's mean.
+"""The loss of a model that returns its own: means over microbatches, weighted so that they make the batch's mean.
 
-    loss = sum_k w_k loss_k / sum_k w_k          w_k: over how many items loss_k is a mean
+    loss = sum_k w_k loss_k / sum_k w_k          w_k: number of items that loss_k is a mean over
 
-A mean over tokens has as many items as there are labels, and a causal language model, which shifts them by one, has
-none for the first label of a sequence. Equal weights would be wrong as soon as microbatches differ in padding.
+A mean over tokens has as many items as there are labels. A causal language model shifts labels by one, and has none for
+the first label of a sequence. Equal weights would be wrong if microbatches differ in padding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COUNTING = (
 def read_loss_option(
     loss_fn: Callable[[Any, Any], Any] | str | None, loss_weight: object, model: nn.Module | None
 ) -> Callable[[Any, Any], Any] | None:
-    """The loss that `loss_fn=` names; ValueError for another word, and for a weight of what is weighted otherwise."""
+    """The loss that `loss_fn=` names. Raises ValueError for another word, and for a weight without "model"."""
     if isinstance(loss_fn, str):
         if loss_fn != MODEL:
             raise ValueError(
@@ -59,9 +59,14 @@ def read_loss_option(
 
 
 class ModelLoss:
-    """`loss_fn="model"`: called with a model's output and a weight, returns (weighted loss, weight). `weight`:
-    "samples", "labels", "shifted_labels", a function of the model's arguments, or None: see PipelineModule. Raises
-    ValueError for another weight."""
+    """Loss of a model that returns its own, loss_fn="model": (output, weight) -> (weight * loss, weight).
+
+    Arguments:
+        model: the model, whose class and forward determine how its labels count.
+        weight: number of items that the loss is a mean over, as in `Inputs.loss_weight`.
+
+    Raises ValueError for another weight.
+    """
 
     def __init__(self, model: nn.Module | None, weight: object) -> None:
         words = (SAMPLES, LABELS, SHIFTED_LABELS)
@@ -74,13 +79,12 @@ class ModelLoss:
         self._weight = _known_weight(model) if weight is None else weight
 
     def __call__(self, output: object, weight: torch.Tensor) -> LossValue:
-        """(weight * loss, weight); nothing is to be learned from a microbatch of weight 0, whose mean is nan."""
+        """(weight * loss, weight); the mean of a microbatch of weight 0 is nan, and counts as 0."""
         loss = mean_of_model(output)
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight, weight
 
     def find_slot(self, form: Form) -> int | None:
-        """Number of the loss among the flat tensors of the model's output; None where there is none: the first batch
-        says so."""
+        """Number of the loss among the flat tensors of the model's output; None if it is not found."""
         marks = [torch.empty(()) for _ in range(form.num_tensors)]
         try:
             found = own_loss(form.assemble(marks))
@@ -89,21 +93,17 @@ class ModelLoss:
         return next(i for i, mark in enumerate(marks) if mark is found)
 
     def reads(self, name: str) -> bool:
-        """Whether the weight is made of the values of this argument."""
         if callable(self._weight):
             return True
         return self._weight != SAMPLES and name in ("labels", self._position_of_labels())
 
     def weigh(self, microbatches: Sequence[Arguments]) -> list[torch.Tensor]:
-        """Weight of each microbatch.
-
-        Raises ValueError where it is not known what to count, and for a count that is no number.
-        """
+        """Weight of each microbatch. Raises ValueError if it is unknown what to count, or a count is not a number."""
         first = microbatches[0]
         if "num_items_in_batch" in first.form.assemble(first.tensors)[1]:
             raise ValueError(
                 "num_items_in_batch= would divide the loss of every microbatch: expected none, since the mean over "
-                "the batch is made of the microbatches' means and their numbers of labels"
+                "the batch is computed from the microbatches' means and their numbers of labels"
             )
         return [self._weigh(each) for each in microbatches]
 
@@ -154,7 +154,7 @@ class ModelLoss:
 
 
 def _known_weight(model: nn.Module | None) -> str | None:
-    """Items over which the loss of a transformers model is a mean; None where that is not known."""
+    """Items that the loss of a transformers model is a mean over; None if that is not known."""
     owner = next((kind for kind in type(model).__mro__ if "forward" in vars(kind)), type(model))
     if not owner.__module__.startswith("transformers."):
         return None

@@ -1,4 +1,4 @@
-"""Options of PipelineModule: its arguments, read and checked in one order."""
+"""Options of PipelineModule: its arguments, read and checked in a fixed order."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ from .given import CallReader, Given, signature_of
 from .model_loss import ModelLoss, read_loss_option
 from .precision import read_compile, read_dtype, read_grad_scaler, refuse_float16_parameters
 
-_LONGEST = 365 * 86400.0  # [s] what backends take for ever
+_LONGEST = 365 * 86400.0  # [s] taken as no limit by backends
 
-_CALLED = {  # options that are called: with how many arguments, and such a one
+_CALLED = {  # options that are called: number of arguments, and an example
     "loss_fn": (2, "lambda output, target: F.mse_loss(output, target)"),
     "optimizer": (1, "lambda params: torch.optim.AdamW(params)"),
     "lr_scheduler": (1, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)"),
@@ -61,14 +61,14 @@ _CALLED = {  # options that are called: with how many arguments, and such a one
 _APPLIED = ("lr_scheduler", "correction", "max_grad_norm", "grad_scaler", "flush_first")
 _VERIFY: Kind[float] = Kind(
     "'first' (the first batch, where a copy of the model fits), True (the first batch), a whole number N of at least 1 "
-    "(the first batch and every N-th behind it), or False",
+    "(the first batch and every N-th after it), or False",
     lambda value: (
         math.inf if value is True or value == FIRST else value if value is False or at_least(1).read(value) else None
     ),
 )
 _SEED = Kind("a whole number", lambda value: int(value) if isinstance(value, Integral) else None)
 _LENGTHS: Kind[Sequence[int]] = Kind(
-    "a list of tokens, one number a slice, as in [96, 32]",
+    "a list with the number of tokens of each slice, as in [96, 32]",
     lambda value: value if isinstance(value, list | tuple) and value and all(map(_is_length, value)) else None,
 )
 _AXIS_OF = {"pp": "pipe", "dp": "data", "tp": "tensor"} | {axis: axis for axis in AXES}
@@ -76,15 +76,15 @@ _AXIS_OF = {"pp": "pipe", "dp": "data", "tp": "tensor"} | {axis: axis for axis i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(GivenOptions):
-    """The arguments as they were read, and what was read from them. Raises ValueError for what makes no sense.
+    """The arguments after they are read. Raises ValueError for values that make no sense.
 
     Arguments:
         model: None: it is given as stages.
         schedule: None: the default.
         kind: of what was given as the schedule, such as Slices.
-        sizes: of the mesh, by axis; None where the number of processes decides.
-        calls: reads what `train_step` and its likes are given.
-        loss_fn: of a model that returns its own: a ModelLoss.
+        sizes: of the mesh, by axis; None if the number of processes decides.
+        calls: reads the arguments of `train_step` and similar calls.
+        loss_fn: a ModelLoss if the model returns its own loss.
     """
 
     model: nn.Module | None = None
@@ -117,7 +117,7 @@ class Options(GivenOptions):
             value = getattr(self, name)
             if value not in (None, False, 0) and self.optimizer is None:
                 raise ValueError(
-                    f"{name}={value!r} without an optimizer: expected optimizer= beside it, since train_step applies "
+                    f"{name}={value!r} without an optimizer: expected optimizer= as well, since train_step applies "
                     f"both; with an optimizer of your own, call clip_grad_norm_ and step the scheduler yourself"
                 )
         if self.auto.trials is not None:
@@ -132,12 +132,11 @@ class Options(GivenOptions):
 
     @property
     def root(self) -> nn.Module:
-        """Above all modules of the model or of the stages."""
+        """Module that holds all modules of the model or of the stages."""
         return nn.ModuleList(self.stages or []) if self.model is None else self.model
 
     @property
     def example(self) -> Given | None:
-        """A batch to build the stages for at once."""
         given = self.example_inputs.example if isinstance(self.example_inputs, Inputs) else self.example_inputs
         return None if given is None else self.calls.example(given)
 
@@ -151,12 +150,12 @@ class Options(GivenOptions):
 
     @property
     def verify_every(self) -> float | None:
-        """Batches from one that is verified to the next; None: no copy of the model is kept to verify with."""
+        """Batches from one verification to the next; None: no copy of the model is kept."""
         return option("verify", self.verify, _VERIFY) or None
 
     @property
     def user_code(self) -> list[object]:
-        """The user's own loss, and what makes the optimizers: what runs beside training puts back what they reach."""
+        """The user's loss and maker of optimizers; runs besides training restore what these can reach."""
         loss, optimizer = self.loss_fn, self.optimizer
         found = [
             vars(loss) if isinstance(loss, ModelLoss) else loss,
@@ -166,7 +165,7 @@ class Options(GivenOptions):
 
     @property
     def model_loss(self) -> ModelLoss | None:
-        """The loss of a model that returns its own; None for any other, and where there is none."""
+        """The loss of a model that returns its own; None for other losses, and without one."""
         return self.loss_fn if isinstance(self.loss_fn, ModelLoss) else None
 
     def require_optimizer(self) -> None:
@@ -185,11 +184,7 @@ class Options(GivenOptions):
 
 
 def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
-    """Options from the arguments; ValueError for the first one that makes no sense.
-
-    Arguments:
-        edits: arguments that edits of the model became.
-    """
+    """Options from the arguments and from edits of the model. Raises ValueError for the first wrong one."""
     model, stages, around, cut = _of_torch(given.model, given.schedule, given.cut)
     mesh, sizes = _read_mesh(given.mesh)
     schedule, slices = _read_schedule(around)
@@ -250,8 +245,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
 def _of_torch(
     model: Any, schedule: Any, cut: Any
 ) -> tuple[nn.Module | None, Sequence[nn.Module] | None, AnySchedule | None, Sequence[str] | None]:
-    """Model or stages, schedule and cut, also where torch.distributed.pipelining made them: Pipe, PipelineStages,
-    split_spec, a class of schedules."""
+    """Model or stages, schedule and cut, also from torch's Pipe, PipelineStages, split_spec and schedule classes."""
     if _is_torchs(type(model)) and hasattr(model, "get_stage_module"):
         model = [model.get_stage_module(number) for number in range(model.num_stages)]
     stages = list(model) if isinstance(model, list | tuple) else [model]
@@ -266,7 +260,7 @@ def _of_torch(
     if isinstance(cut, Mapping):
         for name, point in cut.items():
             if getattr(point, "name", None) != "BEGINNING":
-                raise ValueError(f"cut={{{name!r}: {point}}}: expected SplitPoint.BEGINNING, of the module behind it")
+                raise ValueError(f"cut={{{name!r}: {point}}}: expected SplitPoint.BEGINNING of the next module")
         cut = list(cut)
     if _is_torchs(type(schedule)):
         said = f"{type(schedule).__name__}, num_microbatches={schedule._n_microbatches}, loss_fn=..."
@@ -283,7 +277,7 @@ def _is_torchs(kind: object) -> bool:
 
 
 def _read_mesh(mesh: MeshLike | None) -> tuple[Mesh, Mapping[str, int] | None]:
-    """The record, and the sizes that were given by axis. ValueError for another word than "auto"."""
+    """The record, and the given sizes by axis. Raises ValueError for another word than "auto"."""
     if isinstance(mesh, str) and mesh != AUTO:
         raise ValueError(f'mesh={mesh!r}: expected "auto", or sizes by axis, as in mesh={{"pipe": 2}}')
     if mesh is not None and not isinstance(mesh, str | Mapping | Mesh | DeviceMesh):
@@ -298,7 +292,7 @@ def _read_mesh(mesh: MeshLike | None) -> tuple[Mesh, Mapping[str, int] | None]:
 
 
 def _mesh_of(mesh: DeviceMesh) -> Mesh:
-    """torch's mesh with the axes "pp" (or "pipe"), "dp" ("data") and "tp" ("tensor"), all processes in order."""
+    """torch's mesh with axes "pp" (or "pipe"), "dp" ("data") and "tp" ("tensor") over all processes in order."""
     names = mesh.mesh_dim_names or ()
     axes = [_AXIS_OF.get(name, name) for name in names]
     if "pipe" not in axes or len({*axes}) < len(axes) or not {*axes} <= {*AXES}:
@@ -313,7 +307,7 @@ def _mesh_of(mesh: DeviceMesh) -> Mesh:
 
 
 def _read_schedule(around: AnySchedule | None) -> tuple[ScheduleLike | Plan | Auto | None, Slices]:
-    """The schedule or plan by itself, and its slices."""
+    """The schedule or plan without its record, and its slices."""
     schedule: Any = around.schedule if isinstance(around, Asynchronous | Synchronous | Slices) else around
     slices = around if isinstance(around, Slices) else Slices()
     if (plan := _read_plan(schedule)) is None:
@@ -321,25 +315,23 @@ def _read_schedule(around: AnySchedule | None) -> tuple[ScheduleLike | Plan | Au
             slices = replace(slices, num_slices=len(slices.lengths))
         return schedule, slices
     if slices.num_slices is not None or slices.lengths is not None:
-        raise ValueError("Slices(plan, num_slices=, lengths=): a plan says both: expected dims= alone")
+        raise ValueError("Slices(plan, num_slices=, lengths=): a plan fixes both: expected dims= alone")
     return plan, replace(slices, lengths=plan.slice_lengths or None)
 
 
 def _read_plan(schedule: object) -> Plan | None:
-    """A plan that was given whole, or from a file: an object with `stages`; None for any other schedule."""
     if not isinstance(schedule, str | os.PathLike) or not str(schedule).endswith(".json"):
         return schedule if isinstance(schedule, Plan) else None
     try:
         record = json.loads(Path(schedule).read_text())
-    except (OSError, ValueError):  # the reader of schedules says what is wrong with it
+    except (OSError, ValueError):  # the reader of schedules raises an error for it
         return None
     return Plan.load(Path(schedule)) if isinstance(record, dict) and "stages" in record else None
 
 
 def _with_edits(edits: Mapping[str, Any], name: str, given: Any) -> Any:
-    """Options that edits of the model set in place of an argument that says nothing."""
     if name in edits and given not in (None, "none"):
-        raise ValueError(f"{name}= beside edits that say the same: expected one of them")
+        raise ValueError(f"{name}= together with edits that set it: expected only one of them")
     return edits.get(name, given)
 
 
@@ -354,16 +346,16 @@ _INSTEAD["ReplicateModule"] = _DDP
 
 
 def check_model(model: nn.Module | None, stages: Sequence[nn.Module] | None, cut: Sequence[str] | None) -> None:
-    """ValueError unless there is either a model or a list of stages, and names to cut it at only where they can be."""
+    """Raises ValueError unless there is a model or a list of stages, with names to cut at only for a model."""
     if (model is None) == (stages is None):
-        raise ValueError("expected a model, or a list of modules, one a stage: PipelineModule(model, ...)")
+        raise ValueError("expected a model, or a list of modules, one per stage: PipelineModule(model, ...)")
     if stages is not None and cut is not None:
-        raise ValueError("cut= is for a model: expected none beside a list of stages, which is cut already")
+        raise ValueError("cut= is for a model: expected none with a list of stages, which is cut already")
     if cut is not None and (not isinstance(cut, list | tuple) or not all(isinstance(name, str) for name in cut)):
         such = cut if isinstance(cut, str) else "layers.2"
         raise ValueError(f"cut={cut!r:.60}: expected a list of names, such as [{such!r}]")
     if stages is not None and not stages:
-        raise ValueError("PipelineModule([]): expected a list of modules, one a stage")
+        raise ValueError("PipelineModule([]): expected a list of modules, one per stage")
     for part in [model] if stages is None else stages:
         if not isinstance(part, nn.Module):
             such = f", made of the class: {part.__name__}(...)" if isinstance(part, type) else ""
@@ -392,7 +384,7 @@ def _refuse_wrapped(root: nn.Module) -> None:
 
 
 def device_of(root: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Where a run is: on the device that is wanted, or else where the model is, with all its parameters."""
+    """Device of a run: the given one, or that of all the model's parameters. Raises ValueError for several."""
     if device is not None:
         try:
             torch.empty(0, device=(found := own_device(torch.device(device))))

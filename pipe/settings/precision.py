@@ -1,10 +1,11 @@
-"""In which numbers a run computes, and whether compiled. Float16 has a loss scale, and needs one; a batch keeps the
-autocast of its call.
+"""Number types in which a run computes, and compilation.
 
-torch.compile of stages: each cut unit's forward by itself. A stage seeds random numbers between its units, hooks stand
-around them, and recomputation runs them again: compiled whole, a stage would break at each. Equal units share one
-compiled graph. Parameters are inputs of such a graph, so that it computes with whatever weight version the unit holds
-when it is called, and is not compiled again for it.
+Float16 needs a loss scale; a batch keeps the autocast of its call.
+
+torch.compile of stages compiles each cut unit's forward separately. A stage seeds random numbers between its units,
+hooks run around them, and recomputation runs them again: compiled whole, a stage would break at each. Equal units share
+one compiled graph. Parameters are inputs of the graph, so that it computes with the weight version that the unit holds
+when it is called, and is not compiled again for another one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ _OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if
 
 
 def read_dtype(given: Precision | str | torch.dtype | None) -> torch.dtype | None:
-    """The type of autocast; ValueError for another word or type."""
     named = given.dtype if isinstance(given, Precision) else given
     dtype = _DTYPES.get(named, named) if isinstance(named, str) else named
     if isinstance(dtype, str) or dtype not in (None, *_DTYPES.values()):
@@ -41,7 +41,7 @@ def read_dtype(given: Precision | str | torch.dtype | None) -> torch.dtype | Non
 
 
 def read_grad_scaler(option: object) -> GradScaler | None:
-    """The option `grad_scaler=`; None for a scaler that is not enabled. ValueError for anything else."""
+    """The option `grad_scaler=`; None for a scaler that is not enabled. Raises ValueError for other values."""
     if option is None:
         return None
     if not isinstance(option, GradScaler):
@@ -64,7 +64,7 @@ def refuse_float16_parameters(*modules: object) -> None:
 
 
 def refuse_float16_autocast(device: torch.device, *, scales_loss: bool) -> None:
-    """ValueError for a batch to train on within torch.autocast to float16 without a loss scale."""
+    """Raises ValueError for training within torch.autocast to float16 without a loss scale."""
     if (
         not scales_loss
         and torch.is_autocast_enabled(device.type)
@@ -94,16 +94,16 @@ def read_compile(option: object) -> Mapping[str, Any] | None:
     try:
         torch.compile(lambda x: x, **options)
     except Exception as error:
-        raise ValueError(f"compile={options}: torch.compile refuses it: {error}") from error
+        raise ValueError(f"compile={options}: torch.compile raises an error: {error}") from error
     return MappingProxyType(options)
 
 
 def compiled_units(
     options: Mapping[str, Any] | None, units: Iterable[nn.Module], rules: Mapping[nn.Module, NamedRule]
 ) -> Calls:
-    """The units of one stage on one rank, compiled, but for those that the user has compiled; without options none is.
+    """Units of one stage on one rank, compiled, except those that the user compiled; none without options.
 
-    Raises ValueError for modules that run again (`rules`) and are no units.
+    Raises ValueError for recomputed modules (`rules`) that are not units.
     """
     if options is None:
         return Calls({})
@@ -112,7 +112,7 @@ def compiled_units(
         if rule != "full":
             raise ValueError(
                 f"recompute= chooses among results of operations in {name!r} (selective, keep_less, or a policy), and "
-                f"beside compile= nobody sees its operations: expected recompute='layer' or 'full', or compile=False"
+                f"compile= hides its operations: expected recompute='layer' or 'full', or compile=False"
             )
         if module not in own:
             raise ValueError(
@@ -132,7 +132,7 @@ def is_users_compiled(unit: nn.Module) -> bool:
 def refuse_backward(
     options: Mapping[str, Any] | None, module: nn.Module, schedule: Schedule, *, stage: str, is_split: bool
 ) -> None:
-    """ValueError for compiled parts whose backward, one piece, comes in two halves, or sees new weights."""
+    """Raises ValueError for compiled parts whose backward is split, or sees new weights."""
     parts = [each for each in module.modules() if is_users_compiled(each)]
     trained = next((each for each in parts if any(p.requires_grad for p in each.parameters())), None)
     if options is not None:
@@ -162,7 +162,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Autocast(NamedTuple):
-    """Type that a kind of device casts to; None: no autocast."""
+    """The type that autocast uses on a kind of device; None: no autocast."""
 
     kind: str
     dtype: torch.dtype | None
@@ -172,8 +172,7 @@ class Autocast(NamedTuple):
         return cls(kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
 
     def off(self) -> AbstractContextManager[None]:
-        """Within: none is in force. Backwards run so: operations have the types of the forward's results already, and
-        float32 islands in a forward must not be cast behind it."""
+        """Context of backwards, without autocast: operations have the types of the forward's results already."""
         return torch.autocast(self.kind, enabled=False) if torch.is_autocast_enabled(self.kind) else _NOTHING
 
     def again(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Recomputation in a stage's backward instead of keeping: options, and the modules that they mean.
+"""Recomputation in a stage's backward: options, and the modules that they apply to.
 
     "none"        nothing
     "full"        the stage: it keeps its inputs only                                    (`stage`)
@@ -7,9 +7,9 @@
     "keep_less"   each cut unit keeps no results of GELUs, which are made again           (`model.keep_less`)
     "layer:3"     the first 3 of them; likewise "selective:3", "keep_less:3"              (`reruns`)
     a policy      each cut unit, but for what the policy keeps                            (`reruns`)
-    a budget      the units that must, so that it fits                                    (`run/budget`)
+    a budget      the units whose recomputation makes the stage fit                       (`run/budget`)
 
-Patterns of module names say the same of single modules, with "full", "selective" or a policy.
+Patterns of module names choose "full", "selective" or a policy for single modules.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ RecomputeLike = Rule | Sequence[Rule] | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """Choice of what is computed again.
+    """Choice of recomputation.
 
     Arguments:
         stages: [S] one of RECOMPUTE, a count such as "layer:3", a policy, or a budget [bytes].
         modules: by pattern of module names, one of OF_MODULES or a policy; every stage is then "none". A pattern has as
             many parts between dots as the names that it matches, each as in fnmatch.
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other value.
     """
 
     stages: tuple[Rule | float, ...]
@@ -73,7 +73,7 @@ class Recompute:
 
 
 def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
-    """The option `recompute=` for so many stages. Raises ValueError for a value or a number that does not fit."""
+    """The option `recompute=` for `num_stages`. Raises ValueError for other values and other numbers."""
     if isinstance(recompute, Mapping):
         if BUDGET in recompute:
             return Recompute(stages=_budgets(recompute, num_stages))
@@ -82,19 +82,18 @@ def read_recompute(recompute: RecomputeLike, num_stages: int) -> Recompute:
         return Recompute(stages=(recompute,) * num_stages)
     if not isinstance(recompute, Sequence):
         raise ValueError(
-            f"recompute={recompute!r:.60}: expected one of {RULES}, one a stage, or {{'blocks.*': 'full'}}"
+            f"recompute={recompute!r:.60}: expected one of {RULES}, a list of one per stage, or {{'blocks.*': 'full'}}"
         )
     if len(recompute) != num_stages:
         raise ValueError(
-            f"recompute= has {len(recompute)} entries for {num_stages} stages: expected one, or one a stage"
+            f"recompute= has {len(recompute)} entries for {num_stages} stages: expected one value, or one per stage"
         )
     return Recompute(stages=tuple(f"{kind}" if isinstance(kind, float) else kind for kind in recompute))
 
 
 def _budgets(recompute: Mapping[str, Any], num_stages: int) -> tuple[Rule | float, ...]:
-    """[S] what `{"memory_budget": ...}` says of each stage."""
     given, where = recompute[BUDGET], f"recompute={dict(recompute)!r:.80}"
-    such = f'expected recompute={{"{BUDGET}": "6GiB"}}, or one a stage, ["6GiB", None, ...]'
+    such = f'expected recompute={{"{BUDGET}": "6GiB"}}, or one per stage, ["6GiB", None, ...]'
     each = list(given) if isinstance(given, list | tuple) else [given] * num_stages
     kinds = {type(one) for one in each} - {str, str if given is None else type(None)}
     if kinds or len(recompute) > 1 or len(each) != num_stages:
@@ -106,17 +105,12 @@ def _budgets(recompute: Mapping[str, Any], num_stages: int) -> tuple[Rule | floa
 
 
 class RecomputedModules:
-    """Modules of a model that are computed again.
+    """Modules of a model that are recomputed: `rules` by module, and by stage under a budget the choice and its reason
+    (`told`).
 
-    Attributes:
-        rules: of those that a pattern names.
-        told: by stage under a budget, what was chosen, and why.
-
-    Arguments:
-        begins: names of the modules with which a unit begins that has several, as a plan's nodes; none: each is one.
-
-    Raises ValueError for a pattern that matches no module, or one that nothing calls, and for modules that two
-    patterns treat differently.
+    `begins` are names of the modules with which a unit of several begins, as a plan's nodes; none: each is one. Raises
+    ValueError for a pattern of no module or one that nothing calls, and for modules that two patterns treat
+    differently.
     """
 
     def __init__(self, recompute: Recompute, root: nn.Module, begins: Collection[str] = ()) -> None:
@@ -133,14 +127,14 @@ class RecomputedModules:
                 if known != rule:
                     raise ValueError(
                         f"recompute= has {said[module]!r} and {pattern!r} for module {name!r}, {known!r} and "
-                        f"{rule!r}: expected patterns that do not match the same module, such as 'blocks.[!0]' beside "
+                        f"{rule!r}: expected patterns that do not match the same module, such as 'blocks.[!0]' and "
                         f"'blocks.0'"
                     )
                 said.setdefault(module, pattern)
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Within, all stages run once: ValueError behind it for a pattern of whose modules none was called."""
+        """Context in which all stages run once; then raises ValueError for a pattern whose modules were not called."""
         called: set[nn.Module] = set()
 
         def note(module: nn.Module) -> Callable[..., Any]:
@@ -161,18 +155,18 @@ class RecomputedModules:
                 )
 
     def refuse_parted(self, stages: Sequence[StageModule], together: Together) -> None:
-        """ValueError for modules that would run again without those whose tensors they take past their arguments."""
+        """Raises ValueError for recomputed modules whose tensors reach others past their arguments."""
         self._together = together
         for index, stage in enumerate(stages):
             for module, (_, rule) in self.of_stage(index, stage).items():
                 if rule != KEEP_LESS and (why := self.parted(module)) is not None:
                     raise ValueError(
-                        f"recompute={rule!r} of stage {index} ({stage.name}) runs units again one by one, and "
+                        f"recompute={rule!r} of stage {index} ({stage.name}) recomputes units one by one, and "
                         f"{why}, or recompute='full' for the stage, which runs as a whole"
                     )
 
     def parted(self, module: nn.Module) -> str | None:
-        """Why a module may not run again by itself; None: it may."""
+        """Why a module cannot be recomputed alone; None if it can."""
         inside = set(module.modules())
         parted = (
             why

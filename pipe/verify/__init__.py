@@ -1,4 +1,4 @@
-"""A net under the runtime: the same batch through the plain module and through the pipeline, compared."""
+"""Verification: the same batch through the plain module and through the pipeline, compared."""
 
 from .verification import Verification, VerificationError
 

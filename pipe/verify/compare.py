@@ -1,4 +1,4 @@
-"""Where two outcomes of one batch depart from each other, in words."""
+"""The first difference between two outcomes of one batch, as text."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from torch.autograd.graph import Node
 
 from ..guards.rounding import SUMS, by_type
 
-_BELOW_THE_LARGEST = 1e-3  # gradients that are so much smaller than the model's largest count as that small
-_LEAST = 1e-4  # as large counts what is smaller: rounding alone, as the mean of a LayerNorm
+_BELOW_THE_LARGEST = 1e-3  # of the model's largest gradient: smaller ones are compared as if they were this large
+_LEAST = 1e-4  # smaller values are compared as if this large: rounding alone, as the mean of a LayerNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Results of one batch.
+    """Results of one batch: mean loss, gradients summed over the update groups, buffers after it.
 
-    Arguments:
-        loss: mean of the batch.
-        gradients: by parameter name, summed over the update groups; None where there is none.
-        buffers: by name, after the batch.
-        outputs: of an evaluation before the batch, by flat output those of its microbatches; None where they are not at
-            hand.
+    `outputs` are those of an evaluation before the batch, by flat output and microbatch; None if there was none.
     """
 
     loss: float
@@ -36,12 +31,12 @@ class Outcome:
 def first_difference(
     plain: Outcome, piped: Outcome, *, tolerance: float, stage_of: Mapping[str, str], suspects: Mapping[str, str]
 ) -> str | None:
-    """The first place, from the loss backwards, with its likely cause; None where both agree.
+    """The first difference, from the loss backwards, with its likely cause; None if both agree.
 
     Arguments:
         tolerance: of the shortest type that the plain module computes in.
-        stage_of: parameter or buffer name -> its stage, for people.
-        suspects: module name -> what it does that a cut may lose; "" for the whole model.
+        stage_of: text for the stage of a parameter or buffer, by name.
+        suspects: by module name, what the module does that a cut may lose; "" is the whole model.
     """
     found = first_apart(plain, piped, tolerance, where="in the pipeline")
     if found is None:
@@ -54,18 +49,18 @@ def first_difference(
         f"Likely cause: {'; '.join(listed[:3])}, which the pipeline does not carry out as the plain module does"
         if listed
         else "The modules have no hooks and no state of their own that would explain it; look at a loss or a module "
-        "whose result depends on how a batch is cut or on the order of its microbatches, or that draws random numbers "
-        "by itself"
+        "whose result depends on how a batch is cut or on the order of its microbatches, or that draws its own random "
+        "numbers"
     )
     where = f" ({stage_of[name]})" if name in stage_of else ""
     return (
         f"verify: {what.format(name=f'{name!r}{where}')}. {cause}. Expected the plain module's results: a model as "
-        f"nn.Sequential or a list of stages runs your own modules as they are; verify=False trains in spite of it"
+        f"nn.Sequential or a list of stages runs your own modules as they are; verify=False trains without this check"
     )
 
 
 def first_apart(plain: Outcome, piped: Outcome, tolerance: float, *, where: str) -> tuple[str, str] | None:
-    """(parameter or buffer name or "", what is the matter with {name}); of names that both have."""
+    """(name of a parameter or buffer, or "", text with {name}) of the first difference; of names that both have."""
     types = [g.dtype for g in plain.gradients.values() if g is not None]
     allowed = max(tolerance, *map(_tolerance, types), 0.0 if types else 1e-3) * max(abs(plain.loss), _LEAST)
     if not abs(plain.loss - piped.loss) <= allowed and not (math.isnan(plain.loss) and math.isnan(piped.loss)):
@@ -94,12 +89,7 @@ def first_apart(plain: Outcome, piped: Outcome, tolerance: float, *, where: str)
 
 
 def differs(theirs: torch.Tensor, ours: torch.Tensor, *, tolerance: float, floor: float = 0.0) -> str | None:
-    """How far apart two tensors are, or None where they agree.
-
-    Arguments:
-        tolerance: that their own type's is raised to.
-        floor: that their largest element is raised to.
-    """
+    """Text for a difference of two tensors, relative to the larger of their largest element and `floor`; else None."""
     if theirs.shape != ours.shape:
         return f"has shape {tuple(ours.shape)}, and {tuple(theirs.shape)} in the plain module"
     one, other = (x.detach().cpu().to_dense() if x.is_sparse else x.detach().cpu() for x in (theirs, ours))
@@ -113,7 +103,6 @@ def differs(theirs: torch.Tensor, ours: torch.Tensor, *, tolerance: float, floor
 
 
 def size(x: torch.Tensor) -> float:
-    """The largest finite element."""
     values = (x.detach().to_dense() if x.is_sparse else x.detach()).abs().nan_to_num(nan=0.0, posinf=0.0)
     return float(values.max()) if values.numel() else 0.0
 
@@ -124,7 +113,6 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
-    """Nodes that they were computed by, each once."""
     pending = [x.grad_fn for x in tensors]
     found: dict[Node, None] = {}
     while pending:
@@ -136,11 +124,10 @@ def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
 
 
 def types_of(nodes: Iterable[Node]) -> set[torch.dtype]:
-    """Floating-point types that are computed in."""
     types = {made.dtype.to_real() for node in nodes for made in node._input_metadata}
     return {dtype for dtype in types if dtype.is_floating_point}
 
 
 def tolerance_of(nodes: Iterable[Node]) -> float:
-    """Tolerance of the shortest type that is computed in: rounding to it may go either way."""
+    """Tolerance of the shortest type of the computation, since rounding to it may go either way."""
     return max(map(_tolerance, types_of(nodes)), default=0.0)

@@ -1,15 +1,15 @@
-"""Parts of a model, each run alone alongside a plain copy of it on the same inputs: forwards and backwards.
+"""Parts of a model, each run alone and as a plain copy on the same inputs: forwards and backwards are compared.
 
-Cut units, one at a time, where no copy of the model fits:
+Cut units, one at a time, if no copy of the model fits:
 
     inputs     those of the unit's first call in the pipeline, with its random numbers and autocast
-    plain      a copy of the unit, with its weights, that just runs; gone before the next unit has one
-    its own    the unit as its stage runs it: compiled, split into I and W, run again
+    plain      a copy of the unit, with its weights; gone before the next unit has one
+    its own    the unit as its stage runs it: compiled, split into I and W, recomputed
     compared   outputs, gradients of inputs and of weights, buffers
 
-It finds what changes a unit's own numbers (a backward split wrongly, compiled code that computes something else, a
-second run unlike the first), not wrong weights to begin with, state that units share, or what is between units:
-messages, recorded code, the order, the loss, sums over microbatches.
+This finds changes of a unit's own numbers (a backward split wrongly, compiled code that computes something else, a
+second run unlike the first). It does not find wrong weights to begin with, state that units share, or faults between
+units: messages, recorded code, the order, the loss, sums over microbatches.
 
 Regions, which a tensor group divides:
 
@@ -17,7 +17,7 @@ Regions, which a tensor group divides:
     inputs     those of the first microbatch that the region sees in the pipeline; dropout is off
     compared   outputs, gradients of inputs and of weights
 
-All members of a group do the same in the same order, so that the sums among them meet.
+All members of a group do the same in the same order, so that the sums among them match.
 """
 
 from __future__ import annotations
@@ -60,12 +60,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DividedRegion:
-    """Modules called one after the other, by name.
-
-    Arguments:
-        plain: their copies, made before the cut, without weights.
-        cuts: how those that are divided are, for people.
-    """
+    """Modules called one after the other, by name; `plain` are copies of before the cut, `cuts` is text."""
 
     modules: Mapping[str, nn.Module]
     plain: Mapping[str, nn.Module]
@@ -78,7 +73,7 @@ class DividedRegion:
 
 
 class Regions:
-    """A model's regions; to be made before it is cut. `styles`: by module name, in the model's order."""
+    """A model's regions; make it before the model is cut. `styles`: by module name, in the model's order."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
         empty: dict[int, Any] = {}
@@ -101,7 +96,7 @@ class Regions:
         self._calls: dict[str, tuple[Any, Any]] = {}
 
     def seen(self) -> AbstractContextManager[None]:
-        """Within: inputs of the first call of each region are kept."""
+        """Context in which the inputs of each region's first call are kept."""
         begins = {region.name: next(iter(region.modules.values())) for region in self._regions}
         return first_calls(begins, self._calls, lambda given: given)
 
@@ -112,14 +107,10 @@ class Regions:
         full: Callable[[str, Tensor], Tensor],
         together: Callable[[object], Sequence[object]],
     ) -> str | None:
-        """Error of the innermost region that departs, by its name. Collective over the tensor group.
+        """Error of the innermost region that differs; `shard` and `full` are of a parameter's part. Collective over the
+        group.
 
-        A region whose inputs are no whole tensors, since styles of the user's divide what lies around it, is left out.
-
-        Arguments:
-            shard: of a parameter (its name, what is here), the part that it is.
-            full: the whole of it. Collective.
-            together: what each member gives, on all of them. Collective.
+        A region whose inputs are not whole tensors, since the user's styles divide what is around it, is left out.
         """
         verdict = None
         for region in sorted(self._regions, key=lambda each: -each.name.count(".")):  # the innermost first
@@ -163,7 +154,7 @@ class Regions:
 
 @contextmanager
 def first_calls(modules: Mapping[str, nn.Module], calls: dict[str, _T], kept: Callable[[Any], _T]) -> Iterator[None]:
-    """Within: `calls` gets what is `kept` of copies of (args, kwargs) of the first call of each module."""
+    """Context in which `calls` gets `kept` of copied (args, kwargs) of each module's first call."""
 
     def look(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         is_real = torch.is_grad_enabled() and not any(  # the run that the backward follows: no look at shapes
@@ -188,7 +179,6 @@ def first_calls(modules: Mapping[str, nn.Module], calls: dict[str, _T], kept: Ca
 
 
 def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[str, ...]]:
-    """Names of modules that make a region, one after the other."""
     found: dict[tuple[str, ...], None] = {}
     for name, style in styles.items():
         if isinstance(style, Local) or not name:
@@ -220,8 +210,7 @@ Ran = tuple[list[Tensor], list[Tensor | None], dict[str, Tensor | None], dict[st
 
 
 def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: bool = False) -> Ran:
-    """Outputs and gradients of modules one after the other, in evaluation mode unless it `trains`. No gradient
-    changes."""
+    """Outputs and gradients of modules one after the other, in evaluation mode unless it `trains`; keeps `.grad`."""
     modes = [(module, module.training) for each in modules.values() for module in each.modules()]
     kept = [(p, p.grad) for each in modules.values() for p in each.parameters()]
     with torch.enable_grad():
@@ -252,7 +241,7 @@ def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: boo
 
 
 def departure(expected: Ran, found: Ran) -> str | None:
-    """Which of the outputs, then backwards of the gradients, then buffers, is apart, and how."""
+    """Text for the first of outputs, then backwards of gradients, then buffers, that differs."""
     outs, gradients, by_name, buffers, tolerance = expected
     own_outs, own_gradients, own_by_name, own_buffers, _ = found
     weights = [(f"the gradient of {key!r}", x, own_by_name.get(key)) for key, x in reversed(by_name.items())]
@@ -272,7 +261,6 @@ def departure(expected: Ran, found: Ran) -> str | None:
 
 
 def _checksum(value: object) -> list[object]:
-    """Equal for equal tensors."""
     return [
         (tuple(x.shape), float(x.sum()), float(x.abs().sum()))
         for x in (each.detach().double().nan_to_num() for each in tensors_within(value))
@@ -284,7 +272,6 @@ def buffers_of(name: str, module: nn.Module) -> dict[str, Tensor]:
 
 
 def tensors_within(value: Any) -> list[Tensor]:
-    """Those in tuples, lists and dicts, in order."""
     found: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
@@ -300,7 +287,7 @@ def _fresh(x: Tensor) -> Tensor:
 
 
 def cotangent(x: Tensor) -> Tensor:
-    """Numbers that are the same on each member, and no gradient is zero by chance."""
+    """Numbers that are the same on each member; no gradient is zero by chance."""
     generator = torch.Generator().manual_seed(x.numel())
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype).to(x.device)
 
@@ -313,8 +300,7 @@ class _Call(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class UnitsFound:
-    """Findings of one process: an error, names of parameters whose gradients agree, why units were not compared, and
-    bytes of the largest copy."""
+    """Findings of one process: the first error, names of gradients that agree, units not compared and why."""
 
     verdict: str | None = None
     gradients: set[str] = field(default_factory=set)
@@ -334,12 +320,11 @@ class UnitsBeside:
         self._calls: dict[str, _Call] = {}
 
     def seen(self) -> AbstractContextManager[None]:
-        """Within: the first call of each unit is kept."""
         kind = self._seeder.device.type
         return first_calls(self._units, self._calls, lambda x: _Call(x, self._seeder.state(), Autocast.now(kind)))
 
     def compare(self, *, step: int) -> UnitsFound:
-        """Each unit beside its copy, up to the first that departs; gradients are gone. `step`: of random numbers."""
+        """Compares each unit with a copy, up to the first that differs; drops gradients."""
         found = UnitsFound()
         self._drop_gradients()
         for name, unit in self._units.items():
@@ -356,7 +341,7 @@ class UnitsBeside:
         if any(style_of(part) is not None for part in unit.modules()):
             return None  # `Regions` compares what is divided
         if call is None:
-            found.left_out[name] = "no values with gradients came to it"
+            found.left_out[name] = "it got no values with gradients"
             return None
         try:
             expected = self._plainly(name, unit, call, step)
@@ -376,7 +361,7 @@ class UnitsBeside:
 
     @contextmanager
     def _as_called(self, module: nn.Module, call: _Call, step: int) -> Iterator[None]:
-        """Within, the generators and autocast are those of the call; behind it the module is as it was."""
+        """Context with the generators and autocast of the call; afterwards the module is restored."""
         with untouched(module, device=self._seeder.device), call.autocast.again():
             self._seeder.begin(step=step, microbatch=0)
             try:

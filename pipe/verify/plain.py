@@ -37,13 +37,14 @@ _TOO_LARGE = (
 
 
 class NotVerifiableError(ValueError):
-    """The plain model cannot be run beside the pipeline, or cannot be compared with it."""
+    """Raised if the plain model cannot be run besides the pipeline, or cannot be compared with it."""
 
 
 class PlainModule:
-    """A copy of the user's model and of a loss that is a module, which nobody cuts; between two runs without weights.
-    Raises NotVerifiableError for a model that cannot be copied, or knows `others`, which are not. `root`: of the names
-    of both."""
+    """A copy of the user's model, and of a loss that is a module, that is not cut; without weights between two runs.
+
+    `root` has the names of both. Raises NotVerifiableError for a model that cannot be copied, or that uses `others`.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: object, *, given: bool, others: Iterable[torch.Tensor] = ()) -> None:
         self._original = with_loss(model, loss_fn)
@@ -72,18 +73,14 @@ class PlainModule:
         self.unload()
 
     def load(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """Hold these parameters and persistent buffers, named as in `state_dict()`."""
-        for name, tensor in self._state().items():
+        """Sets parameters and persistent buffers, named as in `state_dict()`."""
+        for name, tensor in tensors_of(self.root).items():
             tensor.data = weights[name].detach().to(device)
         for buffer in self.root.buffers():
             buffer.data = buffer.data.to(device)
 
     def follow(self, *, is_divided: bool) -> None:
-        """Take over what was changed of the user's modules since this copy was made: flags, attributes and hooks.
-
-        Arguments:
-            is_divided: whether a tensor group divides them, whose attributes are then its own: flags alone count.
-        """
+        """Takes over later changes of the user's modules: flags, and unless `is_divided` attributes and hooks."""
         pairs = list(zip(self._original.modules(), self.root.modules(), strict=True))
         memo: dict[int, Any] = {id(theirs): own for theirs, own in pairs}
         for theirs, own in pairs:
@@ -100,34 +97,31 @@ class PlainModule:
                         held[key] = copies.of(value)
         if not is_divided and not isinstance(self._loss_fn, nn.Module):
             with suppress(Exception):
-                self.loss_fn = copies.instead(self._loss_fn)  # it may know of what has been copied anew
+                self.loss_fn = copies.instead(self._loss_fn)  # it may refer to what has been copied again
 
     def set_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Set these buffers, also ones that are not persistent; returns copies of all."""
+        """Sets these buffers, also ones that are not persistent; returns copies of all."""
         buffers = dict(self.root.named_buffers())
         for name, value in values.items():
             buffers[name].data = value.to(buffers[name].device, copy=True)
         return {name: buffer.detach().clone() for name, buffer in buffers.items()}
 
     def unload(self) -> None:
-        for tensor in self._state().values():
+        for tensor in tensors_of(self.root).values():
             tensor.data = tensor.data.new_empty(0)
             tensor.grad = None
 
     def _give_memory(self) -> None:
-        """To the copies of what was built without; state is loaded before each run, and buffers beside it stay."""
-        rnns, state = rnns_of(self.root), {id(x) for x in self._state().values()}
+        """Gives memory to copies of tensors without; state is loaded before each run, and other buffers stay."""
+        rnns, state = rnns_of(self.root), {id(x) for x in tensors_of(self.root).values()}
         places = [[*root.parameters(), *root.buffers()] for root in (self.root, self._original)]
         for own, theirs in zip(*places, strict=True):
             if own.is_meta:
                 values = torch.empty(0, dtype=own.dtype) if id(own) in state else next(filled([theirs]))
                 put(rnns, own, values)
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        return tensors_of(self.root)
-
     def __call__(self, given: Arguments) -> object:
-        """The model's output for arguments like these, which it may change in place."""
+        """The model's output for these arguments, which it may change in place."""
         given = given.map(torch.clone)
         if not self._given:
             output: object = given.call(self._model)
@@ -150,13 +144,7 @@ class PlainModule:
         group_size: int,
         loss_scale: float,
     ) -> Outcome:
-        """Train on all microbatches.
-
-        Arguments:
-            microbatches: each with its number k of the batch.
-            entering: how the model tells of its units; see `Cut`.
-            loss_scale: that gradients are computed with, and then divided by.
-        """
+        """Trains on all microbatches (k, batch), under the seeds and the loss scale of the pipeline."""
         total = weight = 0.0
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(name for name, _ in self.root.named_parameters())
         kept = [(parameter, parameter.grad) for parameter in self._original.parameters()]
@@ -197,7 +185,6 @@ class PlainModule:
     def evaluate(
         self, microbatches: Sequence[tuple[int, Given]], seeder: Seeder, *, entering: Entering, step: int
     ) -> list[tuple[torch.Tensor, ...]]:
-        """By output, those of all microbatches; nothing of the module changes."""
         columns: list[Tensors] = []
         with untouched(self.root, device=seeder.device), torch.no_grad():
             self.root.eval()
@@ -221,7 +208,7 @@ def _add_up(gradients: dict[str, torch.Tensor | None], root: nn.Module, divisor:
 
 
 class Watch:
-    """Notes what a module does, while it runs plainly, that is not in the tensors that flow through it."""
+    """Notes effects of a module, while it runs plainly, that are not in the tensors that flow through it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -233,7 +220,7 @@ class Watch:
         self.tolerance = 0.0
 
     def entering(self, entering: Entering) -> Entering:
-        """The same, with a look at what the model drew from Python's generator."""
+        """The same, with a check of whether the model drew from Python's generator."""
 
         @contextmanager
         def watched(model: nn.Module, enter: Callable[[int], None]) -> Iterator[None]:
@@ -244,13 +231,11 @@ class Watch:
         return watched
 
     def _look_for_draws(self) -> None:
-        """It may have been seeded since it was last looked at; a fresh state has used up none of its words."""
+        """The generator may have been seeded since the last look; a fresh state has used none of its words."""
         state = random.getstate()
         self._draws |= state != self._python_random and state[1][-1] != MERSENNE_WORDS
 
     def loss_of(self, loss_of: Callable[[object, object], LossValue]) -> Callable[[object, object], LossValue]:
-        """The same loss, whose graph is looked at."""
-
         def watched(output: object, target: object) -> LossValue:
             value = loss_of(output, target)
             self._look_for_draws()
@@ -263,7 +248,7 @@ class Watch:
         return watched
 
     def suspects(self) -> dict[str, str]:
-        """Module name ("" for the whole model) -> what it does."""
+        """By module name ("" for the whole model), what it does."""
         found: dict[str, str] = {}
         for name, module in self._model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
@@ -301,13 +286,14 @@ def _python_state(model: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def copy_fits(root: nn.Module, device: torch.device) -> bool:
-    """Whether a copy of the model and its gradients take less than an eighth of the memory."""
     return 2 * sum(p.numel() * p.element_size() for p in root.parameters()) < device_memory(device) / 8
 
 
 def copy_to_verify(run: Run) -> PlainModule | None:
-    """The plain model, in the process of the last stage. Where it would be too large, the run compares unit by unit;
-    where there can be none, nothing. Collective."""
+    """The plain model, in the process of the last stage. Collective.
+
+    If it would be too large, the run compares unit by unit; if none can be made, nothing.
+    """
     place, plain, why = run.layout.place, None, ""
     if place.process_of(run.layout.schedule.owners[-1][0], tensor=0) == place.world.rank:
         try:

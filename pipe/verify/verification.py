@@ -1,9 +1,9 @@
-"""`pipe.verify`: one batch through the plain module and through the pipeline, compared on every rank alike.
+"""`pipe.verify`: one batch through the plain module and through the pipeline, compared; the same result on every rank.
 
-every rank   evaluates and trains on the batch as ever, but no optimizer steps
+every rank   evaluates and trains on the batch as usual, but no optimizer steps
 the judge    (the process of the last stage) gets all weights before and all gradients after, runs the plain
              module, compares
-every rank   is told the verdict; buffers, gradients, versions and the step count are as they were
+every rank   gets the verdict; buffers, gradients, versions and the step count are restored
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from ...partition.model.forms import Tensors
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import give_back
-from ...schedules import Schedule
 from ..batch.agreement import is_shape_alone
 from ..batch.batches import read_loss, share_of_sum
 from ..checkpoint.state import State
@@ -38,18 +37,18 @@ _Moved = tuple[torch.Tensor, torch.Tensor]  # a buffer before and after the batc
 
 
 class VerificationError(ValueError):
-    """The pipeline and the plain module disagree; the message names the first place and the likely cause."""
+    """Raised if pipeline and plain module disagree, with the first difference and its likely cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Summary of what was compared, and what it took.
+    """Result of a verification: what was compared, and what it took.
 
     Arguments:
-        num_gradients: parameters whose gradients agree.
+        num_gradients: number of parameters whose gradients agree.
         seconds: of the whole comparison [s].
-        copy_bytes: parameters and buffers that the judge's process held for the plain module meanwhile; their
-            gradients and the activations of one microbatch of the whole model came on top. By unit: of the largest.
+        copy_bytes: parameters and buffers of the plain module in the judge's process [bytes]; their gradients and the
+            activations of one microbatch of the whole model were held in addition. By unit: of the largest unit.
     """
 
     num_gradients: int
@@ -58,13 +57,7 @@ class Verification:
 
 
 class Verifier:
-    """Verifies batches.
-
-    Arguments:
-        plain: the copy of the user's model, or units to compare one at a time; None where this process does not judge,
-            and where nobody has one.
-        regions: what the tensor group divides; None where there is none.
-    """
+    """Verifies batches with a copy, or units, in the process that judges; `regions` are what a tensor group divides."""
 
     def __init__(
         self, state: State, plain: PlainModule | UnitsBeside | None, *, regions: Regions | None, evaluation: Evaluation
@@ -84,14 +77,14 @@ class Verifier:
         self.owes_evaluation = False
 
     def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
-        """See PipelineModule.verify. Collective over the processes. Unless it `evaluates`, it owes that."""
+        """See PipelineModule.verify. Collective. With evaluates=False the evaluation is owed."""
         found = self._by_unit(self._units, given) if self._units else self._verified(given, evaluates=evaluates)
-        if found.copy_bytes > _LARGE:  # what is less, steps may use again without asking the system
+        if found.copy_bytes > _LARGE:  # less may be used again by steps
             give_back(self._options.device)
         return found
 
     def copy_again(self) -> None:
-        """In one process: the user's code has run since the copy was made, and may have changed the model."""
+        """In one process, since the user's code may have changed the model after the copy was made."""
         self._fresh = None
 
     def _verified(self, given: Given, *, evaluates: bool) -> Verification:
@@ -100,7 +93,7 @@ class Verifier:
             self._plain, self._fresh = self._fresh or self._copy(), None
         elif not self._run.verifies:
             raise NotVerifiableError(
-                "verify: each process has let go of the other stages' weights, so nobody can run the plain module. "
+                "verify: each process has freed the other stages' weights, so that none can run the plain module. "
                 "Expected PipelineModule(..., verify=True), which keeps the model's structure where the last stage is"
             )
         self._refuse_dropout_of_slices()
@@ -136,7 +129,7 @@ class Verifier:
                 verdict = self._judge_it(
                     self._plain, weights, moved=moved, batches=batches, piped=piped, step=step, drew_apart=drew_apart
                 )
-            said = self._collectives.gather((in_region, verdict), what="telling what verify found")
+            said = self._collectives.gather((in_region, verdict), what="sharing what verify found")
         verdict = next((one for column in zip(*said, strict=True) for one in column if one is not None), None)
         if verdict is not None:
             raise VerificationError(verdict)
@@ -158,7 +151,7 @@ class Verifier:
                 in_region = self._look_at_regions()
                 with self._update.shards.whole_weights():
                     own = units.compare(step=step)
-                said = self._collectives.gather((in_region, own), what="telling what verify found")
+                said = self._collectives.gather((in_region, own), what="sharing what verify found")
         regions, found = zip(*said, strict=True)
         if verdict := next(filter(None, [*regions, *(each.verdict for each in found)]), None):
             raise VerificationError(verdict)
@@ -170,7 +163,7 @@ class Verifier:
         return Verification(num_gradients=len(names), seconds=time.perf_counter() - started, copy_bytes=copy_bytes)
 
     def verify_evaluation(self, given: Given) -> None:
-        """The first evaluation, which no verified batch has had. In one process."""
+        """Verifies the first evaluation, if no verified batch had one. In one process."""
         self._training.drain()
         plain, weights = self._copy(), self._ownership.full_state_dict(self._collectives)
         parts = given.copied().on(self._options.device).cut(self._evaluation.num_microbatches(given))
@@ -186,7 +179,7 @@ class Verifier:
 
     @contextmanager
     def _seen(self) -> Iterator[None]:
-        """Within, modules that the tensor group divides are looked at, which compares no gradients itself."""
+        """Context in which divided modules are recorded; the tensor group then compares no gradients itself."""
         regions = nullcontext() if self._regions is None else self._regions.seen()
         with regions, self._ownership.group.compared_by_verify():
             yield
@@ -202,7 +195,7 @@ class Verifier:
     def _loaded(
         self, plain: PlainModule, weights: Mapping[str, torch.Tensor], moved: Mapping[str, _Moved]
     ) -> Iterator[tuple[Watch, dict[str, torch.Tensor]]]:
-        """Within, the plain module has these weights and buffers, copies of which are given, and is looked at."""
+        """Context with weights and buffers in the plain module; gives a Watch and copies of the buffers."""
         plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
         plain.follow(is_divided=self._regions is not None)
@@ -223,8 +216,8 @@ class Verifier:
         )
 
     def _refuse_dropout_of_slices(self) -> None:
-        """Dropout over slices cannot be compared: for whole microbatches the plain module would draw other masks."""
-        if self._schedule.num_slices == 1:
+        """Dropout cannot be compared over slices: for whole microbatches the masks differ."""
+        if self._update.schedule.num_slices == 1:
             return
         for name, module in self._parts.root.named_modules():
             probability = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
@@ -243,10 +236,6 @@ class Verifier:
         with untouched(self._parts.root, device=self._options.device):
             return self._regions.first_difference(shard=group.shard, full=group.gather, together=together)
 
-    @property
-    def _schedule(self) -> Schedule:
-        return self._update.schedule
-
     def _judge_it(
         self,
         plain: PlainModule,
@@ -259,8 +248,8 @@ class Verifier:
         drew_apart: bool,
     ) -> str | None:
         microbatches = self._microbatches(batches)
-        last, mine = self._schedule.owners[-1], set(self._run.layout.place.local_ranks)
-        group_size = self._schedule.group_size // self._schedule.num_slices
+        last, mine = self._update.schedule.owners[-1], set(self._run.layout.place.local_ranks)
+        group_size = self._update.schedule.group_size // self._update.schedule.num_slices
         with self._loaded(plain, weights, moved) as (watch, buffers):
             loss_fn = plain.loss_fn
             assert callable(loss_fn)
@@ -281,7 +270,7 @@ class Verifier:
             outcome = replace(outcome, outputs=outputs)
             buffers |= {name: after for name, (_, after) in moved.items()}
             piped = replace(piped, buffers={name: x for name, x in buffers.items() if self._is_compared(name)})
-            if drew_apart:  # masks of divided activations are others: each region was looked at without them
+            if drew_apart:  # masks of divided activations differ: regions were compared without
                 outcome = replace(outcome, loss=piped.loss, gradients={}, buffers={})
                 piped = replace(piped, gradients={}, buffers={})
             self._tolerance = watch.tolerance
@@ -289,7 +278,7 @@ class Verifier:
 
     def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
         """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""
-        own, device = self._schedule.num_microbatches // len(batches), self._options.device
+        own, device = self._update.schedule.num_microbatches // len(batches), self._options.device
         found: list[tuple[int, Given]] = []
         loss = self._options.model_loss
         for replica, given in enumerate(batches):
@@ -301,7 +290,6 @@ class Verifier:
         return sorted(found, key=lambda one: one[0])
 
     def _train(self, given: Given, step: int) -> tuple[float, dict[str, torch.Tensor | None]]:
-        """The batch's loss, and the gradients of this process's parameters, with no update made."""
         taken: dict[str, torch.Tensor | None] = {}
         giver: dict[str, int] = {}  # replicas and tied weights in one process have equal gradients: one of them counts
 
@@ -309,7 +297,7 @@ class Verifier:
             if giver.setdefault(name, position) == position:
                 taken[name] = added(taken.get(name), gradient)
 
-        if not self._schedule.is_asynchronous:
+        if not self._update.schedule.is_asynchronous:
             result = self._training.accumulate(given)
             assert result.loss is not None
             scale = self._loss_scale()
@@ -333,14 +321,13 @@ class Verifier:
         return result.loss, taken
 
     def _loss_scale(self) -> float:
-        """Factor of the losses of a batch behind the newest weights."""
         scale = self._update.loss_scale
         return 1.0 if scale is None else scale.value
 
     def _is_compared(self, name: str) -> bool:
-        """Whether every microbatch has passed the buffer: of replicas each has seen a part."""
-        owners = self._schedule.owners
-        stages = self._ownership.stages.get(name, ())  # none: it came with a forward, and goes after this one
+        """Whether every microbatch passes through the buffer; each replica sees only some."""
+        owners = self._update.schedule.owners
+        stages = self._ownership.stages.get(name, ())  # none: a forward made it, and it is removed again
         return bool(stages) and all(len(owners[stage]) == 1 for stage in stages)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
@@ -351,7 +338,7 @@ class Verifier:
         }
 
     def _gather_moved(self, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, _Moved]:
-        """Those of all processes' buffers that the batch has changed; a mask may be large, and stays where it is."""
+        """Buffers of all processes that the batch changed; others, such as large masks, are not sent."""
         own = {name: (x.cpu(), after[name].cpu()) for name, x in before.items() if not torch.equal(x, after[name])}
         found: dict[str, _Moved] = {}
         for moved in self._collectives.gather(own, what="gathering buffers for verify"):
@@ -359,7 +346,7 @@ class Verifier:
         return found
 
     def _gather(self, own: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        """Gradients of all parameters, in the judge's process; elsewhere which there are."""
+        """Gradients of all parameters in the judge's process; empty tensors elsewhere."""
         present: set[str] = set()
         for names in self._collectives.gather(
             [name for name, gradient in own.items() if gradient is not None], what="gathering gradients for verify"
@@ -377,11 +364,10 @@ class Verifier:
         return gathered
 
     def _gather_batches(self, given: Given) -> list[Given]:
-        """By data replica, what its last stage was passed."""
         mine, count = self._run.layout.place.replica
         if count == 1:
             return [given]
-        speaks = self._schedule.num_stages - 1 in self._run.local_stages
+        speaks = self._update.schedule.num_stages - 1 in self._run.local_stages
         own = (mine, [(part.arguments.tensors, part.target) for part in given.parts]) if speaks else None
         spoken = self._collectives.gather(own, what="gathering batches for verify")
 

@@ -81,7 +81,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         r"equal weights, though their losses are means over .*: expected .* a microbatch for each",
         {"model": "masked", "set": MEAN, "pipeline": {"num_microbatches": 2}},
     ),
-    (r"2bw.* tells the loss of a batch later: expected a schedule with a flush", {"pipeline": {"schedule": "2bw"}}),
+    (r"2bw.* returns the loss of a batch later: expected a schedule with a flush", {"pipeline": {"schedule": "2bw"}}),
     (
         r"2 data replicas: expected even_batches=True of accelerator_config",
         {"accelerator_config": {"even_batches": False}, "pipeline": {"mesh": {"data": 2}}},

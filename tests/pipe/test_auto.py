@@ -118,9 +118,12 @@ def test_nothing_is_known_before_the_first_batch() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_chunks": 2}, 'num_chunks= beside schedule="auto": expected one of them, since the plan decides on it'),
-        ({"cut": ["1"]}, 'cut= beside schedule="auto"'),
-        ({"recompute": "full"}, 'recompute= beside schedule="auto"'),
+        (
+            {"num_chunks": 2},
+            'num_chunks= together with schedule="auto": expected only one of them, since the plan decides it',
+        ),
+        ({"cut": ["1"]}, 'cut= together with schedule="auto"'),
+        ({"recompute": "full"}, 'recompute= together with schedule="auto"'),
     ],
 )
 def test_what_the_plan_decides_on_is_not_given(options: dict[str, Any], message: str) -> None:

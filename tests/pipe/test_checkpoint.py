@@ -89,7 +89,7 @@ def test_the_place_in_the_data_goes_along(tmp_path: Path) -> None:
     assert (other.num_steps, again.state_dict()["epoch"]) == (6, 1)
     assert epochs(other, again, 4) == expected
 
-    with pytest.warns(UserWarning, match=r"'epoch': 1.*nobody takes it.*pipe.load\(folder, loader=loader\)"):
+    with pytest.warns(UserWarning, match=r"'epoch': 1.*was not loaded.*pipe.load\(folder, loader=loader\)"):
         other.load(tmp_path / "c")
     smaller = other.loader(data, batch_size=4)
     other.load(tmp_path / "c", loader=smaller)  # in other batches
@@ -98,7 +98,7 @@ def test_the_place_in_the_data_goes_along(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shuffle=True, and this run has False: expected the same dataset"):
         other.load(tmp_path / "c", loader=other.loader(data, batch_size=4, shuffle=False))
     pipe.save(tmp_path / "without")
-    with pytest.raises(ValueError, match=r"no place in the data: expected one from pipe.save\(..., loader=\)"):
+    with pytest.raises(ValueError, match=r"no position of a data loader: expected one from pipe.save\(..., loader=\)"):
         other.load(tmp_path / "without", loader=again)
 
 
@@ -143,7 +143,7 @@ def rewrite(place: Path, **changes: Any) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "nothing", r"nothing is no checkpoint: expected a folder from pipe\.save")
+    refused(tmp_path / "nothing", r"nothing is not a checkpoint: expected a folder from pipe\.save")
     manifest = saved(tmp_path / "c") / "checkpoint.json"
     good = manifest.read_text()
     for changed, message in [
@@ -155,7 +155,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         (good.replace('"step": 1', '"step": 2'), "it is damaged: its SHA-256 is not that of what was saved"),
         ("[" * 100_000, "cannot be used"),
         ("{", "cannot be used"),
-        ("7", "it is no manifest of a checkpoint"),
+        ("7", "it is not the manifest of a checkpoint"),
         (good[:-100], "cannot be used"),
     ]:
         manifest.write_text(changed)
@@ -201,11 +201,11 @@ def test_a_manifest_that_cannot_be_is_refused(tmp_path: Path) -> None:
         (tensor([file, entry + "x", start, sizes, sha256]), "is not what the manifest says: it has no tensor"),
         (tensor([file, "model/0.bias", start, sizes, sha256]), r"'model/0.bias' has shape \(6,\): expected \(6, 6\)"),
         (tensor(top, bottom), r"'model/0.weight' has shape \(6, 6\): expected \(3, 6\)"),
-        ({"names": [*content["names"], "0.weight"]}, "names of the model stand there twice"),
+        ({"names": [*content["names"], "0.weight"]}, "the model has a name twice"),
         ({"names": [*content["names"], "more"]}, "the model's 'more' is not in it"),
-        ({"values": content["values"] | {"optimizers": [[{"class": "AdamW"}]]}}, "has no optimizers as they are saved"),
+        ({"values": content["values"] | {"optimizers": [[{"class": "AdamW"}]]}}, "has optimizers of another form"),
         ({"values": content["values"] | {"random/torch": [{"exec": "x"}]}}, "has a bad value of 'random/torch'"),
-        ({"values": content["values"] | {"random/python": [[1, 2]]}}, "state of the generator 'python' is none"),
+        ({"values": content["values"] | {"random/python": [[1, 2]]}}, "state of the generator 'python' is not valid"),
     ]:
         rewrite(place, **changes)
         refused(tmp_path / "c", message)
@@ -266,15 +266,15 @@ def test_what_would_never_end_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
     place = saved(tmp_path / "c")
     monkeypatch.setattr(checkpoint_files, "MANIFEST_LIMIT", 1000)
     monkeypatch.setattr("stagewright.pipe.checkpoint.reader.MANIFEST_LIMIT", 1000)
-    refused(tmp_path / "c", r"checkpoint\.json cannot be used: it is no plain file of at most 1000 bytes")
+    refused(tmp_path / "c", r"checkpoint\.json cannot be used: it is not a regular file of at most 1000 bytes")
     with pytest.raises(ValueError, match=r"no checkpoint was saved.*checkpoint\.json would have \d+ bytes"):
         saved(tmp_path / "d")
     (place / "checkpoint.json").unlink()
     os.mkfifo(place / "checkpoint.json")
-    refused(tmp_path / "c", r"checkpoint\.json cannot be used: it is no plain file")
+    refused(tmp_path / "c", r"checkpoint\.json cannot be used: it is not a regular file")
     (tmp_path / "c" / "latest").unlink()
     os.mkfifo(tmp_path / "c" / "latest")
-    refused(tmp_path / "c", "c is no checkpoint: expected a folder from pipe.save")
+    refused(tmp_path / "c", "c is not a checkpoint: expected a folder from pipe.save")
 
 
 @pytest.mark.thorough

@@ -184,14 +184,14 @@ def rewrite(folder: Path, content: Any) -> None:
 
 def evil(folder: Path, mark: Path) -> str:
     rewrite(folder, Evil(mark))
-    return "names pathlib.Path.touch|names builtins.getattr|names pathlib.Path, which is none of DCP's records"
+    return "names pathlib.Path.touch|names builtins.getattr|names pathlib.Path, which is not one of DCP's records"
 
 
 def evil_within(folder: Path, mark: Path) -> str:
     content = metadata(folder)
     content.storage_meta.load_id = Evil(mark)
     rewrite(folder, content)
-    return "which is none of DCP's records and might run code"
+    return "which is not one of DCP's records and might run code"
 
 
 def evil_class(folder: Path, mark: Path) -> str:
@@ -208,7 +208,7 @@ def evil_value(folder: Path, mark: Path) -> str:
     torch.save(Evil(mark), folder / "evil.distcp")
     info.relative_path, info.offset, info.length = "evil.distcp", 0, (folder / "evil.distcp").stat().st_size
     rewrite(folder, content)
-    return "which a checkpoint has no form for"
+    return "which a checkpoint cannot hold"
 
 
 def elsewhere(folder: Path, mark: Path) -> str:
@@ -285,7 +285,7 @@ def two_lists(folder: Path, mark: Path) -> str:
 
 def bytes_of_any_number(folder: Path, mark: Path) -> str:
     chunk_of(folder, NAMED, archive(b"\x80\x02c__builtin__\nbytearray\nq\x00J\x00\x00\x00\x10\x85R.", folder))
-    return "it has a bytearray, which no checkpoint has"
+    return "it has a bytearray, which checkpoints never have"
 
 
 def tensor_of_any_size(folder: Path, mark: Path) -> str:
@@ -342,20 +342,20 @@ def evil_member(folder: Path, mark: Path) -> str:
 def fifo(folder: Path, mark: Path) -> str:
     (folder / ".metadata").unlink()
     os.mkfifo(folder / ".metadata")
-    return ".metadata is no plain file"
+    return ".metadata is not a regular file"
 
 
 def fifo_of_chunks(folder: Path, mark: Path) -> str:
     (folder / "__0_0.distcp").unlink()
     os.mkfifo(folder / "there")
     (folder / "__0_0.distcp").symlink_to(folder / "there")
-    return "__0_0.distcp is no plain file"
+    return "__0_0.distcp is not a regular file"
 
 
 def device(folder: Path, mark: Path) -> str:
     (folder / "__0_0.distcp").unlink()
     (folder / "__0_0.distcp").symlink_to("/dev/zero")
-    return "__0_0.distcp is no plain file"
+    return "__0_0.distcp is not a regular file"
 
 
 def no_pickle(folder: Path, mark: Path) -> str:
@@ -371,7 +371,7 @@ def no_folder(folder: Path, mark: Path) -> str:
 def no_optimizer(folder: Path, mark: Path) -> str:
     shutil.rmtree(folder)
     dcp.save({"model": model().state_dict()}, checkpoint_id=folder, no_dist=True)
-    return "has no optimizer: expected one beside 'model'"
+    return "has no optimizer: expected one next to 'model'"
 
 
 def by_numbers(folder: Path, mark: Path) -> str:
@@ -456,7 +456,7 @@ def test_a_folder_of_dcp_for_another_model_or_optimizer_is_refused(
     (tmp_path / "there" / "file").touch()
     with pytest.raises(ValueError, match=r"there: expected a new folder for torch\.distributed\.checkpoint"):
         stagewright.export_checkpoint(tmp_path / "own", tmp_path / "there", dcp=True)
-    with pytest.raises(ValueError, match="the state dict has no optimizer: expected one beside 'model'"):
+    with pytest.raises(ValueError, match="the state dict has no optimizer: expected one next to 'model'"):
         stagewright.import_checkpoint(model().state_dict(), tmp_path / "c", optimizer=True)
     assert main(["export", str(folder), "--to-checkpoint", str(tmp_path / "x"), "--dcp"]) == 2
     assert "--dcp with --to-checkpoint" in capsys.readouterr().err

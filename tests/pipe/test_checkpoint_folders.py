@@ -64,7 +64,7 @@ def test_a_run_that_goes_on_takes_the_folder_over(tmp_path: Path) -> None:
     assert latest(tmp_path).name.startswith("step-3-")
     (tmp_path / "latest").write_text("")  # nothing but the folders' names
     back = trained(0)
-    with pytest.raises(ValueError, match=r"is no checkpoint: .*; there is one in it: pipe.load\(.*/step-3-"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint: .*; there is one in it: pipe.load\(.*/step-3-"):
         back.load(tmp_path)
     back.load(next(tmp_path.glob("step-2-*")))
     back.save(tmp_path)
@@ -120,7 +120,7 @@ def test_ranks_load_the_same_checkpoint_or_none(gloo: Pool, tmp_path: Path) -> N
     for rank in range(2):
         assert f"rank 0 read {latest(one)} and rank 1 read {latest(other)}: expected one folder" in mixed[rank][0]
         assert "rank 1 cannot load the checkpoint, so no rank does" in missing[rank][0]
-        assert "is no checkpoint: expected a folder from pipe.save" in fresh[rank][0]
+        assert "is not a checkpoint: expected a folder from pipe.save" in fresh[rank][0]
         for outcome in (mixed, missing, fresh):
             assert outcome[rank][1:] == fresh[rank][1:]
             assert outcome[rank][2] != both[rank][2]
@@ -154,7 +154,7 @@ def test_what_the_writers_file_leads_to_is_not_written(link: str, tmp_path: Path
     folder.mkdir()
     getattr(folder / ".writer", link)(kept)
     pipe = trained(1)
-    with pytest.raises(ValueError, match=r"run/\.writer is a link, or no plain file: expected it to be removed"):
+    with pytest.raises(ValueError, match=r"run/\.writer is a link, or not a regular file: expected it to be removed"):
         pipe.checkpointer(folder, every=1)
     with pytest.raises(ValueError, match=r"run/\.writer is a link"):
         pipe.save(folder)

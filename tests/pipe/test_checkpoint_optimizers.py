@@ -182,14 +182,14 @@ OTHERS: dict[str, tuple[Any, Any, Any, Any, str]] = {
         None,
         adamw,
         None,
-        r"weight_decay=0.0 for '0.bias' and weight_decay=0.01 for '0.weight', which stand in one parameter group now",
+        r"weight_decay=0.0 for '0.bias' and weight_decay=0.01 for '0.weight', which are in one parameter group now",
     ),
     "divided groups": (
         adamw,
         None,
         decays,
         None,
-        r"has '0.bias' and '0.weight' in one parameter group, and they stand in groups with different options now",
+        r"has '0.bias' and '0.weight' in one parameter group, and they are in groups with different options now",
     ),
 }
 

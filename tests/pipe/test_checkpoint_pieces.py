@@ -98,7 +98,7 @@ def test_a_file_that_is_not_there_as_it_was_written_is_not_published(
         return found
 
     monkeypatch.setattr(files, "write_tensors", cut_off)
-    with pytest.raises(AssertionError, match="is not there as it was written: expected a folder that all ranks share"):
+    with pytest.raises(AssertionError, match="is missing or has another size: expected a folder that all ranks share"):
         written(tmp_path, WAYS["whole"])
 
 

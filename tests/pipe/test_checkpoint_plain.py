@@ -191,7 +191,7 @@ def test_what_cannot_be_exported_or_imported_is_told(tmp_path: Path, capsys: pyt
         ([folder, "-o", str(tmp_path / "m.bin2")], "expected a file that ends in .safetensors or .pt"),
         ([folder, "-o", str(tmp_path / "m.safetensors"), "--optimizer"], "safetensors hold tensors alone"),
         ([folder, "-o", str(tmp_path / "no" / "m.pt")], "cannot be written: No such file or directory"),
-        ([str(tmp_path / "no"), "-o", str(tmp_path / "m.pt")], "is no checkpoint: expected a folder from pipe.save"),
+        ([str(tmp_path / "no"), "-o", str(tmp_path / "m.pt")], "is not a checkpoint: expected a folder from pipe.save"),
         ([str(tmp_path / "bad.pt"), "--to-checkpoint", into], "bad.pt cannot be read"),
         ([str(tmp_path / "bad.safetensors"), "--to-checkpoint", into], "bad.safetensors cannot be read"),
         ([str(tmp_path / "no.pt"), "--to-checkpoint", into], "no.pt cannot be read: [Errno 2] No such file"),

@@ -170,7 +170,7 @@ def test_a_full_disk_is_told_and_the_next_interval_tries_again(
             if step == 2:
                 saver.wait()  # whole before the disk is full, however quick the steps are
             if step == 4:
-                text = r"No space left on device.*training goes on, and tries again"
+                text = r"No space left on device.*the next interval tries again"
                 with pytest.warns(UserWarning, match=text) as told:
                     ends(saver)
                 assert told[0].filename == __file__
@@ -222,7 +222,7 @@ def test_a_disk_that_never_answers_is_told(tmp_path: Path, monkeypatch: pytest.M
     answered = threading.Event()
     monkeypatch.setattr(persist, "write_file", lambda *args, **options: answered.wait())
     saver = make_small(timeout=0.2).checkpointer(tmp_path, every=1)
-    with pytest.raises(PipelineTimeout, match=r"behind step 0 is not written after 0.2 s: rank 0 has not written its"):
+    with pytest.raises(PipelineTimeout, match=r"after step 0 is not written after 0.2 s: rank 0 has not written its"):
         saver.save()
     with pytest.raises(AssertionError), saver:  # an error in the block does not wait
         raise AssertionError

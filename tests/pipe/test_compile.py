@@ -172,7 +172,7 @@ def test_what_is_refused() -> None:
     x = torch.randn(16, WIDTH, dtype=torch.float64)
     for option, message in {
         "inductor": "compile='inductor': expected True, or arguments of torch.compile",
-        ("backend", "nonsense"): "compile={'backend': 'nonsense'}: torch.compile refuses it",
+        ("backend", "nonsense"): "compile={'backend': 'nonsense'}: torch.compile raises an error",
         ("bakend", "eager"): "compile={'bakend': ...}: expected arguments of torch.compile",
     }.items():
         with pytest.raises(ValueError, match=message.replace("{", r"\{").replace("}", r"\}")):

@@ -163,7 +163,7 @@ REFUSED: list[tuple[object, dict[str, Any], str]] = [
     ("int8", {"mesh": {"pipe": 1}}, "no message is sent there. Boundaries between ranks are none"),
     ({"data": "int8"}, {}, r"where no stage has replicas: expected Mesh\(data=D\)"),
     ({"data": "int8"}, {"mesh": {"data": 2}}, "in one process, where replicas share Parameters"),
-    ("int8", {"precision": "fp16"}, "beside a grad_scaler: expected precision='bf16'"),
+    ("int8", {"precision": "fp16"}, "with a grad_scaler: expected precision='bf16'"),
     ({"auto": {(0, 1): Link()}}, {}, "no way from rank 1 to rank 0"),
     ("auto", {"optimizer": None}, "compress='auto' without an optimizer"),
     ("auto", {"schedule": "2bw"}, "compress='auto' under the asynchronous '2bw'"),

@@ -189,6 +189,6 @@ def test_replicas_sum_what_is_packed(gloo: Pool) -> None:
                 torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-11)
             assert sent == (STEPS * bytes_of[name], STEPS * 8 * 412)
     for said in gloo.run(told, ranks=2):
-        assert "beside 'zero1' or 'fsdp'" in said[0]
-        assert "beside sync=2, which sums no gradients" in said[1]
+        assert "with 'zero1' or 'fsdp'" in said[0]
+        assert "with sync=2, which sums no gradients" in said[1]
         assert "under the asynchronous '2bw'" in said[2]

@@ -158,7 +158,7 @@ def test_what_is_refused(option: str, schedule: str, story: str) -> None:
             example_inputs=(torch.zeros(2, 2),),
         )
     for options in ({"factor": -1.0}, {"delay": float("nan")}, {"factor": None}, {"delay": True}, {"fresh": -1.0}):
-        with pytest.raises(ValueError, match=f"ErrorFeedback\\({next(iter(options))}=.*a finite number from 0 on"):
+        with pytest.raises(ValueError, match=f"ErrorFeedback\\({next(iter(options))}=.*a finite number of at least 0"):
             ErrorFeedback(**options)
 
 

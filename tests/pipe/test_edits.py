@@ -140,7 +140,7 @@ def test_a_list_is_shown_saved_replayed_and_taken_back(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bad\.json holds no edits .*: expected what edits.save wrote"):
         other.load(tmp_path / "bad.json")
     other["3"].replace(Wrapped)
-    with pytest.raises(ValueError, match=r"is code, which no file of edits holds: expected it in the script"):
+    with pytest.raises(ValueError, match=r"is code, which no file can hold: expected it in the script"):
         other.save(tmp_path / "code.json")
 
 

@@ -48,7 +48,7 @@ def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
     with pytest.raises(ValueError, match=r"state: -1\.0: expected a finite number of at least 0"):
         edits.memory((torch.ones(2, 4),), limit="500kB", state=-1.0)
     edits["3.up"].dtype("float64")
-    with pytest.raises(ValueError, match=r"3: dtype\(.* meets 3\.up: dtype\(.* at '3\.up': expected one of them there"):
+    with pytest.raises(ValueError, match=r"3: dtype\(.* excludes 3\.up: dtype\(.* at '3\.up': expected only one"):
         edits["3"].dtype("bfloat16")  # it would be that of the part, too
     edits.undo()
     edits["3"].replace(lambda old: nn.Sequential(old, nn.LazyLinear(4)))
@@ -64,9 +64,9 @@ def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
         edits.undo()
     edits["3"].checkpoint()
     for make in (partial(edits["3.*_norm"].keep_less, "layernorm"), edits["3"].checkpoint):
-        with pytest.raises(ValueError, match=r"meets 3: checkpoint\(\) at '3': expected one of them there"):
+        with pytest.raises(ValueError, match=r"excludes 3: checkpoint\(\) at '3': expected only one of them there"):
             make()
-    with pytest.raises(ValueError, match=r"recompute= beside edits that say the same: expected one of them"):
+    with pytest.raises(ValueError, match=r"recompute= together with edits that set it: expected only one of them"):
         PipelineModule(edits, recompute="full", mesh={"pipe": 2})
     assert str(model) == before
     tied = edit(make_model("tied-gpt"))
@@ -74,7 +74,7 @@ def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
         tied["head"].dtype("float32")
     shared = nn.Linear(4, 4)
     twice = edit(nn.Sequential(shared, nn.Tanh(), shared))
-    with pytest.raises(ValueError, match=r"0: checkpoint\(\): '0' is '2', too \(shared\): expected a module that st"):
+    with pytest.raises(ValueError, match=r"0: checkpoint\(\): '0' is '2', too \(shared\): expected a module with"):
         twice["0"].checkpoint()
     done = edit(make_model("gpt"))
     done.build()
@@ -265,7 +265,7 @@ def test_a_first_batch_that_is_refused_is_not_the_end() -> None:
     with pytest.raises(ValueError, match=r"cannot take"):
         pipe.train_step(other, x)
     others.undo()
-    with pytest.raises(ValueError, match=r"others than those of this pipeline: expected PipelineModule\(edits\) anew"):
+    with pytest.raises(ValueError, match=r"differ from those of this pipeline: expected a new PipelineModule\(edits\)"):
         pipe.train_step(x, x)
 
 

@@ -93,13 +93,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"stages": [nn.Linear(6, 6)]},
         r"a list of 1 stages, and the schedule has 2 \(ranks x chunks\): expected one module per stage",
     ),
-    "no model": ({"model": None}, r"expected a model, or a list of modules, one a stage: PipelineModule\(model, "),
+    "no model": ({"model": None}, r"expected a model, or a list of modules, one per stage: PipelineModule\(model, "),
     "stages that are none": ({"stages": [3]}, r"3 is int: expected a torch.nn.Module"),
     "no module": ({"model": F.relu}, r"is function: expected a torch\.nn\.Module"),
     "unknown recompute": ({"recompute": "half"}, r"recompute='half': expected one of 'none', 'full'"),
     "recompute for one stage of two": (
         {"recompute": ["full"]},
-        r"recompute= has 1 entries for 2 stages: expected one, or one a stage",
+        r"recompute= has 1 entries for 2 stages: expected one value, or one per stage",
     ),
     "timeout": ({"timeout": 0}, r"timeout=0: expected seconds above 0"),
     "norm": ({"max_grad_norm": -1.0}, r"max_grad_norm=-1\.0: expected a number above 0, or None"),
@@ -142,7 +142,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a scheduler that is none": ({"lr_scheduler": lambda _: None}, r"lr_scheduler= returned NoneType: expected"),
     "a scheduler alone": (
         {"optimizer": None, "lr_scheduler": lambda optimizer: None},
-        r"lr_scheduler=.* without an optimizer: expected optimizer= beside it",
+        r"lr_scheduler=.* without an optimizer: expected optimizer= as well",
     ),
     "clipping alone": (
         {"optimizer": None, "max_grad_norm": 1.0},

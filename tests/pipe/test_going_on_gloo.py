@@ -105,7 +105,7 @@ def test_evaluations_and_saves_outlast_a_death(tmp_path: Path, at: str) -> None:
 def test_a_stage_without_a_holder_ends_the_run_by_name(tmp_path: Path) -> None:
     result = start(tmp_path, ("1f1b", 2, 2), 5, strikes="2:1:F,3:2:F")
     assert result.status != 0
-    assert "ranks 2, 3 are dead, and nobody else has stage 1" in result.report
+    assert "ranks 2, 3 are dead, and no other rank has stage 1" in result.report
     assert "a checkpoint, of which this run has none" in result.report
 
 
@@ -205,17 +205,17 @@ def module(**options: Any) -> sw.PipelineModule:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"mesh": sw.Mesh(pipe=2, on_failure="reroute")}, "with data=1: nobody could take over. Expected data=2"),
+        ({"mesh": sw.Mesh(pipe=2, on_failure="reroute")}, "with data=1: no replica could take over. Expected data=2"),
         (
             {"mesh": sw.Mesh(pipe=2, data=2, on_failure="again")},
             "on_failure='again': expected one of 'stop', 'reroute'",
         ),
         ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", data_parallel="zero1")}, "data_parallel='zero1'"),
         ({"schedule": "2bw"}, "batches overlap, or activations move, in it"),
-        ({"schedule": "auto"}, 'Mesh(on_failure=) beside schedule="auto"'),
-        ({"precision": "fp16"}, "beside a loss scale, which moves with each try"),
-        ({"optimizer": None}, "beside an optimizer of your own"),
-        ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", compress="int8")}, "beside compress="),
+        ({"schedule": "auto"}, 'Mesh(on_failure=) together with schedule="auto"'),
+        ({"precision": "fp16"}, "with a loss scale, which changes with each try"),
+        ({"optimizer": None}, "with an optimizer of your own"),
+        ({"mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute", compress="int8")}, "with compress="),
     ],
 )
 def test_what_cannot_go_on_is_refused(options: dict[str, Any], told: str) -> None:
@@ -368,7 +368,7 @@ def test_a_step_that_fails_twice_with_nobody_dead_ends_the_run() -> None:
     members.someone_died = lambda: False
     life = Rerouted(run._building, members)
     assert not life._is_whole(PipelineTimeout("waited"), is_ready=False)
-    with pytest.raises(PeerLost, match="a step failed twice, and nobody is dead"):
+    with pytest.raises(PeerLost, match="a step failed twice, and no process is dead"):
         life._is_whole(PeerLost("lost"), is_ready=False)
     assert asked == [True, False]
 

@@ -116,7 +116,7 @@ def test_the_axes_of_a_mesh_stay(mesh: dict[str, int], replicas: tuple[int, ...]
 
 
 def test_replicas_do_not_go_with_an_order_for_each_batch() -> None:
-    with pytest.raises(ValueError, match=r'mesh=\{"data": 2\} beside replan="batch": .* expected "data": 1'):
+    with pytest.raises(ValueError, match=r'mesh=\{"data": 2\} with replan="batch": .* expected "data": 1'):
         make_pipe(mesh={"pipe": 1, "data": 2}, replan="batch")
 
 

@@ -158,7 +158,7 @@ def test_evaluation_verification_and_a_dict_of_a_loader() -> None:
     but=[
         "call1-expected a list of microbatches",
         "call2-a batch of 3 microbatches for a schedule of 4: expected 4 in every batch, or",
-        "call3-microbatches= beside target: expected it alone",
+        "call3-microbatches= together with target: expected it alone",
         "call4-microbatch 3 is int: expected a tuple of what train_step takes",
     ]
 )
@@ -171,7 +171,7 @@ def test_evaluation_verification_and_a_dict_of_a_loader() -> None:
             {"microbatches": BATCHES[0][:3]},
             "a batch of 3 microbatches for a schedule of 4: expected 4 in every batch, or",
         ),
-        ({"microbatches": BATCHES[0], "target": 1}, "microbatches= beside target: expected it alone"),
+        ({"microbatches": BATCHES[0], "target": 1}, "microbatches= together with target: expected it alone"),
         ({"microbatches": [*BATCHES[0][:3], 5]}, "microbatch 3 is int: expected a tuple of what train_step takes"),
         ({"microbatches": [*BATCHES[0][:3], (torch.ones(()),) * 2]}, "microbatch 3: input 0 is a tensor without"),
         (

@@ -121,7 +121,7 @@ def test_mistakes(recompute: Any, message: str) -> None:
 def test_a_plan_has_its_own_recomputation() -> None:
     profile = Profile(nodes=[Node(name="0", forward_seconds=1.0, backward_seconds=2.0)])
     plan = make_plan(profile, Cluster.from_levels([(1, 1e9)]), global_batch=1)
-    with pytest.raises(ValueError, match=r"recompute= beside a plan"):
+    with pytest.raises(ValueError, match=r"recompute= together with a plan"):
         PipelineModule(nn.Sequential(nn.Linear(D, D)), schedule=plan, recompute={"*": "full"}, loss_fn=F.mse_loss)
 
 

@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_taken(tmp_path: Path) -
     drawn = torch.get_rng_state()
     with pytest.raises(ValueError, match=r"of another model: '0.weight' has shape \(5, 6\), expected \(7, 6\)"):
         wide.load(tmp_path / "c", loader=place)
-    with pytest.raises(ValueError, match="nowhere is no checkpoint: expected a folder from"):
+    with pytest.raises(ValueError, match="nowhere is not a checkpoint: expected a folder from"):
         wide.load(tmp_path / "nowhere", loader=place)
     with pytest.raises(ValueError, match=r"it lacks \['1.weight', '1.bias'\] and has \['3.weight', '3.bias'\]"):
         named.load(tmp_path / "c", loader=place)

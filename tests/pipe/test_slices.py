@@ -164,7 +164,7 @@ def test_a_plan_says_how_long_slices_are(options: dict[str, Any], tmp_path: Path
         assert made.loss == pytest.approx(expected.loss, abs=1e-13)
         assert difference(made, expected) < 1e-12
     assert lengths <= {*seen}
-    with pytest.raises(ValueError, match="a plan says both: expected dims= alone"):
+    with pytest.raises(ValueError, match="a plan fixes both: expected dims= alone"):
         PipelineModule(chain(), schedule=Slices(found, num_slices=2), loss_fn=mean_loss)
 
 

@@ -275,13 +275,13 @@ def refused(options: dict[str, Any]) -> list[str]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "2bw"}, "sync=4 under the asynchronous schedule '2bw'"),
-    ({"mesh": sw.Mesh(pipe=1, data=2, sync=4, data_parallel="zero1")}, "sync=4 beside 'zero1' or 'fsdp'"),
+    ({"mesh": sw.Mesh(pipe=1, data=2, sync=4, data_parallel="zero1")}, "sync=4 with 'zero1' or 'fsdp'"),
     ({"mesh": sw.Mesh(pipe=2, sync=4)}, "sync=4 for one replica: expected Mesh(data=D)"),
     ({"mesh": sw.Mesh(pipe=1, data=2, sync=0)}, "sync=0: expected a number of steps, at least 1, or 'adaptive'"),
     ({"mesh": sw.Mesh(pipe=1, data=2, sync="often")}, "sync='often': expected a number of steps"),
     ({"optimizer": None, "lr_scheduler": None, "max_grad_norm": None}, "sync=4 without an optimizer"),
-    ({"precision": "fp16"}, "sync=4 beside a grad_scaler"),
-    ({"schedule": "auto", "mesh": sw.Mesh(pipe=1, sync=4)}, 'Mesh(sync=) beside schedule="auto"'),
+    ({"precision": "fp16"}, "sync=4 with a grad_scaler"),
+    ({"schedule": "auto", "mesh": sw.Mesh(pipe=1, sync=4)}, 'Mesh(sync=) together with schedule="auto"'),
 ]
 
 

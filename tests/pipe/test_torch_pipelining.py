@@ -144,7 +144,7 @@ def test_what_torch_made_is_taken() -> None:
     [
         (
             lambda: train(Model(), cut={"layers.1": SplitPoint.END}),
-            r"cut=\{'layers.1': SplitPoint.END\}: expected SplitPoint.BEGINNING, of the module behind it",
+            r"cut=\{'layers.1': SplitPoint.END\}: expected SplitPoint.BEGINNING of the next module",
         ),
         (lambda: train(Model(), cut={"layers.1": 3}), r"cut=\{'layers.1': 3\}: expected SplitPoint.BEGINNING"),
         (

@@ -203,7 +203,7 @@ def test_what_is_not_tried_says_why() -> None:
             replace(one, simulated_step_time=9.0),
             {},
         ),
-        ("a copy of the model beside the run takes", make_model(), limited(one), {}),
+        ("a copy of the model in addition to the run takes", make_model(), limited(one), {}),
     ]
     for reason, model, found, options in cases:
         with mock.patch.object(Trials, "_carry_out", side_effect=AssertionError):

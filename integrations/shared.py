@@ -1,11 +1,54 @@
-"""Batches of Trainer as microbatches of a pipeline."""
+"""Data of Trainer and accelerate for a pipeline: data replicas as processes, and batches as microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from ..pipe import PipelineModule
+
+
+@contextmanager
+def seen_as(states: tuple[Any, ...], index: int, count: int) -> Iterator[None]:
+    """Context in which accelerate takes this process for number `index` of `count`."""
+    before = [(state.process_index, state.num_processes) for state in states]
+    try:
+        for state in states:
+            state.process_index, state.num_processes = index, count
+        yield
+    finally:
+        for state, (own, number) in zip(states, before, strict=True):
+            state.process_index, state.num_processes = own, number
+
+
+def read_pipeline(pipeline: object) -> dict[str, Any]:
+    known = inspect.signature(PipelineModule).parameters
+    if not isinstance(pipeline, Mapping | None) or not all(isinstance(name, str) for name in pipeline or {}):
+        raise ValueError(
+            f'pipeline={pipeline!r:.60}: expected arguments of PipelineModule, as in {{"schedule": "1f1b"}}'
+        )
+    for name in pipeline or {}:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or list(known)[1:-1]
+            raise ValueError(f"pipeline={{{name!r}: ...}}: expected {', '.join(map(repr, near))}")
+    return dict(pipeline or {})
+
+
+def from_all(value: object, replica: int) -> list[Any]:
+    """Values of all processes, in order of their data replica or share of a batch; None is left out. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (replica, pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, value)))
+    return [each for _, each in sorted(dict(pair for pair in found if pair[1] is not None).items())]
+
 
 Batch = Mapping[str, Any]
 _IGNORED = -100  # a label that a loss leaves out
@@ -23,7 +66,7 @@ def cut(batch: Batch, rows: slice | torch.Tensor) -> dict[str, Any]:
 
 
 def one_each(batches: Sequence[Batch], count: int) -> list[Batch] | None:
-    """A microbatch for each batch, and empty ones behind them; None where that does not make `count`."""
+    """One microbatch per batch, and empty ones after them; None if that does not make `count`."""
     empty = _without_labels(batches[-1])
     if len(batches) > count or (len(batches) < count and empty is None):
         return None
@@ -31,13 +74,12 @@ def one_each(batches: Sequence[Batch], count: int) -> list[Batch] | None:
 
 
 def arranged(batches: Sequence[Batch], count: int) -> Batch:
-    """Keywords of a train_step over all rows, in their order."""
     whole = _joined(batches)
     return {"microbatches": _divided(batches, count)} if whole is None or num_rows(whole) < count else whole
 
 
 def _without_labels(batch: Batch) -> Batch | None:
-    """The same, and nothing is to be learned from it; None where that cannot be said of its labels."""
+    """The same without labels to learn from; None if its labels cannot be ignored."""
     labels = batch.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dtype not in (torch.int64, torch.int32):
         return None
@@ -45,7 +87,7 @@ def _without_labels(batch: Batch) -> Batch | None:
 
 
 def _joined(batches: Sequence[Batch]) -> Batch | None:
-    """One batch of all rows; None where they differ in more than their number, as padded ones do."""
+    """One batch of all rows; None if they differ in more than their number, as padded ones do."""
     if len(batches) == 1:
         return batches[0]
     first = batches[0]
@@ -59,7 +101,7 @@ def _joined(batches: Sequence[Batch]) -> Batch | None:
 
 
 def _divided(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """The same rows in `count` microbatches: an epoch's last step has fewer batches."""
+    """The same rows in `count` microbatches, since an epoch's last step has fewer batches."""
     pieces = list(batches)
     while len(pieces) < count:
         longest = max(range(len(pieces)), key=lambda number: num_rows(pieces[number]))
