@@ -124,10 +124,14 @@ class Moments:
 def count_in_flight(schedule: Schedule, parts: Sequence[float] = ()) -> tuple[Moments, ...]:
     """Moments of each rank; `parts`: of a microbatch, that each of its slices holds. O(actions)."""
     versions = derive_versions(schedule).peak_live if schedule.is_asynchronous else (1,) * schedule.num_ranks
-    return tuple(
-        _of_program(program, stages, version, parts, streams=schedule.is_asynchronous)
-        for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True)
-    )
+    streams, known, found = schedule.is_asynchronous, dict[object, Moments](), []
+    for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True):
+        # Replicas run the same actions of other microbatches, which all take as much.
+        alike = program if parts or streams else tuple((stage, op) for stage, op, _ in program)
+        if (alike, version) not in known:
+            known[alike, version] = _of_program(program, stages, version, parts, streams=streams)
+        found.append(known[alike, version])
+    return tuple(found)
 
 
 def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:

@@ -41,7 +41,7 @@ A level's `reduce_latency` and `reduce_bandwidth` say what was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,6 +98,7 @@ class Topology:
 
     def __init__(self, cluster: Cluster, *, memory_limit: float | None = None) -> None:
         self.cluster, self.memory_limit = cluster, memory_limit
+        self._known: dict[object, TransferTime] = {}  # sums, exchanges and messages that were asked for before
         self.num_devices = cluster.num_devices
         self.level_sizes = [level.size for level in cluster.levels]
         self._group_sizes = np.cumprod(self.level_sizes)[:-1]
@@ -141,7 +142,7 @@ class Topology:
             return self
         other = copy(self)
         other.link_speeds = np.full(len(self.link_speeds), self.link_speeds.max())
-        other._ways = {}
+        other._ways, other._known = {}, {}
         return other
 
     def _way(self, src: int, dst: int, bandwidth: float, latency: float) -> tuple[int, TransferTime]:
@@ -167,9 +168,27 @@ class Topology:
         """Bytes a second of the slowest of their links to the host, each direction; 0 where nobody said."""
         return float(self._to_hosts[0] if self.is_uniform else self._to_hosts[list(ranks)].min())
 
+    def _once(self, find: Callable[..., TransferTime], *groups: Sequence[int], tensor: int) -> TransferTime:
+        """`find(*groups, tensor)`, computed once for all groups of ranks that lie alike in the cluster.
+
+        With equal links, ranks that are shifted by whole outermost groups have the same levels between them.
+        """
+        if not self.has_equal_links or self.shares_cards:
+            return find(*groups, tensor=tensor)
+        outermost = self.num_devices // self.level_sizes[-1]
+        shift = min(map(min, groups)) // outermost * outermost
+        alike = tuple(_shifted(ranks, -shift) for ranks in groups)
+        key = (find.__name__, alike, tensor)
+        if key not in self._known:
+            self._known[key] = find(*alike, tensor=tensor)
+        return self._known[key]
+
     def between(self, src: Sequence[int], dst: Sequence[int], *, tensor: int) -> TransferTime:
         """The slowest message between replicas of two stages that share a microbatch, tensor rank to tensor rank; those
         of one group go at the same time, over cards that they share."""
+        return self._once(self._between, src, dst, tensor=tensor)
+
+    def _between(self, src: Sequence[int], dst: Sequence[int], *, tensor: int) -> TransferTime:
         first, last = _pairs(src, dst, tensor)
         levels = self.levels_between(first, last)
         link = self.links[int(np.max(levels))]
@@ -225,6 +244,9 @@ class Topology:
         Arguments:
             tensor: sums of so many tensor ranks that go on at the same time.
         """
+        return self._once(self._ring, ranks, tensor=tensor)
+
+    def _ring(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:
         members = np.unique(_indices(ranks))
         slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
         rings = self._rings_of(members, tensor)
@@ -245,6 +267,9 @@ class Topology:
 
     def exchange(self, ranks: Sequence[int], *, tensor: int = 1) -> TransferTime:
         """Each of these ranks sends every other one its part, by the bytes of all parts together; see above."""
+        return self._once(self._exchange, ranks, tensor=tensor)
+
+    def _exchange(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:
         members = np.unique(_indices(ranks))
         at_once = SUMS_AT_ONCE if self.is_flat else None
         if len(members) == 1:
@@ -362,6 +387,12 @@ def _pairs(src: Sequence[int], dst: Sequence[int], tensor: int) -> tuple[Indices
     k = np.arange(min(math.lcm(*counts), MAX_PAIRS))
     first, last = (_indices(ranks).reshape(n, tensor)[k % n] for ranks, n in zip((src, dst), counts, strict=True))
     return first, last
+
+
+def _shifted(ranks: Sequence[int], by: int) -> Sequence[int]:
+    if isinstance(ranks, range):
+        return range(ranks.start + by, ranks.stop + by, ranks.step)
+    return tuple(rank + by for rank in ranks)
 
 
 def _indices(ranks: Sequence[int]) -> Indices:

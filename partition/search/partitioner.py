@@ -68,7 +68,7 @@ def partition(profile: Profile, cluster: Cluster, **options: Any) -> Plan:
     given = made_of(PartitionOptions, options, "partition")
     if given.cost_model == "pipedream":
         return _as_pipedream(profile, cluster, given.activation_compression_ratio, given.straight)
-    if given.activation_compression_ratio is not None:
+    if given.activation_compression_ratio not in (None, 1):
         profile = _compressed(profile, given.activation_compression_ratio)
     if given.num_microbatches is None:
         return _steady(profile, cluster, given)

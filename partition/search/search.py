@@ -29,6 +29,7 @@ from .simulated import MAX_ACTIONS, SizesError, TooLongError, num_actions
 from .space import Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
+_RUNNER_UP_ACTIONS = 30_000  # of those, for cuts that cannot become the best
 _REFINED = 3  # configurations whose cuts are moved
 _LAYOUTS = 32  # in a row, the least first, that are simulated in front of moves; four times as many behind them
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
@@ -80,7 +81,7 @@ class PlanSearch:
         self._least_seconds = math.inf  # of any configuration, whatever its cuts
         self._least_left = math.inf  # of those that were not simulated
         self._queue, self._numbers, self._brought_numbers = list[_Entry](), count(), count(-1, -1)
-        self._actions_left = 0  # of simulations that move cuts
+        self._actions_left, self._best_seconds = 0, math.inf  # of simulations that move cuts; the best so far [s]
 
     def run(self, configurations: Iterable[Configuration], brought: Sequence[tuple[float, Brought]]) -> list[Evaluated]:
         """Simulated configurations, the best first; empty where nothing fits.
@@ -359,6 +360,7 @@ class PlanSearch:
         for each in sorted(found, key=_rank):
             best.setdefault(each.configuration, each)
         self._actions_left, others = _REFINED_ACTIONS, [*best.values()]
+        self._best_seconds = _least_seconds(found)
         better = [_climb(each, self._by_cuts) for each in others[:most]]
         return sorted(better + others[most:], key=_rank)
 
@@ -374,7 +376,8 @@ class PlanSearch:
             for evaluated in choices:
                 if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
                     continue
-                if self._actions_left < cost:
+                can_win = evaluated.bound < self._best_seconds
+                if self._actions_left - cost < (0 if can_win else _REFINED_ACTIONS - _RUNNER_UP_ACTIONS):
                     yield from [best] * (best is not start)
                     return
                 self._actions_left -= cost
@@ -382,6 +385,7 @@ class PlanSearch:
                     simulated = self.evaluator.simulate(evaluated)
                     if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
                         best = simulated
+                        self._best_seconds = min(self._best_seconds, best.simulated_seconds)
             if best is not start:
                 yield best
 

@@ -32,13 +32,13 @@ def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[tuple[int
     >>> even_stages(lambda s: cost, 2, 5)
     ((0, 1, 4), 3.0)
     """
-
-    width, rows = cost(num_stages - 1).shape[1], np.arange(num_cuts)
+    every = [cost(stage) for stage in range(num_stages)]
+    width, rows = every[-1].shape[1], np.arange(num_cuts)
     padded = np.full(num_cuts + width, np.inf)  # of the cuts from here to the end: the most, then the sum of squares
     rest, behind = padded[:num_cuts], np.lib.stride_tricks.sliding_window_view(padded[1:], width)  # [n, w]
     rest[-1] = 0.0
-    for stage in range(num_stages - 1, -1, -1):
-        rest[:] = np.maximum(cost(stage), behind).min(axis=1)
+    for costs in reversed(every):
+        rest[:] = np.maximum(costs, behind).min(axis=1)
     least = float(rest[0])
     if not np.isfinite(least):
         return None
@@ -46,8 +46,7 @@ def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[tuple[int
     rest[:] = np.inf
     rest[-1] = 0.0
     choices, last_costs = [], None
-    for stage in range(num_stages - 1, -1, -1):
-        costs = cost(stage)
+    for costs in reversed(every):
         if costs is not last_costs:  # most stages cost as much as the one behind
             # The last column first: of equal ones the farthest.
             squares, last_costs = np.where(costs <= bar, costs * costs, np.inf)[:, ::-1], costs

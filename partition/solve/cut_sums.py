@@ -86,7 +86,7 @@ class Cuts:
             largest=np.asarray(self._parameters[first, last]),
             small=self._less_twice(_between(self._small, first, last), first, last, self.shared_small),
             apart=self.apart(first, last),
-            experts=_between(total(self.members, np.array([node.expert_bytes for node in self.nodes])), first, last),
+            experts=_between(self._experts, first, last),
             small_apart=self._apart(first, last, [max(own) for own in self.shared_small]),
             by_node=partial(self._recomputed, first, last),
             by_count=lambda stage, kind: self._counted(int(first[stage]), int(last[stage]), kind),
@@ -199,6 +199,11 @@ class Cuts:
         """[n] of parameters whose gradients travel in common buckets [bytes]; of all, where nobody knows."""
         small = [(node.small_parameter_bytes, node.parameter_bytes) for node in self.nodes]
         return self._total([every if some is None else some for some, every in small])
+
+    @cached_property
+    def _experts(self) -> Floats:
+        """[n] of parameters that fewer replicas sum [bytes]."""
+        return self._total([node.expert_bytes for node in self.nodes])
 
     def _total(self, figures: Sequence[float] | Floats) -> Floats:
         return total(self.members, np.array(figures))

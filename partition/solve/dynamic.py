@@ -36,7 +36,7 @@ from .orders import own_ranks
 SCHEDULES = tuple(sorted(each.name for each in FAMILIES.values() if each.takes_replicas))
 MAX_STEPS = 6e7  # elementary ones; about 2 s
 _MOST_LOOKED_AT = 16  # for each candidate that is returned
-_BLOCK = 1 << 14  # pairs of replicas and devices that are looked at together
+_BLOCK = 1 << 11  # pairs of replicas and devices that are looked at together
 _LEAST_CUTS = 100  # that are looked at before devices are taken one by one
 
 
