@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
+import logging
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.inside import COMMANDS, main
-from support.records import records
 
 import stagewright
 import stagewright.schedules
@@ -99,35 +101,51 @@ def test_commands(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
             options.check()
 
 
-@pytest.mark.thorough(but=["def keep_attention(context, operator, *a"])
-@pytest.mark.parametrize(
-    "code", [code for page in PAGES for code in blocks(page, "python")], ids=lambda code: code[:40]
-)
-def test_snippets(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snippet runs with a small model under the names that it takes for granted."""
-    import torch
-    from torch import nn
+def programs(page: Path) -> list[tuple[str, str]]:
+    """The Python blocks of a page, each with the module without which it is left out.
 
-    if "transformers" in code:
-        pytest.importorskip("transformers")
+    In the page's source a line before the block says what the test does with it:
+
+        <!-- needs: transformers -->        left out where that cannot be imported
+        <!-- not run: why it is not -->     left out
+    """
+    mark = r"(?:^<!-- (needs|not run): ([^\n]*) -->\n)?"
+    found = re.findall(mark + r"^```py(?:thon)?\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return [(code, needed if kind == "needs" else "") for kind, needed, code in found if kind != "not run"]
+
+
+@pytest.fixture
+def same_logging() -> Iterator[None]:
+    """Levels and handlers that a block sets are taken back."""
+    before = [(each, each.level, [*each.handlers]) for each in (logging.getLogger(), logging.getLogger("stagewright"))]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers = handlers
+
+
+@pytest.mark.usefixtures("same_logging")
+@pytest.mark.thorough(but=["README.md", "docs/guides/optimizers.md"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
+@pytest.mark.parametrize("page", [page for page in PAGES if programs(page)], ids=named)
+def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page run as printed, one after the other: with the names that the page itself defines."""
+    import torch
+
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    tokens, targets = torch.randn(16, 8), torch.randn(16, 8)
-    names: dict[str, Any] = {
-        "sw": stagewright,
-        "torch": torch,
-        "model": nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))),
-        "loss_fn": nn.functional.mse_loss,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        "tokens": tokens,
-        "targets": targets,
-        "loader": [(tokens, targets)] * 3,
-        "dataset": torch.utils.data.TensorDataset(tokens.repeat(4, 1), targets.repeat(4, 1)),
-    }
-    if "pipe = " not in code:
-        given = {name: names[name] for name in ("model", "loss_fn", "optimizer")}
-        names["pipe"] = stagewright.PipelineModule(**records(**given, example_inputs=(tokens,), mesh={"pipe": 2}))
-    exec(compile(code, "<snippet>", "exec"), names)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, (code, needed) in enumerate(programs(page)):
+        if not needed or importlib.util.find_spec(needed) is not None:
+            exec(compile(code, f"<{named(page)}, Python block {number}>", "exec"), names)
+
+
+def test_get_started_is_the_example() -> None:
+    """The blocks of the page in their order are the script, as far as they are run."""
+    script = (ROOT / "examples" / "get_started.py").read_text(encoding="utf-8")
+    code = script.partition('"""\n')[2]
+    printed = [text for text, needed in programs(ROOT / "docs" / "start.md") if not needed]
+    assert "".join(printed).split() == code.split()
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:

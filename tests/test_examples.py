@@ -25,6 +25,7 @@ TYPED = "torchrun --nproc-per-node 2 examples/train_gpt.py --steps 40"
 # What the output ends with, by example; each says itself what it learns.
 LEARNT = {
     "train_gpt": r"step 40: loss [0-3]\.\d+\n(?s:.*)def ",
+    "get_started": r"step 100: loss 0\.[0-4](?s:.*)(7[5-9]|8\d|9\d)% of 256 new points",
     "gpt2": r"step 30: loss (0|1\.[0-3])(?s:.*)hgfe>",
     "resnet": r"(9\d|100)% of 192 new pictures",
     "large_model": r"losses 0\.\d+, 0\.\d+; \d+ MiB before the model, 1\d\d of weights",

@@ -28,7 +28,7 @@ from .models import TINY_WIDTH, SleepingStage, drop_gradients, sleep_until
 
 
 class SleepingPipe:
-    """A pipeline of sleeping stages over the processes of this job, with its batch; `given`: their costs (None: equal)."""
+    """A pipeline of sleeping stages over the processes of this job, with its batch; `given`: costs (None: equal)."""
 
     def __init__(self, schedule: Schedule, given: Costs | None = None) -> None:
         costs = (given or costs_of(schedule)).table(num_stages=schedule.num_stages)
