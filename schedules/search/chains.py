@@ -45,7 +45,7 @@ _OVERS = (1.0, 1.15, 1.4, 2.0, 4.0)  # a W may be so many times as long as its g
 _REPAIRS = 20
 
 
-class Tables(NamedTuple):
+class LayerTables(NamedTuple):
     """Costs by code (of F and I), by stage (seconds of W, memory) and by rank (work); `need`: the code of the input."""
 
     seconds: list[float]
@@ -64,7 +64,7 @@ class Arranged(NamedTuple):
     ranks: list[int]
     orders: list[list[int]]
     over: list[float]
-    tables: Tables
+    tables: LayerTables
     written: list[list[int]]
     ends: list[float]
     last: list[float]
@@ -129,7 +129,7 @@ class ChainSearch:
         parts = zip(work, head, held, self.limits, strict=True)
         return [self.M * w + h + 10 * self.ideal * n / limit * (n > limit) for w, h, n, limit in parts]
 
-    def _tables(self, cut: Sequence[int], ranks: Sequence[int]) -> Tables:
+    def _tables(self, cut: Sequence[int], ranks: Sequence[int]) -> LayerTables:
         M, late = self.M, self.latency
         F, I, W, held = ([b - a for a, b in pairwise(sums[at] for at in cut)] for sums in self.sums)
         there = [0.0 if a == b else late for a, b in pairwise(ranks)]
@@ -139,7 +139,7 @@ class ChainSearch:
         work = [0.0] * self.P
         for rank, *parts in zip(ranks, F, I, W, strict=True):
             work[rank] += M * sum(parts)
-        return Tables([n for each in (*F, *I) for n in [each] * M], delay, need, W, held, work)
+        return LayerTables([n for each in (*F, *I) for n in [each] * M], delay, need, W, held, work)
 
     def play(
         self,
@@ -148,7 +148,7 @@ class ChainSearch:
         orders: list[list[int]],
         over: list[float],
         *,
-        tables: Tables | None = None,
+        tables: LayerTables | None = None,
         most: float = math.inf,
     ) -> Arranged | None:
         """Evaluates orders of F and I, with W in gaps (the longest that fits, else the shortest up to `over` gaps) and
