@@ -29,7 +29,16 @@ def users_line(error: BaseException) -> str:
     return ""
 
 
-def fold(error: BaseException) -> None:
+def fold(error: BaseException | None) -> None:
+    """`_fold` an error and its causes."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        _fold(error)
+        error = error.__cause__
+
+
+def _fold(error: BaseException) -> None:
     """Take this package's frames out of a traceback that leads through them into the user's own code; a note says so.
 
     Where the innermost code is not the user's, all frames stay: they may be what is at fault.
@@ -42,8 +51,6 @@ def fold(error: BaseException) -> None:
             left += 1
         else:
             found = TracebackType(found, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    if error.__cause__ is not None:
-        fold(error.__cause__)
     if left and os.environ.get(_WHOLE) != "full":
         error.__traceback__ = found
         error.add_note(f"({left} frames of stagewright are left out above; {_WHOLE}=full shows them)")
