@@ -40,18 +40,11 @@ _EXTRA = ("matplotlib", "rich", "tyro")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for a user's mistake."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(_help())
-        return 0
     try:
-        if words[0] == "--version":
-            from importlib.metadata import version
-
-            print(f"stagewright {version('stagewright')}")
-            return 0
-        status: int = _module(words[0]).run(words[1:])
-        sys.stdout.flush()
-        return status
+        try:
+            return _run(words)
+        finally:  # also where --help has ended the program
+            sys.stdout.flush()
     except ValueError as error:
         from ..schedules.wording import printable  # not at the top: most commands don't need it
 
@@ -68,6 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (`| head`) has gone; without this Python would complain at its exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _run(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"stagewright {version('stagewright')}")
+        return 0
+    status: int = _module(words[0]).run(words[1:])
+    return status
 
 
 def _module(name: str) -> ModuleType:

@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -26,14 +27,32 @@ from ..schedules.wording import wrapped
 
 AUTO = "auto"
 T = TypeVar("T")
+_NUMBERS: dict[Any, tuple[str, str]] = {int: ("a whole number", "4"), float: ("a number", "0.5")}
 _FORMS = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
 _CALLS = {"model": (0, ()), "data": (0, ("batch_size",)), "loss": (2, ()), "optimizer": (1, ("lr",))}  # how each is
 
 
 def read(options: type[T], argv: Sequence[str], command: str, **others: Any) -> T:
+    _check_numbers(options, argv)
     text = others.pop("description", None) or re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(options) or "")
     typed: T = tyro.cli(options, args=argv, prog=f"stagewright {command}", description=wrapped(text), **others)
     return typed
+
+
+def _check_numbers(options: type, argv: Sequence[str]) -> None:
+    """ValueError for a word where an option takes one number: tyro would list the types that it tried."""
+    hints = typing.get_type_hints(options)
+    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
+        option, equals, value = word.partition("=")
+        hint = hints.get(option.removeprefix("--").replace("-", "_")) if option.startswith("--") else None
+        kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
+        if len(kinds) == 1 and (kind := kinds.pop()) in _NUMBERS and following != "None":
+            try:
+                kind(value if equals else following)
+            except ValueError:
+                what, such = _NUMBERS[kind]
+                given = f"{option} {value if equals else following}".rstrip()
+                raise ValueError(f"{given}: expected {what}, such as {option} {such}") from None
 
 
 def plain_help(options: type[T]) -> type[T]:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from ..comm import (
 from ..comm.membership import LIFE
 from ..partition.model.forms import Arguments
 from ..partition.model.modes import no_collection
+from ..partition.model.source_line import fold
 from ..schedules import ScheduleError
 from .batch.agreement import unequal_weights
 from .build import Pipeline, build
@@ -63,6 +65,23 @@ def meet(options: Options) -> World:
 
         return world_until_let_in(options)
     return join_world(device=options.device, timeout=options.timeout)
+
+
+class _Folding:
+    """A context whose errors are folded. No generator: contextlib would put the traceback back."""
+
+    def __init__(self, inner: AbstractContextManager[None]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._inner.__exit__(kind, error, traceback)
+        if isinstance(error, Exception):
+            fold(error)
 
 
 class Building:
@@ -255,8 +274,12 @@ class Building:
         if own.lost and world.rank == 0:
             warnings.warn(lost_text(checkpoint, own.lost), stacklevel=4)
 
+    def alone(self) -> _Folding:
+        """`_alone`; an error of the user's own code then shows that code alone."""
+        return _Folding(self._alone())
+
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def _alone(self) -> Iterator[None]:
         """Context of a call, in the precision that the options ask for.
 
         In one process no other thread's call runs meanwhile, and an error removes stages that the call has built.

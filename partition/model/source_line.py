@@ -6,9 +6,10 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _PACKAGE = str(Path(__file__).absolute().parents[2])
 _OURS = tuple(os.path.join(_PACKAGE, part) + os.sep for part in ("partition", "pipe", "comm", "schedules"))
+_WHOLE = "STAGEWRIGHT_TRACEBACK"
 _NOT_THE_USERS = (*_OURS, *(str(Path(str(library.__file__)).absolute().parent) + os.sep for library in (torch, np)))
 
 
@@ -25,6 +27,39 @@ def users_line(error: BaseException) -> str:
         if is_users(frame.filename):
             return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`"
     return ""
+
+
+def fold(error: BaseException | None) -> None:
+    """`_fold` an error and its causes."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        _fold(error)
+        error = error.__cause__
+
+
+def _fold(error: BaseException) -> None:
+    """Take this package's frames out of a traceback that leads through them into the user's own code; a note says so.
+
+    Where the innermost code is not the user's, all frames stay: they may be what is at fault.
+    """
+    left, frames = 0, [*_entries(error.__traceback__)]
+    users = [at for at, entry in enumerate(frames) if is_users(entry.tb_frame.f_code.co_filename)]
+    found: TracebackType | None = None
+    for at, entry in reversed([*enumerate(frames)]):
+        if users and at < users[-1] and is_ours(entry.tb_frame.f_code.co_filename):
+            left += 1
+        else:
+            found = TracebackType(found, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    if left and os.environ.get(_WHOLE) != "full":
+        error.__traceback__ = found
+        error.add_note(f"({left} frames of stagewright are left out above; {_WHOLE}=full shows them)")
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
 
 
 def line_now() -> str:

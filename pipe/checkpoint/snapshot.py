@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from .values import Json, encode
 _Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # of a box: tensor, start, sizes
 
 
+@runtime_checkable
 class HasState(Protocol):
     """An object whose state is saved and loaded, such as a data loader of `pipe.loader` or a GradScaler."""
 
@@ -41,6 +42,15 @@ class HasState(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> object:
         """Resumes from a state. Raises ValueError for one that does not fit."""
+
+
+def check_loader(loader: object) -> None:
+    """ValueError for a loader whose place cannot be saved, such as a plain DataLoader."""
+    if loader is not None and not isinstance(loader, HasState):
+        raise ValueError(
+            f"loader={type(loader).__name__}: it has no state_dict() and load_state_dict(), so its place cannot be "
+            f"kept: expected pipe.loader(dataset, batch_size=...), or torchdata's StatefulDataLoader"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

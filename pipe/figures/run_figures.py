@@ -19,7 +19,7 @@ from ...schedules.timing.links import Network
 from ..building import Building
 from ..checkpoint.checkpointer import Checkpointer, CheckpointRecord, Every, check_options
 from ..checkpoint.persist import SaveResult
-from ..checkpoint.snapshot import HasState
+from ..checkpoint.snapshot import HasState, check_loader
 from ..context import Layout
 from ..telling import tell
 from ..update.local import Averaging, LocalUpdate
@@ -312,6 +312,7 @@ class RunFigures:
         Returns a SaveResult. Raises ValueError, on every rank alike, for a folder that cannot be written or that ranks
         do not share.
         """
+        check_loader(loader)
         run, place = self._building, _path(folder)
         return run.life.outlasting(lambda: run.built("parameters and state").state.save(place, loader))
 
@@ -341,6 +342,7 @@ class RunFigures:
 
         Raises ValueError, on every rank alike, for a folder that cannot be written or that another run writes.
         """
+        check_loader(loader)
         check_options(every, overhead)
         self._building.life.refuse("a checkpointer", instead="expected save(folder) between two steps")
         return Checkpointer(
@@ -366,6 +368,7 @@ class RunFigures:
 
         Raises ValueError for a folder without a whole checkpoint of this model, and for a loader of other data.
         """
+        check_loader(loader)
         fresh = new is not None and option("new", new, one_of(("fresh",))) == "fresh"
         self._building.load(_path(folder), loader, fresh=fresh)
 

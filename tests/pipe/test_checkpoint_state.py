@@ -315,3 +315,20 @@ def test_answers_that_no_process_gives_are_refused(answer: object, tmp_path: Pat
     with pytest.raises(ValueError, match=r"something else than its part of a checkpoint|not the name of a checkpoint"):
         state.persist(tmp_path / "c", snapshot, processes=Forged())
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_loader_without_a_place_is_refused_by_name_before_anything_is_written(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = PipelineModule(model, mesh={"pipe": 2}, example_inputs=(torch.ones(4, 2),))
+    plain: Any = torch.utils.data.DataLoader([1, 2])
+    words = (
+        r"loader=DataLoader: it has no state_dict\(\).*expected pipe.loader\(dataset, batch_size=...\), or torchdata"
+    )
+    for call in (
+        lambda: pipe.save(tmp_path / "new", loader=plain),
+        lambda: pipe.load(tmp_path / "new", loader=plain),
+        lambda: pipe.checkpointer(tmp_path / "new", every=1, loader=plain),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert not (tmp_path / "new").exists()

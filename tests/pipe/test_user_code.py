@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ from support.plain import (
 )
 from support.reference import mix
 from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
 
 # --- code that reads values ---
 
@@ -269,3 +272,52 @@ def test_what_is_used_later_by_an_attribute_is_refused(decide: Callable[[Any, Te
 
     with pytest.raises(ValueError, match=r"output 0 of stage 0 \(0\) requires a gradient and did not when the stages"):
         piped(lambda: nn.Sequential(Sometimes(decide), linear()), use, recompute=recompute, cut=["1"])
+
+
+class Failing(nn.Module):
+    """Raises an error of its own in the real run, from a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_broken = nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.checked(x))
+
+    def checked(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_broken:
+            raise KeyError("mine")
+        return x
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_error_of_the_users_code_shows_that_code_and_none_of_ours(
+    whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAGEWRIGHT_TRACEBACK", "full" if whole else "")
+    failing = Failing()
+    pipe = PipelineModule(
+        nn.Sequential(failing, nn.Linear(8, 8)),
+        mesh={"pipe": 2},
+        num_microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        verify=False,
+    )
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    pipe.train_step(*batch)
+    failing.is_broken = True
+    for call, kind in ((pipe.train_step, KeyError), (pipe.eval_step, ValueError)):
+        with pytest.raises(kind, match="mine") as raised:  # the second when it is tried on fake tensors
+            call(*batch)
+        error = raised.value.__cause__ or raised.value
+        frames = traceback.extract_tb(error.__traceback__)
+        assert [frame.name for frame in frames if frame.filename == __file__][-2:] == ["forward", "checked"]
+        ours = [frame.filename for frame in frames if "/pipe/" in frame.filename and frame.filename != __file__]
+        assert bool(ours) == whole
+        assert whole or "of stagewright are left out above" in error.__notes__[0]
+    failing.is_broken = False
+    with pytest.raises((RuntimeError, ValueError)) as by_torch:
+        pipe.predict(torch.randn(4, 7))  # no frame of the user's is below ours: all of them stay
+    files = [frame.filename for frame in traceback.extract_tb(by_torch.value.__traceback__)]
+    assert any(file.endswith("pipe/module.py") for file in files)
