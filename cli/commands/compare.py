@@ -21,10 +21,8 @@ from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit, FigureStyle
 from ...viz.exhibit import HeadFigure, headline
 from ..options import plain_help, read
-from ..train.run_folder import RUNS, find_run
-from ..train.same_run import read_manifest
-from .exhibits import read_exhibits
-from .outputs import check_output, write_output
+from ..train.run_folder import RUNS, find_run, read_manifest
+from .exhibits import check_output, read_exhibits, write_output
 from .schedule_options import CostOptions
 
 _WIDTH = 22  # of the first column
@@ -241,16 +239,13 @@ def _why(comparison: Comparison) -> list[str]:
     largest = found.largest_cause
     word = "longer" if found.makespan.seconds > 0 else "shorter"
     return [
-        f"  the {_makespan(found)} is {duration(abs(found.makespan.seconds))} {word}, most of all for {_words(largest)}"
+        f"  the {_makespan(found)} is {duration(abs(found.makespan.seconds))} {word}, most of all for "
+        f"{largest.name.replace('_', ' ')} ({_signed(largest.seconds)})"
     ]
 
 
 def _makespan(found: Difference) -> str:
     return "makespan a batch" if found.per_batch else "makespan"
-
-
-def _words(change: Change) -> str:
-    return f"{change.name.replace('_', ' ')} ({_signed(change.seconds)})"
 
 
 def _configuration(comparison: Comparison) -> list[str]:
@@ -275,7 +270,7 @@ def _departures(comparison: Comparison) -> list[str]:
 def _stragglers(comparison: Comparison) -> Sequence[str]:
     found = comparison.difference.stragglers
     rows = [
-        f"  {each.name} takes {each.ratio:.2f} times as long, {duration(each.seconds)} in all, beside {each.against}"
+        f"  {each.name} takes {each.ratio:.2f} times as long, {duration(each.seconds)} in all, against {each.against}"
         for each in found
     ]
     return ["", "stragglers in B", *rows, ""] if rows else [""]
@@ -304,7 +299,7 @@ def compare_exhibits(exhibits: Sequence[Exhibit], sources: Sequence[str]) -> Com
         notes += [f"only {alone[0]} was measured: what was predicted of both is compared"] if alone else []
     else:
         captions = ("measured", "predicted") if first.measured else ("predicted", "measured")
-        notes.append(f"{captions[0]} figures of {first.name} beside {captions[1]} ones of {last.name}")
+        notes.append(f"{captions[0]} figures of {first.name} with {captions[1]} ones of {last.name}")
     before = _side(first, sources[0], captions[0])
     after = _side(last, sources[-1], captions[1])
     difference = compare(before.timeline, after.timeline, num_departures=NUM_DEPARTURES)
@@ -335,7 +330,6 @@ def _side(exhibit: Exhibit, source: str, which: str) -> Side:
 
 
 def _peaks(exhibit: Exhibit, timeline: Timeline) -> tuple[tuple[float, ...] | None, str]:
-    """Peak bytes by rank, from the most reliable source, and its description."""
     if timeline.measured and exhibit.measured_peak is not None:
         return exhibit.measured_peak, "measured"
     if exhibit.predicted_peak is not None:

@@ -20,8 +20,7 @@ import tyro
 from ...schedules.wording import count, duration
 from ...viz import Exhibit, FigureStyle
 from ..options import plain_help, read
-from .exhibits import read_exhibits
-from .outputs import check_output, write_output
+from .exhibits import check_output, read_exhibits, write_output
 from .schedule_options import CostOptions
 
 _FIRST, _STYLE = "timeline", FigureStyle()
@@ -73,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         memory=options.memory,
     )
     if options.terminal and options.json:
-        raise ValueError("--terminal beside --json: expected one of them")
+        raise ValueError("--terminal with --json: expected one of them")
     for path in options.out:
         check_output(path)
     exhibits = read_exhibits(options.inputs, options)

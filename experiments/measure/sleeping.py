@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +29,7 @@ from .models import TINY_WIDTH, SleepingStage, drop_gradients, sleep_until
 
 
 class SleepingPipe:
-    """A pipeline of sleeping stages over the processes of this job, and its batch; `given`: their costs, None: equal."""
+    """A pipeline of sleeping stages over the processes of this job, and its batch; `given`: costs, None: equal."""
 
     def __init__(self, schedule: Schedule, given: Costs | None = None) -> None:
         costs = (given or costs_of(schedule)).table(num_stages=schedule.num_stages)
@@ -39,13 +40,12 @@ class SleepingPipe:
             schedule=schedule,
             loss_fn=F.mse_loss,
             # a stream updates inside the pipeline, here with the cheapest optimizer
-            optimizer=_sgd if schedule.is_asynchronous else None,
+            optimizer=partial(torch.optim.SGD, lr=1e-6) if schedule.is_asynchronous else None,
             example_inputs=self._batch[:1],
             verify=False,
         )
 
     def step(self) -> StepResult:
-        """One batch, to its end on this rank."""
         if self.schedule.is_asynchronous:
             return self.pipe.train_step(*self._batch)
         result = self.pipe.forward_backward(*self._batch)
@@ -62,10 +62,6 @@ class SleepingPipe:
 
     def close(self) -> None:
         self.pipe.close()
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-6)
 
 
 @contextmanager
