@@ -44,14 +44,12 @@ def loopback() -> str:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def physical_bytes() -> int:
-    """Memory of this machine [bytes]."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -161,7 +161,7 @@ class _Watchdog:
         self._ranks, self._patience = ranks, patience
         self._looked, self._still, self._seen = time.monotonic(), 0.0, tuple[float, ...]()
 
-    def barks(self) -> bool:
+    def is_stalled(self) -> bool:
         if self._patience is None:
             return False
         now, found = time.monotonic(), [rank.computing() for rank in self._ranks]
@@ -186,7 +186,7 @@ class _Watchdog:
                 break
             before = said
         lines = [f"all ranks stand still: none has computed for {self._patience:g} s; stopped"]
-        return "\n".join([*lines, *(f"rank {rank.number} stood at {rank.where()}" for rank in running)])
+        return "\n".join([*lines, *(f"rank {rank.number} was at {rank.where()}" for rank in running)])
 
 
 class _Judge:
@@ -251,7 +251,7 @@ def _see_through(
             return LaunchResult(
                 status=1, first_failed=None, report=f"rank {late}: not done after {timeout:g} s; stopped"
             )
-        if grace_until is None and watchdog.barks():
+        if grace_until is None and watchdog.is_stalled():
             return LaunchResult(status=1, first_failed=None, report=watchdog.report())
         if grace_until is None and (judge.someone_failed() or all(_over(rank) for rank in ranks)):
             grace_until = now + grace

@@ -125,7 +125,7 @@ class OwnOptions:
                 if value is None or (name == "optimizer" and value in optimizers):
                     continue
                 known = f", or {' or '.join(optimizers)}" if name == "optimizer" and optimizers else ""
-                raise ValueError(f"--{name} {value} without --model: expected --model beside it{known}")
+                raise ValueError(f"--{name} {value} without --model: expected --model with it{known}")
             return
         if self.optimizer in optimizers:
             others = {**others, "optimizer": self.optimizer}
@@ -135,7 +135,7 @@ class OwnOptions:
                 f"such as `def batches(): return DataLoader(...)` of (inputs..., target)"
             )
         for name, value in others.items():
-            raise ValueError(f"--{name} {value} beside --model: leave it away, it is for the example GPT")
+            raise ValueError(f"--{name} {value} with --model: leave it away, it is for the example GPT")
         for name, (num_arguments, options) in _CALLS.items():
             value = getattr(self, name)
             if value is None or (name == "loss" and value == "model"):

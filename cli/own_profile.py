@@ -19,7 +19,7 @@ from ..pipe.shards.cutting import profile_cut
 from ..schedules.wording import count
 from . import own_task as own
 from .options import OwnOptions
-from .own_batches import OwnBatches
+from .own_task import OwnBatches
 
 
 def profile_own(

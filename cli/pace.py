@@ -147,18 +147,13 @@ def paces_of(rows: Sequence[Sequence[float]], chance: float = 0.0) -> tuple[list
     """
     moving = [(drive, exp(-1 / tau)) for drive in _DRIVES for tau in _TAUS]
     before = [_STEADY, *[(1 - _STEADY) / len(moving)] * len(moving)]
-    logs = _logs(rows, chance)
+    measured: Numbers = np.log(np.asarray(rows, dtype=float))
+    middle: Numbers = measured.mean(axis=0)
+    logs = middle + (measured - middle) / sqrt(1 - chance)  # with the noise of single actions
     paces = _filtered(logs, [(0.0, 0.0), *moving], chance)
     likelihoods = np.array([pace.likelihood for pace in paces])
     weighed = np.array(before) * np.exp(_num_independent(logs) * (likelihoods - likelihoods.max()))
     return paces, (weighed / weighed.sum()).tolist()
-
-
-def _logs(rows: Sequence[Sequence[float]], chance: float) -> Numbers:
-    """[N][P] logarithms as measured, with the noise of single actions."""
-    logs: Numbers = np.log(np.asarray(rows, dtype=float))
-    middle: Numbers = logs.mean(axis=0)
-    return middle + (logs - middle) / sqrt(1 - chance)
 
 
 def _num_independent(logs: Numbers) -> float:

@@ -56,7 +56,6 @@ class Process:
         self.tail.append(line.decode(errors="replace").rstrip())
 
     def poll(self) -> bool:
-        """Whether it has ended."""
         if self.process.poll() is None:
             return False
         if not self.ended_at:

@@ -40,7 +40,6 @@ class Progress:
         return self._bar is not None
 
     def note(self, text: str) -> None:
-        """Print a line."""
         self.num_lines += 1
         self._noted_at = time.monotonic()
         if self._bar is not None:

@@ -22,8 +22,6 @@ _FRAMES = 4  # of a stack, in a report
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankProcess(Process):
-    """One rank and its state."""
-
     number: int
     folder: Path
     is_spared: bool = False  # it was killed, or is not admitted again yet, and the others continue without it

@@ -123,7 +123,7 @@ def main() -> None:
         checkpoint = options.folder / "checkpoint"
         if checkpoint.exists():
             pipe.load(checkpoint, loader=loader)
-            print(f"rank {pipe.rank} goes on behind step {pipe.num_steps}", flush=True)
+            print(f"rank {pipe.rank} resumes after step {pipe.num_steps}", flush=True)
         while pipe.num_steps < options.steps:
             for tokens, targets in loader:
                 result = pipe.train_step(tokens, targets)

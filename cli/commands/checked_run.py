@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ...partition import Plan
-from ...partition.plans.as_schedule import SimulatedPlan, simulated
+from ...partition.plans.as_schedule import simulated
 from ...schedules import PredictionCheck, Schedule, Timeline, check_prediction
 from ...schedules.timing.sampling import StepSamples
 from ...schedules.traces.trace_reader import find_traces, newest_cut_since, processes_by_host
@@ -65,7 +65,8 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
     plan = _plan(folders, files)
     if not exhibit.measured:
         raise ValueError(f"{exhibit.name} has no traced step: {'; '.join(exhibit.notes)}")
-    promised = _simulated(plan, exhibit)
+    ran = exhibit.measured[-1].timeline.schedule
+    promised = simulated(plan, num_microbatches=ran.num_microbatches if plan.num_microbatches is None else None)
     since = newest_cut_since(find_traces(folders))
     steps, notes = _steps(exhibit, promised.timeline.schedule, since)
     summary = next((found for folder in folders if (found := read_summary(folder))), {})
@@ -97,7 +98,7 @@ def _plan(folders: Sequence[Path], files: Sequence[Path]) -> Plan:
             _refuse_other_hosts(folders)
             raise ValueError(
                 f"{folders[0]} has no plan.json: it ran without a plan, or was ended before its end; expected the "
-                f"plan's file behind it, as in `stagewright plan --check {folders[0]} plan.json`"
+                f"plan's file after it, as in `stagewright plan --check {folders[0]} plan.json`"
             )
         return read_file(kept, Plan.load)
     plan = read_file(files[0], Plan.load)
@@ -112,7 +113,6 @@ def _plan(folders: Sequence[Path], files: Sequence[Path]) -> Plan:
 
 
 def _refuse_other_hosts(folders: Sequence[Path]) -> None:
-    """Raise ValueError if the folder of process 0, which writes everything but traces, is not given."""
     by_host = processes_by_host(find_traces(folders))
     there = set().union(*(each for host, each in by_host.items() if host))
     if there and 0 not in there:
@@ -137,13 +137,7 @@ def _difference(plan: Plan, kept: Plan) -> str | None:
     return None
 
 
-def _simulated(plan: Plan, exhibit: Exhibit) -> SimulatedPlan:
-    ran = exhibit.measured[-1].timeline.schedule
-    return simulated(plan, num_microbatches=ran.num_microbatches if plan.num_microbatches is None else None)
-
-
 def _step_seconds(folders: Sequence[Path], since: int) -> float | None:
-    """Median seconds of the run's steps since step `since`, as its training loop logged them."""
     taken = []
     for path in (folder / "metrics.jsonl" for folder in folders if (folder / "metrics.jsonl").exists()):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -155,7 +149,6 @@ def _step_seconds(folders: Sequence[Path], since: int) -> float | None:
 
 
 def _steps(exhibit: Exhibit, schedule: Schedule, since: int) -> tuple[list[Timeline], list[str]]:
-    """The traced steps since step `since` that ran under this schedule, and notes on the others."""
     newest = [each for each in exhibit.measured if each.number >= since]
     steps = [each for each in newest if _fits(each.timeline.schedule, schedule)]
     if not steps:
@@ -179,7 +172,7 @@ def _steps(exhibit: Exhibit, schedule: Schedule, since: int) -> tuple[list[Timel
 def _fits(ran: Schedule, planned: Schedule) -> bool:
     names: tuple[str, ...] = ("placement", "owners", "num_microbatches", "weight_rule", "update_every")
     if planned.is_asynchronous:
-        names = (*names, "name")  # the first batches may have had a flush behind each update
+        names = (*names, "name")  # the first batches may have had a flush after each update
     return all(getattr(ran, name) == getattr(planned, name) for name in names)
 
 

@@ -21,8 +21,7 @@ from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit
 from ...viz.exhibit import HeadFigure, headline, held_activations
 from ..options import plain_help, read
-from ..train.run_folder import RUNS, find_run
-from ..train.same_run import read_manifest
+from ..train.run_folder import RUNS, find_run, read_manifest
 from .exhibits import read_exhibits
 from .outputs import PictureOptions, check_output, write_output
 
@@ -249,7 +248,8 @@ def _why(comparison: Comparison) -> list[str]:
     held = [held_activations(side.timeline) for side in (comparison.before, comparison.after)]
     change = held[1] / held[0] - 1 if held[0] > 0 else 0.0
     rows = [
-        f"the {_makespan(found)} is {duration(abs(found.makespan.seconds))} {word}, most of all for {_words(largest)}"
+        f"the {_makespan(found)} is {duration(abs(found.makespan.seconds))} {word}, most of all for "
+        f"{largest.name.replace('_', ' ')} ({_signed(largest.seconds)})"
     ]
     if abs(change) >= _DEPARTS:
         rows.append(
@@ -260,10 +260,6 @@ def _why(comparison: Comparison) -> list[str]:
 
 def _makespan(found: Difference) -> str:
     return "makespan a batch" if found.per_batch else "makespan"
-
-
-def _words(change: Change) -> str:
-    return f"{change.name.replace('_', ' ')} ({_signed(change.seconds)})"
 
 
 def _configuration(comparison: Comparison) -> list[str]:
@@ -288,7 +284,7 @@ def _departures(comparison: Comparison) -> list[str]:
 def _stragglers(comparison: Comparison) -> Sequence[str]:
     found = comparison.difference.stragglers
     rows = [
-        f"  {each.name} takes {each.ratio:.2f} times as long, {duration(each.seconds)} in all, beside {each.against}"
+        f"  {each.name} takes {each.ratio:.2f} times as long, {duration(each.seconds)} in all, against {each.against}"
         for each in found
     ]
     return ["", "stragglers in B", *rows, ""] if rows else [""]
@@ -317,7 +313,7 @@ def compare_exhibits(exhibits: Sequence[Exhibit], sources: Sequence[str]) -> Com
         notes += [f"only {alone[0]} was measured: what was predicted of both is compared"] if alone else []
     else:
         captions = ("measured", "predicted") if first.measured else ("predicted", "measured")
-        notes.append(f"{captions[0]} figures of {first.name} beside {captions[1]} ones of {last.name}")
+        notes.append(f"{captions[0]} figures of {first.name} with {captions[1]} ones of {last.name}")
     before = _side(first, sources[0], captions[0])
     after = _side(last, sources[-1], captions[1])
     difference = compare(before.timeline, after.timeline, num_departures=NUM_DEPARTURES)

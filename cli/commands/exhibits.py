@@ -27,14 +27,18 @@ from ...schedules import FAMILIES, Costs, Schedule, Timeline, simulate
 from ...schedules.custom.user_schedules import FORMS, is_own
 from ...schedules.families.registry import family
 from ...schedules.traces.trace_reader import find_traces, is_trace_file
-from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
+from ...viz import (
+    Exhibit,
+    MeasuredStep,
+    exhibit_of_traces,
+    read_perfetto,
+)
 from ...viz.foreign import is_trace, rank_in, read_text
 from ...viz.perfetto import OWN_KEY
 from ..options import read_file
 from ..train.run_folder import RUNS, find_run
 from ..train.traces import hosts_of_runs, read_run
-from .schedule_options import CostOptions
-from .synthesis import AUTO, made_or_found
+from .schedule_options import AUTO, CostOptions, made_or_found
 
 EXPECTED = f"a run (folder or name), a plan, a timeline, a schedule ({FORMS}) or its name such as 1f1b"
 _NEAR = 0.6
@@ -73,7 +77,7 @@ def read_exhibits(
     surplus = set(given(options)).difference(*(takes_options(source) for source in sources))
     if surplus:
         raise ValueError(
-            f"{', '.join(sorted(surplus))} beside {', '.join(sources)}: expected options for a schedule only, since a "
+            f"{', '.join(sorted(surplus))} with {', '.join(sources)}: expected options for a schedule only, since a "
             f"run, a plan and a trace bring their own"
         )
     counts, firsts = Counter(each.name for each in exhibits), [group[0] for group in groups]
@@ -196,16 +200,13 @@ def _is_schedule(source: str) -> bool:
 
 def _read_folder(folder: Path) -> Exhibit:
     name = folder.resolve().name
-    if not _has_run(folder):
+    names = ("timeline.json", "manifest.json")
+    if not any((folder / own).exists() for own in names) and not find_traces([folder]):
         found = sorted(path for path in folder.iterdir() if path.name.endswith((".json", ".json.gz")))
         traces = [path for path in found if path.is_file() and is_trace(read_text(path))]
         if traces:
             return exhibit_of_traces(traces, name=name)
     return read_run(folder)
-
-
-def _has_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("timeline.json", "manifest.json")) or bool(find_traces([folder]))
 
 
 class _Made(NamedTuple):
@@ -244,7 +245,9 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit | _Made:
         case "schedule":
             return _Made(options.read_file(str(path)), options.costs())
         case "plan":
-            return _of_plan(Plan.from_json(text, source=str(path)), name, options)
+            plan = Plan.from_json(text, source=str(path))
+            is_open = plan.num_microbatches is None  # else --microbatches is for other sources
+            return exhibit_of_plan(plan, name=name, num_microbatches=options.microbatches if is_open else None)
         case "run":
             return read_run(path.parent)
     timeline = _from(path, text)
@@ -304,6 +307,6 @@ def _of_own_trace(path: Path, data: Mapping[str, Any], name: str) -> Exhibit:
     return Exhibit(name=name, predicted=predicted[0] if predicted else None, measured=measured, notes=notes)
 
 
-def _of_plan(plan: Plan, name: str, options: CostOptions) -> Exhibit:
-    is_open = plan.num_microbatches is None  # else options of other inputs may say something else
-    return exhibit_of_plan(plan, name=name, num_microbatches=options.microbatches if is_open else None)
+# --- files that exhibits are written to ---
+
+_SUFFIXES = (".json", ".svg", ".png", ".html")

@@ -140,7 +140,9 @@ def run(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise ValueError(as_typed(str(error))) from None
     if options.order_seconds:
-        found = reorder(found, _profile_of(found, source), seconds=options.order_seconds)
+        given = source if isinstance(source, list) else []
+        profile = next((each for each in given if each.microbatch_size == found.microbatch_size), None)
+        found = reorder(found, profile, seconds=options.order_seconds)
     taken = f"planned in {duration(time.perf_counter() - started)}"
     if options.out is not None:
         write_out(options.out, found.to_json())
@@ -189,11 +191,6 @@ def _norm(options: PlanOptions, source: list[Profile] | ProfileSource, found: Pl
             f"--clip {options.clip:g}: the update's seconds are {with_it} clipping all the same: `stagewright profile "
             f"--clip {options.clip:g}` measures them"
         )
-
-
-def _profile_of(found: Plan, source: list[Profile] | ProfileSource) -> Profile | None:
-    given = source if isinstance(source, list) else []
-    return next((each for each in given if each.microbatch_size == found.microbatch_size), None)
 
 
 def _planned(
@@ -282,7 +279,7 @@ def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | Pro
         )
     if options.device != DEFAULT_DEVICE and options.transformer is None:
         raise ValueError(
-            f"--device {options.device} beside --{given[0]}: leave it away, it is the device of --transformer"
+            f"--device {options.device} with --{given[0]}: leave it away, it is the device of --transformer"
         )
     if options.model is not None:
         return _profiled(options, cluster), None

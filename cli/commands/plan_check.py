@@ -109,7 +109,6 @@ class Advice:
 
 
 def heading(found: CheckedRun) -> str:
-    """The run, its plan and the compared steps, in a line."""
     plan, check = found.plan, found.check
     steps = "1 traced step" if check.num_steps == 1 else f"medians of {count(check.num_steps, 'traced step')}"
     return (
@@ -149,26 +148,23 @@ def _why(each: InputCheck, check: PredictionCheck) -> str:
         f"; with the other inputs of its cause {_signed(check.cause(each.what.cause).seconds)} a step",
     )
     if check.matters_alone(each):
-        own = f"; by itself {_signed(each.alone or 0.0)} a step"
+        own = f"; alone {_signed(each.alone or 0.0)} a step"
     plural = what.kind == "message"
     if each.ratio is None:
         words = f"{what} {'take' if plural else 'takes'} {duration(each.measured)}, and the plan knows nothing of that"
     else:
+        times = f"{each.ratio:.2f}" if each.ratio < _FAR else f"over {_FAR:,}"  # of links that a plan took to be free
         words = (
-            f"{what} {'take' if plural else 'takes'} {_times(each.ratio)} times as long as predicted "
+            f"{what} {'take' if plural else 'takes'} {times} times as long as predicted "
             f"({duration(each.measured)}, {duration(each.predicted)} predicted)"
         )
     return words + own
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < _FAR else f"over {_FAR:,}"  # of links that a plan took to be free
-
-
 def _command(each: InputCheck, found: CheckedRun) -> str | None:
     what, plan = each.what, found.plan
     if what.kind == "norm" and plan.costs.norm is None:
-        return f"stagewright plan ... --clip {_clip(found.config):g}"  # made as if nobody clipped
+        return f"stagewright plan ... --clip {_clip(found.config):g}"  # planned without clipping
     if (what.kind == "norm" and plan.costs.norm) or (
         what.kind in _OF_LINKS and len(what.at) > 1 and what.kind != "message"
     ):

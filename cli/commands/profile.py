@@ -92,7 +92,7 @@ class ProfileOptions(GptOptions):
         if len(chosen) > 1:
             raise ValueError(f"{' and '.join('--' + name.replace('_', '-') for name in chosen)}: expected one of them")
         if self.ranks is not None and (self.from_json or self.pipedream):
-            raise ValueError(f"--ranks {self.ranks} beside a profile that is there: leave it away, it is for measuring")
+            raise ValueError(f"--ranks {self.ranks} with an existing profile: leave it away, it is for measuring")
         if self.ranks is not None and self.ranks < 1 + self.links:
             what = " with --links: expected at least 2, a link has two ends" if self.links else ": expected at least 1"
             raise ValueError(f"--ranks {self.ranks}{what}")
@@ -118,7 +118,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _get(options: ProfileOptions, argv: Sequence[str]) -> Profile | int:
-    """The profile; an exit status if another process has it."""
     if options.from_json is not None:
         return read_file(options.from_json, Profile.load)
     if options.pipedream is not None:
@@ -330,9 +329,9 @@ def _show_links(measured: MeasuredLinks, memory: float, profiles: Sequence[Profi
     out.print(rows)
     if profiles:
         kinds = {kind.name: kind.speed for kind in cluster.kinds}
-        told = ", ".join(f"{kinds[node]:g}" for node in cluster.nodes or ())
+        shown = ", ".join(f"{kinds[node]:g}" for node in cluster.nodes or ())
         of = "hosts" if len(cluster.nodes or ()) == len(measured.hosts) else "ranks"
-        out.print(f"speeds of the {of}, of the first: {told}", markup=False)
+        out.print(f"speeds of the {of}, of the first: {shown}", markup=False)
     else:
         out.print("speeds of devices are not measured: all count as equal (or: --profiles)")
     of = "its device" if options.device == "cuda" else "the host, which its ranks share evenly"

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -19,12 +19,8 @@ from ...schedules import Costs, Schedule, check_lowered, lower, simulate
 from ...schedules.custom.user_schedules import is_own
 from ..options import plain_help, read
 from .outputs import check_picture
-from .schedule_options import NAME_HELP
+from .schedule_options import NAME_HELP, SynthesisOptions, made_or_found, synthesis_data, synthesis_table
 from .simulate import Simulated, table
-from .synthesis import SynthesisOptions, made_or_found, synthesis_data, synthesis_table
-
-if TYPE_CHECKING:
-    from ...schedules.search.synthesize import Synthesis
 
 
 @plain_help
@@ -50,14 +46,16 @@ def run(argv: Sequence[str]) -> int:
     if options.png is not None:
         check_picture("--png", options.png)
     if options.json and options.format != "grid":
-        raise ValueError(f"--json beside --format {options.format}: expected one of the two")
+        raise ValueError(f"--json with --format {options.format}: expected one of the two")
     schedule, costs, found = made_or_found(options.schedule, options, command=f"schedule {options.schedule}")
     if options.png is not None:
         from ...viz import render_timeline
 
         render_timeline(simulate(schedule, costs), options.png)
     if options.json:
-        print(_json(schedule, costs, found))
+        answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs))
+        search = {} if found is None else {"search": synthesis_data(found)}
+        print(json.dumps({"schedule": schedule.to_data(), "figures": answer.to_data(), **search}))
         return 0
     match options.format:
         case "grid":
@@ -80,9 +78,3 @@ def _simulated(schedule: Schedule, costs: Costs, options: ScheduleOptions) -> st
         lines.append(f"not so over links that hold a sender until it is received, as NCCL's may: {held}")
     answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs))
     return "\n".join([*lines, table(answer, options)])
-
-
-def _json(schedule: Schedule, costs: Costs, found: Synthesis | None) -> str:
-    answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs))
-    search = {} if found is None else {"search": synthesis_data(found)}
-    return json.dumps({"schedule": schedule.to_data(), "figures": answer.to_data(), **search})

@@ -26,8 +26,7 @@ from ...schedules.traces.run_file import NAME, RunFile
 from ...schedules.transform import replicate, schedule_without
 from ...schedules.wording import count, duration, wrapped
 from ..options import plain_help, read
-from .schedule_options import NAME_HELP, CostOptions
-from .synthesis import SynthesisOptions, made_or_found
+from .schedule_options import NAME_HELP, CostOptions, SynthesisOptions, made_or_found
 
 if TYPE_CHECKING:
     from ...schedules.search.synthesize import Synthesis

@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     options = read(TimelineOptions, argv, "timeline")
     style = replace(options.style(), idle=options.idle, critical_path=options.critical_path, memory=options.memory)
     if options.terminal and options.json:
-        raise ValueError("--terminal beside --json: expected one of them")
+        raise ValueError("--terminal with --json: expected one of them")
     for path in options.out:
         check_output(path)
     exhibits = read_exhibits(options.inputs, options)

@@ -23,8 +23,7 @@ from ...pipe.checkpoint.checkpointer import Checkpointer
 from ...schedules.wording import count, duration
 from .options import PLAN, TrainOptions
 from .pipeline import gather
-from .run_folder import Metrics, RunFolder, write_whole
-from .same_run import Resume
+from .run_folder import Metrics, Resume, RunFolder, write_whole
 from .task import Batches
 
 _LATEST = "latest"
@@ -100,12 +99,8 @@ class RunLayout:
 
 
 class Checkpoints:
-    """Checkpoints of one run, in one rank; its calls are collective.
-
-    Arguments:
-        batches: whose position is saved, too.
-        run: its folder, on rank 0.
-    """
+    """Checkpoints of one run, with the position of its batches, on one rank; its calls are collective. `run`: its
+    folder, on rank 0."""
 
     def __init__(self, options: TrainOptions, pipe: PipelineModule, batches: Batches, run: RunFolder | None) -> None:
         self._options = options
@@ -139,7 +134,7 @@ class Checkpoints:
                 write_whole(self._path / PLAN, self._pipe.plan.to_json())
             write_whole(self._path / _LAYOUT, json.dumps(asdict(RunLayout.of(self._pipe, self._options))))
 
-    def behind(self, step: int, log: Callable[[], object]) -> None:
+    def after(self, step: int, log: Callable[[], object]) -> None:
         """After step number `step`: save if due, after `log` has logged the step."""
         if self._saver is None or step + 1 == self._options.steps:
             return
@@ -167,7 +162,6 @@ class Checkpoints:
         }
 
     def _is_there(self) -> bool:
-        """Whether there is a checkpoint, the same answer on every rank."""
         found = gather(int(may_go_on(self._options)))
         if len(set(found)) > 1:
             blind = [rank for rank, one in enumerate(found) if not one]
@@ -197,9 +191,9 @@ class Checkpoints:
                 changes=changes,
             )
         )
-        where = f"from the checkpoint behind step {self.first_step}" if self.first_step else "from the first step"
-        again = f"; {count(lost, 'step')} that came behind it {'is' if lost == 1 else 'are'} run again" if lost else ""
-        self.notes = [f"the run goes on {where}{again}", *changes]
+        where = f"from the checkpoint after step {self.first_step}" if self.first_step else "from the first step"
+        again = f"; {count(lost, 'step')} after it {'is' if lost == 1 else 'are'} run again" if lost else ""
+        self.notes = [f"the run resumes {where}{again}", *changes]
 
 
 def may_go_on(options: TrainOptions) -> bool:

@@ -120,7 +120,6 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def bits_per_byte(nats: float) -> float:
-    """A mean loss in nats a byte, in bits a byte."""
     return nats / NATS_PER_BIT
 
 

@@ -79,8 +79,6 @@ class Measured(NamedTuple):
 
 
 class _TimedFetch(Dataset[Any]):
-    """A dataset whose samples come with their seconds; those of `kept` come from memory."""
-
     def __init__(self, within: Any, kept: Mapping[Any, Any]) -> None:
         self._within, self._kept = within, kept
 
@@ -166,8 +164,6 @@ def diagnose(options: TrainOptions, what: Schedule | Plan) -> int:
 
 
 class _Diagnosis:
-    """One rank's steps; the order of collective calls is the same on all ranks."""
-
     def __init__(self, options: TrainOptions, pipe: PipelineModule, reader: _Reader, known: Sequence[Batch]) -> None:
         self._steps = options.diagnose_steps
         self._pipe, self._reader, self._known = pipe, reader, known
@@ -201,7 +197,6 @@ class _Diagnosis:
         return self._measure(self._reader.batches(steps + 1, workers=workers, cached=cached), steps, workers)
 
     def _measure(self, source: Iterator[tuple[Batch, _Made | None]], steps: int, workers: int = 0) -> Measured:
-        """Time steps on batches of a source, from the arrival of the first batch."""
         wait, move, made, samples = 0.0, 0.0, list[_Made](), 0
         batch, _ = next(source)
         gather(0)  # all ranks begin together

@@ -54,8 +54,6 @@ def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
 
 
 class _Bubble(NamedTuple):
-    """Share of a step in which its ranks waited."""
-
     step: int
     measured: float
     predicted: float
@@ -88,7 +86,7 @@ class _Record:
                 record.bubbles[at] = _Bubble(at, one.bubble, one.predicted_bubble)
         return record
 
-    def behind(self, step: int) -> tuple[list[float], list[float], list[float]]:
+    def since(self, step: int) -> tuple[list[float], list[float], list[float]]:
         """Seconds, measured bubbles and predicted bubbles of the steps since `step`; of all if there are none."""
         bubbles = [each for each in self.bubbles.values() if each.step >= step] or self.bubbles.values()
         seconds = self.step_seconds[step:] or self.step_seconds
@@ -138,7 +136,7 @@ class _Training:
             self.tracer = self.pipe.tracer(path, every=self.options.trace_every)
             val_loss, resident, tensors, weights = self._run()
             if self.folder is not None:
-                self._leave_behind(self.folder, val_loss=val_loss, resident=resident, tensors=tensors, weights=weights)
+                self._write_results(self.folder, val_loss=val_loss, resident=resident, tensors=tensors, weights=weights)
             self.checkpoints.end()
 
     def _is_done(self) -> None:
@@ -201,7 +199,7 @@ class _Training:
                 self._gather(step, result)
             bubbles[step] = next(reversed(self.record.bubbles.values()), None)  # of the last step that was gathered
             self._log(bubbles, progress)
-            self.checkpoints.behind(step, partial(self._log, bubbles, progress))
+            self.checkpoints.after(step, partial(self._log, bubbles, progress))
         self.pipe.flush()
         self._log(bubbles, progress)
         self.record.seconds += time.perf_counter() - started
@@ -261,7 +259,7 @@ class _Training:
             f"{count(options.steps, 'step')}{first} of {what} of {task.source}{loss}"
         )
 
-    def _leave_behind(
+    def _write_results(
         self,
         folder: RunFolder,
         *,
@@ -277,7 +275,7 @@ class _Training:
         text = self.task.sample_bytes
         train_loss = statistics.fmean(record.losses[-20:])
         flush_first = self.options.flush_first or 0
-        step_seconds, bubbles, predicted_bubbles = record.behind(flush_first)
+        step_seconds, bubbles, predicted_bubbles = record.since(flush_first)
         summary = Summary(
             schedule=schedule.name,
             num_ranks=schedule.num_ranks,
@@ -334,10 +332,12 @@ def _by_process(by_rank: Mapping[int, float], num_processes: int) -> tuple[float
 
 def report(summary: Summary) -> str:
     lines = ["", f"loss         {_loss_line(summary)}", f"speed        {_speed_line(summary)}"]
+    simulated, ends = summary.predicted_step_seconds, summary.predicted_step_range
+    predicted = duration(simulated) if ends is None else with_range(simulated, ends)
     lines += [
-        f"step         {duration(summary.step_seconds)} measured, {_predicted(summary)} predicted",
+        f"step         {duration(summary.step_seconds)} measured, {predicted} predicted",
         f"bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted",
-        f"peak memory  {', '.join(map(size, summary.peak_memory_bytes))}, by process, above what stood at its start",
+        f"peak memory  {', '.join(map(size, summary.peak_memory_bytes))}, by process, above that at its start",
     ]
     if summary.checkpoint_every is not None:
         share = "" if summary.checkpoint_overhead is None else f", {summary.checkpoint_overhead:.1%} of the time"
@@ -355,11 +355,6 @@ def report(summary: Summary) -> str:
             f"({step / summary.step_seconds - 1:+.1%}), tensors at the peak {memory}: predicted / measured, by process"
         )
     return "\n".join(lines)
-
-
-def _predicted(summary: Summary) -> str:
-    found, ends = summary.predicted_step_seconds, summary.predicted_step_range
-    return duration(found) if ends is None else with_range(found, ends)
 
 
 def _loss_line(summary: Summary) -> str:

@@ -142,7 +142,7 @@ class TrainOptions(GptOptions):
             if value is not None and (value < least or (isinstance(least, float) and value == 0)):
                 typed = option.replace("_", "-")
                 raise ValueError(f"--{typed} {value}: expected {'at least 1' if least else 'a number above 0'}")
-        self._check_beside()
+        self._check_checkpoints()
         if self.delay_factor is not None and not (math.isfinite(self.delay_factor) and self.delay_factor >= 0):
             raise ValueError(f"--delay-factor {self.delay_factor}: expected a number from 0 on")
         if self.flush_first is not None and self.flush_first < 0:
@@ -152,7 +152,7 @@ class TrainOptions(GptOptions):
         if self.schedule == AUTO:
             raise ValueError(f"--schedule {AUTO}: expected --plan {AUTO}, which measures, plans, and runs the plan")
         if self.trials is not None and (self.trials < 0 or self.plan != AUTO):
-            raise ValueError(f"--trials {self.trials}: expected a number of plans, 0 or more, beside --plan {AUTO}")
+            raise ValueError(f"--trials {self.trials}: expected a number of plans, 0 or more, with --plan {AUTO}")
         if self.plan is None:
             return
         decided = {"schedule": self.schedule, "chunks": self.chunks, "recompute": self.recompute}
@@ -162,21 +162,21 @@ class TrainOptions(GptOptions):
             decided["microbatches"] = self.microbatches
         for option, value in decided.items():
             if value not in (None, "none"):
-                raise ValueError(f"--{option} {value} beside --plan {self.plan}: leave it away, the plan decides on it")
+                raise ValueError(f"--{option} {value} with --plan {self.plan}: leave it away, the plan decides on it")
         if self.plan == AUTO and self.dry_run:
             raise ValueError("--dry-run measures nothing, and --plan auto plans from measurements: leave one away")
 
-    def _check_beside(self) -> None:
+    def _check_checkpoints(self) -> None:
         if isinstance(self.checkpoint_every, int) and self.checkpoint_every < 1:
             raise ValueError(f"--checkpoint-every {self.checkpoint_every}: expected at least 1, or {AUTO}")
         if not 0 < self.checkpoint_overhead < 1:
             raise ValueError(f"--checkpoint-overhead {self.checkpoint_overhead}: expected a share above 0 and below 1")
         if self.checkpoint_dir is not None and self.checkpoint_every is None and not self.resume:
             raise ValueError(
-                f"--checkpoint-dir {self.checkpoint_dir} without checkpoints: expected --checkpoint-every beside it"
+                f"--checkpoint-dir {self.checkpoint_dir} without checkpoints: expected --checkpoint-every with it"
             )
         if self.workers < 0 or (self.workers and self.model is None):
-            raise ValueError(f"--workers {self.workers}: expected a number from 0 on, beside --model and --data")
+            raise ValueError(f"--workers {self.workers}: expected a number from 0 on, with --model and --data")
         self._check_diagnose()
         if isinstance(self.trace_every, int) and self.trace_every < 0:
             raise ValueError(
@@ -187,11 +187,11 @@ class TrainOptions(GptOptions):
         refused = {"--resume": self.resume, "--dry-run": self.dry_run, f"--plan {AUTO}": self.plan == AUTO}
         refused["--checkpoint-every"] = self.checkpoint_every is not None
         for typed in (typed for typed, is_given in refused.items() if is_given and self.diagnose is not None):
-            raise ValueError(f"--diagnose {self.diagnose} beside {typed}: leave one away, a diagnosis is no run")
+            raise ValueError(f"--diagnose {self.diagnose} with {typed}: leave one away, a diagnosis is no run")
         for name, value in given(self, ("diagnose_steps", "diagnose_cache")).items():
             if self.diagnose is None or not (isinstance(value, int) and value >= 1):
                 typed = f"--{name.replace('_', '-')} {value}"
-                raise ValueError(f"{typed}: expected at least 1, beside --diagnose data")
+                raise ValueError(f"{typed}: expected at least 1, with --diagnose data")
 
     @property
     def num_processes(self) -> int:
@@ -201,7 +201,6 @@ class TrainOptions(GptOptions):
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints, after `resolve`."""
         return RUNS / str(self.name) / "checkpoints" if self.checkpoint_dir is None else Path(self.checkpoint_dir)
 
     @property
@@ -258,7 +257,7 @@ def with_recipe(options: TrainOptions, what: Schedule | Plan | None) -> TrainOpt
     is_late = schedule is not None and schedule.is_asynchronous
     if not is_late and options.flush_first:
         raise ValueError(
-            f"--flush-first {options.flush_first} under {schedule.name if schedule else AUTO}, which flushes behind "
+            f"--flush-first {options.flush_first} under {schedule.name if schedule else AUTO}, which flushes after "
             f"every batch: leave it away, or type a schedule without a flush, such as --schedule 2bw"
         )
     if not is_late and options.delay_correction not in (None, "none"):
@@ -290,7 +289,7 @@ def _missing(plan: Plan) -> int | None:
 
 def _newest_run() -> str:
     if "WORLD_SIZE" in os.environ:  # by then another run may be the newest
-        raise ValueError("--resume under torchrun: expected --name NAME beside it, which each start of it goes on with")
+        raise ValueError("--resume under torchrun: expected --name NAME, which each start of it resumes")
     newest = RUNS / LATEST
     if not newest.is_dir():
         raise ValueError(
@@ -344,13 +343,12 @@ def _load(name: str) -> Plan:
 
 
 def make_schedule(options: TrainOptions) -> Schedule:
-    """The checked schedule of the options."""
     assert options.ranks is not None
     name = options.schedule or (DEFAULT_SCHEDULE if options.model is None else DEFAULT_OWN_SCHEDULE)
     if is_own(name):
         for option in () if is_function(name) else ("chunks", "slices", "microbatches"):
             if getattr(options, option) is not None:
-                raise ValueError(f"--{option} beside {name}: the file says it; leave --{option} away")
+                raise ValueError(f"--{option} with {name}: the file has it; leave --{option} away")
         sizes = {"num_ranks": options.ranks, "num_microbatches": options.microbatches, "num_chunks": options.chunks}
         sizes["num_slices"] = options.slices
         schedule = read_schedule(name, sizes, otherwise={"num_microbatches": DEFAULT_MICROBATCHES})

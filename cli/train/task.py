@@ -15,7 +15,7 @@ from ...partition.profiler.optimizers import OptimizerFactory
 from ...pipe.checkpoint.snapshot import HasState
 from ...schedules.wording import printable
 from .. import own_task as own
-from ..own_batches import OwnBatches
+from ..own_task import OwnBatches
 from .corpus import Corpus, load_corpus, loss_fn
 from .gpt import GPT, sample
 from .options import TrainOptions, model_config
@@ -112,7 +112,6 @@ def _own(options: TrainOptions) -> Task:
 
 
 def make_gpt(options: TrainOptions) -> GPT:
-    """The GPT with the same weights on each rank, from the seed."""
     torch.manual_seed(options.seed)
     return GPT(model_config(options))
 
@@ -147,7 +146,7 @@ class Windows(Iterator[own.Batch]):
         """Resume after these steps. Raises ValueError for another text."""
         if state.get("corpus") != self._corpus.sha256:
             raise ValueError(
-                f"the run that goes on was trained on another text than {self._corpus.source} is now: expected the "
+                f"the resumed run was trained on another text than {self._corpus.source} is now: expected the "
                 f"same files as --text, or the same Python"
             )
         self._step = state["step"]

@@ -99,7 +99,6 @@ class _Group(NamedTuple):
 
 
 def _prediction(file: RunFile, measured: Sequence[MeasuredStep]) -> Timeline:
-    """The prediction; for a stream, with as many batches as measured."""
     if not measured or file.costs is None or not file.predicted.schedule.is_asynchronous:
         return file.predicted
     return simulate(measured[-1].timeline.schedule, file.costs)

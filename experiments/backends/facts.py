@@ -97,7 +97,6 @@ def interfaces() -> dict[str, tuple[str, ...]]:
 
 @cache
 def code_digest() -> str:
-    """Digest of stagewright's source files, 12 hexadecimal digits."""
     root = Path(__file__).parents[2]
     files = [*root.glob("*.py"), *(path for room in _ROOMS for path in (root / room).rglob("*.py"))]
     digest = hashlib.sha256()

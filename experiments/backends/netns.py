@@ -22,12 +22,11 @@ from .node import STARTER
 from .records import Nodes, Outcome, Shape, Work
 from .supervise import NodeStart, Say, run_nodes, to_stderr
 
-_PORT = 29500  # free on every node: nothing else runs there
 _CARRIED_ANYWHERE = 50e6  # [bytes/s] slower links need no measurement
 _MOST_NODES = 250  # addresses of a site
 _LATE = 0.01  # share of late packets above which the report warns
 _SECONDS = 0.25
-_PORT = 29400
+_PORT = 29400  # free on every node: nothing else runs there
 _TAKE = f"""
 import socket
 with socket.create_server(("", {_PORT})) as server:
@@ -51,12 +50,8 @@ with socket.create_connection((sys.argv[1], {_PORT}), timeout=20) as peer:
 
 
 class NetnsBackend:
-    """Nodes in namespaces of this host. Needs root; first removes the remains of an interrupted run.
-
-    Arguments:
-        say: prints lines.
-        measured_capacity: of the wire, or of the kernel [bytes/s].
-    """
+    """Nodes in namespaces of this host. Needs root; first removes the remains of an interrupted run. `say` prints
+    lines; `measured_capacity`: of the wire, or of the kernel [bytes/s]."""
 
     name = "netns"
 

@@ -107,7 +107,6 @@ def _hang_up_with_stdin(silence: float) -> None:
 
 
 def _prepared(order: Order, facts: NodeFacts) -> tuple[str, ...]:
-    """Run the preflight with the other nodes. Returns the torchrun line."""
     met = meet(order.meeting, facts, _own_problem(order, facts))
     if met.nodes:
         _say("met", nodes=[asdict(node) for node in met.nodes])

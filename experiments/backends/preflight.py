@@ -77,12 +77,8 @@ class Present:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """Result of a preflight on one node.
-
-    Arguments:
-        nodes: all nodes by rank, on node 0; elsewhere empty.
-        local_address: through which this node reaches node 0; empty if unknown.
-    """
+    """Result of a preflight on one node: all nodes by rank, on node 0 only; and this node's address towards node 0 (""
+    if unknown)."""
 
     nodes: tuple[Present, ...] = ()
     local_address: str = ""
@@ -142,7 +138,9 @@ def _receive(meeting: Meeting, myself: Present) -> Met:
                 connection.close()
                 continue
             if rank in here:
-                problems.append(f"{meeting.names[rank]}: came twice, from {_hosts(here[rank], node)}")
+                problems.append(
+                    f"{meeting.names[rank]}: connected twice, from {here[rank].facts.host} and {node.facts.host}"
+                )
             here[rank] = node
             lines.append(line)
         local = lines[0].connection.getsockname()[0] if lines else _resolved(meeting.address)
@@ -215,10 +213,6 @@ def _judge(meeting: Meeting, here: Mapping[int, Present]) -> list[str]:
     return wrong + [
         f"{name}: silent for {meeting.limit:g} s, expected at {meeting.place} (there: {came})" for name in missing
     ]
-
-
-def _hosts(*nodes: Present) -> str:
-    return " and ".join(node.facts.host for node in nodes)
 
 
 # The other nodes

@@ -39,7 +39,7 @@ class Access:
     def arguments(self, name: str) -> dict[str, Any]:
         """Arguments of a back end's class. Raises ValueError for missing or unreadable options."""
         if name == "ssh":
-            from .hosts import read_hosts
+            from .ssh import read_hosts
 
             if self.hosts is None:
                 raise ValueError("--backend ssh: type --hosts FILE, one host a line, such as user@host:22 slots=4")

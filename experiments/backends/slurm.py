@@ -126,25 +126,25 @@ class SlurmBackend:
         return executor
 
     def _follow(self, job: Any, work: Work, nodes: Nodes) -> Outcome:
-        told = [_Told(rank=rank, folder=work.folder, say=self._say) for rank in range(nodes.num_nodes)]
+        files = [_NodeFiles(rank=rank, folder=work.folder, say=self._say) for rank in range(nodes.num_nodes)]
         watch = _Watch(job, self._cluster, self._say)
         grace_until = math.inf
         while not watch.is_over() and time.monotonic() < grace_until:
-            for node in told:
+            for node in files:
                 node.read()
-            if grace_until == math.inf and any(node.status for node in told):
+            if grace_until == math.inf and any(node.status for node in files):
                 grace_until = time.monotonic() + _GRACE
             if watch.running_since and time.monotonic() > watch.running_since + work.timeout:
-                late = ", ".join(node.name for node in told if node.status is None)
+                late = ", ".join(node.name for node in files if node.status is None)
                 report = f"{late}: not done after {work.timeout:g} s; stopped"
-                return outcome(told, status=TIMED_OUT, timed_out=True, report=report)
+                return outcome(files, status=TIMED_OUT, timed_out=True, report=report)
             time.sleep(_POLL)
         until = time.monotonic() + (_ENDED if watch.state == "COMPLETED" else _LOOK)
-        while any(node.status is None for node in told) and time.monotonic() < until:
-            for node in told:
+        while any(node.status is None for node in files) and time.monotonic() < until:
+            for node in files:
                 node.read()
             time.sleep(_POLL)
-        return _judge(told, watch, work.folder)
+        return _judge(files, watch, work.folder)
 
     def _end(self, job: Any) -> None:
         """Cancel the job unless it is over, and delete its pickle, which holds the work's variables."""
@@ -162,8 +162,6 @@ class SlurmBackend:
 
 
 class _Watch:
-    """One job's state by Slurm's names, refreshed at intervals and printed while it waits."""
-
     def __init__(self, job: Any, cluster: str, say: Say) -> None:
         self._job = job
         self._cluster = cluster
@@ -200,7 +198,7 @@ class _Watch:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Told:
+class _NodeFiles:
     rank: int
     folder: Path
     say: Say
@@ -241,14 +239,14 @@ class _Told:
         return []
 
 
-def _judge(told: list[_Told], watch: _Watch, folder: Path) -> Outcome:
-    problems = list(dict.fromkeys(node.problem for node in told if node.problem))
-    failed = sorted((node for node in told if node.status), key=lambda node: node.ended_at)
-    silent = [node for node in told if node.status is None]
+def _judge(files: list[_NodeFiles], watch: _Watch, folder: Path) -> Outcome:
+    problems = list(dict.fromkeys(node.problem for node in files if node.problem))
+    failed = sorted((node for node in files if node.status), key=lambda node: node.ended_at)
+    silent = [node for node in files if node.status is None]
     if watch.state == "TIMEOUT":
-        return outcome(told, status=TIMED_OUT, timed_out=True, report="Slurm ended the job: its time limit was over")
+        return outcome(files, status=TIMED_OUT, timed_out=True, report="Slurm ended the job: its time limit was over")
     if problems:
-        return outcome(told, status=UNAVAILABLE, report="\n".join(problems))
+        return outcome(files, status=UNAVAILABLE, report="\n".join(problems))
     stories = stories_of(failed)
     if silent and (stories or watch.state == "COMPLETED"):
         stories += [f"{node.name}: stopped, or ended without saying how" for node in silent]
@@ -256,4 +254,4 @@ def _judge(told: list[_Told], watch: _Watch, folder: Path) -> Outcome:
         names = ", ".join(node.name for node in silent)
         stories.append(f"{names}: no end heard of; Slurm says {watch.state}, see {folder / 'slurm'}")
     status = failed[0].status if failed else int(bool(stories))
-    return outcome(told, status=status or 0, report="\n".join(stories))
+    return outcome(files, status=status or 0, report="\n".join(stories))

@@ -159,7 +159,6 @@ class _Running(Process):
 
     @property
     def free_port(self) -> int:
-        """A port that was free there a moment ago."""
         assert self.facts is not None
         return self.facts.free_port
 
@@ -168,7 +167,6 @@ class _Running(Process):
         return bool(self.words)
 
     def poll(self) -> bool:
-        """Whether it has ended and all its output is read."""
         was_known = self.ended_at
         if (has_ended := super(_Running, self).poll()) and not was_known:
             self.last_lines()
@@ -183,7 +181,6 @@ class _Running(Process):
 
     @property
     def last_words(self) -> str:
-        """Last lines of a node that never came up."""
         return "; ".join(self.last_lines()[-_FEW:]) or "without a word"
 
     def _events(self, stream: IO[bytes]) -> None:
@@ -208,7 +205,6 @@ class _Running(Process):
 
 
 def _gather(running: list[_Running], work: Work) -> Outcome | None:
-    """Wait until all starters are up. Returns an outcome if one is not, or is of another version than this side."""
     until = time.monotonic() + work.join_timeout
     while any(node.facts is None for node in running):
         if any(node.poll() for node in running):

@@ -52,6 +52,8 @@ def torchrun_words(
         raise ValueError(f"master_port={master_port}: expected 1 to 65535")
     if work.restarts < 0:
         raise ValueError(f"restarts={work.restarts}: expected 0 or more")
+    is_bare_ipv6 = ":" in master_address and not master_address.startswith("[")
+    address = f"[{master_address}]" if is_bare_ipv6 else master_address
     return (
         "env",
         *(f"{name}={value}" for name, value in _variables(work, interface).items()),
@@ -60,7 +62,7 @@ def torchrun_words(
         *("-m", "torch.distributed.run"),
         *("--nnodes", str(nodes.num_nodes)),
         *("--nproc-per-node", str(nodes.ranks_per_node)),
-        *_rendezvous(work, node_rank, _bracketed(master_address), master_port),
+        *_rendezvous(work, node_rank, address, master_port),
         *("--max-restarts", str(work.restarts)),
         *("--module", work.module),
         *(word.replace("$", "$$") for word in work.arguments),  # torchrun expands templates
@@ -89,7 +91,3 @@ def _rendezvous(work: Work, node_rank: int, address: str, port: int) -> tuple[st
         *("--rdzv-conf", f"is_host={is_host},join_timeout={limit},read_timeout={limit}"),
         *("--local-addr", address if is_host else f"~node{node_rank:05d}"),
     )
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address and not address.startswith("[") else address

@@ -20,11 +20,10 @@ from ...cli.tables import table
 from ..backends.records import Nodes, Outcome, Work
 from ..jobs.declaration import Declaration, Part, find_declaration
 from ..jobs.figure import Figure, read_figures
-from ..jobs.job import Job, jobs_of
+from ..jobs.job import Job, State, jobs_of
 from ..jobs.report import write_report
 from ..jobs.results import gather
 from ..jobs.runner import JobProgress, alone, intend, run_jobs
-from ..jobs.status import State
 from ..works.bench_report import CASES, report
 from ..works.suite import PARTS, told
 
@@ -69,18 +68,15 @@ def run(argv: Sequence[str]) -> int:
 
         check_pipedream_data()
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as folder:
-        figures, failed = _measured(names, options, Path(folder))
+        declaration = Declaration.load(DECLARATION)
+        parts = tuple(parts_for(declaration.parts, names, options, Path(folder)))
+        jobs = sorted(jobs_of(replace(declaration, parts=parts)), key=lambda job: job.nodes is not None)
+        figures, failed = _ran(jobs, Path(folder))
     if failed:
         print(f"stagewright bench: {failed}", file=sys.stderr)
         return 1
     report(figures, names, repetitions=options.repetitions, as_json=options.json)
     return 0
-
-
-def _measured(names: Sequence[str], options: BenchOptions, folder: Path) -> tuple[list[Figure], str]:
-    declaration = Declaration.load(DECLARATION)
-    parts = tuple(parts_for(declaration.parts, names, options, folder))
-    return _ran(sorted(jobs_of(replace(declaration, parts=parts)), key=lambda job: job.nodes is not None), folder)
 
 
 def _ran(jobs: Sequence[Job], folder: Path) -> tuple[list[Figure], str]:

@@ -18,11 +18,10 @@ from ...schedules.wording import count, duration, wrapped
 from ..backends.registry import BACKENDS, Access, backend
 from ..jobs.case import Case, Value
 from ..jobs.declaration import catalog_names, check_code, check_layout, find_declaration
-from ..jobs.job import Changes, jobs_of, select
+from ..jobs.job import Changes, State, Status, jobs_of, select
 from ..jobs.report import readme, write_report
 from ..jobs.results import Results, gather
 from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
-from ..jobs.status import State, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

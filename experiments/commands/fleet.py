@@ -23,8 +23,7 @@ from ...partition import Cluster, DeviceKind, Level, Profile, plan
 from ...partition.quantities import bandwidth, size
 from ...partition.strict import Fields, parse_object, read_text
 from ...schedules.wording import duration
-from ..fleet.policies import POLICIES, FleetJob
-from ..fleet.rounds import FleetRun, run_fleet
+from ..fleet.policies import POLICIES, FleetJob, FleetRun, run_fleet
 
 
 @plain_help

@@ -45,12 +45,8 @@ class PricedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceTrace:
-    """Prices over time.
-
-    Arguments:
-        times: ascending [s]; the last one ends the trace.
-        prices: by kind, one from each time to the next [money per device and second]; None: not available.
-    """
+    """Ascending times [s], and by kind the price from each time to the next [money per device and second]; None: not
+    available."""
 
     times: tuple[float, ...]
     prices: Mapping[str, tuple[float | None, ...]]
@@ -70,7 +66,7 @@ class PriceTrace:
                 raise ValueError(f"{where}: {row!r:.60}: expected {','.join(_HEADER)}")
             at, kind, price = _number(f"{where}: seconds", row[0]), row[1].strip(), row[2].strip()
             if moments and at < moments[-1][0]:
-                raise ValueError(f"{where}: seconds {at:g} behind {moments[-1][0]:g}: expected times in order")
+                raise ValueError(f"{where}: seconds {at:g} after {moments[-1][0]:g}: expected times in order")
             if kind != "end":
                 now = now | {kind: _number(f"{where}: price", price) / 3600 if price else None}
             if moments and moments[-1][0] == at:
@@ -120,12 +116,8 @@ class PricedRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charges:
-    """Seconds of interruptions, as measured (`stagewright train` writes those of its checkpoints).
-
-    Arguments:
-        restart_seconds: from getting a device to the first step.
-        checkpoint_every, checkpoint_seconds: interval and duration; every 0: only at the end.
-    """
+    """Seconds of interruptions: from getting a device to the first step, and the interval (0: only at the end) and
+    duration of checkpoints, as `stagewright train` measures them."""
 
     restart_seconds: float = 0.0
     checkpoint_every: float = 0.0
@@ -136,7 +128,6 @@ class Charges:
 
     @property
     def share(self) -> float:
-        """Share of the time that makes samples."""
         every = self.checkpoint_every
         return every / (every + self.checkpoint_seconds) if every else 1.0
 
@@ -178,7 +169,6 @@ class _Job:
         number("samples", self.samples, positive=True)
 
     def price(self, plan: PricedPlan | None, part: int) -> float | None:
-        """The price of a plan's devices; None if not available."""
         begin = self.trace.times[part]
         prices = self.trace.prices.get(plan.kind) if plan is not None and begin < self.end else None
         price = None if prices is None else prices[part]

@@ -56,12 +56,7 @@ class Judged(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Limit that a figure should keep.
-
-    Arguments:
-        limit: for the judged sample.
-        at_least: the sample must not be below the limit (else: not above).
-    """
+    """Limit of a figure's judged sample: an upper one, or with `at_least` a lower one."""
 
     limit: float
     at_least: bool = False
@@ -113,7 +108,6 @@ class Figure:
             raise ValueError(f"figure {self.name!r} for {self.case}: {self.value}: expected a finite number")
 
     def to_json(self) -> str:
-        """One line of JSON."""
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in self.case.items}
         record: dict[str, object] = {
             "case": values,

@@ -44,7 +44,9 @@ def write_report(declaration: Declaration, results: Results, folder: Path) -> Pa
     Raises ValueError if a table or plot would merge cases, or if the README has one marker without the other.
     """
     results.write(folder)
-    pictures = _own_pictures(declaration, results.figures, folder)
+    pictures: list[tuple[str, str]] = []
+    if declaration.layout.pictures is not None:
+        pictures += load("pictures", declaration.layout.pictures)(results.figures, folder)
     pictures += [
         (plot.title, path.name)
         for plot in declaration.layout.plots
@@ -64,7 +66,9 @@ def readme(declaration: Declaration, section: str, folder: Path) -> str:
 def section_of(declaration: Declaration, results: Results, pictures: Sequence[tuple[str, str]]) -> str:
     """Origin, findings, pictures (title and file of each) and tables, in Markdown."""
     parts = [_origin(declaration, results)]
-    parts += _findings(declaration, results.figures)
+    if declaration.layout.findings is not None:
+        find: Callable[[Sequence[Figure]], Sequence[str]] = load("findings", declaration.layout.findings)
+        parts.append("\n".join(f"- {sentence}" for sentence in find(results.figures)))
     parts += [f"![{title}]({name})" for title, name in pictures]
     parts += [markdown(table, results.figures) for table in declaration.layout.tables]
     return "\n\n".join(parts)
@@ -99,20 +103,6 @@ def _origin(declaration: Declaration, results: Results) -> str:
     return text
 
 
-def _own_pictures(declaration: Declaration, figures: Sequence[Figure], folder: Path) -> list[tuple[str, str]]:
-    if declaration.layout.pictures is None:
-        return []
-    draw: Callable[[Sequence[Figure], Path], list[tuple[str, str]]] = load("pictures", declaration.layout.pictures)
-    return draw(figures, folder)
-
-
-def _findings(declaration: Declaration, figures: Sequence[Figure]) -> list[str]:
-    if declaration.layout.findings is None:
-        return []
-    find: Callable[[Sequence[Figure]], Sequence[str]] = load("findings", declaration.layout.findings)
-    return ["\n".join(f"- {sentence}" for sentence in find(figures))]
-
-
 # --- plots: the mark shows a figure's origin, the colour its case ---
 
 
@@ -141,8 +131,9 @@ def _draw(plot: Plot, figures: Sequence[Figure], folder: Path) -> Path | None:
         axes.set_visible(False)
     if plot.y_scale == "linear":
         flat[0].set_ylim(0, 1.04 * flat[0].get_ylim()[1])  # all share it; room for a mark at the top
+    unit = {"fraction": "%", "bytes": "GB", "ratio": ""}.get(found[0].unit, found[0].unit)
     for row in grid:
-        row[0].set_ylabel(_label(plot.y, found[0].unit))
+        row[0].set_ylabel(f"{plot.y} [{unit}]" if unit else plot.y)
     picture.suptitle(plot.title, fontsize=11, wrap=True)
     _legend(picture, plot, lines, {cell.how for cell in found})
     path = folder / f"{plot.file}.png"
@@ -227,8 +218,3 @@ def _number(cell: Cell, plot: Plot) -> float:
 
 def _scaled(value: float, cell: Cell) -> float:
     return 100 * value if cell.unit == "fraction" else value / 1e9 if cell.unit == "bytes" else value
-
-
-def _label(name: str, unit: str) -> str:
-    words = {"fraction": "%", "bytes": "GB", "ratio": "", "": ""}.get(unit, unit)
-    return f"{name} [{words}]" if words else name

@@ -13,10 +13,9 @@ from ...partition.strict import parse_object, read_text
 from ...schedules.wording import count
 from .declaration import Declaration
 from .figure import Figure, read_figures, write_figures
-from .job import difference, jobs_of, read_config
-from .status import State, Status
+from .job import State, Status, difference, jobs_of, read_config
 
-_TOLD = 3  # names of missing jobs, for each reason
+_NAMED = 3  # names of missing jobs, for each reason
 FIGURES_FILE, ORIGIN_FILE = "results.jsonl", "origin.json"
 
 
@@ -103,14 +102,13 @@ def gather(declaration: Declaration, folder: Path) -> Results:
             machines=_unique([status.machine.partition(": ")[2] for status in statuses]),
             days=_unique([datetime.fromtimestamp(s.started or 0, UTC).strftime("%Y-%m-%d") for s in statuses]),
             changes=_unique(changes),
-            missing=tuple(_told(why, names) for why, names in missing.items()),
+            missing=tuple(
+                f"{count(len(names), 'job')} {why}: {', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}"
+                for why, names in missing.items()
+            ),
             num_jobs=len(statuses),
         ),
     )
-
-
-def _told(why: str, names: Sequence[str]) -> str:
-    return f"{count(len(names), 'job')} {why}: {', '.join(names[:_TOLD])}{', ...' if len(names) > _TOLD else ''}"
 
 
 def _unique(words: Sequence[str]) -> tuple[str, ...]:

@@ -29,8 +29,7 @@ from ...cli.train.run_folder import write_whole
 from ...schedules.wording import duration
 from ..backends.records import Backend, Work
 from .figure import read_figures
-from .job import Job, difference, read_config
-from .status import State, Status, code_version
+from .job import Job, State, Status, code_version, difference, read_config
 
 _WORKER = "stagewright.experiments.jobs.worker"
 _TAIL_LINES = 12  # of a log, in the reason of a failure
@@ -85,7 +84,7 @@ def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = Fals
         said = "was interrupted" if status.state is State.RUNNING else status.state.value
         return Intent(job=job, folder=folder, runs=True, why=said)
     if fresh:
-        return Intent(job=job, folder=folder, runs=True, why="as told")
+        return Intent(job=job, folder=folder, runs=True, why="as requested")
     if changed:
         return Intent(job=job, folder=folder, runs=True, why=f"its configuration changed: {changed}")
     code = code_version(job.part.work)
@@ -119,7 +118,6 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process runs the experiment of this folder."""
     try:
         with (folder / "lock").open("r") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -137,8 +135,8 @@ def run_jobs(
     make_backend: Callable[[str], Backend],
     workers: int | None = None,
 ) -> list[Status]:
-    """Run all jobs that are to run, `workers` of one process at once (None: one per core). Returns their statuses in
-    the order of their ends.
+    """Run all jobs that are to run, `workers` single-process jobs at once (None: one per core). Returns their statuses
+    in the order of their ends.
 
     Ctrl-C ends the running jobs, which count as interrupted, and raises KeyboardInterrupt.
     Raises ValueError, before anything runs, if a back end cannot provide the nodes of a job.
@@ -248,14 +246,11 @@ def _in_process(intent: Intent, progress: JobProgress, stop: threading.Event) ->
         return Status() if stop.is_set() else _finished(begun, State.TIMED_OUT, _limit(intent))
     if code := process.process.returncode:
         how = f"signal {signal_name(-code)}" if code < 0 else f"exit status {code}"
-        return _finished(begun, State.FAILED, f"{how}; the log's last lines:\n{_tail(intent.folder / 'log.txt')}")
+        lines = (intent.folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "\n".join(lines[-_TAIL_LINES:]) or "(nothing)"
+        return _finished(begun, State.FAILED, f"{how}; the log's last lines:\n{tail}")
     return _finished(begun, State.DONE)
 
 
 def _limit(intent: Intent) -> str:
     return f"not done after {intent.job.part.timeout:g} s"
-
-
-def _tail(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(lines[-_TAIL_LINES:]) or "(nothing)"

@@ -50,7 +50,6 @@ class Table:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that distinguish its cells."""
         return (*self.rows, *([self.columns] if self.columns else []))
 
 
@@ -130,7 +129,6 @@ def _objects(record: Fields, key: str) -> list[Fields]:
 
 
 def names(record: Fields, key: str, *, needed: bool = True) -> tuple[str, ...]:
-    """A field that is a list of names; empty if missing and not needed."""
     words = record.items(key) if needed else record.items(key, default=[])
     if not all(isinstance(word, str) for word in words) or (needed and not words):
         fail(record.at(key), words, "a list of names")
@@ -255,7 +253,6 @@ def _row(cell: Cell, table: Table) -> tuple[str, ...]:
 
 
 def _rank(cell: Cell, table: Table) -> tuple[int, int]:
-    """Sorts columns of figures by the table's order, then by origin; keeps the order of others."""
     return (0, 0) if table.columns else (table.figures.index(cell.name), list(type(cell.how)).index(cell.how))
 
 

@@ -27,7 +27,6 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all cases of the job and write its figures."""
     parser = argparse.ArgumentParser(prog="stagewright.experiments.jobs.worker")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", action="store_true", help="one of all ranks")
@@ -52,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run_cases(folder: Path, path: Path | None) -> None:
-    """Run all cases of a job, and write a line per figure to the file. None: another rank writes and prints."""
     record = parse_object(read_text(folder / "job.json"), source=str(folder / "job.json"))
     name, repetitions = record.text("work"), record.count("repetitions")
     work: WorkFunction = load("work", name)

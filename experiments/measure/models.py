@@ -68,7 +68,6 @@ class Workload:
 
     @property
     def num_stages(self) -> int:
-        """S = P * V."""
         return self.num_ranks * self.num_chunks
 
     @property
@@ -100,12 +99,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesProblem(Problem):
-    """A model in stages.
-
-    Arguments:
-        stages: [S] new modules, the same in every process and on both sides.
-        boundary: a tensor like those sent between stages.
-    """
+    """A model in [S] new stages, the same in every process and on both sides; `boundary`: a tensor like those sent."""
 
     stages: list[nn.Module]
     boundary: Tensor
@@ -119,7 +113,6 @@ class WholeProblem(Problem):
 
 
 def make_problem(workload: Workload) -> StagesProblem:
-    """Stages and batch of a workload, from a fixed seed."""
     generator = torch.Generator().manual_seed(_SEED)
     torch.manual_seed(_SEED)
     M, S = workload.num_microbatches, workload.num_stages
@@ -165,7 +158,6 @@ def sleeping_layers(count: int, num_microbatches: int) -> WholeProblem:
 
 
 def image_problem(size: int, *, batch: int) -> WholeProblem:
-    """`convolutions` on random images [batch, 3, size, size]."""
     generator = torch.Generator().manual_seed(_SEED)
     return WholeProblem(
         make_model=lambda: seeded(lambda: convolutions(size)),
@@ -177,7 +169,6 @@ def image_problem(size: int, *, batch: int) -> WholeProblem:
 
 
 def gpt_problem(size: GPTConfig, *, batch: int) -> WholeProblem:
-    """A GPT on random tokens [batch, length]."""
     generator = torch.Generator().manual_seed(_SEED)
     shape = (batch, size.length)
     return WholeProblem(

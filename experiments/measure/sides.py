@@ -27,8 +27,10 @@ from ...pipe import PipelineModule
 from ...pipe.results import StepResult
 from ...schedules import Schedule, Timeline, build
 from .models import Problem, StagesProblem, WholeProblem, Workload, drop_gradients
+from .timing import timed
 
 TIMEOUT = 120.0  # of a whole model's runs [s]
+WARM_UP_STEPS = 2
 
 
 class Side(Protocol):
@@ -36,7 +38,7 @@ class Side(Protocol):
 
     loss: float | None  # of the last step; None on ranks without it
 
-    def step(self) -> None:
+    def step(self) -> object:
         """One batch, to its end on this rank."""
 
 
@@ -53,7 +55,6 @@ class OurSide:
 
     @classmethod
     def of_stages(cls, workload: Workload, problem: StagesProblem) -> OurSide:
-        """The workload's stages under its schedule."""
         schedule = build(
             workload.schedule,
             num_ranks=workload.num_ranks,
@@ -77,13 +78,14 @@ class OurSide:
         assert self.result is not None
         return self.result.timeline()
 
-    def step(self) -> None:
+    def step(self) -> StepResult:
         if self._has_optimizer:
             self.result = self.pipe.train_step(*self._batch)
         else:
             self.result = self.pipe.forward_backward(*self._batch)
             drop_gradients(self._parameters)
         self.loss = self.result.loss
+        return self.result
 
 
 def _pipe(problem: Problem, model: nn.Module | Sequence[nn.Module], **options: Any) -> PipelineModule:
@@ -142,7 +144,6 @@ class TorchSide:
 
     @property
     def receive_bytes(self) -> int:
-        """Bytes of the receive buffers that its stages hold."""
         infos = [
             info
             for stage in self.stages
@@ -173,8 +174,11 @@ class DataParallelSide:
         self.loss = float(loss.detach())
 
 
-def check_same_work(name: str, losses: Mapping[str, float | None]) -> None:
-    """Raise RuntimeError if the sides of a comparison have different losses; None: unknown on this rank."""
-    known = {side: loss for side, loss in losses.items() if loss is not None}
-    if known and max(known.values()) - min(known.values()) > 1e-4 * max(1.0, *map(abs, known.values())):
-        raise RuntimeError(f"{name}: the losses differ, so the sides do not do the same work: {known}")
+def warm_up(name: str, sides: Mapping[str, Side]) -> None:
+    """First steps (torch infers its shapes in one). Raises RuntimeError if the sides have different losses."""
+    for _ in range(WARM_UP_STEPS):
+        for side in sides.values():
+            timed(side.step)
+        known = {who: side.loss for who, side in sides.items() if side.loss is not None}
+        if known and max(known.values()) - min(known.values()) > 1e-4 * max(1.0, *map(abs, known.values())):
+            raise RuntimeError(f"{name}: the losses differ, so the sides do not do the same work: {known}")

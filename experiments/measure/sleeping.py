@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -39,13 +40,12 @@ class SleepingPipe:
             schedule=schedule,
             loss_fn=F.mse_loss,
             # a stream updates inside the pipeline, here with the cheapest optimizer
-            optimizer=_sgd if schedule.is_asynchronous else None,
+            optimizer=partial(torch.optim.SGD, lr=1e-6) if schedule.is_asynchronous else None,
             example_inputs=self._batch[:1],
             verify=False,
         )
 
     def step(self) -> StepResult:
-        """One batch, to its end on this rank."""
         if self.schedule.is_asynchronous:
             return self.pipe.train_step(*self._batch)
         result = self.pipe.forward_backward(*self._batch)
@@ -62,10 +62,6 @@ class SleepingPipe:
 
     def close(self) -> None:
         self.pipe.close()
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-6)
 
 
 @contextmanager

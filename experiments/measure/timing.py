@@ -39,7 +39,6 @@ def say(text: str) -> None:
 
 
 def slowest(seconds: float) -> float:
-    """The largest seconds of all ranks; collective."""
     most = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return float(most)

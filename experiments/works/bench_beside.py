@@ -113,8 +113,6 @@ class _Ballast(nn.Module):
 
 
 class _Side:
-    """A pipeline of sleeping stages with two replicas."""
-
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self._batch = [torch.randn(NUM_MICROBATCHES, TINY_WIDTH, generator=generator) for _ in range(2)]
@@ -145,7 +143,6 @@ class _Side:
 
 
 def sums_last(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps of a program with collectives last."""
     sums = [step for step in steps if isinstance(step, Collective)]
     return (*(step for step in steps if not isinstance(step, Collective)), *sums)
 

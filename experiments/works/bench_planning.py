@@ -197,7 +197,6 @@ def _measured(
 
 
 def _shown(case: Case, problem: str, variant: str) -> Case:
-    """A case of the problem in a `variant`; of the variants the slowest counts."""
     return Case.of({"case": case.text("case"), "run": problem, "variant": variant})
 
 

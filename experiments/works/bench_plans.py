@@ -45,27 +45,24 @@ from ..measure.models import (
     image_problem,
     sleeping_layers,
 )
-from ..measure.sides import TIMEOUT, DataParallelSide, OurSide, Side, TorchSide, check_same_work
+from ..measure.sides import TIMEOUT, WARM_UP_STEPS, DataParallelSide, OurSide, Side, TorchSide, warm_up
 from ..measure.sleeping import SleepingPipe
 from ..measure.suite import layered
 from ..measure.timing import compared, in_turn, median_of, off, say, timed, typical
 from .zero_bubble import THEIRS
 
-_WARM_UP_STEPS = 2
 _MEMORY_STEPS = 4  # the first makes the optimizer's state
 _BY_PROFILE = "profile"
 
 
 def plan_by_measuring(
     problem: WholeProblem, *, num_microbatches: int | None, trials: int = 0, **restrictions: Any
-) -> Plan:
-    """The plan of schedule="auto" for a given M, or any, within `restrictions` of the planner's search.
-
-    Collective over the processes; the same plan on each.
-    """
+) -> tuple[Plan, Plan]:
+    """The plan of schedule="auto" for a given M, or any, within `restrictions` of the planner's search; and the plan as
+    predicted before any trials. Collective over the processes; the same plans on each."""
     from ...pipe.auto.layout import plan_here  # imports the profiler and the planner, which other jobs don't need
 
-    plan, _ = plan_here(
+    return plan_here(
         problem.make_model(),
         ((problem.inputs,), problem.target),
         num_microbatches=num_microbatches,
@@ -75,7 +72,6 @@ def plan_by_measuring(
         loss_fn=problem.loss_fn,
         optimizer=problem.optimizer,
     )
-    return plan
 
 
 def planned_problem(case: Case) -> WholeProblem:
@@ -96,7 +92,7 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
     problem, name = planned_problem(case), f"{case.text('case')} {_described(case)}"
     say(f"{name}: profiling and planning")
     restrictions: dict[str, Any] = {} if case.text("replicas") == "free" else {"data_sizes": (1,)}
-    plan = plan_by_measuring(problem, num_microbatches=case.count("microbatches"), **restrictions)
+    plan, _ = plan_by_measuring(problem, num_microbatches=case.count("microbatches"), **restrictions)
     predicted = plan.simulated_step_time
     assert predicted is not None
     if dist.get_rank() == 0 and "folder" in case:
@@ -104,7 +100,7 @@ def planned(case: Case, repetitions: int) -> Iterator[Figure]:
     shape = f"{plan.schedule} {describe(plan)}"
     say(f"{name}: {shape}")
     side = OurSide.of_model(problem, schedule=plan)
-    for _ in range(_WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS):
         timed(side.step)
     side.pipe.forget_measurements()
     makespans: list[float] = []
@@ -222,7 +218,7 @@ def auto(case: Case, repetitions: int) -> Iterator[Figure]:
     P, M, samples = case.count("ranks"), case.count("microbatches"), case.count("samples")
     problem = layered(case.text("model"), M * samples)
     name = f"{case.text('model')} P={P} M={M}"
-    chosen = plan_by_measuring(problem, num_microbatches=None, trials=3)
+    chosen, _ = plan_by_measuring(problem, num_microbatches=None, trials=3)
     say(f"{name}: {describe(chosen)}")
     sides: dict[str, Side] = {"auto": OurSide.of_model(problem, schedule=chosen), "DDP": DataParallelSide(problem)}
     cuts = {V: _equal_cut(problem, P * V, samples) for V in (1, 2)}
@@ -231,7 +227,7 @@ def auto(case: Case, repetitions: int) -> Iterator[Figure]:
         V = 1 if schedule in ("gpipe", "1f1b") else 2
         workload = Workload(model="gpt", schedule=schedule, num_ranks=P, num_microbatches=M, num_chunks=V)
         sides[theirs] = TorchSide(workload, _in_stages(problem, cuts[V]))
-    for _ in range(_WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS):
         for side in sides.values():
             timed(side.step)
     seconds = in_turn(name, {who: partial(timed, side.step) for who, side in sides.items()}, repetitions=repetitions)
@@ -249,7 +245,6 @@ def auto(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _equal_cut(problem: WholeProblem, num_stages: int, samples: int) -> list[int]:
-    """Layers before each stage of equal seconds, the same on every rank."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         model = problem.make_model()
@@ -306,7 +301,7 @@ def cuts(case: Case, repetitions: int) -> Iterator[Figure]:
     model = {"cnn": "CNN, wide linear layers behind", "gpt": "GPT, large vocabulary"}[case.text("model")]
     name = f"{model} 1f1b P={case.count('ranks')} M={M}"
     say(f"{name}: profiling and planning")
-    plan = plan_by_measuring(
+    plan, _ = plan_by_measuring(
         problem,
         num_microbatches=M,
         schedules=("1f1b",),
@@ -321,10 +316,7 @@ def cuts(case: Case, repetitions: int) -> Iterator[Figure]:
         "equal parameters": OurSide.of_model(problem, **by_hand),  # PipelineModule's own choice
         _BY_PROFILE: OurSide.of_model(problem, schedule=plan),
     }
-    for _ in range(_WARM_UP_STEPS):
-        for side in sides.values():
-            timed(side.step)
-        check_same_work(name, {cut_by: side.loss for cut_by, side in sides.items()})
+    warm_up(name, sides)
     runs = {cut_by: partial(median_of, side.step, case.count("steps")) for cut_by, side in sides.items()}
     seconds = in_turn(name, runs, repetitions=repetitions)
     stages = {cut_by: " | ".join(side.pipe.stage_names) for cut_by, side in sides.items()}

@@ -18,16 +18,16 @@ from ..jobs.figure import Figure, Judged, Spread, Target
 CASES = {
     "overhead-1f1b": "step time at no compute, 1F1B: at most 1.1 of torch's",
     "overhead-interleaved": "step time at no compute, interleaved: at most half of torch's",
-    "sleep-1f1b": "stages that sleep, 1F1B: within 1.02 of the ideal, not behind torch",
-    "sleep-interleaved": "stages that sleep, interleaved: within 1.03 of the ideal, not behind torch",
-    "prediction": "the simulator beside measured steps: 2% where stages sleep, 3% on the GPT",
+    "sleep-1f1b": "stages that sleep, 1F1B: within 1.02 of the ideal, not slower than torch",
+    "sleep-interleaved": "stages that sleep, interleaved: within 1.03 of the ideal, not slower than torch",
+    "prediction": "the simulator against measured steps: 2% where stages sleep, 3% on the GPT",
     "gpt": "a GPT with AdamW on two ranks: at least as fast as torch, schedule by schedule",
     "gpt-4": "the same on four ranks: counts where there are four cores",
     "async-sleep": "throughput of 2bw, stages that sleep: 1.68 (P=4) and 1.8 (P=8) times 1F1B, ours and torch's",
     "async-gpt": "throughput of 2bw, a GPT with AdamW, M=2: 1.42 times torch's 1F1B, 1.22 times its interleaved",
     "receive-bytes": "receives posted and not consumed: M=64 at most as M=8, or 16 MiB",
-    "overlap": "gradients summed over a slow wire: beside the backwards that follow, and behind them",
-    "checkpoints": "a GPT with AdamW on two ranks: checkpoints beside training and saves it waits for; 3.5% by auto",
+    "overlap": "gradients summed over a slow wire: during the backwards that follow, and after them",
+    "checkpoints": "a GPT with AdamW on two ranks: checkpoints during training and blocking saves; 3.5% by auto",
     "split-backward": "I and W over the whole backward: at most 1.05 on a GPT's stage and 1.25 on small linears",
     "start": "CPU seconds of building and of the first step, in one process: a GPT, and transformers' GPT-2",
     "simulator": "the simulator's own speed and memory",
@@ -35,8 +35,8 @@ CASES = {
     "planner": "its speed: a transformer of 100 layers on 1,024 GPUs in 60 s",
     "planning-scale": "seconds of CPU and memory of plans for 1,000 to 100,000 devices, each once",
     "planned-run": "plans carried out: step time within 10% (a GPT) and 5% (layers that sleep), memory within 10%",
-    "auto": 'schedule="auto" beside the best of torch\'s pipelines and DDP (two and four ranks, a core each)',
-    "regret": "the chosen plan beside the next four, carried out (layers that sleep): within 1% of the fastest",
+    "auto": 'schedule="auto" against the best of torch\'s pipelines and DDP (two and four ranks, a core each)',
+    "regret": "the chosen plan against the next four, each run (layers that sleep): within 1% of the fastest",
     "uneven-cut": "uneven models on two ranks: cut by profile, faster than equal layers or equal parameters",
 }
 MIN_REPETITIONS = 5
@@ -210,7 +210,6 @@ def _shown_target(line: Line) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine, which figures depend on besides the code."""
     return {
         "stagewright": __version__,
         "torch": importlib.metadata.version("torch"),

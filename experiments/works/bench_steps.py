@@ -25,11 +25,10 @@ from ...schedules.wording import duration
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 from ..measure.models import Workload, make_problem
-from ..measure.sides import OurSide, Side, TorchSide, check_same_work
-from ..measure.timing import compared, in_turn, median_of, off, slowest, timed
+from ..measure.sides import WARM_UP_STEPS, OurSide, Side, TorchSide, warm_up
+from ..measure.timing import compared, in_turn, median_of, off, slowest
 
 _PAUSE = 0.002  # [s] before each answer of a paced ping-pong
-_WARM_UP_STEPS = 2
 _FEW, _MANY = 8, 64  # microbatches
 
 
@@ -44,7 +43,7 @@ def steps(case: Case, repetitions: int) -> Iterator[Figure]:
     problem = make_problem(workload)  # a new one for each side: both train the same weights separately
     theirs, ours = TorchSide(workload, problem), OurSide.of_stages(workload, make_problem(workload))
     sides: dict[str, Side] = {"torch": theirs, "ours": ours}
-    _warm_up(str(workload), sides)
+    warm_up(str(workload), sides)
     ours.pipe.forget_measurements()
     makespans: list[float] = []
 
@@ -96,21 +95,9 @@ def steps(case: Case, repetitions: int) -> Iterator[Figure]:
         )
 
 
-def _warm_up(name: str, sides: dict[str, Side]) -> None:
-    """First steps (torch infers its shapes in one), and a check that both sides do the same work."""
-    for _ in range(_WARM_UP_STEPS):
-        for side in sides.values():
-            timed(side.step)
-        check_same_work(name, {side: each.loss for side, each in sides.items()})
-
-
 class Entry(NamedTuple):
-    """One runner of a race.
-
-    Arguments:
-        at_least: the first entry's least throughput as a multiple of this one's; None: no target.
-        ideal: that multiple with equal stages, free messages and free updates.
-    """
+    """One runner of a race; `at_least`: the first entry's least throughput as a multiple of this one's (None: no
+    target); `ideal`: that multiple with equal stages, free messages and free updates."""
 
     runner: str
     schedule: str
@@ -153,11 +140,11 @@ def races(case: Case, repetitions: int) -> Iterator[Figure]:
     (first, own), *_ = sides.items()
     assert isinstance(own, OurSide)
     for side in sides.values():
-        for _ in range(_WARM_UP_STEPS):
+        for _ in range(WARM_UP_STEPS):
             side.step()
     own.pipe.measured_costs()  # measures the link's latency, while nothing is in flight
     own.pipe.forget_measurements()
-    for _ in range(_WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS):
         own.step()
     bubbles: list[float] = []
 
@@ -201,7 +188,7 @@ def seconds_a_batch(step: Callable[[], object], batches: int) -> float:
     which belongs to no batch.
     """
     dist.barrier()
-    for _ in range(_WARM_UP_STEPS):
+    for _ in range(WARM_UP_STEPS):
         step()
     start = time.perf_counter()
     for _ in range(batches):

@@ -103,12 +103,10 @@ class Setting:
 
     @property
     def updates_a_step(self) -> int:
-        """Updates of one `train_step`."""
         return _MICROBATCHES if self.schedule in _EACH_UPDATES and self.update_every == 1 else 1
 
     @property
     def tokens_a_step(self) -> int:
-        """Bytes of one `train_step`."""
         return self.updates_a_step * self.sequences * self.length
 
     def make_schedule(self) -> Schedule:

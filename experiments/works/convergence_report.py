@@ -53,7 +53,6 @@ class MethodRuns:
 
     @property
     def best(self) -> list[float]:
-        """Final losses at the best rate, by seed."""
         found = self.finals[self.best_rate]
         return [found[seed] for seed in sorted(found)]
 
@@ -62,7 +61,6 @@ class MethodRuns:
         return fmean(self.best)
 
     def best_curves(self) -> list[tuple[list[int], list[float]]]:
-        """(updates, losses) of each seed at the best rate."""
         found = self.curves.get(self.best_rate, {})
         return [(list(found[seed]), list(found[seed].values())) for seed in sorted(found)]
 

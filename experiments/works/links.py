@@ -71,12 +71,6 @@ def _asked(figure: Figure) -> float | None:
     return 8e-9 * min(rates) if rates else None
 
 
-def _half_a_trip(sender: int, receiver: int) -> float:
-    import torch
-
-    return min(exchange(torch.zeros(1, dtype=torch.uint8), sender, receiver) for _ in range(_TRIPS)) / 2
-
-
 def _link(sender: int, receiver: int) -> tuple[float, float]:
     import torch
     import torch.distributed as dist
@@ -85,7 +79,9 @@ def _link(sender: int, receiver: int) -> tuple[float, float]:
     dist.barrier()
     rank = dist.get_rank()
     if rank in (sender, receiver):
-        found[0], found[1] = _half_a_trip(sender, receiver), _rate(sender, receiver)
+        byte = torch.zeros(1, dtype=torch.uint8)
+        found[0] = min(exchange(byte, sender, receiver) for _ in range(_TRIPS)) / 2
+        found[1] = _rate(sender, receiver)
     dist.broadcast(found, src=sender)
     return found[0].item(), found[1].item()
 

@@ -76,40 +76,22 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 
 def sleeping(case: Case, repetitions: int) -> Iterator[Figure]:
     """Layers that sleep for unequal times, three per rank."""
-    from ...pipe import PipelineModule
-    from ...pipe.auto.layout import TRIALS, plan_here
+    from ...pipe.auto.layout import TRIALS
     from ..measure.models import sleeping_layers
-    from ..measure.sides import TIMEOUT
+    from ..measure.sides import OurSide
+    from .bench_plans import plan_by_measuring
 
     del repetitions
     ranks = case.count("ranks")
     problem = sleeping_layers(3 * ranks, 2 * ranks)
-    plan, untried = plan_here(
-        problem.make_model(),
-        ((problem.inputs,), problem.target),
-        num_microbatches=2 * ranks,
-        timeout=TIMEOUT,
-        trials=TRIALS,
-        restrictions={"data_sizes": (1,)},
-        loss_fn=problem.loss_fn,
-        optimizer=None,
-        max_grad_norm=None,
-    )
-    pipe = PipelineModule(problem.make_model(), schedule=plan, loss_fn=problem.loss_fn, verify=False)
-
-    def step() -> StepResult:
-        result = pipe.forward_backward(problem.inputs, problem.target)
-        for parameter in pipe.parameters():
-            parameter.grad = None
-        return result
-
-    yield from _ran(case, plan, pipe, step, untried=untried, steps=_SLEEPING_STEPS, how=How.EMULATED)
+    plan, untried = plan_by_measuring(problem, num_microbatches=2 * ranks, trials=TRIALS, data_sizes=(1,))
+    side = OurSide.of_model(problem, schedule=plan)
+    yield from _ran(case, plan, side.pipe, side.step, untried=untried, steps=_SLEEPING_STEPS, how=How.EMULATED)
 
 
 def _ran(
     case: Case, plan: Plan, pipe: PipelineModule, step: Callable[[], StepResult], *, untried: Plan, steps: int, how: How
 ) -> Iterator[Figure]:
-    """Figures of a plan and its pipeline; `untried`: the plan as predicted by its profile alone."""
     from ...partition.plans.as_text import CHOSEN
     from ...schedules import Op, simulate, simulate_spread
 

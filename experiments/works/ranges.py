@@ -43,16 +43,8 @@ def measured(case: Case, repetitions: int) -> Iterator[Figure]:
     size = GPTConfig(layers=case.count("layers"), width=case.count("width"), length=case.count("length"))
     problem = gpt_problem(size, batch=case.count("batch"))
     side = OurSide.of_model(problem, schedule=schedule_of(case))
-
-    def step() -> StepResult:
-        side.step()
-        assert side.result is not None
-        return side.result
-
-    try:
-        yield from figures_of(case, side.pipe, step, How.MEASURED, repetitions=repetitions)
-    finally:
-        side.pipe.close()
+    with side.pipe:
+        yield from figures_of(case, side.pipe, side.step, How.MEASURED, repetitions=repetitions)
 
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
@@ -60,10 +52,8 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     from ..measure.sleeping import SleepingPipe
 
     sleeping = SleepingPipe(schedule_of(case))
-    try:
+    with sleeping.pipe:
         yield from figures_of(case, sleeping.pipe, sleeping.step, How.EMULATED, repetitions=repetitions)
-    finally:
-        sleeping.close()
 
 
 def figures_of(

@@ -37,7 +37,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     M, ranks = case.count("microbatches"), dist.get_world_size()
     problem, unit, per_sample = make_problem(case.text("model"), M * case.count("samples"))
     restrictions: dict[str, Any] = {"pipeline_sizes": (ranks,), "data_sizes": (1,), "schedules": ("1f1b", "zb-h1")}
-    plan = plan_by_measuring(problem, num_microbatches=M, **restrictions)
+    plan, _ = plan_by_measuring(problem, num_microbatches=M, **restrictions)
     planned = expected(plan)
     assert planned is not None
     side = OurSide.of_model(problem, schedule=plan)
@@ -70,7 +70,6 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def memory(side: Any) -> tuple[dict[str, int], int]:
-    """Parts and peak of this process in one more step of an OurSide."""
     from ...partition.profiler.memory import cpu_peaks
     from ...pipe.figures.memory import parts_at_peak
 

@@ -106,6 +106,10 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     from ..measure.sleeping import ours_asleep, put_asleep
     from ..measure.timing import in_turn, timed
 
+    def asleep(step: Callable[[], object], table: CostTable) -> float:
+        with ours_asleep(table):
+            return timed(step)
+
     P, M = case.count("ranks"), case.count("microbatches")
     told = Costs(forward=FORWARD, input_grad=INPUT_GRAD, weight_grad=WEIGHT_GRAD)
     workload = Workload(model="tiny", schedule="1f1b", num_ranks=P, num_microbatches=M)
@@ -118,7 +122,7 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
             side = our_side(schedule, workload)
             stack.callback(side.pipe.close)
             table = of_chunks(told, schedule.num_stages // P).table(num_stages=schedule.num_stages)
-            runs[name] = partial(_asleep, side.step, table)
+            runs[name] = partial(asleep, side.step, table)
         for name in THEIRS[3:]:
             theirs = torch_side(name, workload)
             for stage in theirs.stages:
@@ -128,14 +132,6 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
             run_once()
         times = in_turn(str(case), runs, repetitions=repetitions)
     yield from _figures(case, times, ours, rank_costs, How.EMULATED)
-
-
-def _asleep(step: Callable[[], None], table: CostTable) -> float:
-    from ..measure.sleeping import ours_asleep
-    from ..measure.timing import timed
-
-    with ours_asleep(table):
-        return timed(step)
 
 
 def gpt(case: Case, repetitions: int) -> Iterator[Figure]:

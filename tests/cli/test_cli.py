@@ -265,10 +265,10 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("simulate", "--csv", "mine.csv", "--warmup", "plain"), "--warmup beside mine.csv: expected the file alone"),
+        (("simulate", "--csv", "mine.csv", "--warmup", "plain"), "--warmup with mine.csv: expected the file alone"),
         (
             ("simulate", "--csv", "mine.csv", "--replicas", "1", "1", "--batches", "2"),
-            "--replicas, --batches beside mine.csv",
+            "--replicas, --batches with mine.csv",
         ),
         (("schedule", "1f2b", "--ranks", "2", "--microbatches", "3"), "did you mean '1f1b'?"),
         (("simulate", "1f1b", "--ranks", "2"), "--microbatches"),

@@ -164,7 +164,7 @@ def test_the_step_in_the_middle_speaks_for_a_run() -> None:
         (["fast", "slow", "-o", "a.doc"], "-o a.doc: expected a name that ends in"),
         (["fast", "slow", "-o", "none/a.html"], "-o none/a.html: cannot write"),
         (["fast", "broken"], "broken/manifest.json is unreadable"),
-        (["fast", "slow", "--ranks", "3"], "--ranks beside fast, slow"),
+        (["fast", "slow", "--ranks", "3"], "--ranks with fast, slow"),
     ],
 )
 def test_mistakes_are_named(runs: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -169,7 +169,7 @@ def test_the_table_is_80_columns_wide() -> None:
         (("--data", "slow_data:slow_fetch", "--workers", "-1"), "--workers -1: expected a number from 0 on"),
         (("--data", "slow_data:slow_fetch", "--diagnose-steps", "0"), "--diagnose-steps 0: expected at least 1"),
         (("--data", "slow_data:slow_fetch", "--diagnose-cache", "-1"), "--diagnose-cache -1: expected at least 1"),
-        (("--data", "slow_data:slow_fetch", "--resume"), "--diagnose data beside --resume: leave one away"),
+        (("--data", "slow_data:slow_fetch", "--resume"), "--diagnose data with --resume: leave one away"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_refused_before_the_first_step(

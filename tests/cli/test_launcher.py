@@ -181,7 +181,7 @@ with report_to_launcher():
     assert result.status == 1
     first, *stories = result.report.splitlines()
     assert first == "all ranks stand still: none has computed for 2 s; stopped"
-    assert stories[0].startswith("rank 0 stood at <string>:")
+    assert stories[0].startswith("rank 0 was at <string>:")
     assert " in read_for_ever, called from <string>:" in stories[0]
     assert " in wait_for_a_lock_that_nobody_gives_back" in stories[1]
 
@@ -198,7 +198,7 @@ def test_threads_that_wait_in_gloo_do_not_compute_and_who_waits_for_a_core_does_
     watchdog, barked = launcher._Watchdog(ranks, 10.0), False
     while now < 30.0:
         now += 0.02
-        barked |= watchdog.barks()
+        barked |= watchdog.is_stalled()
     assert barked == barks
 
 

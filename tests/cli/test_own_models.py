@@ -321,7 +321,7 @@ OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
         (("--model", "own_mine:few", "--data", "own_mine:few"), "--model own_mine:few returned list: expected a torch"),
         (("--model", "own_mine:model"), "without --data: expected --data package.module:function"),
         (("--data", "own_mine:few"), "--data own_mine:few without --model"),
-        ((*OWN, "--width", "32"), "--width 32 beside --model: leave it away"),
+        ((*OWN, "--width", "32"), "--width 32 with --model: leave it away"),
         ((*OWN, "--batch", "16"), "--batch 16 and --data own_mine:few gives batches of 8"),
         ((*OWN, "--loss", "own_mine:model"), "--loss own_mine:model: takes 0 arguments: expected a function of 2"),
         ((*OWN, "--optimizer", "own_mine:model"), "--optimizer own_mine:model: takes 0 arguments: expected a function"),
@@ -416,7 +416,7 @@ def test_an_own_model_is_profiled_and_planned_in_one_go(mine: Path, capsys: pyte
     [
         (("profile", *OWN, "--microbatch", "9"), "gives batches of 8, smaller than one microbatch of 9"),
         (("profile", *OWN, "--links"), "--links and --model: expected one of them"),
-        (("profile", *OWN, "--layers", "9"), "--layers 9 beside --model"),
+        (("profile", *OWN, "--layers", "9"), "--layers 9 with --model"),
         (("plan", *OWN, "--ranks", "2", "--batch", "6"), "--batch 6 and --data own_mine:few gives batches of 8"),
         (
             ("plan", *OWN, "--profile", "a.json", "--ranks", "2", "--batch", "8"),

@@ -137,7 +137,7 @@ def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp
         (["--profile", "{vgg}", "--ranks", "2"], "; PipeDream's text is read with --pipedream"),
         (["--transformer", SHAPE, "--device", "a1000", "--ranks", "2"], "takes a name or a .json file: unknown device"),
         (["--transformer", SHAPE, "--device", "no.json", "--ranks", "2"], "--device no.json: no such file: expected w"),
-        (["--pipedream", "{vgg}", "--device", "v100", "--ranks", "2"], "--device v100 beside --pipedream: leave it aw"),
+        (["--pipedream", "{vgg}", "--device", "v100", "--ranks", "2"], "--device v100 with --pipedream: leave it aw"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,7 @@ def test_a_profile_of_two_ranks_at_once(command: Callable[..., Done], tmp_path: 
         (("--microbatch", "0"), "--microbatch 0: expected at least 1"),
         (("--seconds", "0"), "--seconds 0.0: expected a number above 0"),
         (("--clip", "-1"), "--clip -1.0: expected a number above 0, or 0 for no clipping"),
-        (("--ranks", "2", "--from-json", "x.json"), "--ranks 2 beside a profile that is there"),
+        (("--ranks", "2", "--from-json", "x.json"), "--ranks 2 with an existing profile"),
         (("--ranks", "0"), "--ranks 0: expected at least 1"),
         (("--profiles", "x.json"), "--profiles without --links: expected --links"),
         (("--links", "--profiles", "no/such.json"), "no/such.json: No such file"),

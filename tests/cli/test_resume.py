@@ -321,7 +321,7 @@ def test_the_place_in_other_data_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mine.py:several is no Dataset, and the place is one in those of a Dataset"):
         several.load_state_dict(dataset.state_dict())
     several.load_state_dict(place | {"passed": 9})
-    with pytest.raises(ValueError, match="gave 5 batches in epoch 2, and the run that goes on stood behind 9"):
+    with pytest.raises(ValueError, match="gave 5 batches in epoch 2, and the resumed run was after 9"):
         next(several)
 
 

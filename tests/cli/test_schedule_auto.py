@@ -71,10 +71,10 @@ def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["--memory", "0.5"], "memory_limit=0.5 on rank 0: no schedule can meet it.* expected at least 1"),
-        (["--chunks", "2"], "--chunks 2 beside auto: expected --placement cyclic, v or any"),
-        (["--warmup", "eager", "--slices", "2"], "--warmup, --slices beside auto: expected sizes, costs"),
+        (["--chunks", "2"], "--chunks 2 with auto: expected --placement cyclic, v or any"),
+        (["--warmup", "eager", "--slices", "2"], "--warmup, --slices with auto: expected sizes, costs"),
         (["--memory", "4", "4"], "memory_limit=.* expected a finite number of at least 0, or 4, one per rank"),
-        (["--json", "--format", "csv"], "--json beside --format csv: expected one of the two"),
+        (["--json", "--format", "csv"], "--json with --format csv: expected one of the two"),
     ],
 )
 def test_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_sizes_are_needed_and_options_of_the_search_are_its_own(capsys: pytest.C
     assert main(["schedule", "auto", "--ranks", "4"]) == 2
     assert "auto needs --ranks and --microbatches" in capsys.readouterr().err
     assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--objective", "span", "--seed", "0"]) == 2
-    assert "--objective, --seed beside 1f1b: expected `stagewright schedule auto`" in capsys.readouterr().err
+    assert "--objective, --seed with 1f1b: expected `stagewright schedule auto`" in capsys.readouterr().err
 
 
 def test_json_of_a_named_schedule(capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,9 +174,9 @@ def test_shapes_that_differ_are_said() -> None:
         (("binary.bin",), "binary.bin: no UTF-8 text at byte 0"),
         (("table.txt", "--ranks", "3"), "--ranks 3 but table.txt has 2"),
         (("bad.csv",), "bad.csv: row 1, column 2: cannot read the action '0X0'"),
-        (("gpt", "--forward", "2", "--latency", "1"), "--forward, --latency beside gpt: expected options for a sched"),
-        (("trace.json", "--latency", "1"), "--latency beside trace.json: expected options for a schedule"),
-        (("plan.json", "--microbatches", "9"), "--microbatches beside plan.json"),
+        (("gpt", "--forward", "2", "--latency", "1"), "--forward, --latency with gpt: expected options for a sched"),
+        (("trace.json", "--latency", "1"), "--latency with trace.json: expected options for a schedule"),
+        (("plan.json", "--microbatches", "9"), "--microbatches with plan.json"),
         (("own.json",), "own.json: stagewrightTimelines: KeyError('name'): expected what write_perfetto writes"),
         (("gpt", "-o", "a.eps"), "-o a.eps: expected a name that ends in .json, .svg, .pdf, .png, .html"),
         (("gpt", "-o", "nowhere/a.png"), "-o nowhere/a.png: cannot write: expected a file in a folder that exists"),
@@ -210,4 +210,4 @@ def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(
     assert main(["timeline", "measured.json", "--terminal", "-o", "a.svg"]) == 0
     assert Path("a.svg").is_file()
     assert main(["timeline", "measured.json", "--terminal", "--json"]) == 2
-    assert "--terminal beside --json: expected one of them" in capsys.readouterr().err
+    assert "--terminal with --json: expected one of them" in capsys.readouterr().err

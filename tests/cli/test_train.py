@@ -127,9 +127,9 @@ def test_the_recipe_follows_the_schedule() -> None:
     assert recipe(schedule="2bw", model="mine:model", data="mine:data") == (None, "none")
     with pytest.raises(ValueError, match="--delay-correction error-feedback under 1f1b, where no gradient is late"):
         recipe(schedule="1f1b", delay_correction="error-feedback")
-    with pytest.raises(ValueError, match=r"--optimizer lion without --model: expected --model beside it, or adamw or"):
+    with pytest.raises(ValueError, match=r"--optimizer lion without --model: expected --model with it, or adamw or"):
         resolve(TrainOptions(optimizer="lion"))
-    with pytest.raises(ValueError, match=r"--optimizer muon beside --model: leave it away"):
+    with pytest.raises(ValueError, match=r"--optimizer muon with --model: leave it away"):
         resolve(TrainOptions(optimizer="muon", model="math:cos", data="math:sin"))
     with pytest.raises(ValueError, match=r"--delay-factor -1.0: expected a number from 0 on"):
         resolve(TrainOptions(delay_factor=-1.0))
@@ -187,7 +187,7 @@ def test_processes_are_ranks_times_members(monkeypatch: pytest.MonkeyPatch) -> N
         resolve(TrainOptions(tensor=2, dry_run=True))
     with pytest.raises(ValueError, match=r"--tensor-parallel mine: expected auto, or a .json file"):
         resolve(TrainOptions(tensor=2, tensor_parallel="mine"))
-    with pytest.raises(ValueError, match=r"--tensor 2 beside --plan plan.json: leave it away"):
+    with pytest.raises(ValueError, match=r"--tensor 2 with --plan plan.json: leave it away"):
         resolve(TrainOptions(tensor=2, plan="plan.json"))
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert resolve(TrainOptions(tensor=2)).ranks == 2
@@ -201,7 +201,7 @@ def test_a_schedule_from_a_file_must_fit_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n")
     assert make_schedule(TrainOptions(schedule=str(path), ranks=1)).num_stages == 1
-    with pytest.raises(ValueError, match=r"--chunks beside .*: the file says it"):
+    with pytest.raises(ValueError, match=r"--chunks with .*: the file has it"):
         make_schedule(TrainOptions(schedule=str(path), ranks=1, chunks=2))
     assert make_schedule(TrainOptions(schedule="seq1f1b", ranks=2, slices=3)).num_slices == 3
     with pytest.raises(ValueError, match=r"--ranks 2 but .* has 1: expected --ranks 1"):

@@ -69,7 +69,7 @@ def test_prices_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["fleet", "fleet.json", "--policies", "fair"], "policy 'fair': expected one of max-min"),
         (["fleet", "none.json"], "jobs: expected at least one of each"),
         (["fleet", "odd.json"], "odd.json: kinds[0]: unknown field colour"),
-        (["price", "back.csv", "--plans", "plans.json", "--samples", "10"], "back.csv, line 3: seconds 4 behind 5"),
+        (["price", "back.csv", "--plans", "plans.json", "--samples", "10"], "back.csv, line 3: seconds 4 after 5"),
         (["price", "prices.csv", "--plans", "other.json", "--samples", "10"], "plan 'C' on 'gpu': expected plans on"),
         (["price", "prices.csv", "--plans", "plans.json", "--samples", "1e12"], "expected a later deadline, or faster"),
     ],

@@ -160,7 +160,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, capsys: pytest.CaptureFi
     why = intend(jobs[0], folder / jobs[0].name).why
     assert why.startswith("the code changed: 0.0.9, source 12345678 -> 0.1.0")
     assert not intend(jobs[0], folder / jobs[0].name, any_code=True).runs
-    assert intend(jobs[1], folder / jobs[1].name, fresh=True).why == "as told"
+    assert intend(jobs[1], folder / jobs[1].name, fresh=True).why == "as requested"
     # so is the file that a user's own work is in
     with (tmp_path / "work.py").open("a") as file:
         file.write("# another line\n")

@@ -29,7 +29,8 @@ def shares(share: float | None, num_nodes: int) -> Iterator[tuple[tuple[str, ...
     if root is None:
         yield _whole_cores(share, num_nodes)
         return
-    groups = [root / _name(next(_NUMBERS)) for _ in range(num_nodes)]
+    owner = f"stagewright-{os.getpid()}-{_start_of(os.getpid())}"
+    groups = [root / f"{owner}-{next(_NUMBERS)}" for _ in range(num_nodes)]
     try:
         for group in groups:
             _make(group, share)
@@ -114,10 +115,6 @@ def _whole_cores(share: float, num_nodes: int) -> tuple[tuple[str, ...], ...]:
         )
     own = [cores[node * int(each) : (node + 1) * int(each)] for node in range(num_nodes)]
     return tuple(("taskset", "--cpu-list", ",".join(map(str, mine))) for mine in own)
-
-
-def _name(number: int) -> str:
-    return f"stagewright-{os.getpid()}-{_start_of(os.getpid())}-{number}"
 
 
 def _is_orphan(name: str) -> bool:

@@ -19,12 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One kind of link: between nodes of a site, or from site to site.
-
-    Arguments:
-        latency: one way [s].
-        seconds_per_byte: at the card of either end; 0: no limit.
-    """
+    """A link within a site, or between sites: one-way latency [s], seconds per byte at either card (0: no limit)."""
 
     latency: float = 0.0
     seconds_per_byte: float = 0.0
@@ -38,7 +33,6 @@ class Card:
         self._free = [0.0, 0.0]
 
     def sent(self, start: float, size: int, is_far: bool) -> float:
-        """The time at which the last bit leaves."""
         free = self._free
         end = free[0] = max(start, free[0]) + size * self._seconds_per_byte[0]
         if is_far:

@@ -73,7 +73,6 @@ class Host:
         self.close()
 
     def close(self) -> None:
-        """End the node and all its processes."""
         holder = self._holder
         assert holder.stdin is not None
         assert holder.stdout is not None

@@ -95,14 +95,8 @@ class Network:
 
 @contextmanager
 def network(nodes: Nodes, *, has_netem: bool, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[Network]:
-    """Start and connect nodes; the context removes them at its end.
-
-    Arguments:
-        has_netem: whether the kernel can delay packets.
-        prefixes: words before every command of a node, by node.
-
-    Raises OSError with Linux's message if something is missing.
-    """
+    """Start and connect nodes; the context removes them at its end. `has_netem`: the kernel can delay packets;
+    `prefixes`: words before every command of a node, by node. Raises OSError with Linux's message."""
     shape = nodes.shape
     addresses = tuple(links.address(node, shape) for node in range(nodes.num_nodes))
     with ExitStack() as stack:

@@ -97,12 +97,7 @@ class WireRecord:
 
 
 def carry(spec: WireSpec, devices: Sequence[int], lifeline: int) -> WireRecord:
-    """Carry packets until `lifeline` ends.
-
-    Arguments:
-        devices: a TUN device of each node, not blocking.
-        lifeline: a pipe that closes at the end.
-    """
+    """Carry packets between the nodes' TUN devices, which don't block, until the pipe `lifeline` closes."""
     record = WireRecord()
     crossing = Crossing(sites=spec.sites, near=spec.near, far=spec.far, room=spec.room)
     nodes = {bytes(map(int, address.split("."))): node for node, address in enumerate(spec.addresses)}

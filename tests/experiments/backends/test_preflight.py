@@ -156,7 +156,7 @@ def test_two_nodes_of_one_rank_are_told() -> None:
         (meeting(1, port=port, limit=5.0), FACTS, ""),
         (meeting(1, port=port, limit=5.0), replace(FACTS, host="other"), ""),
     )
-    assert "node 1 (host b): came twice, from " in told[0]
+    assert "node 1 (host b): connected twice, from " in told[0]
 
 
 def test_facts_of_this_host_travel_and_are_read_without_torch() -> None:

@@ -191,7 +191,7 @@ def test_ranks_behind_ssh_end_with_this_side_and_with_the_connection(server: Ser
         f"sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}\n"
         "from nodes import SLEEP, work\n"
         "from stagewright.experiments.backends import ssh, supervise\n"
-        "from stagewright.experiments.backends.hosts import RemoteHost\n"
+        "from stagewright.experiments.backends.ssh import RemoteHost\n"
         "from stagewright.experiments.backends.records import Nodes\n"
         "ssh._SILENCE, supervise._GRACE = 1.0, 0.3\n"
         f"host = RemoteHost(host='127.0.0.1', port={server.port}, user={getpass.getuser()!r})\n"

@@ -184,7 +184,7 @@ def test_mistakes_are_named() -> None:
     cases: dict[Any, str] = {
         lambda: job("a", 0.0, 0.0): r"job 'a': throughputs \[0\.0, 0\.0\]: expected one above 0",
         lambda: job("a", 1.0, devices=0): r"job 'a': devices: 0: expected a whole number of at least 1",
-        lambda: job("a", 1.0, arrival=5.0, deadline=5.0): r"job 'a': deadline 5: expected one behind its arrival, 5",
+        lambda: job("a", 1.0, arrival=5.0, deadline=5.0): r"job 'a': deadline 5: expected one after its arrival, 5",
         lambda: Shares([job("a", 1.0)], [1, 1]): r"job 'a': 1 throughputs for 2 kinds of devices: expected one a kind",
         lambda: Shares([job("a", 1.0, devices=3)], [2]): r"job 'a' takes 3 devices of a kind: expected at most 2",
         lambda: Shares([job("a", 1.0)], [1]).of("fair"): r"policy 'fair': expected one of max-min, finish-time",
@@ -192,7 +192,7 @@ def test_mistakes_are_named() -> None:
         lambda: run_fleet([], [1], "max-min"): r"a fleet without jobs: expected at least one",
         lambda: run_fleet([job("a", 1.0)], [1], "equal", restart_seconds=360.0): r"restart_seconds=360: expected less",
         lambda: PriceTrace.parse("seconds,kind\n"): r"trace, line 1: .*: expected seconds,kind,price",
-        lambda: PriceTrace.parse("seconds,kind,price\n5,a,1\n4,a,1\n"): r"line 3: seconds 4 behind 5: expected times",
+        lambda: PriceTrace.parse("seconds,kind,price\n5,a,1\n4,a,1\n"): r"line 3: seconds 4 after 5: expected times",
         lambda: PriceTrace.parse("seconds,kind,price\n5,a,-1\n"): r"line 2: price: -1\.0: expected a finite number",
         lambda: PriceTrace.parse("seconds,kind,price\n5,a,x\n"): r"line 2: price: 'x': expected a number",
         lambda: PriceTrace.parse("seconds,kind,price\n5,a,1\n"): r"trace: 1 moments: expected at least two",
