@@ -229,7 +229,7 @@ class ChainSearch:
         self, cut: list[int], ranks: list[int], keys: Sequence[float], over: float, most: float
     ) -> list[list[int]] | None:
         """List scheduling by `keys`; W fill gaps. An F that leaves no room for a whole microbatch must be of the oldest
-        one. None as soon as a rank has idled too long."""
+        one. None as soon as one rank has idled too long."""
         M, S, SM = self.M, len(ranks), len(ranks) * self.M
         seconds, delay, _, weights, held, work = self._tables(cut, ranks)
         idle = [math.inf if self.is_span else most - each for each in work]  # that a rank may
