@@ -42,10 +42,9 @@ class Report:
 def check(schedule: Schedule) -> Report:
     """Prove that the schedule can run to its end, or raise ScheduleError.
 
-    Checked: each action that is needed is there exactly once, on the rank that owns it; all dependencies are met (the
-    error prints the cycle of program order and data that prevents it); updates come after the gradients that they
-    apply, and weight versions follow the declared rule. `check_lowered` does the same for the sends and receives of a
-    lowered schedule.
+    Checked: each action that is needed occurs exactly once, on the rank that owns it; there is no deadlock (the error
+    prints the cycle of program order and data); updates come after the gradients that they apply, and weight versions
+    follow the declared rule. `check_lowered` does the same for the sends and receives of a lowered schedule.
 
     O(actions * in-degree).
     """

@@ -69,7 +69,7 @@ def peak_activations(program: Sequence[Action]) -> int:
 
 
 def peak_held(program: Sequence[Action], held: Sequence[Sequence[float]]) -> float:
-    """The most memory that a rank holds at once when it runs `program`, in the unit of `held`, if moves take no time.
+    """The most memory on a rank at once when it runs `program`, in the unit of `held`, if moves take no time.
 
     Arguments:
         held: [S][M] memory of the activations of each stage and microbatch.

@@ -26,7 +26,7 @@ class StagePlacement(tuple[tuple[int, ...], ...]):
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
-        """[S] the rank of each stage; ScheduleError where a stage is missing or on several ranks, or a rank has none.
+        """[S] the rank of each stage; ScheduleError if a stage is missing or on several ranks, or some rank has none.
 
         >>> StagePlacement.snake(num_ranks=3, num_chunks=2).rank_of
         (0, 1, 2, 2, 1, 0)

@@ -11,7 +11,7 @@ other than communication, and ends where a send begins. On a GPU it lasts from i
 
     PP:1F0, 1F0            torch.distributed.pipelining, all schedules but GPipe and 1F1B; and this package
     PP:(0F1;1B0)OVERLAP_F_B    likewise, of two actions in sequence
-    Forward 0              torch's ScheduleGPipe: only the microbatch; a rank has one stage
+    Forward 0              torch's ScheduleGPipe: only the microbatch; each rank has one stage
 
 torch's Schedule1F1B (2.13) names nothing.
 

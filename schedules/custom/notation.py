@@ -3,7 +3,7 @@
 F(s, m).before(B(s, m - 2))             a relation of two actions; likewise after
 lambda s, m: ...                        a predicate: the relations of stage s and microbatch m, if any
 in_order(F, key=lambda s, m: ...)       each rank runs them in ascending order of the key
-in_flight(at_most=4)                    stage activations that a rank holds at once
+in_flight(at_most=4)                    stage activations on a rank at once
 only_if(lambda action, so_far: ...)     a filter: may this action run next?
 """
 
@@ -74,7 +74,7 @@ def in_order(*ops: Op, key: Callable[..., Any] | None = None) -> InOrder:
 
 
 def in_flight(*, at_most: int | Callable[[int], int]) -> InFlight:
-    """The rule that a rank holds at most so many stage activations at once, from F to the end of B or W: a number, or a
+    """The rule of at most so many stage activations on a rank at once, from F to the end of B or W: a number, or a
     function of the rank.
 
     Raises ValueError for anything else.

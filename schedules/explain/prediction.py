@@ -1,7 +1,7 @@
 """A predicted step compared with measured ones, by cause.
 
     predicted -> compute -> between actions -> messages -> sums -> update -> spread -> not explained -> around the step
-                 \\_________ one input after the other as it was measured ________/                      -> measured
+                 \\_________ one input after the other as measured ___________/                      -> measured
 
 The step is simulated repeatedly, each time with the measured inputs of one more cause in this order; the change of the
 step is attributed to that cause. Then follow the durations of each step's own actions instead of their medians (ranks
@@ -39,7 +39,7 @@ _FROM_INPUTS = (Cause.COMPUTE, Cause.OVERHEAD, Cause.MESSAGES, Cause.SUMS, Cause
 
 
 class InputCheck(NamedTuple):
-    """One input as it was predicted and measured [s].
+    """One input as predicted and measured [s].
 
     times: occurrences per step on the rank that has most.
     alone: change of the step if only this input were as measured [s]; None if it was not simulated.

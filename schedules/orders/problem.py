@@ -140,7 +140,7 @@ class Problem:
         return tuple(map(with_rounding, self.memory_limit))
 
     def check_memory(self) -> None:
-        """Raise MemoryLimitError, with the smallest limit that can be met, if there is no schedule."""
+        """Raise MemoryLimitError, with the smallest possible limit, if there is no schedule."""
         limits = self.memory_limit
         if limits is None:
             return

@@ -5,14 +5,12 @@
 
 With cost = value + _SIDE * (mean of the ranks - ideal work), temperature T and u uniform in (0, 1], a child replaces
 its parent if its cost is below the parent's cost - T ln(u): the rule exp(-d / T), drawn first so that evaluation can
-stop at this limit. A child is made in three steps, and evaluated in O(S M):
+stop at this limit. A child is made in three steps, and evaluated in O(S M); chains restart from the beginning:
 
 1. change: move a boundary, move or exchange ranks, add or remove a stage, which destroys the balance of work;
 2. repair: small random moves until the largest (head + M * work) of a rank, a lower bound, is below the limit;
 3. order: each F and I takes the time that its first layer had in the parent, which cannot deadlock; or each rank takes
    what has arrived, the earliest by that time first. Then some moves of single actions.
-
-Chains restart from the beginning. The same seed takes the same path.
 """
 
 from __future__ import annotations
@@ -22,8 +20,9 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
+from operator import add
 from random import Random
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from ..ir import Action, Schedule
 from ..orders.evaluate import OrderEvaluator
@@ -45,7 +44,7 @@ _OVERS = (1.0, 1.15, 1.4, 2.0, 4.0)  # a W may be so many times as long as its g
 _REPAIRS = 20
 
 
-class LayerTables(NamedTuple):
+class ChainCosts(NamedTuple):
     """Costs by code (of F and I), by stage (seconds of W, memory) and by rank (work); `need`: the code of the input."""
 
     seconds: list[float]
@@ -64,7 +63,7 @@ class Arranged(NamedTuple):
     ranks: list[int]
     orders: list[list[int]]
     over: list[float]
-    tables: LayerTables
+    tables: ChainCosts
     written: list[list[int]]
     ends: list[float]
     last: list[float]
@@ -129,7 +128,7 @@ class ChainSearch:
         parts = zip(work, head, held, self.limits, strict=True)
         return [self.M * w + h + 10 * self.ideal * n / limit * (n > limit) for w, h, n, limit in parts]
 
-    def _tables(self, cut: Sequence[int], ranks: Sequence[int]) -> LayerTables:
+    def _tables(self, cut: Sequence[int], ranks: Sequence[int]) -> ChainCosts:
         M, late = self.M, self.latency
         F, I, W, held = ([b - a for a, b in pairwise(sums[at] for at in cut)] for sums in self.sums)
         there = [0.0 if a == b else late for a, b in pairwise(ranks)]
@@ -139,7 +138,7 @@ class ChainSearch:
         work = [0.0] * self.P
         for rank, *parts in zip(ranks, F, I, W, strict=True):
             work[rank] += M * sum(parts)
-        return LayerTables([n for each in (*F, *I) for n in [each] * M], delay, need, W, held, work)
+        return ChainCosts([n for each in (*F, *I) for n in [each] * M], delay, need, W, held, work)
 
     def play(
         self,
@@ -148,7 +147,7 @@ class ChainSearch:
         orders: list[list[int]],
         over: list[float],
         *,
-        tables: LayerTables | None = None,
+        tables: ChainCosts | None = None,
         most: float = math.inf,
     ) -> Arranged | None:
         """Evaluates orders of F and I, with W in gaps (the longest that fits, else the shortest up to `over` gaps) and
@@ -202,10 +201,13 @@ class ChainSearch:
         if left:
             return None
         written = [[*each, *codes] for each, codes in zip(log, whose, strict=True)]
+        return self._valued((cut, ranks, orders, over, tables, written, ends), list(map(add, free, map(sum, owed))))
+
+    def _valued(self, state: tuple[Any, ...], free: list[float]) -> Arranged:
+        orders, seconds, ends = state[2], state[4].seconds, state[6]
         starts = [ends[order[0]] - seconds[order[0]] if self.is_span else 0.0 for order in orders]
-        last = [now + sum(left) - start for now, left, start in zip(free, owed, starts, strict=True)]
-        cost = max(last) + _SIDE * (sum(last) / self.P - self.ideal)
-        return Arranged(cut, ranks, orders, over, tables, written, ends, last, max(last), cost)
+        last = [now - start for now, start in zip(free, starts, strict=True)]
+        return Arranged._make([*state, last, max(last), max(last) + _SIDE * (sum(last) / self.P - self.ideal)])
 
     def _carried(self, parent: Arranged, cut: Sequence[int]) -> list[float]:
         """By code, the time in the parent of the first layer of each F and I."""
@@ -227,7 +229,7 @@ class ChainSearch:
         self, cut: list[int], ranks: list[int], keys: Sequence[float], over: float, most: float
     ) -> list[list[int]] | None:
         """List scheduling by `keys`; W fill gaps. An F that leaves no room for a whole microbatch must be of the oldest
-        one. None as soon as a rank has idled too long."""
+        one. None as soon as one rank has idled too long."""
         M, S, SM = self.M, len(ranks), len(ranks) * self.M
         seconds, delay, _, weights, held, work = self._tables(cut, ranks)
         idle = [math.inf if self.is_span else most - each for each in work]  # that a rank may
@@ -284,7 +286,6 @@ class ChainSearch:
         return orders
 
     def _moved(self, state: Arranged, most: float) -> Arranged | None:
-        """One action earlier, mostly one that a gap waits for; or another `over` for a rank."""
         random, over, orders = self.random, state.over, state.orders
         if random.random() < 0.04:
             over = list(over)
@@ -388,7 +389,6 @@ class ChainSearch:
         return best
 
     def _child(self, now: Arranged, limit: float) -> Arranged | None:
-        """Another cut or other ranks with a cost below the limit; None if it is higher."""
         random = self.random
         cut, ranks = self._changed(now.cut, now.ranks)
         while random.random() < 0.25:

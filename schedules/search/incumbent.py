@@ -77,7 +77,7 @@ class Incumbent(Generic[Answer]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the bound is met, or the budget spent once there is an answer."""
+        """Whether the bound is reached, or the budget spent once there is an answer."""
         return self.stopped != "tried" and (self.value < math.inf or self.stopped == "optimal")
 
     @property

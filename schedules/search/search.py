@@ -1,4 +1,4 @@
-"""The search itself: starting orders, then rounds of policies and slides, until the bound is met or the budget is
+"""The search itself: starting orders, then rounds of policies and slides, until the bound is reached or the budget is
 spent.
 
 And a short one for each batch, for microbatches whose sizes differ from batch to batch (`BatchOrders`):
@@ -42,7 +42,7 @@ _FEWEST = 24  # orders that are tried in any case
 
 
 class _BudgetError(Exception):
-    """The budget is spent, or the bound is met: the search ends here."""
+    """The budget is spent, or the bound is reached: the search ends here."""
 
 
 class OrderingSearch:

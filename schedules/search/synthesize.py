@@ -161,7 +161,7 @@ def synthesize(
         on_progress: called with each improvement.
 
     Raises ValueError for arguments that do not fit, MemoryLimitError (a ValueError) for a limit that no schedule can
-    meet, with the smallest that can be met.
+    meet, with the smallest possible.
 
     >>> found = synthesize(num_ranks=4, num_microbatches=8, costs=Costs(), memory_limit=4)
     >>> found.value, found.is_optimal, found.timeline.peak_activations

@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds of ONE stage action (of a chunk, if a rank has several).
+    """Seconds of ONE stage action (of a chunk, if there are several per rank).
 
     Each is one number for all stages or a sequence with one per stage; for F, B, I and W a stage may have a row instead
     of

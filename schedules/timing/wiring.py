@@ -263,7 +263,7 @@ class ScheduleWiring:
                     op=Op.REDUCE_GRAD,
                     ranks=ranks,
                     seconds=seconds,
-                    # Without links a rank has one lane for all its sums.
+                    # Without links each rank has one lane for all its sums.
                     channels=self._number([("lane", rank) for rank in ranks])
                     if linked is None
                     else self._around(linked),

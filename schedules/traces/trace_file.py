@@ -100,7 +100,7 @@ def end_line(run: str, step: int) -> bytes:
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """The object of a line; ValueError if it is not as it was written."""
+    """The object of a line; ValueError if it is incomplete or changed."""
     text, found, checksum = line.rpartition(_SUM)
     if not found or not checksum.endswith(b"}") or not checksum[:-1].isdigit():
         raise ValueError("cut off, or no line of a trace")

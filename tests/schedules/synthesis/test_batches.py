@@ -115,7 +115,7 @@ def test_synthesize_counts_memory_by_microbatch() -> None:
     assert max(found.timeline.peak_activations) >= 2
     blind = synthesize(num_ranks=2, num_microbatches=6, costs=Costs(), activations=4.0, memory_limit=5.0)
     assert found.value < blind.value
-    with pytest.raises(ValueError, match=r"activations of stage 1=\[1\].*: expected .* or 6, one a microbatch"):
+    with pytest.raises(ValueError, match=r"activations of stage 1=\[1\].*: expected .* or 6, one per microbatch"):
         pose(num_ranks=2, num_microbatches=6, costs=Costs(), activations=[1.0, [1]])
     with pytest.raises(ValueError, match="at least 4"):
         pose(num_ranks=2, num_microbatches=6, costs=Costs(), activations=held, memory_limit=3.0)
