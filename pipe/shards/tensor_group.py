@@ -12,6 +12,7 @@ section 3) are `enter` and `leave`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 T = TypeVar("T", bound=torch.Tensor | None)
 
 
+@dataclass(frozen=True, eq=False)
 class TensorGroup:
     """Member `index` of `count` processes. Fake and meta tensors are never sent.
 
@@ -33,20 +35,12 @@ class TensorGroup:
         on_region: called when a forward enters (True) or leaves a region of divided tensors.
     """
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        *,
-        index: int,
-        count: int,
-        on_bytes: Callable[[str, int], None] | None = None,
-        on_region: Callable[[bool], None] | None = None,
-    ) -> None:
-        self.index = index
-        self.count = count
-        self._group = process_group
-        self._on_bytes = on_bytes
-        self._on_region = on_region
+    process_group: dist.ProcessGroup | None
+    _: KW_ONLY
+    index: int
+    count: int
+    on_bytes: Callable[[str, int], None] | None = None
+    on_region: Callable[[bool], None] | None = None
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> TensorGroup:
@@ -57,19 +51,19 @@ class TensorGroup:
 
     def region(self, is_own: bool) -> None:
         """Begin a region in which each member draws its own numbers (True), or all the same."""
-        if self._on_region is not None:
-            self._on_region(is_own)
+        if self.on_region is not None:
+            self.on_region(is_own)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if self._on_bytes is not None:
-            self._on_bytes("sum", x.numel() * x.element_size())
+        if self.on_bytes is not None:
+            self.on_bytes("sum", x.numel() * x.element_size())
         if not self._travels(x):
             return x.clone()
         return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self._name))
 
     def all(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        if self._on_bytes is not None:
-            self._on_bytes("gather", x.numel() * x.element_size() * self.count)
+        if self.on_bytes is not None:
+            self.on_bytes("gather", x.numel() * x.element_size() * self.count)
         if not self._travels(x):
             return torch.cat([x] * self.count, dim)
         parts = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.count, self._name))
@@ -87,11 +81,11 @@ class TensorGroup:
 
     @property
     def _name(self) -> str:
-        assert self._group is not None
-        return self._group.group_name
+        assert self.process_group is not None
+        return self.process_group.group_name
 
     def _travels(self, x: torch.Tensor) -> bool:
-        return self._group is not None and self.count > 1 and not (x.is_meta or isinstance(x, FakeTensor))
+        return self.process_group is not None and self.count > 1 and not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
