@@ -12,7 +12,6 @@ section 3) are `enter` and `leave`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -25,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 T = TypeVar("T", bound=torch.Tensor | None)
 
 
-@dataclass(frozen=True, eq=False)
 class TensorGroup:
     """Member `index` of `count` processes. Fake and meta tensors are never sent.
 
@@ -35,12 +33,20 @@ class TensorGroup:
         on_region: called when a forward enters (True) or leaves a region of divided tensors.
     """
 
-    process_group: dist.ProcessGroup | None
-    _: KW_ONLY
-    index: int
-    count: int
-    on_bytes: Callable[[str, int], None] | None = None
-    on_region: Callable[[bool], None] | None = None
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        *,
+        index: int,
+        count: int,
+        on_bytes: Callable[[str, int], None] | None = None,
+        on_region: Callable[[bool], None] | None = None,
+    ) -> None:
+        self.index = index
+        self.count = count
+        self._group = process_group
+        self._on_bytes = on_bytes
+        self._on_region = on_region
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> TensorGroup:
@@ -51,19 +57,19 @@ class TensorGroup:
 
     def region(self, is_own: bool) -> None:
         """Begin a region in which each member draws its own numbers (True), or all the same."""
-        if self.on_region is not None:
-            self.on_region(is_own)
+        if self._on_region is not None:
+            self._on_region(is_own)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if self.on_bytes is not None:
-            self.on_bytes("sum", x.numel() * x.element_size())
+        if self._on_bytes is not None:
+            self._on_bytes("sum", x.numel() * x.element_size())
         if not self._travels(x):
             return x.clone()
         return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self._name))
 
     def all(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        if self.on_bytes is not None:
-            self.on_bytes("gather", x.numel() * x.element_size() * self.count)
+        if self._on_bytes is not None:
+            self._on_bytes("gather", x.numel() * x.element_size() * self.count)
         if not self._travels(x):
             return torch.cat([x] * self.count, dim)
         parts = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.count, self._name))
@@ -81,11 +87,11 @@ class TensorGroup:
 
     @property
     def _name(self) -> str:
-        assert self.process_group is not None
-        return self.process_group.group_name
+        assert self._group is not None
+        return self._group.group_name
 
     def _travels(self, x: torch.Tensor) -> bool:
-        return self.process_group is not None and self.count > 1 and not (x.is_meta or isinstance(x, FakeTensor))
+        return self._group is not None and self.count > 1 and not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 
 from ...comm import Collectives, HostClocks
@@ -18,7 +18,6 @@ from .recorder import RankRecorder, Timed
 _MOST_ACTIONS = 100_000  # of the steps whose times are all used
 
 
-@dataclass(eq=False)
 class Measurement:
     """Durations of the ranks of this process.
 
@@ -28,15 +27,26 @@ class Measurement:
         assemble: combines all ranks' records of one step, or of a few of a stream.
     """
 
-    run: Run
-    recorders: Sequence[RankRecorder]
-    _: KW_ONLY
-    schedule: Schedule
-    drain: Callable[[], None]
-    one_way_seconds: Callable[[], float]
-    assemble: Callable[[Sequence[RankRecord]], Timeline]
-    clocks: HostClocks
-    _latency: float | None = None  # measured once [s]
+    def __init__(
+        self,
+        run: Run,
+        recorders: Sequence[RankRecorder],
+        *,
+        schedule: Schedule,
+        drain: Callable[[], None],
+        one_way_seconds: Callable[[], float],
+        assemble: Callable[[Sequence[RankRecord]], Timeline],
+        clocks: HostClocks,
+    ) -> None:
+        self._recorders = recorders
+        self._schedule = schedule
+        self._drain = drain
+        self._one_way_seconds = one_way_seconds
+        self._assemble = assemble
+        self._collectives = run.collectives
+        self._guard = run.guard
+        self.clocks = clocks
+        self._latency: float | None = None  # measured once [s]
 
     def costs(self) -> Costs:
         costs = self._costs()
@@ -47,14 +57,14 @@ class Measurement:
     def _costs(self) -> Costs | None:
         """Median costs by stage and op, separately for replicas, on every rank; None if nothing was measured."""
         if self._latency is None:
-            self.drain()
-        with self.run.guard.together():
+            self._drain()
+        with self._guard.together():
             if self._latency is None:
-                self._latency = self.one_way_seconds()
+                self._latency = self._one_way_seconds()
             return self._gather_costs(self._latency)
 
     def _gather_costs(self, latency: float) -> Costs | None:
-        recorders, what = self.recorders, "gathering the measured costs"
+        recorders, what = self._recorders, "gathering the measured costs"
         by_rank = [recorder.medians() for recorder in recorders]
         overheads: dict[int, list[float]] = defaultdict(list)
         norms: list[float | None] = []
@@ -65,14 +75,14 @@ class Measurement:
             [recorder.median_norm() for recorder in recorders],
             [around for recorder in recorders if (around := recorder.median_around()) is not None],
         )
-        for seen_overheads, seen_latency, seen_norms, seen_around in self.run.collectives.gather(mine, what=what):
+        for seen_overheads, seen_latency, seen_norms, seen_around in self._collectives.gather(mine, what=what):
             for stage, seconds in (each for own in seen_overheads for each in own.items()):
                 overheads[stage].append(seconds)
             latency = max(latency, seen_latency)
             norms += seen_norms
             outside += seen_around
         if len(by_rank) == 1:
-            by_rank = self.run.collectives.gather_ranks(by_rank[0], what=what)
+            by_rank = self._collectives.gather_ranks(by_rank[0], what=what)
         # The rank that is last at the norm does not wait: its time is that of the norm.
         norm = min((seconds for seconds in norms if seconds is not None), default=None)
         if not any(by_rank):
@@ -80,28 +90,28 @@ class Measurement:
         # Likewise the rank that begins first, and the one that ends last: their times around a step have no waits.
         around = sum(min(each) for each in zip(*outside, strict=True))
         between = {stage: fmean(seconds) for stage, seconds in overheads.items()}
-        return costs_from_medians(by_rank, between, schedule=self.schedule, latency=latency, norm=norm, around=around)
+        return costs_from_medians(by_rank, between, schedule=self._schedule, latency=latency, norm=norm, around=around)
 
     def spread(self) -> Spread | None:
         costs = self._costs()
         if costs is None:
             return None
-        with self.run.guard.together():
-            table = costs.table_for(self.schedule)
-            steps = [recorder.steps() for recorder in self.recorders]
-            most = max(LEAST_STEPS, _MOST_ACTIONS // max(1, sum(map(len, self.schedule.programs))))
-            records = [recorder.records()[-most:] for recorder in self.recorders]
-            if len(self.recorders) == 1:
+        with self._guard.together():
+            table = costs.table_for(self._schedule)
+            steps = [recorder.steps() for recorder in self._recorders]
+            most = max(LEAST_STEPS, _MOST_ACTIONS // max(1, sum(map(len, self._schedule.programs))))
+            records = [recorder.records()[-most:] for recorder in self._recorders]
+            if len(self._recorders) == 1:
                 self.clocks.compare()
                 mine = [_placed(record, self.clocks) for record in records[0]]
-                seen = self.run.collectives.gather_ranks((steps[0], mine), what="gathering the measured durations")
+                seen = self._collectives.gather_ranks((steps[0], mine), what="gathering the measured durations")
                 steps, records = [each for each, _ in seen], [each for _, each in seen]
             number = min(map(len, records))
             together = zip(*(own[len(own) - number :] for own in records), strict=True)
-            return estimate_spread(steps, table, [self.assemble(step) for step in together])
+            return estimate_spread(steps, table, [self._assemble(step) for step in together])
 
     def forget(self) -> None:
-        for recorder in self.recorders:
+        for recorder in self._recorders:
             recorder.forget()
 
 
