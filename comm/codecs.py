@@ -27,7 +27,7 @@ import torch
 
 from ..schedules import Link, Message
 from ..schedules.kinds import above_zero, at_least
-from .transport import TensorSpec, Transport, TransportAround
+from .transport import TensorSpec, Transport, TransportAround, in_layout
 
 LinkName = tuple[int, int] | str  # two stages, the producer's first; "pipe", all of these; "data"
 Packed = tuple[torch.Tensor, ...]
@@ -240,10 +240,7 @@ def unpack(codec: Codec, packed: Packed, spec: TensorSpec) -> torch.Tensor:
     else:
         columns, right = (x.view(size, -1).to(exact_type(x.dtype)) for x, size in ((first, rows), (second, width)))
         found = product(columns, right.T)
-    found = found.to(spec.dtype).view(spec.shape)
-    if found.stride() == spec.stride:
-        return found
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=found.device).copy_(found)
+    return in_layout(found.to(spec.dtype).view(spec.shape), spec)
 
 
 def start_matrix(matrix: torch.Tensor, rank: int) -> torch.Tensor:

@@ -227,19 +227,13 @@ class Collectives:
         wire = wire.to(self.groups.wire)
         del pieces
         received = torch.empty(sum(incoming), dtype=kind, device=self.groups.wire)
-        width = received.element_size()
-
+        width, into = received.element_size(), received.view(torch.uint8)
+        takes, gives = ([width * size for size in sizes] for sizes in (incoming, outgoing))
         options = dist.AllToAllOptions()
         limit = self._in_the_background(options)
 
         def begin(group: dist.ProcessGroup) -> dist.Work:
-            return group.alltoall_base(
-                received.view(torch.uint8),
-                wire,
-                [width * size for size in incoming],
-                [width * size for size in outgoing],
-                options,
-            )
+            return group.alltoall_base(into, wire, takes, gives, options)
 
         group_of = self._processes(ranks)
         work = self._run(begin, group_of, what)
@@ -287,12 +281,8 @@ class Collectives:
         return [timedelta(seconds=self._timeout)]
 
     def _broadcast(self, tensor: torch.Tensor, source: int, processes: tuple[int, ...], what: str) -> torch.Tensor:
-        over = self.groups.wire
-        buffer = (
-            tensor.to(over).contiguous()
-            if self.rank == source
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device=over)
-        )
+        own = tensor if self.rank == source else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.groups.wire)
+        buffer = own.to(self.groups.wire).contiguous()
         wire = _bytes(buffer)
         self._run(lambda group: dist.broadcast(wire, src=source, group=group), processes, what)
         return buffer.to(self.device)

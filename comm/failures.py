@@ -329,16 +329,16 @@ def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | Non
     if broken and not any(reports[one].gave_up for one in order):
         ranks = ", ".join(f"{a}-{b}" for a, b in broken)
         links = f"the ranks {ranks}" if place.mesh.is_line else "; ".join(map(place.names_of, broken))
-        return (
-            f"the connection between {links} broke while both ends were alive: look at the network between "
-            f"their hosts (interface, firewall, address) ({stories})",
-            True,
+        cause = (
+            f"the connection between {links} broke while both ends were alive: look at the network between their "
+            f"hosts (interface, firewall, address)"
         )
-    return (
-        f"{place.names_of(order)} waited for each other: did all of them make the same calls, with "
-        f"batches of the same size, and does the network between them let all messages through? ({stories})",
-        True,
-    )
+    else:
+        cause = (
+            f"{place.names_of(order)} waited for each other: did all of them make the same calls, with batches of the "
+            f"same size, and does the network between them let all messages through?"
+        )
+    return f"{cause} ({stories})", True
 
 
 def _silence(silent: int, waiting: int, rank: int, reports: Mapping[int, Account], place: MeshPlace) -> str:

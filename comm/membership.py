@@ -22,7 +22,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -95,15 +95,8 @@ class Membership:
                 "torchrun does: expected stagewright.cli.launcher.launch([...], num_ranks=N), after which the "
                 'others continue, or on_failure="stop"'
             )
-        self._store = sealed(
-            TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-            )
-        )
+        address, limit = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout)
+        self._store = sealed(TCPStore(*address, is_master=False, wait_for_workers=False, timeout=limit))
         self.life, self._timeout, self._epoch = int(os.environ.get(LIFE, "0")), timeout, 0
         if self.life:  # until it is admitted the process is alone
             world = World(rank=int(os.environ["RANK"]), size=int(os.environ["WORLD_SIZE"]))
@@ -258,14 +251,10 @@ class Membership:
         dist.distributed_c10d._world.group_count = 0
         world = World(rank=self.members.index(self.me), size=len(self.members))
         if world.distributed:
-            join = partial(
-                dist.init_process_group,
-                "gloo",
-                store=PrefixStore(self._key("world"), self._store.clone()),  # type: ignore[attr-defined]
-                rank=world.rank,
-                world_size=world.size,
-                timeout=timedelta(seconds=self._timeout),
-            )
+            store = PrefixStore(self._key("world"), self._store.clone())  # type: ignore[attr-defined]
+            own: dict[str, Any] = {"rank": world.rank, "world_size": world.size}
+            limit = timedelta(seconds=self._timeout)
+            join = partial(dist.init_process_group, "gloo", store=store, timeout=limit, **own)
             try:
                 connected(join, self._timeout, someone_died=self.someone_died)
             except RuntimeError as error:

@@ -16,8 +16,8 @@ import torch
 
 from ..schedules import Message
 from .collectives import Collectives
-from .process_group import Lanes, Link, ProcessGroupTransport, in_layout
-from .transport import TensorSpec
+from .process_group import Lanes, Link, ProcessGroupTransport
+from .transport import TensorSpec, in_layout
 
 
 class PartsTransport(ProcessGroupTransport):
@@ -63,10 +63,8 @@ class PartsTransport(ProcessGroupTransport):
         arrived = super().wait(message, timeout)
         if specs is None:
             return arrived
-        return tuple(
-            self._join(part, spec, message) if self._is_cut(spec) else part
-            for part, spec in zip(arrived, specs, strict=True)
-        )
+        pairs = zip(arrived, specs, strict=True)
+        return tuple(self._join(part, spec, message) if self._is_cut(spec) else part for part, spec in pairs)
 
     def abort(self) -> None:
         self._cut_messages.clear()

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ..schedules import Action, Message, MessageKind, Op
 from ..schedules.messages import STAGE_KINDS
 from .failures import PeerLost, PipelineTimeout, short_reason
-from .transport import TensorSpec, Transport
+from .transport import TensorSpec, Transport, in_layout
 
 Link = tuple[int, int]  # (sender, receiver), ranks of the schedule
 
@@ -226,12 +226,6 @@ def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
         if peer != group.rank():
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-def in_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    if tensor.stride() == spec.stride:
-        return tensor
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
 
 
 @cache

@@ -244,11 +244,8 @@ def refusals(targets: Mapping[str, tuple[str, int]], *, seconds: float) -> dict[
 
 
 def _story(first: Mapping[str, Place], failed: Mapping[str, Mapping[str, str]]) -> str:
-    lines = [
-        f"{host} does not reach {other} at {first[other].address} ({why})"
-        for host, others in failed.items()
-        for other, why in others.items()
-    ]
+    refused = [(host, other, why) for host, others in failed.items() for other, why in others.items()]
+    lines = [f"{host} does not reach {other} at {first[other].address} ({why})" for host, other, why in refused]
     if not lines:
         return ""
     return (

@@ -16,8 +16,8 @@ import torch
 
 from ..schedules import Message
 from .groups import Groups
-from .process_group import ProcessGroupTransport, in_layout
-from .transport import TensorSpec, Transport, TransportAround
+from .process_group import ProcessGroupTransport
+from .transport import TensorSpec, Transport, TransportAround, in_layout
 
 
 def staged(transport: ProcessGroupTransport, groups: Groups) -> Transport:

@@ -37,6 +37,12 @@ class TensorSpec(NamedTuple):
         return cls(tuple(map(int, dense.shape)), tuple(map(int, dense.stride())), tensor.dtype, tensor.requires_grad)
 
 
+def in_layout(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    if tensor.stride() == spec.stride:
+        return tensor
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(tensor)
+
+
 class Transport(ABC):
     """One rank's end of its links. By default nothing is held or in flight, so there is nothing to free or wait for."""
 

@@ -191,18 +191,8 @@ def combine_summaries(summaries: Sequence[torch.Tensor]) -> torch.Tensor:
     totals = parts[:, 0]
     if not parts[0, 2] and (parts[:, 6] != samples).any():  # replicas with batches of other sizes
         totals = totals * parts[:, 6] / samples
-    return torch.stack(
-        [
-            totals.cumsum(0)[-1],
-            parts[:, 1].cumsum(0)[-1],
-            parts[0, 2],
-            first[3],
-            first[4],
-            samples,
-            samples,
-            *parts[0, 7:],
-        ]
-    )
+    total, counts = totals.cumsum(0)[-1], parts[:, 1].cumsum(0)[-1]
+    return torch.stack([total, counts, parts[0, 2], first[3], first[4], samples, samples, *parts[0, 7:]])
 
 
 class GroupLoss(NamedTuple):

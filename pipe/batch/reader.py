@@ -148,11 +148,9 @@ class BatchReader:
 
     def _refuse_shapes_alone(self, given: Given, inferred: Inferred) -> None:
         arguments, loss, read = given.arguments, self._model_loss, self._inputs_read(inferred)
-        names = [
-            name
-            for slot, (name, x) in enumerate(zip(arguments.names, arguments.tensors, strict=True))
-            if x.is_meta and (slot in read or (self.reads_target and loss is not None and loss.reads(name)))
-        ]
+        reads_loss = loss.reads if loss is not None and self.reads_target else lambda name: False
+        metas = [(slot, arguments.names[slot]) for slot, x in enumerate(arguments.tensors) if x.is_meta]
+        names = [name for slot, name in metas if slot in read or reads_loss(name)]
         if names or (self.reads_target and is_shape_alone(given.target)):
             raise ValueError(
                 f"{names[0] if names else 'the target'} is a meta tensor, and a stage of this process reads it: "

@@ -206,12 +206,8 @@ def share_on_host(place: MeshPlace, *, timeout: float) -> HostShare:
     first = next(process for process, (own, _) in enumerate(everybody) if own == host)
     mine = _new_folder(root).name.removeprefix(_PREFIX) if first == world.rank else None
     name = os.path.basename(str(rounds.gather(mine, what=what)[first]))  # no other process decides on the path
-    share = HostShare(
-        root / f"{_PREFIX}{name}",
-        world.rank,
-        tuple(process for process, own in enumerate(everybody) if own == [host, replica]),
-        timeout=timeout,
-    )
+    sharing = tuple(process for process, own in enumerate(everybody) if own == [host, replica])
+    share = HostShare(root / f"{_PREFIX}{name}", world.rank, sharing, timeout=timeout)
     rounds.gather(None, what=what)  # all locks are held
     return share
 

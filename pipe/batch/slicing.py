@@ -71,16 +71,10 @@ def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice
     slices = []
     for span in _spans(options.slices.lengths, total, num_slices):
         tensors = tuple(span.part(x, dim) for x, dim in zip(arguments.tensors, dims, strict=True))
-        target = [
-            span.part(leaf, dim) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf, dim in zip(leaves, target_dims, strict=True)
-        ]
-        part = replace(
-            given,
-            arguments=Arguments(arguments.form, tensors, arguments.dims),
-            target=pytree.tree_unflatten(target, spec),
-        )
-        slices.append((part, span))
+        pairs = zip(leaves, target_dims, strict=True)
+        target = [span.part(leaf, dim) if isinstance(leaf, torch.Tensor) else leaf for leaf, dim in pairs]
+        own = Arguments(arguments.form, tensors, arguments.dims)
+        slices.append((replace(given, arguments=own, target=pytree.tree_unflatten(target, spec)), span))
     return slices
 
 

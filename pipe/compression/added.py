@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from math import prod
 from typing import Any, Protocol
@@ -208,17 +208,8 @@ def _measured(run: Run, ranks: RankLinks, specs: Mapping[Boundary, list[TensorSp
     sizes = _SMALL, max(8 * _SMALL, *map(num_bytes, specs.values()))
     found: dict[tuple[int, int], Link] = {}
     for pair in sorted((a, b) for a, b in ranks.between if a < b and (b, a) in ranks.between):
-        mine = [
-            ping_pong(
-                transport,
-                [TensorSpec((size,), (1,), torch.uint8, False)],
-                device=device,
-                timeout=run.options.timeout,
-                pair=pair,
-                rounds=_ROUNDS,
-            ).seconds
-            for size in sizes
-        ]
+        measure = partial(ping_pong, device=device, timeout=run.options.timeout, pair=pair, rounds=_ROUNDS)
+        mine = [measure(transport, [TensorSpec((size,), (1,), torch.uint8, False)]).seconds for size in sizes]
         line = fit_line(sizes, run.collectives.gather_ranks(mine, what="measuring the links between ranks")[pair[0]])
         found |= dict.fromkeys((pair, pair[::-1]), Link(latency=line.latency, seconds_per_byte=1 / line.bandwidth))
     return {link: found.get(link, Link()) for link in ranks.between}  # messages in one direction only are never packed

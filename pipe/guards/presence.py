@@ -95,13 +95,11 @@ def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device
     if not has_flags(specs):
         return tuple([gradient for gradient in gradients if gradient is not None])
     flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=device)
-    whole = [
-        torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
-        if gradient is None
-        else gradient
-        for gradient, spec in zip(gradients, specs[1:], strict=True)
-    ]
-    return (flags, *whole)
+
+    def zeros(spec: TensorSpec) -> torch.Tensor:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device).zero_()
+
+    return (flags, *(zeros(spec) if g is None else g for g, spec in zip(gradients, specs[1:], strict=True)))
 
 
 def unpack(message: Tensors, specs: Sequence[TensorSpec]) -> Gradients:

@@ -105,12 +105,9 @@ class Evaluation:
             sharing = Sharing(loss=has_loss, collectives=collectives, receives_ahead=mode.receives_ahead)
             programs = batch_programs(mode.schedule, sharing)
             updates = {rank: RankUpdate(rank, mode.schedule, shards) for rank in self._ranks.stages}
-            self._forwards[key] = (
-                mode,
-                self._ranks.reader(mode, has_loss=has_loss, like=first),
-                self._ranks.engine(EvaluationWorker, mode, updates),
-                {rank: programs[rank] for rank in updates},
-            )
+            reader = self._ranks.reader(mode, has_loss=has_loss, like=first)
+            engine = self._ranks.engine(EvaluationWorker, mode, updates)
+            self._forwards[key] = mode, reader, engine, {rank: programs[rank] for rank in updates}
         return self._forwards[key]
 
     def _mode_for(self, like: Arguments, *, has_loss: bool) -> tuple[Mode, Arguments]:

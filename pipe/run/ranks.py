@@ -45,12 +45,8 @@ StagesOf = dict[int, dict[int, Stage]]  # by local rank and number
 
 
 def links_of(programs: Iterable[RankProgram]) -> frozenset[Link]:
-    return frozenset(
-        (program.rank, step.peer) if step.is_send else (step.peer, program.rank)
-        for program in programs
-        for step in program.steps
-        if isinstance(step, Transfer)
-    )
+    transfers = ((p.rank, step) for p in programs for step in p.steps if isinstance(step, Transfer))
+    return frozenset((rank, step.peer) if step.is_send else (step.peer, rank) for rank, step in transfers)
 
 
 class RankLinks:
@@ -167,13 +163,8 @@ class Ranks:
 
     def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
         sliced = self._sliced_loss if mode.schedule.num_slices > 1 and has_loss else None
-        return BatchReader(
-            self._run,
-            mode,
-            example=like,
-            has_loss=has_loss,
-            slices_agree=None if sliced is None else partial(sliced.expect, inference=mode.inference),
-        )
+        slices_agree = None if sliced is None else partial(sliced.expect, inference=mode.inference)
+        return BatchReader(self._run, mode, example=like, has_loss=has_loss, slices_agree=slices_agree)
 
     def _loss_of(self) -> LossOf | None:
         parts, update, options = self.parts, self.update, self._run.options

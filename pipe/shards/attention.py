@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,10 +164,8 @@ class Experts(Style):
             raise StyleError(f"module {name!r}: the plan cuts none of its parameters: expected some, as packed_colwise")
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
-        return {
-            key: shard_of(module, key, dim, index=index, count=count, blocks=blocks)
-            for key, (dim, blocks) in self.parameters.items()
-        }
+        cut = partial(shard_of, module, index=index, count=count)
+        return {key: cut(key, dim, blocks=blocks) for key, (dim, blocks) in self.parameters.items()}
 
     def attributes(self, module: nn.Module, count: int) -> dict[str, Any]:
         names = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim")

@@ -131,14 +131,9 @@ def _shard(name: str, full: torch.Tensor, after: nn.Parameter, local: torch.Tens
                 shard = shard.divided(placement.dim, index=group.index, count=group.count)
             elif not isinstance(placement, Replicate):
                 raise StyleError(f"parameter {name!r} becomes {placement}: expected Shard(dim) or Replicate()")
-    elif local.shape != full.shape:
-        dims = (
-            [dim for dim, size in enumerate(full.shape) if size != local.shape[dim]]
-            if full.dim() == local.dim()
-            else []
-        )
-        for dim in dims[:1]:
-            shard = shard.divided(dim, index=group.index, count=group.count)
+    elif local.dim() == full.dim() and local.shape != full.shape:
+        dim = next(dim for dim, size in enumerate(full.shape) if size != local.shape[dim])
+        shard = shard.divided(dim, index=group.index, count=group.count)
     if shard.local != tuple(local.shape) or not torch.equal(shard.take(full), local):
         raise StyleError(
             f"parameter {name!r} of shape {tuple(full.shape)} becomes one of {tuple(local.shape)} that is not its part "

@@ -154,14 +154,10 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _key(module: nn.Module, children: Mapping[str, nn.Module]) -> object:
-    kinds = tuple(
-        (
-            name,
-            type(child),
-            *((k, v) for k, v in child.__dict__.items() if isinstance(v, int | float | str) and k != "layer_idx"),
-        )
-        for name, child in module.named_modules()
-    )
+    def constants(child: nn.Module) -> list[tuple[str, object]]:
+        return [(k, v) for k, v in vars(child).items() if isinstance(v, int | float | str) and k != "layer_idx"]
+
+    kinds = tuple((name, type(child), *constants(child)) for name, child in module.named_modules())
     return kinds, tuple((name, _sizes(child)) for name, child in children.items())
 
 

@@ -230,12 +230,12 @@ def split_parameters(
     """
     shards: dict[str, list[Shard]] = {}
     held = [0] * count
-    dims = {
-        name: None
-        if name in whole or not tensor.is_contiguous()
-        else next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
-        for name, tensor in parameters.items()
-    }
+
+    def dim_of(name: str, tensor: torch.Tensor) -> int | None:
+        is_cut = name not in whole and tensor.is_contiguous()
+        return next((dim for dim, size in enumerate(tensor.shape) if size > 1 and is_cut), None)
+
+    dims = {name: dim_of(name, tensor) for name, tensor in parameters.items()}
     for name, dim in dims.items():
         if dim is not None:
             full = Shard.whole(tuple(parameters[name].shape))
@@ -246,14 +246,10 @@ def split_parameters(
         shape, owner = tuple(parameters[name].shape), held.index(min(held))
         held[owner] += parameters[name].nbytes
         shards[name] = [Shard.whole(shape) if index == owner else Shard.nothing(shape) for index in range(count)]
-    rest = len(ranks) - count
-    return {
-        name: ParameterSplit(
-            ranks=tuple(ranks),
-            shards=dict(zip(ranks, shards[name] + [Shard.nothing(tuple(tensor.shape))] * rest, strict=True)),
-        )
-        for name, tensor in parameters.items()
-    }
+    for name, tensor in parameters.items():
+        shards[name] += [Shard.nothing(tuple(tensor.shape))] * (len(ranks) - count)
+    pairs = {name: dict(zip(ranks, shards[name], strict=True)) for name in parameters}
+    return {name: ParameterSplit(ranks=tuple(ranks), shards=by_rank) for name, by_rank in pairs.items()}
 
 
 class ShardedParameter:
@@ -343,9 +339,6 @@ class ShardedParameter:
         return of.part(self.split.shards[self.rank])
 
     def state_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: self.of(value).clone()
-            if isinstance(value, torch.Tensor) and value.shape == self.whole.shape
-            else value
-            for key, value in state.items()
-        }
+        shape = self.whole.shape
+        whole = {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == shape}
+        return {key: self.of(value).clone() if key in whole else value for key, value in state.items()}

@@ -356,13 +356,9 @@ def _refuse_alone(name: str, model: nn.Module, styles: Mapping[str, ParallelStyl
     parent = name.rpartition(".")[0]
     siblings = [_join(parent, child) for child, _ in model.get_submodule(parent).named_children()]
     style = styles.get(name)
-    if (
-        isinstance(style, Column)
-        and not style.gather_output
-        and not any(
-            isinstance(styles.get(each), Row) or not isinstance(styles.get(each), Style | None) for each in siblings
-        )
-    ):
+    others = [styles.get(each) for each in siblings]
+    has_row = any(isinstance(other, Row) or not isinstance(other, Style | None) for other in others)
+    if isinstance(style, Column) and not style.gather_output and not has_row:
         raise StyleError(
             f"module {name!r} is cut by 'column' and no module next to it by 'row', so that each process would "
             f"continue with its part: expected 'row' for the module that takes its outputs, or "

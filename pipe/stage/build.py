@@ -190,14 +190,10 @@ def look_at_loss(run: Run, mode: InferredStages, target: object) -> None:
     with suppress(Exception), warnings.catch_warnings(), quiet_fakes(), uncompiled():
         warnings.simplefilter("ignore")  # of the user's code, which will repeat them when it runs
         with untouched(loss, device=device), strict_fake_mode(joined):
-            flat = [
-                torch.empty(x.shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
-                for x in mode.example.specs[-1]
-            ]
-            loss(
-                mode.output_form.assemble(flat),
-                pytree.tree_map_only(torch.Tensor, partial(torch.empty_like, device=device), target),
-            )
+            empty, like = partial(torch.empty, device=device), partial(torch.empty_like, device=device)
+            specs = mode.example.specs[-1]
+            flat = [empty(x.shape, dtype=x.dtype, requires_grad=x.requires_grad) for x in specs]
+            loss(mode.output_form.assemble(flat), pytree.tree_map_only(torch.Tensor, like, target))
     mode.joined[-1] |= joined
     _refuse_strangers(run, mode)
 

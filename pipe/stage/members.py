@@ -178,11 +178,9 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
                 f"{collectives.name_of(member)} has divided {name!r} unlike {collectives.name_of(members[0])}: "
                 f"expected the same model and tensor_parallel= in every process"
             )
-    found = MemberShards(
-        collectives,
-        {name: [theirs[name] for theirs in everyone] for name in own},
-        {name: x for name in own if not (x := full[id(parameters[name])]).is_meta},
-    )
+    by_member = {name: [theirs[name] for theirs in everyone] for name in own}
+    originals = {name: x for name in own if not (x := full[id(parameters[name])]).is_meta}
+    found = MemberShards(collectives, by_member, originals)
     found._undo = undo
     return found
 

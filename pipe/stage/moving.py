@@ -142,19 +142,13 @@ class Activations:
         return handle
 
     def _may_go(self, tensor: torch.Tensor) -> bool:
-        return (
-            _has_storage(tensor)
-            and tensor.device == self._device
-            and not (tensor.is_conj() or tensor.is_neg())
-            and tensor.untyped_storage()._cdata not in self._staying
-        )
+        is_plain = _has_storage(tensor) and tensor.device == self._device and not (tensor.is_conj() or tensor.is_neg())
+        return is_plain and tensor.untyped_storage()._cdata not in self._staying
 
     def _unpack(self, packed: object) -> torch.Tensor:
         if isinstance(packed, _Wrapped):
-            parts = {
-                name: self._unpack(part) if isinstance(part, _Handle | _Wrapped) else part
-                for name, part in packed.parts.items()
-            }
+            packs = _Handle | _Wrapped
+            parts = {n: self._unpack(part) if isinstance(part, packs) else part for n, part in packed.parts.items()}
             return packed.kind.__tensor_unflatten__(parts, packed.context, packed.size, packed.stride)  # type: ignore[attr-defined, no-any-return]
         assert isinstance(packed, _Handle)
         if packed.tensor is not None:

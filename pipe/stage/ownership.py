@@ -113,13 +113,8 @@ class Ownership:
 
     def stage_parameters(self, stage: int, *, frozen: bool = False) -> list[tuple[str, nn.Parameter]]:
         """Trainable (or all) parameters for the optimizer of a local stage, the first local one that holds them."""
-        return [
-            (name, parameter)
-            for name, parameter in self.parameters()
-            if self.is_local(name)
-            and (frozen or parameter.requires_grad)
-            and min(s for s in self.stages[name] if s in self._local) == stage
-        ]
+        local = [(name, p) for name, p in self.named_parameters() if frozen or p.requires_grad]
+        return [(name, p) for name, p in local if min(s for s in self.stages[name] if s in self._local) == stage]
 
     def holders(self, name: str) -> tuple[int, ...]:
         return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
@@ -137,11 +132,8 @@ class Ownership:
     def counted_parameters(self, ranks: Collection[int], *, among: Collection[int]) -> list[nn.Parameter]:
         """The parameters that count in the gradient norm on these ranks: shared ones count on their first rank.
         `among`: the ranks of the norm."""
-        return [
-            p
-            for name, p in self.parameters()
-            if self.group.counts(name) and next(rank for rank in self.holders(name) if rank in among) in ranks
-        ]
+        counted = [(name, p) for name, p in self.parameters() if self.group.counts(name)]
+        return [p for name, p in counted if next(rank for rank in self.holders(name) if rank in among) in ranks]
 
     def tied(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, ranks) of trainable parameters that several ranks hold; the same list on every rank."""
@@ -254,12 +246,7 @@ class Ownership:
                     tensors[name].copy_(parts[name])
 
     def own_parts(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        tensors = self._tensors()
-        return {
-            name: self.group.own_part(name, tensor, state[name])
-            for name, tensor in tensors.items()
-            if self.is_local(name)
-        }
+        return {name: self.group.own_part(name, tensor, state[name]) for name, tensor in self.state_dict().items()}
 
     def check_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """ValueError names missing and unknown keys and wrong shapes of a full or a local state dict."""

@@ -64,12 +64,9 @@ class Signature(NamedTuple):
         return next(shape[dim] for (shape, _), dim in zip(self.tensors, self.dims, strict=True) if dim is not None)
 
     def resized(self, num_samples: int) -> Signature:
-        return self._replace(
-            tensors=tuple(
-                (shape if dim is None else (*shape[:dim], num_samples, *shape[dim + 1 :]), dtype)
-                for (shape, dtype), dim in zip(self.tensors, self.dims, strict=True)
-            )
-        )
+        pairs = zip(self.tensors, self.dims, strict=True)
+        resized = [(s if dim is None else (*s[:dim], num_samples, *s[dim + 1 :]), dtype) for (s, dtype), dim in pairs]
+        return self._replace(tensors=tuple(resized))
 
     def shapes_alone(self) -> Arguments:
         tensors = tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.tensors)

@@ -291,12 +291,8 @@ def _entries(
 ) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
     """(table, key, number) of each parameter in the module; a tied one has several."""
     number = {id(parameter): i for i, parameter in enumerate(parameters)}
-    return [
-        (part._parameters, key, number[id(parameter)])
-        for part in module.modules()
-        for key, parameter in part._parameters.items()
-        if id(parameter) in number
-    ]
+    tables = [part._parameters for part in module.modules()]
+    return [(table, key, number[id(p)]) for table in tables for key, p in table.items() if id(p) in number]
 
 
 def _flat_entries(

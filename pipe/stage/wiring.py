@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ...comm import TensorSpec
 from ...comm.codecs import num_bytes
-from ...partition.model.units import MODEL_INPUT, StageModule
+from ...partition.model.units import MODEL_INPUT, StageModule, ValueRef
 from ...schedules import Edge, Message, MessageKind, Schedule, check
 from ...schedules.dependencies import Dependencies, Wire
 from ...schedules.messages import receives_ahead
@@ -63,17 +63,16 @@ class Mode:
         self.schedule = schedule.with_edges(_edges(stages, specs))
         check(self.schedule)
         self.wires = tuple(Dependencies(self.schedule).wires)
-        self.wants_grad = [
-            tuple(r.producer != MODEL_INPUT and specs[r.producer][r.slot].requires_grad for r in module.inputs)
-            for module in stages
-        ]
+
+        def wants(ref: ValueRef) -> bool:
+            return ref.producer != MODEL_INPUT and specs[ref.producer][ref.slot].requires_grad
+
+        self.wants_grad = [tuple(map(wants, module.inputs)) for module in stages]
         self.slots: dict[Wire, tuple[int, ...]] = {}
-        self._alike = {
-            (stage, slot)
-            for stage, both in enumerate(zip(specs, undivided, strict=True) if undivided is not None else ())
-            for slot, (one, other) in enumerate(zip(*both, strict=False))
-            if one.shape == other.shape
-        }
+        self._alike: set[tuple[int, int]] = set()
+        for stage, both in enumerate(zip(specs, undivided, strict=True) if undivided is not None else ()):
+            pairs = enumerate(zip(*both, strict=False))
+            self._alike |= {(stage, slot) for slot, (one, other) in pairs if one.shape == other.shape}
         self._layouts: dict[int, tuple[OutputSpecs, dict[tuple[MessageKind, int, int], list[TensorSpec]]]] = {}
         self._wire_of = {(wire.kind, wire.src, wire.dst): wire for wire in self.wires}
         self._inputs: dict[Wire, list[list[tuple[int, int]]]] = {}  # by slot: (consumer, input)

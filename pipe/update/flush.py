@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -102,26 +102,21 @@ class FlushUpdate(Update):
         )
         # Replicas in one process have one optimizer: the first of them steps it.
         first = {stage: rank for rank in reversed(local) for stage in schedule.placement[rank]}
-        no_delay = [0.0] * schedule.num_stages
-        stages = made or [
-            stage_optimizers(ownership, s, ownership.stage_parameters(s), delays=no_delay)
-            for s in sorted(first)
-            if options.optimizer is not None
-        ]
+        own = sorted(first) if options.optimizer is not None else []
+        make_stage = partial(stage_optimizers, ownership, delays=[0.0] * schedule.num_stages)
+        stages = made or [make_stage(s, ownership.stage_parameters(s)) for s in own]
         shards = shard(ownership, local[0], stages, schedule, recorders[local[0]])
         scale = None if options.grad_scaler is None else LossScale(options.grad_scaler)
 
         def make(rank: int) -> RankUpdate:
+            collectives = [each for each in programs.programs[rank].steps if isinstance(each, Collective)]
+            summed = [each for each in collectives if each.op is Op.REDUCE_GRAD]
             return RankUpdate(
                 rank,
                 schedule,
                 shards,
                 scale,
-                sums={
-                    each: shared_sums(ownership, shards, each, each.ranks(schedule.owners))
-                    for each in programs.programs[rank].steps
-                    if isinstance(each, Collective) and each.op is Op.REDUCE_GRAD
-                },
+                sums={each: shared_sums(ownership, shards, each, each.ranks(schedule.owners)) for each in summed},
                 option_numbers=lambda: {key: n for one in stages for key, n in one.option_numbers().items()},
                 replicas=programs.data_groups[rank],
             )

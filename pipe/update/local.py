@@ -130,14 +130,10 @@ class LocalUpdate(FlushUpdate):
         """Average the optimizers' state, too, since a checkpoint has that of one replica: then a run continues from it
         as the saving one does. Numbers such as a step count must be equal."""
         run = self.run
-        states = {
-            (one.names.get(id(p), ""), key): x
-            for one in self.stages
-            for optimizer in one.optimizers
-            for p, state in optimizer.state.items()
-            for key, x in sorted(state.items())
-            if isinstance(x, torch.Tensor)
-        }
+        pairs = [(one, optimizer) for one in self.stages for optimizer in one.optimizers]
+        states: dict[tuple[str, str], torch.Tensor] = {}
+        for name, state in ((one.names.get(id(p), ""), s) for one, each in pairs for p, s in each.state.items()):
+            states |= {(name, key): x for key, x in sorted(state.items()) if isinstance(x, torch.Tensor)}
         rest = {name: checksum(x) for name, x in states.items() if not (x.dim() and x.is_floating_point())}
 
         def differing(_: int, one: tuple[object, ...], __: int, other: tuple[object, ...]) -> str | None:

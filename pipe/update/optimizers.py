@@ -96,13 +96,8 @@ class StageOptimizers:
     def whole_names(self) -> set[str]:
         """Names of the parameters that may not be cut, since their optimizer needs each whole. Raises ValueError for an
         optimizer that needs all of its parameters together."""
-        return {
-            self.names[id(parameter)]
-            for optimizer in self.optimizers
-            if separable(optimizer) == "parameters"
-            for parameter in parameters_of(optimizer)
-            if id(parameter) in self.names
-        }
+        wholes = [one for one in self.optimizers if separable(one) == "parameters"]
+        return {self.names[id(p)] for one in wholes for p in parameters_of(one) if id(p) in self.names}
 
     def refuse_shared_statistics(self, model: Sequence[nn.Parameter]) -> None:
         """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters is not tried."""

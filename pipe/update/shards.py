@@ -47,13 +47,8 @@ def _begin_gather(
     def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
         own, ranks = parts[0].rank, parts[0].split.ranks
         views = {rank: [parts[i].of(wholes[i], rank=rank) for i in bucket] for rank in ranks}
-        wait = collectives.exchange(
-            [views[own]] * len(ranks),
-            [sum(view.numel() for view in there) for there in views.values()],
-            what=what,
-            ranks=ranks,
-            on_through=on_through,
-        )
+        sizes = [sum(view.numel() for view in there) for there in views.values()]
+        wait = collectives.exchange([views[own]] * len(ranks), sizes, what=what, ranks=ranks, on_through=on_through)
 
         def finish() -> None:
             for (rank, there), received in zip(views.items(), wait(), strict=True):
@@ -83,13 +78,9 @@ def begin_sum(
         for part in some:
             part.whole.grad = None
         own = [part.of(grad).clone() for part, grad in zip(some, grads, strict=True)]  # the rest of `grads` is freed
-        wait = collectives.exchange(
-            [[part.of(grad, rank=rank) for part, grad in zip(some, grads, strict=True)] for rank in ranks],
-            [sum(part.numel() for part in own)] * len(ranks),
-            what=what,
-            ranks=ranks,
-            on_through=on_through,
-        )
+        sent = [[part.of(grad, rank=rank) for part, grad in zip(some, grads, strict=True)] for rank in ranks]
+        sizes = [sum(part.numel() for part in own)] * len(ranks)
+        wait = collectives.exchange(sent, sizes, what=what, ranks=ranks, on_through=on_through)
 
         def finish() -> None:
             total: torch.Tensor | None = None
@@ -153,11 +144,8 @@ class Shards:
 
     def counted(self, ownership: Ownership) -> list[ShardedParameter]:
         """Parts that count in the gradient norm here, so that each element counts on one rank."""
-        return [
-            part
-            for name, part in self.parts.items()
-            if ownership.group.counts(name) and ownership.holders(name)[0] in part.split.ranks
-        ]
+        counted = [(name, part) for name, part in self.parts.items() if ownership.group.counts(name)]
+        return [part for name, part in counted if ownership.holders(name)[0] in part.split.ranks]
 
     def tensors(self) -> list[torch.Tensor]:
         parts = [part.parameter for part in self.parts.values()]

@@ -11,6 +11,7 @@ versions, messages and sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -256,12 +257,9 @@ def _make_ranks(course: RunCalls, ownership: Ownership, recorders: Mapping[int, 
         count = schedule.rule.versions_kept(peaks[rank])
         weights = _weights_of(rank, schedule, ownership, taken=taken, count=count)
         taken.update(name for one in weights.values() for name in one.names)
-        stages = {
-            stage: stage_optimizers(
-                ownership, stage, list(zip(one.names, one.own, strict=True)), versions=one, delays=delays
-            )
-            for stage, one in weights.items()
-        }
+        make = partial(stage_optimizers, ownership, delays=delays)
+        named = {stage: list(zip(one.names, one.own, strict=True)) for stage, one in weights.items()}
+        stages = {stage: make(stage, named[stage], versions=one) for stage, one in weights.items()}
         shards = shard(ownership, rank, list(stages.values()), schedule, recorder)
         for one in weights.values():
             one.divide(shards.parts)

@@ -93,11 +93,8 @@ class StreamRank(RankUpdate):
         # By peer, the parts of shared gradients that are sent there, and received from there.
         self._to = {peer: self._flat(names, of=peer) for peer, names in self._with.items()}
         self._from = {peer: self._flat(names, of=rank) for peer, names in self._with.items()}
-        self._parts = {
-            peer: [part for part in shards.parts.values() if peer in part.split.ranks]
-            for peer in range(self._num_ranks)
-            if peer != rank
-        }
+        others, parts = [peer for peer in range(self._num_ranks) if peer != rank], list(shards.parts.values())
+        self._parts = {peer: [part for part in parts if peer in part.split.ranks] for peer in others}
         self._updated: dict[int, dict[int, Tensors]] = {}  # by update group and rank: parts that the rank has updated
         self._made: dict[tuple[int, int], int] = {}  # (stage, update group) -> the version that its update made
 
@@ -147,12 +144,9 @@ class StreamRank(RankUpdate):
             case MessageKind.LOSS:
                 return super().take(message)
             case MessageKind.SUM:
-                names = self._with[message.dst]
-                own = [self._gradient(name, message.index) for name in names]
-                gradients = [
-                    None if gradient is None else self._part(name, message.dst, gradient)
-                    for name, gradient in zip(names, own, strict=True)
-                ]
+                names, peer = self._with[message.dst], message.dst
+                own = ((name, self._gradient(name, message.index)) for name in names)
+                gradients = [None if grad is None else self._part(name, peer, grad) for name, grad in own]
                 return pack_gradients(self._to[message.dst], names, gradients, self._same_options.note(names))
             case MessageKind.NORM:
                 return (group.norms[self._rank],)
