@@ -30,7 +30,7 @@ class DeviceKind:
         link_speed: times the bandwidth of the links out of its node, for a slow network card; a message is as slow
             as the slower of its ends.
         host_bandwidth: of the link from one device to its host's memory, each direction, while all of its node use
-            theirs [bytes/s]; None: nobody knows, and no activations wait there.
+            theirs [bytes/s]; None: unknown, and no activations are offloaded.
     """
 
     name: str = "device"
@@ -58,14 +58,15 @@ class Level:
         reduce_latency: of each step of such a ring [s]; None: as `latency`. Over gloo it is the way there and back: a
             rank sends when it has heard that the next one waits.
         message_seconds: for which a rank is busy with one message that it sends across this level, and as long with one
-            that it receives, beside the latency [s].
+            that it receives, in addition to the latency [s].
         sum_busy: share of a sum's seconds for which its ranks' processors are busy with it and can't compute (0 to 1):
             where the transport's threads have no core of their own.
         partial_reduce: times the bandwidth of sums over nodes of which each has several members, but not all of its
             devices: their rings share network cards (0 to 1). No flat ring does.
         devices_per_card: neighbours that share one network card on their ways across this level, whose bandwidth it is
             then; None: each has its own.
-        sends: "blocking": a rank computes on only when its message has left; "beside" compute.
+        sends: "blocking": a rank continues computing only when its message has left; "beside": messages overlap with
+            compute.
     """
 
     name: str

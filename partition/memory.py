@@ -1,18 +1,18 @@
 """Memory of a rank over time, by data structure: the one place that says so, for `partition()` and `plan()` alike.
 
     parameters     W versions
-    gradients      W, once a backward has left some, or (behind the batch) where that is more than all that ran
+    gradients      W, once a backward has left some, or (after the batch) where that is more than all that ran
     optimizer      W ratio, or a share of it where it is divided over the replicas
     buffers        of the nodes
     activations    of every microbatch in flight what is kept from F to B; of one what is made again (`stage_cost`)
     workspace      of the node that needs most, and the gradients of the stage's output and input
-    communication  receives posted ahead, sends not yet known to be received, between ranks; behind a stage's last
+    communication  receives posted ahead, sends not yet known to be received, between ranks; after a stage's last
                    backward of the batch a bucket of small gradients being summed, and where the optimizer is divided,
                    the parts of other ranks, of gradients and then of weights; in a stream always the gradients that
                    replicas send each other
 
 `Moments` are counted in the schedule's own programs: how much of which is there, whenever that may be most. `recompute`
-weighs them under whatever is done about the memory, and chooses that. `stage_bytes` gives the same figures of one stage
+weighs them under each treatment of the memory, and chooses one. `stage_bytes` gives the same figures of one stage
 each, of which `memory_curves` makes memory over time. `stage_parts` is the closed form for stages between any two
 cuts, elementwise, never less: with it the dynamic programs know what does not fit.
 """
@@ -60,7 +60,7 @@ class MemoryUse:
         workspace: that F or B needs for itself while it runs.
         communication: messages that were received ahead of their use, or are not yet sent.
 
-    Raises ValueError for what is no finite number of at least 0.
+    Raises ValueError for anything but finite numbers of at least 0.
 
     >>> (MemoryUse(parameters=4, gradients=4) + MemoryUse(activations=2)).total
     10.0
@@ -89,7 +89,7 @@ class MemoryUse:
 
 
 def certain(device: str) -> float:
-    """Least bytes that a device holds beside its tensors, of which no plan can use one; 0 on a CPU and for a name that
+    """Least bytes that a device holds besides its tensors, of which no plan can use one; 0 on a CPU and for a name that
     says nothing.
 
     >>> certain("A100-80GB"), certain("cpu"), certain("device")
@@ -105,7 +105,7 @@ class Moments:
 
     Arguments:
         counts: [moments, 4 V], of each stage: microbatches between F and the end of B (or W); 1 where a backward has
-            left gradients by then; 1 where these may be on their way to other replicas, behind its last backward; 1
+            left gradients by then; 1 where these may be on their way to other replicas, after its last backward; 1
             while its own backward runs, which makes anew what is recomputed. Those without a backward come first.
         num_forwards: how many these are.
         versions: of the weights.
@@ -135,8 +135,8 @@ def count_in_flight(schedule: Schedule, parts: Sequence[float] = ()) -> tuple[Mo
 
 
 def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:
-    """The same as it was simulated: what leaves is there until its way out is through, however long the link takes, and
-    beside what comes back by then."""
+    """The same as it was simulated: what leaves is there until its way out is through, however long the link takes,
+    together with what comes back by then."""
     programs = []
     for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):
         spans = {span.what: span for span in (*trace.compute, *trace.moves)}
@@ -181,8 +181,8 @@ def merged(ranks: Sequence[Moments]) -> Moments:
 
 
 def in_flight_of_turns(turns: ChunkOrder, *, num_chunks: int) -> tuple[Moments, ...]:
-    """The same of an order in figures, without its programs. In front of a rank's forward k are k - warm-up backwards,
-    in front of its backward j are warm-up + j + 1 forwards."""
+    """The same of an order in figures, without its programs. Before a rank's forward k are k - warm-up backwards,
+    before its backward j are warm-up + j + 1 forwards."""
     forwards, backwards = (
         np.array([chunk for chunk, _ in pairs], dtype=np.intp) for pairs in (turns.forwards, turns.backwards)
     )
@@ -209,7 +209,7 @@ def _of_first(chunks: Indices, num_chunks: int) -> Indices:
 def _of_program(
     program: Sequence[Action], stages: Sequence[int], versions: int, parts: Sequence[float], *, streams: bool
 ) -> Moments:
-    # What comes back may be most in front of a backward that still waits.
+    # What comes back may peak before a backward that still waits.
     steps = [action for action in program if action.op is Op.RELOAD or action.op not in MOVE_OPS]
     if streams or any(op in MOVE_OPS for _, op, _ in program):
         rows = ((action.op, alive) for action, alive in activations(program))
@@ -241,7 +241,7 @@ def _moments(forward: Indices, backward: Indices, chunks: Indices, *, streams: b
     V = forward.shape[1] // 3
     nothing = np.concatenate([np.zeros((1, V), dtype=np.intp), np.full((1, 2 * V), int(streams))], axis=1)
     held = _largest(np.concatenate([nothing, _corners(forward)]))
-    # The chunk stands in front, by number backwards: no two of different ones are one above the other.
+    # The chunk comes first, in descending order: no two of different ones are one above the other.
     width = max(V, 1)  # a rank may have no stage
     of_chunk = np.eye(width, dtype=np.intp)[::-1][np.concatenate([[0], chunks])]
     in_backward = _largest(_corners(np.concatenate([of_chunk, np.concatenate([nothing, backward])], axis=1)))
@@ -255,7 +255,7 @@ def _moments(forward: Indices, backward: Indices, chunks: Indices, *, streams: b
 
 
 def _corners(moments: Indices) -> Indices:
-    """Moments less those half way between the one before and the next: whatever a microbatch takes, one of these two
+    """Moments less those half way between the one before and the next: for any size of a microbatch, one of these two
     takes as much or more."""
     if len(moments) < 3:
         return moments
@@ -304,7 +304,7 @@ class RankMemory:
 
     @property
     def uses(self) -> tuple[MemoryUse, ...]:
-        """[V] by stage and data structure; messages stand with the first one."""
+        """[V] by stage and data structure; messages are counted in the first one."""
         names = [field.name for field in fields(MemoryUse)]
         rows = [[*row, 0.0 if v else self.messages] for v, row in enumerate(self.held.T.tolist())]
         return tuple(MemoryUse(**dict(zip(names, row, strict=True))) for row in rows)
@@ -322,7 +322,7 @@ class RankPlace:
     Arguments:
         streams: whether batches follow each other without a flush.
         beside: of its memory, what is certain to go to others than tensors (`certain`) [bytes].
-        num_messages: that come to it from one side in a batch, at most; where nobody knows, four are posted ahead.
+        num_messages: that come to it from one side in a batch, at most; where it is unknown, four are posted ahead.
     """
 
     stages: tuple[int, ...]
@@ -338,7 +338,7 @@ def stage_parts(
     sums: StageSums, place: RankPlace, *, copies: Figures, divides: bool = False, recompute: str = "none"
 ) -> tuple[Floats, Floats, Floats]:
     """Bytes on a device of each stage, elementwise: held in any case, and for each microbatch in flight; and the bytes
-    behind the batch, which may be more than these together.
+    after the batch, which may be more than these together.
 
     What the V stages of a rank share counts with a V-th.
 
@@ -364,7 +364,7 @@ def stage_parts(
 
 
 def _summing(sums: StageSums, *, replicas: Figures, shards: Figures, streams: bool, share: int = 1) -> Floats:
-    """Bytes of each stage beside its gradients while its replicas add them up, elementwise; 0 without replicas.
+    """Bytes of each stage besides its gradients while its replicas add them up, elementwise; 0 without replicas.
 
     Under a flush small gradients travel in buckets, as copies, of which one counts; a large one is summed where it is,
     or, where the optimizer is divided, leaves part by part: a copy of the largest, and the parts of the others. A

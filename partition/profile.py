@@ -32,10 +32,10 @@ class Node:
         description: for people.
         forward_seconds, backward_seconds: F and whole B [s].
         activation_bytes: of its output, which travels where the output crosses a cut [bytes].
-        parameter_bytes, buffer_bytes: held whatever the batch [bytes].
+        parameter_bytes, buffer_bytes: held for any batch [bytes].
         stash_bytes: kept from F to B, counted once where shared [bytes].
         spread: of the samples of F + B, relative (half the interquartile range over the median); 0 when unknown.
-        input_grad_seconds, weight_grad_seconds: I and W, each by itself [s]; their sum may exceed B, since both walk
+        input_grad_seconds, weight_grad_seconds: I and W, each alone [s]; their sum may exceed B, since both walk
             the same graph. 0 when not measured.
         update_seconds: of the optimizer's step on its parameters, once a batch [s]; 0 when not measured.
         workspace_bytes: the most that F or B holds for a while beyond inputs, outputs and stash [bytes].
@@ -53,10 +53,10 @@ class Node:
             that frees nothing.
         way: in which the T ranks of a tensor group run it: "divided" as the profile of T ranks has it; "whole" on each
             of them; by "samples", 1/T of a microbatch's on each, with whole weights; "samples on" the same, and its
-            part goes on to the next node, which is by samples too; "any" of these, as the planner chooses.
+            part passes on to the next node, which is by samples too; "any" of these, as the planner chooses.
         expert_bytes: of the parameters, those of experts, whose gradients every `Profile.expert`-th rank alone sums
             [bytes].
-        joining_seconds: of putting these parts together where a cut lies behind the node, in F, and of their gradients,
+        joining_seconds: of putting these parts together where a cut follows the node, in F, and of their gradients,
             in B of the next node [s each]; in none of the others.
 
     Raises ValueError for a figure that is no finite number of at least 0, for one of these pairs alone, and for
@@ -114,8 +114,8 @@ class Node:
         return self.forward_seconds + self.backward_seconds
 
     def under(self, treatment: str) -> tuple[float, float]:
-        """Kept from F to B [bytes], and what B takes longer [s], "selective" or "keep_less"; as ever where nobody
-        knows."""
+        """Kept from F to B [bytes], and what B takes longer [s], "selective" or "keep_less"; unchanged where it was not
+        measured."""
         kept, seconds = getattr(self, f"{treatment}_bytes"), getattr(self, f"{treatment}_seconds")
         return (self.stash_bytes, 0.0) if kept is None else (kept, seconds)
 
@@ -137,25 +137,25 @@ class Profile:
         optimizer_ratio: bytes of optimizer state a byte of parameters; None when not measured.
         step_seconds: F + B of the whole model, measured at once [s]; None when not measured.
         step_spread: of its samples, relative.
-        slowdown: how many times that long the whole took on average, beside what else ran on the machine; the seconds
-            of all nodes are of undisturbed moments, see `typical`.
+        slowdown: how many times that long the whole took on average, along with what else ran on the machine; the
+            seconds of all nodes are of undisturbed moments, see `typical`.
         action_seconds: that the runtime itself takes of a rank around each F, B, I and W, on top of theirs, messages
             apart [s]; 0 when not measured.
-        around_seconds: that the runtime itself takes of a step beside its actions, sums, norms and updates: checks,
+        around_seconds: that the runtime itself takes of a step besides its actions, sums, norms and updates: checks,
             the batch that is cut, losses and results [s]; 0 when not measured.
         max_grad_norm: to which the run that it is for clips gradients, which is in its seconds of an update; 0: it does
             not clip; None when unknown.
-        sequence_tokens: of one sequence, where the model may run slice by slice (see `Slices`); None: nobody knows.
+        sequence_tokens: of one sequence, where the model may run slice by slice (see `Slices`); None: unknown.
         pair_share, slice_share: shares of the seconds of a whole sequence's F and B that grow with the pairs of tokens
             that attend to each other, and that any slice takes, however short; the rest grows with tokens.
-        kv_share: bytes that slices keep beside, over all that a whole sequence keeps from F to B, the largest of any
-            node: keys and values once more, their gradients, masks.
+        kv_share: bytes that slices keep in addition, over all that a whole sequence keeps from F to B, the largest of
+            any node: keys and values once more, their gradients, masks.
         tied: (nodes, bytes) of weights that two nodes or more share. Each counts them among its own, a rank with
             several of the nodes has them once, and where several ranks hold them, their gradients are summed in front
             of the update.
 
-    Raises ValueError for a name that stands twice, an edge to nowhere, a cycle (printed), a graph in several parts that
-    nothing connects, and for `tied` of other than two or more of its nodes.
+    Raises ValueError for a name that is listed twice, an edge to nowhere, a cycle (printed), a graph in several parts
+    that nothing connects, and for `tied` of other than two or more of its nodes.
 
     >>> chain = Profile(nodes=[Node(name=n, forward_seconds=1, backward_seconds=2) for n in "ab"])
     >>> chain.edges, Profile.from_json(chain.to_json()) == chain
@@ -235,7 +235,7 @@ class Profile:
 
     @property
     def slice_cost(self) -> CausalSeconds:
-        """Seconds of a slice in those of a whole sequence: of `Slices`; ValueError where nobody knows."""
+        """Seconds of a slice in those of a whole sequence: of `Slices`; ValueError where it is unknown."""
         if self.sequence_tokens is None:
             raise ValueError(
                 "slices of sequences with a profile that does not say what a slice costs: expected sequence_tokens, "
@@ -284,7 +284,7 @@ class Profile:
         return sum(shared * max(0, len({*nodes} & {*names}) - 1) for nodes, shared in self.tied)
 
     def order(self) -> tuple[int, ...]:
-        """Positions in `nodes`, each behind what it needs; of several possible ones always the lowest first."""
+        """Positions in `nodes`, each after what it needs; of several possible ones always the lowest first."""
         successors: list[list[int]] = [[] for _ in self.nodes]
         missing = [0] * len(self.nodes)
         for src, dst in self.links:

@@ -87,7 +87,7 @@ class MemoryRules:
         return _TreatedRank(sums, moments, place, self).memory(recompute, tuple(shards))
 
     def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:
-        """Seconds a microbatch that whatever fits must run again, at least [s]; 0 where all may be kept."""
+        """Seconds per microbatch that all that fits must run again, at least [s]; 0 where all may be kept."""
         if set(self.recompute) == {"none"}:
             return 0.0
         rank = _TreatedRank(sums, moments, place, self)
@@ -101,8 +101,8 @@ _Way = tuple[float, float, float, tuple[int, ...], tuple[str, ...]]
 class StateDivision(NamedTuple):
     """Bytes under one division of the optimizer's state, before it is known what is recomputed.
 
-    optimizer, summing: [V] its state; bytes beside the gradients while they are summed. moments: gradients and sums at
-    each moment. fixed: there whatever runs, gradients apart. behind: gradients and their sums behind the batch.
+    optimizer, summing: [V] its state; bytes besides the gradients while they are summed. moments: gradients and sums at
+    each moment. fixed: always there, gradients apart. behind: gradients and their sums after the batch.
     """
 
     optimizer: Floats
@@ -160,7 +160,7 @@ class _TreatedRank:
         workspace, sent = self.workspace, self.messages + float((summed * division.summing).sum())
         all_behind = float((self.weights + division.summing).sum())
         if float((gradients + activations).sum() + workspace.max()) + sent <= all_behind:
-            # Behind the batch all gradients are there, with their sums, and nothing else that comes and goes.
+            # After the batch all gradients are there, with their sums, and nothing else that comes and goes.
             gradients, activations, workspace = self.weights, np.zeros_like(kept), np.zeros_like(kept)
             sent = float(division.summing.sum())
         versions = self.weights * self.moments.versions
@@ -200,7 +200,7 @@ class _TreatedRank:
         return float(self.workspace.max())
 
     def _summing(self, shards: Sequence[int]) -> Floats:
-        """[V] bytes beside the gradients while they are summed: parts of other ranks, and one bucket in all."""
+        """[V] bytes besides the gradients while they are summed: parts of other ranks, and one bucket in all."""
         if self.place.replicas == 1:
             return np.zeros_like(self.weights)
         if self.place.streams:

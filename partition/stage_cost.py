@@ -6,14 +6,14 @@ Seconds of a stage on its ranks, of one microbatch:
     message   latency + bytes across the cut / T / bandwidth of the slowest link between ranks that share a microbatch
     sending   the bytes of the messages over both cuts, without latency, which delays a link and does not slow it down
     overhead  what the runtime takes around each F, B, I and W, and for which it is busy with the messages of an F, B or
-              I, those in and those out; whatever the device's speed, since it is the host's
+              I, those in and those out; at any speed of the device, since it is the host's
 
 and of one update:
 
     ring      gradients summed over the D replicas (`Topology.ring`), a sum for each bucket in which they travel;
               where the optimizer's state is divided, each rank gets the sums of its share alone (`Topology.exchange`)
     step      the optimizer's step, a share of it where its state is divided
-    gather    there another exchange behind the step, with which the updated weights go round
+    gather    there another exchange after the step, with which the updated weights go round
     held      the busy share of both: for so long they keep their ranks from computing
 
 A stage has two lanes, which overlap. Its pace is that of the slower one, a microbatch:
@@ -30,14 +30,13 @@ Recomputation of a stage, a microbatch:
 
                 kept from F to B                        made again, at once         runs again, in B
     none        what every node keeps                   nothing                     nothing
-    full        what crosses the cut in front           what all nodes keep         F of all nodes, in front of B
-    layer       what enters each node, each tensor      what the node keeps that    F of each node, in front of its
+    full        what crosses the cut before it          what all nodes keep         F of all nodes, before B
+    layer       what enters each node, each tensor      what the node keeps that    F of each node, before its
                 once                                    keeps most                  own B
     selective   results of matrix products, and what    the most that a node keeps  the rest of F of each node,
-                enters each node                        beyond that                 in front of its own B
-
-    keep_less   what every node keeps, but for    the most that a node keeps  what that takes of each node, in
-                results of its GELUs              beyond that                 its own B
+                enters each node                        beyond that                 before its own B
+    keep_less   what every node keeps, but for          the most that a node keeps  what that takes of each node,
+                results of its GELUs                    beyond that                 in its own B
 
 Under the last three a node that does not run again (`Node.runs_again`) keeps what it always keeps. "layer:3" is "layer"
 for the first 3 of the stage's nodes that run again, and "none" for the others; so are "selective:3", "keep_less:3".
@@ -105,7 +104,7 @@ class StageSums:
         forward, backward, update: F, B, optimizer's step [s].
         input_grad, weight_grad: I and W, where these run apart [s].
         weights, buffers, stash: held, and kept from F to B [bytes].
-        before, behind: of tensors that cross the cut in front of the stage and behind it [bytes].
+        before, behind: of tensors that cross the cuts before and after the stage [bytes].
         workspace: of the node that needs most while it runs [bytes].
         largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
         apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
@@ -245,7 +244,7 @@ class StageSeconds:
         )
 
     def links(self, message_bytes: Floats, place: Placement, *, positions: Sequence[int]) -> Links:
-        """Likewise, one rank a place, with bytes of all T tensor ranks behind each stage; routes of several stages are
+        """Likewise, one rank a place, with bytes of all T tensor ranks after each stage; routes of several stages are
         alike."""
         routes: dict[tuple[int, int], Link] = {}
         for (a, b), out, back in zip(pairwise(positions), place.outward[:-1], place.inward[1:], strict=True):
@@ -275,11 +274,12 @@ class StageSeconds:
 def message_overheads(messages: Sequence[float]) -> tuple[float, ...]:
     """[S] seconds for which a rank is busy with the messages of an F, B or I of the stages.
 
-    F takes a message from the stage in front and hands one on; B and I take one from behind and hand one back.
+    F receives a message from the stage before and sends one to the next; B and I receive one from the next stage and
+    send one back.
 
     Arguments:
         messages: [S - 1] seconds for which either end is busy with a message between neighbouring stages; 0 where these
-            stand on one rank.
+            are on one rank.
 
     >>> message_overheads([10.0, 0.0])
     (10.0, 10.0, 0.0)
@@ -336,7 +336,7 @@ class Placement:
     """Devices and links of stages.
 
     Arguments:
-        inward, outward: [S] links to the stage in front, for gradients, and to the one behind, with seconds a byte of
+        inward, outward: [S] links to the stage before, for gradients, and to the one after, with seconds a byte of
             whole messages, of which each of min(T, T') tensor ranks sends a share; none at the ends.
         rings, exchanges: [P] over the replicas of a stage.
         speeds: [P] of the slowest device of a stage, times that of the profile's.
@@ -391,7 +391,7 @@ def stage_seconds(
         message[:-1] = np.minimum(message[:-1], back[1:])
     divided, again = np.array(shards, dtype=np.float64), sums.seconds_again(recompute)
     halves = None
-    if apart is not None:  # both walk the same graph, and take no less than B; what runs again does so in front of I
+    if apart is not None:  # both walk the same graph, and take no less than B; what runs again does so before I
         both = sums.input_grad + sums.weight_grad
         longer = sums.backward + apart * np.maximum(both - sums.backward, 0.0)
         weight = longer * sums.weight_grad / np.maximum(both, 1e-30)

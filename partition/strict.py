@@ -99,7 +99,7 @@ def printable(where: str, value: object) -> str:
 
 
 class Fields:
-    """A JSON object whose fields are taken one by one; `done` refuses what nobody took."""
+    """A JSON object whose fields are taken one by one; `done` raises ValueError for the rest."""
 
     def __init__(self, value: object, *, where: str) -> None:
         if not isinstance(value, Mapping):
@@ -247,7 +247,7 @@ class Fields:
         fail(self.at("version"), found, f"{expected}, {which} that this version of stagewright reads")
 
     def done(self) -> None:
-        """ValueError for fields that nobody took."""
+        """ValueError for fields that were not taken."""
         if self._values:
             unknown, known = ", ".join(sorted(self._values)), ", ".join(self._known)
             raise ValueError(f"{self.where}: unknown field {unknown}: expected only {known}")

@@ -10,11 +10,11 @@ So does NCCL: it makes as many rings as the node with the fewest members has ada
 (Patarasuk and Yuan 2009 for one ring). Where a node has several members, but not all of its devices, the
 rings of its other groups pass through the same adapters: a level's `partial_reduce`. See docs/decisions, number 22.
 
-gloo makes one ring of all N members, whatever host they are on (`Cluster.rings` "flat"), so that all of the vector
+gloo makes one ring of all N members, on any hosts (`Cluster.rings` "flat"), so that all of the vector
 crosses each of its links, and each step waits for the slowest one. A member sends its part of the vector in segments of
 at most 1 MiB, at least two, and asks for two at a time: a segment leaves when the next rank has said that it waits for
 it, the way there and back. While one travels the other is asked for; so of the 2 (N-1) waits of a small sum two alone
-are left beside the bytes of a large one, in front of its first half (reduce-scatter) and of its second (all-gather).
+are left besides the bytes of a large one, before its first half (reduce-scatter) and its second (all-gather).
 Two sums are under way at once (torch's two threads), the others wait for their turn. With the level that joins all, a
 round of two sums, b bytes together, takes the most of
 
@@ -23,7 +23,7 @@ round of two sums, b bytes together, takes the most of
     (N-1) / N b (1 / bandwidth + latency / 2 MiB)              segments are at most 1 MiB, and a link is long and fast
                                                                (one sum alone: latency / 1 MiB)
 
-Two members have one connection for both ways, and what one asks for stands behind what it sends: nothing is hidden, and
+Two members have one connection for both ways, and what one asks for follows what it sends: nothing is hidden, and
 the last line has 1 / bandwidth once more. `tests/partition/test_flat_rings.py` carries gloo's allreduce.cc out step by
 step.
 
@@ -161,11 +161,11 @@ class Topology:
         return float(self.speeds[0] if self.is_uniform else self.speeds[list(ranks)].min())
 
     def memory(self, ranks: Sequence[int]) -> float:
-        """Bytes on the smallest of them; infinite where nobody said."""
+        """Bytes on the smallest of them; infinite where it is not said."""
         return float(self.memory_bytes[0] if self.is_uniform else self.memory_bytes[list(ranks)].min())
 
     def to_host(self, ranks: Sequence[int]) -> float:
-        """Bytes a second of the slowest of their links to the host, each direction; 0 where nobody said."""
+        """Bytes a second of the slowest of their links to the host, each direction; 0 where it is not said."""
         return float(self._to_hosts[0] if self.is_uniform else self._to_hosts[list(ranks)].min())
 
     def _once(self, find: Callable[..., TransferTime], *groups: Sequence[int], tensor: int) -> TransferTime:
@@ -347,7 +347,7 @@ class Topology:
         )
         per_byte *= slowness if level else 1.0
         steps, part = 2 * (number - 1), (number - 1) / number
-        large = (2 if number == 2 else 1) * part * per_byte, part * step / SEGMENT_BYTES  # sent, and waited beside it
+        large = (2 if number == 2 else 1) * part * per_byte, part * step / SEGMENT_BYTES  # sent, and waited meanwhile
         limits = (steps * step, per_byte, 0.0), (2 * step, 2 * part * per_byte, 0.0), (0.0, *large)
         return TransferTime(
             latency=steps * step,

@@ -4,7 +4,7 @@
                       efficiency(o) = matrix_efficiency o / (o + wave_outputs / 2)
     all other layers  bytes read and written / (memory_bandwidth * memory_efficiency)
     the host          kernels * kernel_seconds, where that is longer than what the device takes
-    tensor sums       hop_seconds for each of the 2 (n-1) messages of a ring, beside their bytes over what is reached
+    tensor sums       hop_seconds for each of the 2 (n-1) messages of a ring, besides their bytes over what is reached
                       of the links: bandwidth * link_efficiency within a node, as below between nodes
     other nodes       bandwidth * network_efficiency; times partial_efficiency where several, but not all devices of a
                       node sum with other nodes: their rings share network cards (`Level.partial_reduce`)
@@ -62,7 +62,7 @@ class DeviceModel:
         memory_efficiency: the part of the memory's bandwidth that kernels reach which wait for it (0 to 1).
         kernel_seconds: of the host for one kernel: Python, autograd, launch [s].
         hop_seconds: of each of the 2 (n-1) messages, one after the other, of a tensor-parallel sum over n devices,
-            beside its bytes: start, and the wait for a slower neighbour [s].
+            in addition to its bytes: start, and the wait for a slower neighbour [s].
         network_efficiency: the part of the network's bandwidth that messages and sums between nodes reach (0 to 1).
         partial_efficiency: of that, the part that sums reach of which a node has several devices, but not all (0 to 1).
 

@@ -19,7 +19,7 @@ A layer, forward (backward):
 
 Memory traffic: each fused kernel of Megatron-LM reads its inputs and writes its outputs once. With split="sequence"
 norms, dropouts and residuals are divided by t as well (same paper, section 4.2.2); with attention="flash" the memory
-terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022). Beside these
+terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022). Besides these
 
     style="llama"     no masks (2 n h kept less), 20 n h (24 n h) of norms and residuals; an MLP of two matrices in
                       front keeps 6 r n h, moves 6 (10) r n h
@@ -77,7 +77,7 @@ def transformer_profile(
         expert: e, of such groups and of replicas in a row that divide the experts among themselves.
 
     The output of each part is whole on every device: activation_bytes is 2 n h whatever t. Where the devices send
-    1/t of it each and gather it behind the link (Megatron-LM's scatter/gather, Narayanan et al. 2021, section 4.1),
+    1/t of it each and gather it after the link (Megatron-LM's scatter/gather, Narayanan et al. 2021, section 4.1),
     the caller divides by t. Point-to-point messages and data parallelism are not in it.
 
     Raises ValueError for sizes that do not divide or fit.
@@ -134,7 +134,7 @@ class LayerFormulas:
         self.whole = self.wide / (tensor if model.split == "sequence" else 1)  # where only sequence parallelism divides
         self.scores = 0.0 if model.attention == "flash" else self.tokens * model.heads * model.length / tensor
         self.vocabulary = -(-model.vocabulary // tensor)
-        # Groups are T neighbouring devices; where T does not divide a node, the slowest one stands on two.
+        # Groups are T neighbouring devices; where T does not divide a node, the slowest one spans two.
         summing = Topology(device.summed(cluster))
         self.sum_seconds = max(each.seconds(VALUE_BYTES * self.wide) for each in summing.rings_of_groups(tensor))
         kv_bytes = 2 * VALUE_BYTES * self.wide * self.context * model.kv_part / tensor
@@ -164,7 +164,7 @@ class LayerFormulas:
         model, t = self.model, self.tensor
         routed, mlp = self.wide * model.top_k, self.tokens * model.top_k * model.mlp_width / self.tensor
         heads, llama, matrices = self.wide / t, model.style == "llama", model.mlp_inputs
-        # Each product with its outputs, forward and of I: Q K V, behind the attention, up, down.
+        # Each product with its outputs, forward and of I: Q K V, after the attention, up, down.
         flops = [2.0 * self.tokens * model.hidden / t * width for width in model.product_widths()]
         inputs, outputs = (
             (self.wide, heads, routed, mlp),
@@ -304,7 +304,7 @@ class TransformerSource:
     _made: dict[tuple[int, int], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def profile(self, *, microbatch_size: int, tensor: int = 1) -> Profile:
-        """`transformer_profile`; what it needs beside the sizes is known."""
+        """`transformer_profile`; what it needs besides the sizes is known."""
         key = (microbatch_size, tensor)
         if key not in self._made:
             self._made[key] = transformer_profile(

@@ -12,7 +12,7 @@ W parameters [bytes], a_k the bytes that cross cut k, rho the compression of act
 A of one level is the compute of the next, whose machines are whole groups. It differs from the paper: compute and
 synchronisation are added up, and a group is never shared by two stages of the outer level.
 
-Ties: one stage rather than two; then the earliest cut (in the order of `Cuts`); then the fewest machines behind it.
+Ties: one stage rather than two; then the earliest cut (in the order of `Cuts`); then the fewest machines after it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def read_pipedream_profile(path: str | Path) -> Profile:
         node2 -- ReLU() -- forward_compute_time=1.5, backward_compute_time=1.2, activation_size=64.0, parameter_size=0.0
         <tab>node1 -- node2
 
-    Times stand there in ms, sizes in bytes; the sizes of a tuple, `[a; b]`, are added up. Sources described as
+    Times are in ms, sizes in bytes; the sizes of a tuple, `[a; b]`, are added up. Sources described as
     `Input...` and sinks described as `__getitem__...` are left out, as PipeDream's optimizer does. What is kept for
-    the backward is not in the text: the size of the output stands for it.
+    the backward is not in the text: the size of the output is taken instead.
 
     Raises ValueError that names file, line, field and what was expected.
     """

@@ -1,4 +1,4 @@
-"""The shape of a GPT, and what it says alone: parameters and FLOPs. What its parts cost stands in `layers.py`.
+"""The shape of a GPT, and what it says alone: parameters and FLOPs. What its parts cost is in `layers.py`.
  Symbols as in Megatron-LM: l layers, h hidden size, a heads, r MLP ratio, V vocabulary,
 s sequence length, B batch size.
 """
@@ -115,7 +115,8 @@ class Transformer:
 
     @property
     def optimizer_ratio(self) -> float:
-        """Bytes of optimizer state a byte of weights, beside a gradient as large as the weights: 6 or, in float32, 7.
+        """Bytes of optimizer state per byte of weights, without a gradient as large as the weights: 6 or, in float32,
+        7.
 
         Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12 = 16 bytes a parameter.
         """
@@ -175,7 +176,7 @@ class Transformer:
         return attention + mlps + chooser + 2 * self.norm_parameters
 
     def product_widths(self) -> tuple[float, float, float, float]:
-        """Columns, over all experts of a token, of Q K V, behind the attention, of the MLP's up and down."""
+        """Columns, over all experts of a token, of Q K V, after the attention, of the MLP's up and down."""
         mlp = self.top_k * self.mlp_width
         return (1 + 2 * self.kv_part) * self.hidden, self.hidden, self.mlp_inputs * mlp, mlp
 

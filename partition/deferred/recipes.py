@@ -58,7 +58,7 @@ class Computation:
         made: by slot of a new tensor, its place among the results, and its window.
         state: of the generator that is drawn from.
         is_skipped: nothing was drawn, and there is no state.
-        is_read: its result is a file's memory, which nobody may keep or write to.
+        is_read: its result is a file's memory, which no one may keep or write to.
     """
 
     function: Callable[..., Any]
@@ -130,7 +130,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A large tensor that had values: it is not copied, and must stay as it was."""
+    """A large tensor that had values: it is not copied, and must not be changed."""
 
     tensor: torch.Tensor
     checksum: int
@@ -236,7 +236,7 @@ class _Work:
 
     def __init__(self, wanted: Collection[Value]) -> None:
         self._made: dict[tuple[int, int], torch.UntypedStorage] = {}
-        self._wanted = {value.key for value in wanted}  # whoever has them keeps them: nobody writes to them
+        self._wanted = {value.key for value in wanted}  # their holders keep them: no one writes to them
         self._uses = Counter(value.key for value in wanted)
         for call in _computations(wanted):
             self._uses.update(value.key for value in call.needs())

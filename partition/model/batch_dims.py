@@ -1,4 +1,4 @@
-"""Where the batch stands in each argument of a model: `batch_dims={"tokens": 1, "mask": None}`.
+"""Which dimension of each argument is the batch of a model: `batch_dims={"tokens": 1, "mask": None}`.
 
 An axis may be as long as the batch by chance: a [T, T] mask of T samples, positions [3, B, T] of 3.
 """

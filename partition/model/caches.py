@@ -1,5 +1,5 @@
 """Caches in modules that several units call: rotary tables of all layers, masks by length. No tensor of theirs is
-handed on from unit to unit: over processes, each makes its own.
+passed from unit to unit: over processes, each makes its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .memory import memory_of, written
 
 
 class Caches:
-    """Tensors that were made of numbers and of buffers that stand still, alone, and in which module's forward."""
+    """Tensors that were made of numbers and of constant buffers alone, and in which module's forward."""
 
     def __init__(self) -> None:
         self._maker: dict[object, nn.Module | None] = {}  # by memory

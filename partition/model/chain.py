@@ -36,7 +36,7 @@ def is_sequential(model: nn.Module) -> bool:
 
 
 class ChainUnits:
-    """The children of an nn.Sequential, in order; a child that stands there twice counts twice. Those that hand tensors
+    """The children of an nn.Sequential, in order; a child that is listed twice counts twice. Those that pass tensors
     to each other past their arguments are one unit, with all between them. ValueError where there is no child."""
 
     def __init__(
@@ -152,7 +152,7 @@ def given_stages(
 
 def given_units(stage: nn.Module) -> dict[str, nn.Module]:
     """Name in the stage -> module: the children of an nn.Sequential, else the stage itself under "". An nn.Sequential
-    with hooks of its own is run whole, since they stand around all of it."""
+    with hooks of its own is run whole, since they run around all of it."""
     is_opened = type(stage) is nn.Sequential and "forward" not in vars(stage) and not any(hook_tables(stage))
     children = stage._modules if is_opened else {}  # a subclass may have its own forward
     return {name: child for name, child in children.items() if child is not None} or {"": stage}
@@ -176,7 +176,7 @@ def _chain_cut(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChainPiece:
-    """Units of a chain that stand on one stage. `first`: the number of the first of them in the whole model. `spread`:
+    """Units of a chain on one stage. `first`: the number of the first of them in the whole model. `spread`:
     whether a tuple is passed on as several arguments (stages of the user's own) or as one (nn.Sequential)."""
 
     names: tuple[str, ...]
@@ -224,7 +224,7 @@ def _refuse_keywords(inputs: Form, first: nn.Module, *, given: bool) -> None:
         )
 
 
-# What the value in front of a chain is: the model's (args, kwargs), several arguments if it is a tuple or list, or one.
+# What the value before a chain is: the model's (args, kwargs), several arguments if it is a tuple or list, or one.
 _Takes = Literal["model's", "several", "one"]
 
 
@@ -302,7 +302,7 @@ def _why_together(handed: HandedOn, names: Sequence[str]) -> str:
 def handed_on(
     stages: Sequence[Sequence[nn.Module]], example: Arguments, *, device: torch.device, spread: bool
 ) -> list[HandedOn]:
-    """Tensors that the units of a chain hand on past their arguments, in one forward."""
+    """Tensors that the units of a chain pass outside their arguments, in one forward."""
     units = [unit for stage in stages for unit in stage]
     if not any(_is_users(part) for unit in units for part in unit.modules()):
         return []
@@ -320,19 +320,19 @@ def handed_on(
                 watch.counts([key for key, count in _numbers(unit).items() if before.get(key) != count])
                 is_spread = spread and number + 1 in ends and isinstance(value, tuple | list)
                 arguments = tuple(value) if is_spread else (value,)
-        except Exception:  # the run that looks for shapes will tell it, with its stage
+        except Exception:  # the run that looks for shapes will report it, with its stage
             pass
     return sorted(watch.found)
 
 
 def _is_users(module: nn.Module) -> bool:
-    """Whether it may know of anything beside its arguments."""
+    """Whether it may hold anything besides its arguments."""
     has_hooks = any(value for key, value in vars(module).items() if key.endswith("_hooks"))
     return has_hooks or "forward" in vars(module) or not type(module).__module__.startswith("torch.nn.")
 
 
 class _Watch:
-    """Sees which unit makes, changes and takes which tensor, and so what was handed on."""
+    """Sees which unit makes, changes and takes which tensor, and so what was passed."""
 
     def __init__(self, units: Sequence[nn.Module]) -> None:
         self.unit = 0

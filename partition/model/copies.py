@@ -1,6 +1,6 @@
 """Copies of modules that do not use what they were copied from.
 
-copy.deepcopy shares functions: a forward that is a closure, a compiled block, a hook or a loss goes on to read, run and
+copy.deepcopy shares functions: a forward that is a closure, a compiled block, a hook or a loss still reads, runs and
 change the modules that were copied. Here a function is made anew where what it closes over, its defaults, its
 attributes or the globals that it names lead to what is copied, and it leads to the copies.
 """
@@ -26,7 +26,7 @@ _NO_STATE = ("torch", __name__.partition(".")[0], *sys.stdlib_module_names)  # o
 
 
 class Copies:
-    """Copies of some modules, and of what they reach; `memo`: by id, what stands for an original in them."""
+    """Copies of some modules, and of what they reach; `memo`: by id, the copy of each original."""
 
     def __init__(self, *roots: object, memo: dict[int, Any] | None = None) -> None:
         self.memo: dict[int, Any] = {} if memo is None else memo

@@ -1,4 +1,4 @@
-"""A model's work in a line of units or calls, 0..n-1: what a cut in front of each would cost, and where to cut."""
+"""A model's work in a line of units or calls, 0..n-1: what a cut before each would cost, and where to cut."""
 
 from __future__ import annotations
 

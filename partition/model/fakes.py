@@ -24,14 +24,14 @@ _ORIGINAL = "_stands_in_for"
 
 
 def original_of(fake: torch.Tensor) -> torch.Tensor | None:
-    """The parameter or buffer in whose place a fake stands; None for any other tensor."""
+    """The parameter or buffer that a fake replaces; None for any other tensor."""
     original: torch.Tensor | None = getattr(fake, _ORIGINAL, None)
     return original
 
 
 @contextmanager
 def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
-    """Within a fake mode: fake tensors stand in for every parameter and buffer. Yields a set that holds, afterwards,
+    """Within a fake mode: fake tensors replace every parameter and buffer. Yields a set that holds, afterwards,
     the ids of the real tensors that the forward would have written to."""
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (table, name, value)
@@ -106,7 +106,7 @@ _PRODUCTS = {_aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _ate
 _PRODUCTS |= {_aten.convolution, _aten._cdist_forward, _aten.index_add}
 _NORMS = {_aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm, _aten._native_batch_norm_legit}
 _NORMS |= {_aten._native_batch_norm_legit_functional, _aten.cudnn_batch_norm}
-_REDUCED = {torch.float16, torch.bfloat16}  # that norms take beside weights in float32
+_REDUCED = {torch.float16, torch.bfloat16}  # that norms take along with weights in float32
 
 
 def strict_fake_mode(joined: set[tuple[int, ...]] | None = None) -> FakeTensorMode:

@@ -1,7 +1,7 @@
 """Which units of a model are equal: fingerprints of what they compute, parameter values apart.
 
-Equal fingerprints mean equal work. Where it cannot be told (an attribute of an unknown kind) the object's identity
-stands in for its value: the units are then measured one by one, which costs time and nothing else.
+Equal fingerprints mean equal work. Where that cannot be known (an attribute of an unknown kind) the object's identity
+replaces its value: the units are then measured one by one, which costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def module_form(module: nn.Module) -> object:
 
 
 def value_form(value: object) -> object:
-    """Form of any value: equal for equal ones, as far as can be told."""
+    """Form of any value: equal for equal ones, as far as can be known."""
     if isinstance(value, _PLAIN):
         return type(value), repr(value)  # 1, 1.0 and True are equal, their reprs are not
     if isinstance(value, torch.Tensor):
@@ -89,7 +89,7 @@ def _digest_of(value: object) -> str:
     name = getattr(value, "__qualname__", "partial")
     try:
         return f"{name} {hashlib.sha256(repr([*_words(value, {})]).encode()).hexdigest()[:8]}"
-    except ValueError:  # its code stands in no file
+    except ValueError:  # its code is in no file
         return name
 
 

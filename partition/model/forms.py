@@ -2,7 +2,7 @@
 
     {"x": a, "flags": (True, None), "y": [b, c]}   <->   a, b, c   and the form   {"x": _, "flags": ..., "y": [_, _]}
 
-A value is built of tuples, lists, dicts, namedtuples, dataclasses and whatever else is registered with torch's pytree
+A value is built of tuples, lists, dicts, namedtuples, dataclasses and all else that is registered with torch's pytree
 (as transformers' ModelOutput is); its leaves are tensors, or constants: None, numbers, strings and the like.
 """
 
@@ -73,7 +73,7 @@ class Form:
 
     @classmethod
     def of_output(cls, value: object) -> tuple[Form, Tensors]:
-        """The same of a model's output: None stands in for what is neither, such as a cache of keys and values."""
+        """The same of a model's output: None replaces what is neither, such as a cache of keys and values."""
         return cls._of(value, _pruned)
 
     @classmethod
@@ -131,7 +131,7 @@ class Arguments:
     Arguments:
         form: of (args, kwargs), the keywords in alphabetical order.
         tensors: flat.
-        dims: dimension of each in which the batch stands; None: all microbatches share the tensor.
+        dims: dimension of each that is the batch; None: all microbatches share the tensor.
     """
 
     form: Form
@@ -198,7 +198,7 @@ def _instead(leaf: object) -> str:
 
 def cut_tensor(x: torch.Tensor, num_parts: int, dim: int) -> list[torch.Tensor]:
     """Parts of a tensor along its dimension of the batch, whose sizes differ by at most one. They are contiguous where
-    the batch stands first in a contiguous tensor: elsewhere copies are made, so that a microbatch has the strides that
+    the batch is first in a contiguous tensor: elsewhere copies are made, so that a microbatch has the strides that
     shape inference gave it."""
     parts = torch.tensor_split(x, num_parts, dim=dim)
     return list(parts) if dim == 0 or x.is_meta else [part.contiguous() for part in parts]
@@ -247,7 +247,7 @@ class Unquoted(str):
 
 
 class _Fields(Generic[T]):
-    """A dataclass that nobody registered with pytree, opened: its fields are the children."""
+    """A dataclass that is not registered with pytree, opened: its fields are the children."""
 
     def __init__(self, value: T) -> None:
         self.type = type(value)
@@ -277,7 +277,7 @@ def _opened(value: object) -> object:
 
 
 def _exact(constant: object) -> object:
-    """Key that tells constants of one type apart: -0.0 from 0.0, and nan is nan."""
+    """Key that distinguishes constants of one type: -0.0 from 0.0, and nan is nan."""
     return repr(constant) if isinstance(constant, float | complex) else constant
 
 

@@ -105,7 +105,7 @@ def _is_gelu(module: nn.Module) -> bool:
 
 
 class _Gelus(TorchFunctionMode):
-    """Within: calls of torch's function go through another; tensors that are handed out past autograd are told."""
+    """Within: calls of torch's function go through another; tensors that leave it past autograd are reported."""
 
     def __init__(self, through: Callable[..., Tensor], handed_out: Callable[[Tensor], None]) -> None:
         super().__init__()

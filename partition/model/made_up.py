@@ -51,7 +51,7 @@ def call_for_shapes(
     call: Callable[..., Any] | None = None,
 ) -> Any:
     """Value of `module(*args, **kwargs)`; on fake tensors that is a matter of shapes. Within a fake mode, with
-    stand-ins in the module, code that reads values runs again, on made-up ones. What it then returns, changes in place
+    substitutes in it, code that reads values runs again, on made-up ones. What it then returns, changes in place
     and assigns as buffers are fakes as well. `call`: made in the place of the module."""
     run, named = call or module, dict(kwargs or {})
     if detect_fake_mode((args, named)) is None:

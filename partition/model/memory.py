@@ -1,4 +1,4 @@
-"""Which tensors share memory, and what operations write into, whatever version it counts.
+"""Which tensors share memory, and what operations write into, whichever version it counts.
 
 Chunks of unsafe_chunk, `.data`, tensors over a storage: they have the memory of a tensor, and no version of its.
 """
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 
 def memory_of(tensor: torch.Tensor) -> object:
-    """The same for tensors over the same memory; None where that cannot be told (sparse ones)."""
+    """The same for tensors over the same memory; None where that is unknown (sparse ones)."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 

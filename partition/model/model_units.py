@@ -66,7 +66,7 @@ def _refuse_arguments(model: nn.Module, example: Arguments) -> None:
 
 
 class RecordedUnits:
-    """Modules of a model as it stands (its training flags decide), and runs of the code between them. Raises
+    """Modules of a model in its current state (its training flags decide), and runs of the code between them. Raises
     RecordingError, with the user's source line, for a model whose code between its units cannot be recorded."""
 
     def __init__(
@@ -103,7 +103,7 @@ class RecordedUnits:
         return tuple(found)
 
     def evenly(self, num_stages: int) -> Cut:
-        """Cuts may stand between any two calls. Units are opened where there are too few."""
+        """Cuts may be between any two calls. Units are opened where there are too few."""
         flow = self.flow
         places = 1 + sum(each < float("inf") for each in flow.crossing_bytes[1:])
         if places < num_stages:
@@ -179,7 +179,7 @@ class RecordedUnits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _How:
-    """All that makes records and their stages, beside the arguments, with exceptions from the rule which modules are
+    """All that makes records and their stages, besides the arguments, with exceptions from the rule which modules are
     units."""
 
     model: nn.Module
@@ -279,7 +279,7 @@ def _unrecorded() -> list[Step]:
 
 
 def _joined(bounds: Sequence[int], has_parameters: Sequence[bool]) -> list[tuple[int, int]]:
-    """Runs of positions, [first, end): one without parameters joins the run before it; the first one the run behind."""
+    """Runs of positions, [first, end): one without parameters joins the run before it, the first one the next run."""
     ends = [*bounds[1:], len(has_parameters)]
     kept: list[tuple[int, int]] = []
     for first, end in zip(bounds, ends, strict=True):

@@ -16,7 +16,7 @@ _FIXED: tuple[Any, ...] = (bool, int, float, type(None), str, bytes, type, Modul
 def walk(
     roots: Iterable[Any], held: Callable[[Any], Iterable[Any]], known: Collection[int] = frozenset()
 ) -> Iterator[Any]:
-    """These and all that they hold, each once; without what is known by id, and what nobody can change."""
+    """These and all that they hold, each once; without what is known by id, and what cannot be changed."""
     seen: dict[int, object] = {}  # kept alive, so that an id stays one object's
     pending = list(roots)
     while pending:

@@ -10,7 +10,7 @@ that have such a function. What has none, such as a norm, makes the gradients of
     a weight that is no leaf                       made by a parametrization, a cast, an index
     a weight with a hook on its gradient           which must see the gradient as a whole
     what torch.autograd.grad asks for              there and then
-    compiled, scripted or vmapped code             whose operations nobody sees
+    compiled, scripted or vmapped code             whose operations are not seen
 
 A whole backward through the same graph makes all gradients at once, as without it.
 """
@@ -210,7 +210,7 @@ def _without_check(function: Any) -> Callable[..., Any]:
     return copy
 
 
-# Within these the mode goes on: they run backwards, in which forwards run again, or take weights.
+# Within these the mode stays on: they run backwards, in which forwards run again, or take weights.
 _STRAIGHT = {
     function: _without_check(function)
     for function in (

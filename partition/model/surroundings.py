@@ -96,7 +96,7 @@ class Changed:
 
     @contextmanager
     def _within(self, value: Any) -> Iterator[None]:
-        """Within, the entry is as it was when this was a change; what is another one at the end stays."""
+        """Within, the entry has the value from when this was a change; what is another one at the end stays."""
         before, now = self.table.read().get(self.key, MISSING), _fresh(value)
         self.table.set(self.key, now)
         try:
@@ -123,7 +123,7 @@ class Surroundings:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within, functions under functools.lru_cache compute anew each time; afterwards all is as it was."""
+        """Within, functions under functools.lru_cache compute anew each time; afterwards all is restored."""
         for table, entries in zip(self._tables, self._first, strict=True):
             for key, value in entries.items():
                 if isinstance(value, _Wrapper):

@@ -53,7 +53,7 @@ class Agree(Protocol):
 
     def __call__(self, own: Steps, canonical: Steps | None = None, *, training: bool = True) -> bool:
         """Whether processes differ as they are, and not in their canonical form, which all of them take then.
-        Collective over the processes while a pipeline is built; behind that, as it was there in the same mode."""
+        Collective over the processes while a pipeline is built; after that, the answer given there in the same mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class StageUnits(Protocol):
 
 
 class ModelGuards(Protocol):
-    """Record of what the pieces of a cut have taken from the model as it was when they were made."""
+    """Record of what the pieces of a cut have taken from the model in its state when they were made."""
 
     def tell(self) -> None:
         """Warn, when the stages are built, of what cannot be guarded."""
@@ -179,14 +179,14 @@ class Cut:
     """A model cut into stages, in one mode.
 
     Arguments:
-        pieces: one a stage.
+        pieces: one per stage.
         output_form: how the flat outputs of the last stage make the model's output; None: as it returned them.
         evaluation: makes the same cut of the model in evaluation mode, for arguments like these.
-        entering: within, a copy of the whole model, called once, tells of its units as the stages do.
+        entering: within, a copy of the whole model, called once, reports its units as the stages do.
         again: makes the same cut for arguments of other shapes.
-        together: units of which the second takes what the first hands on past its arguments.
-        left: where the model has left tensors beside its output, which stages may not do.
-        guards: of what the pieces have taken from the model as it stood: where it is another, they are made again.
+        together: units of which the second takes what the first passes outside its arguments.
+        left: where the model has left tensors besides its output, which stages may not do.
+        guards: of what the pieces have taken from the model: where it is another, they are made again.
         digest: of the calls that the pieces make: equal in processes whose pieces fit together.
     """
 
@@ -208,7 +208,7 @@ class Cut:
 
 
 class ModelUnits(Protocol):
-    """A model's cut units in their order, in the mode in which the model stands."""
+    """A model's cut units in their order, in the current mode of the model."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -263,7 +263,7 @@ def fresh_leaves(tensors: Sequence[torch.Tensor]) -> Tensors:
 
 def first_run(piece: StageUnits, linked: Linked, arguments: Tensors) -> tuple[StageModule, Tensors, frozenset[int]]:
     """Run a stage that nothing is known of: the stage, complete, its outputs, and the inputs that it changes in place.
-    The arguments keep their values. OutputError for outputs that are no tensors, and whatever the module raises."""
+    The arguments keep their values. OutputError for outputs that are no tensors, and what the module raises."""
     module, inputs = linked
     value, changed = run_and_watch(module, arguments)
     form: Form | None = None

@@ -1,8 +1,8 @@
-"""Running user code without a trace: shape inference, the profiler and `verify` run a model beside its training.
+"""Running user code without a trace: shape inference, the profiler and `verify` run a model outside its training.
 
 Afterwards tables, attributes, lists, dicts, sets, arrays and objects of the user's own hold what they held, by identity
 and in order; functions close over it, and find it in globals; buffers and other tensors have the values that they had;
-random generators stand where they stood. Objects of libraries (a logger, a SummaryWriter) have lives of their own and
+random generators keep their state. Objects of libraries (a logger, a SummaryWriter) have lives of their own and
 are left alone. Parameters stay the same objects; their values are not kept.
 """
 
@@ -36,8 +36,8 @@ Places = list[tuple[dict[Any, Any] | list[Any], Any]]
 @contextmanager
 def untouched(*roots: object, device: torch.device | None, buffers: bool = True) -> Iterator[StateSnapshot]:
     """Within: these modules and functions may run; afterwards they, and the random generators, are as they were.
-    `device`: of the run, whose generator counts beside the CPU's; None: all in use. `buffers`: whether their values are
-    kept; not needed where others stand in for them."""
+    `device`: of the run, whose generator counts, and the CPU's; None: all in use. `buffers`: whether their values are
+    kept; not needed where others replace them."""
     kept = StateSnapshot(roots, device=device, buffers=buffers)
     try:
         with kept.surroundings.kept():
@@ -66,7 +66,7 @@ class StateSnapshot:
         return Surroundings(self.kinds, [value for value in self._seen if isinstance(value, FunctionType)])
 
     def new_tensors(self) -> Places:
-        """Where a tensor stands that did not: (dict, its key), (list, None)."""
+        """Where a tensor is that was not there: (dict, its key), (list, None)."""
         found: Places = []
         for held, before in self._tables:
             if held and isinstance(held, dict):
@@ -195,7 +195,7 @@ def torch_generators(device: torch.device | None) -> list[torch.Generator]:
 
 
 def _generators(device: torch.device | None) -> Callable[[], None]:
-    """Puts all generators, those of the CPU and of the device, back to where they stand now."""
+    """Puts all generators, those of the CPU and of the device, back to their current state."""
     states = [(generator, generator.get_state()) for generator in torch_generators(device)]
     python, numpy = random.getstate(), np.random.get_state(legacy=False)
 
@@ -209,6 +209,6 @@ def _generators(device: torch.device | None) -> Callable[[], None]:
 
 
 def python_and_numpy() -> tuple[object, ...]:
-    """Where Python's and numpy's generators stand: equal as long as nobody draws."""
+    """State of Python's and numpy's generators: equal until a number is drawn."""
     state: Any = np.random.get_state(legacy=False)
     return random.getstate(), state["state"]["pos"], state["state"]["key"].tobytes()

@@ -3,8 +3,8 @@
     inputs of the simulation, as steps show them  ->  F, B, I, W, runtime, messages, sums, update; around a step
     simulated again                               ->  step, bubble, range
 
-What a trial did not show (a message that nobody waited for) stays as predicted. F, B, I and W of a stage's replicas are
-each rank's own; sums and updates have one figure for all. `viz` loads when a plan is shown.
+What a trial did not show (a message that no rank waited for) stays as predicted. F, B, I and W of a stage's replicas
+are each rank's own; sums and updates have one figure for all. `viz` loads when a plan is shown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound=PlanRecord)
 
-_LEAST_SPREAD = 8  # durations of a stage that tell how they vary
+_LEAST_SPREAD = 8  # durations of a stage that show how they vary
 _SHOWN = 0.01  # of the step, from which on a cause is named
 MOST_SAMPLED = MOST_ACTIONS // LEAST_SAMPLES  # actions of a batch that is simulated many times
 DEFAULT_SCHEDULE = "1f1b"
@@ -87,7 +87,7 @@ def one_pipeline(plan: PlanRecord, *, num_microbatches: int) -> Schedule:
 
 
 def _ordered(schedule: Schedule, order: Sequence[str]) -> Schedule:
-    """The programs of `order` in place of a schedule's; ScheduleError for what is no order of the same work."""
+    """The programs of `order` in place of a schedule's; ScheduleError for an order of other work."""
     try:
         programs = tuple(tuple(map(Action.parse, text.split())) for text in order)
     except ValueError as error:
@@ -139,9 +139,9 @@ class SimulatedPlan(NamedTuple):
 def simulated(plan: PlanRecord, *, num_microbatches: int | None = None) -> SimulatedPlan:
     """All ranks of the plan over a whole batch: `timeline.batch_seconds` is the plan's `simulated_step_time`.
 
-    To the last bit where the planner simulated the same; to rounding where a short batch stood for a long one. Messages
-    of unequal replicas that are ready at the same moment go in the order of ranks: where the planner took other nodes
-    first than the cluster lists, another one may go first here.
+    To the last bit where the planner simulated the same; to rounding where a long batch was simulated by a short one.
+    Messages of unequal replicas that are ready at the same moment go in the order of ranks: where the planner took
+    other nodes first than the cluster lists, another one may go first here.
 
     Without links messages take no time, and the all-reduce of gradients is a part of each update.
 
@@ -218,7 +218,7 @@ def exhibit_of_plan(plan: PlanRecord, *, name: str | None = None, num_microbatch
 def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
     """The plan with what its own steps took, simulated again; a note says how far the prediction was off, and where.
     Bottlenecks, runners-up and bounds, which were not measured, are corrected by the ratio of the steps. `steps`:
-    measured ones of the plan's own schedule. `known`: costs that the same run measured itself: what goes on between
+    measured ones of the plan's own schedule. `known`: costs that the same run measured itself: what happens between
     actions, and whether there is a norm."""
     predicted, _, on_ranks = simulated(plan)
     seen = measured_inputs(steps, known, planned=plan.costs)

@@ -28,18 +28,18 @@ class PlanStage:
     """One stage.
 
     Arguments:
-        nodes: names, each behind what it needs.
+        nodes: names, each after what it needs.
         ranks: that run it: replicas, each of `tensor` ranks in a row; microbatch k runs on replica `k % replicas`.
         tensor: ranks over which each of its matrices is split; stages may have other sizes.
         step_seconds: that the stage needs a microbatch with all its replicas, communication included [s].
         spread: of an action's seconds, relative (half the interquartile range over the median); 0 when unknown.
-        parameter_bytes: of its nodes, as the profile has them [bytes]; None where nobody asked.
+        parameter_bytes: of its nodes, as the profile has them [bytes]; None where not asked for.
         memory: predicted on each of its ranks; None under PipeDream's model, which has none.
         memory_limit: of the smallest device among its ranks [bytes]; None where there is none.
         held: bytes of the stage on one of its ranks, of which memory over time is made; None likewise, or in slices.
         in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
         recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
-            "layer": each node keeps its own inputs and runs again by itself; "selective": the same, but results of
+            "layer": each node keeps its own inputs and runs again alone; "selective": the same, but results of
             matrix products are kept; "keep_less": results of GELUs are not kept; "layer:3", "selective:3",
             "keep_less:3": the first 3 of the nodes that run again; "offload": all is kept, on the host while it waits
             (`with_offload`).
@@ -111,7 +111,7 @@ class RunnerUp:
         num_nodes: by stage.
         predicted_step_time: [s a minibatch].
         simulated_step_time: [s a batch]; None where it was not simulated.
-        memory_bytes: the largest of any rank [bytes]; None where nobody asked.
+        memory_bytes: the largest of any rank [bytes]; None where not asked for.
     """
 
     label: str = ""
@@ -146,7 +146,7 @@ class Searched:
         too_long: to be simulated.
         least_left: no configuration that was not simulated takes less with the cuts that are tried [s a batch]; None
             where none was left out.
-        least: no configuration takes less, whatever its cuts and whatever it recomputes [s a batch].
+        least: no configuration takes less, with any cuts and any recomputation [s a batch].
     """
 
     considered: int
@@ -186,13 +186,13 @@ class PlanRecord:
     """Stages in order, on ranks 0..num_devices-1; where a plan needs fewer, the rest stay idle.
 
     Arguments:
-        stages: [S]; the first P stand on the places 0 to P - 1, those of later chunks as the schedule has it.
+        stages: [S]; the first P are on the places 0 to P - 1, those of later chunks as the schedule has it.
         num_chunks: V.
         costs: that it is simulated from: of F, B, I, W of each stage on one rank, recomputation included, of updates,
             sums of tied weights, the norm and the runtime; a row where its replicas differ (microbatch k runs on
             replica `k % replicas`).
         links: of one rank a place (`PlaceNetwork`), with bytes over each cut and sums over the replicas; None where
-            nobody kept them: messages take no time, and the sums are a part of each update.
+            they were not kept: messages take no time, and the sums are a part of each update.
         cost_model: "default" or "pipedream".
         schedule: that memory was counted for; None under PipeDream's model.
         order: actions of each rank of one pipeline in the order in which they run, of the share of M that one of the
@@ -211,8 +211,8 @@ class PlanRecord:
         notes: what was left out or could not be done.
         searched: how far, and what is known of the rest; None where configurations were not searched.
 
-    Raises ValueError for a node that stands twice, a rank that stands twice among the stages of one chunk or other
-    ranks in another chunk, a rank outside the cluster, and costs or links of other stages.
+    Raises ValueError for a node that is listed twice, a rank that is listed twice among the stages of one chunk or
+    other ranks in another chunk, a rank outside the cluster, and costs or links of other stages.
     """
 
     stages: tuple[PlanStage, ...]
@@ -285,7 +285,7 @@ class PlanRecord:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """[S] place of each stage: the stage of the first chunk that stands on the same ranks. ValueError for a
+        """[S] place of each stage: the stage of the first chunk that is on the same ranks. ValueError for a
         schedule that no plans are made for."""
         return positions_of(self.schedule, num_stages=len(self.stages), num_chunks=self.num_chunks)
 

@@ -18,7 +18,7 @@ from .record import PlanRecord, PlanStage
 
 P = TypeVar("P", bound=PlanRecord)
 
-WORTH = 0.002  # of the step: less is within what a profile can tell
+WORTH = 0.002  # of the step: less is within a profile's accuracy
 _LEAST_PART = 0.05  # of a backward, that either half takes at least
 
 
@@ -116,8 +116,8 @@ def _costs(plan: PlanRecord) -> Costs:
 
 
 def _updates(plan: PlanRecord) -> list[float]:
-    """[S] seconds behind the last backward of a stage until its ranks are through. The first of several that share
-    weights is the last to begin their sum, behind which all of them update; the search knows no such sums."""
+    """[S] seconds from the last backward of a stage until its ranks have updated. The first of several that share
+    weights is the last to begin their sum, after which all of them update; the search knows no such sums."""
     found, steps = list(plan.update_seconds), by_stage(plan.costs.update, len(plan.stages))
     for stages, seconds in plan.costs.tied:
         found[stages[0]] = max(found[stages[0]], seconds + max(steps[s] for s in stages))

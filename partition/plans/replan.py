@@ -1,7 +1,7 @@
 """An order for each batch of a plan's work, where microbatches differ in size: same stages, same ranks, same memory.
 
 No rank holds more bytes of activations than the plan says, or than the plan's own order would hold for that batch; and
-never more than its device has beside the rest.
+never more than its device has left besides the rest.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Replanner:
 
 
 def _room(plan: PlanRecord, stages: Sequence[PlanStage]) -> float:
-    """Bytes that a rank's device has for activations between F and W, beside all else that the plan says it holds."""
+    """Bytes that a rank's device has for activations between F and W, besides all else that the plan says it holds."""
     first = stages[0]
     memory = plan.memory.get(first.ranks[0])
     if memory is None or first.memory_limit is None:

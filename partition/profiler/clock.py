@@ -34,7 +34,7 @@ class HostClock:
         return self.seconds(end) - self.seconds(begin)
 
     def now(self) -> float:
-        """This host's monotonic clock [s], whatever the device still does."""
+        """This host's monotonic clock [s], even while the device still works."""
         return self.stamp()
 
 
@@ -87,7 +87,7 @@ LEAST_FASTEST = 3  # samples
 
 
 def typical(samples: Sequence[float]) -> float:
-    """The mean without the slowest tenth [s]: what an action takes beside whatever else runs on the machine.
+    """The mean without the slowest tenth [s]: what an action takes along with other work on the machine.
 
     Sums of many actions, such as a step, come out near the sum of their means, not of their best times.
 

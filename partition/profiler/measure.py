@@ -35,7 +35,7 @@ WARM_UP = 2  # passes that do not count
 LEAST = 3  # passes that count, however long they take
 SPLIT_SHARE = 0.25  # of the time, for the passes that measure I and W
 LESS_SHARE = 0.1  # likewise, what it costs to keep less
-UPDATES = 5  # optimizer steps that are timed, behind one that makes its state
+UPDATES = 5  # optimizer steps that are timed, after one that makes its state
 
 NO_TARGET = "none"  # of a model's own loss
 
@@ -92,8 +92,8 @@ def profile_model(
         tensor: ranks over which the model is cut; it is that of one of them, alone.
         sequence_dim: dimension of tokens in the tensors that have one, of a causal model, whose first half and quarter
             are profiled, too: a plan may cut its sequences then.
-        traffic: told by the model of its sums over those ranks.
-        progress: told what is being done.
+        traffic: reported by the model, of its sums over those ranks.
+        progress: called with what is being done.
         agree: compares the units with those of other processes; None: there are none.
 
     Raises ValueError for a model that cannot be recorded, inputs that do not fit, a loss without target, and an
@@ -293,7 +293,7 @@ def _update(
     gradients: list[torch.Tensor],
     clock: Clock,
 ) -> _Update:
-    """The optimizers' steps on copies of a unit's parameters, each behind work on all of a model's `gradients`: a step
+    """The optimizers' steps on copies of a unit's parameters, each after work on all of a model's `gradients`: a step
     finds caches as a backward leaves them."""
     if optimizer is None or not sample.parameters:
         return 0.0, 0, 0
@@ -430,7 +430,7 @@ def _edges(passes: Passes) -> tuple[tuple[str, str], ...]:
         for source in sample.stage.inputs
         if source.producer != MODEL_INPUT
     ]
-    # A unit that neither takes nor gives a tensor stays where it stands.
+    # A unit that neither takes nor gives a tensor stays where it is.
     linked = {name for edge in edges for name in edge}
     edges += [
         (names[max(i - 1, 0)], names[max(i, 1)])

@@ -53,13 +53,13 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Total size of what tensors stand in, each storage once [bytes]."""
+    """Total size of the storages of tensors, each once [bytes]."""
     dense = [part for x in tensors for part in ((x._indices(), x._values()) if x.is_sparse else (x,))]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in dense}.values())
 
 
 def peaks(actions: Sequence[Callable[[], object]], device: torch.device) -> list[tuple[int, int]]:
-    """Run each; (the most that was allocated above what stood at its start, what stays) [bytes].
+    """Run each; (the most that was allocated above what was there at its start, what stays) [bytes].
 
     CPU: from the allocator's events, by torch.profiler. CUDA: from the allocator's counters.
     """
@@ -100,10 +100,10 @@ def _mark() -> Iterator[None]:
 
 @contextmanager
 def cpu_peaks() -> Iterator[tuple[list[tuple[int, int]], Callable[[], AbstractContextManager[None]]]]:
-    """Within, each `with` of the second is looked at; behind it, the first has what `peaks` says of them, in order."""
+    """Within, each `with` of the second is looked at; afterwards, the first has what `peaks` says of them, in order."""
     found: list[tuple[int, int]] = []
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
-        torch._C._autograd._enable_record_function(False)  # gloo's work may end behind the profiler, and write to it
+        torch._C._autograd._enable_record_function(False)  # gloo's work may end after the profiler, and write to it
         try:
             yield found, _mark
         finally:

@@ -29,8 +29,8 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Made] | NamedFactory
 def named(make: Callable[[NamedParameters], Made]) -> NamedFactory:
     """Mark an `optimizer=` that takes named parameters: a list of (name, parameter), as `model.named_parameters()`.
 
-    Names are those in the user's model, whatever the cut. It is called once for each stage with a parameter to train
-    and returns an optimizer, or a list of them; None in the list stands for one that has nothing to hold there.
+    Names are those in the user's model, for any cut. It is called once for each stage with a parameter to train
+    and returns an optimizer, or a list of them; None in the list means one that has nothing to hold there.
 
         @stagewright.named
         def optimizer(parameters):
@@ -53,9 +53,9 @@ def named(make: Callable[[NamedParameters], Made]) -> NamedFactory:
 def make_optimizers(
     factory: OptimizerFactory, parameters: Sequence[tuple[str, nn.Parameter]], *, where: str
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers of some parameters, of which there must be one at least; `where` they stand, for people.
+    """The optimizers of some parameters, of which there must be one at least; `where` they are, for messages.
 
-    Raises ValueError for what is no optimizer, and for one that steps with anything but gradients.
+    Raises ValueError for non-optimizers, and for one that steps with anything but gradients.
     """
     try:
         made = factory(list(parameters)) if isinstance(factory, NamedFactory) else factory([p for _, p in parameters])
@@ -124,7 +124,7 @@ def optimizers_of_copies(
 
 def _gradient(module: nn.Module, inputs: Sequence[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
     """A gradient to step with: what backwards have added up, since a step may take twice as long where that is 0 (AdamW
-    behind a ReLU); of an embedding that makes sparse ones, as many rows as the inputs name at most."""
+    after a ReLU); of an embedding that makes sparse ones, as many rows as the inputs name at most."""
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     known = parameter.grad
     dense = torch.full_like(parameter, 1e-3) if known is None or known.is_sparse else known.detach().clone()
@@ -152,7 +152,7 @@ def _hooks_as_found(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def required_arguments(method: Callable[..., object]) -> list[str]:
-    """Names of the arguments, behind `self`, that a method of a class cannot be called without."""
+    """Names of the arguments, after `self`, that a method of a class cannot be called without."""
     one_by_one = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     known = list(inspect.signature(method).parameters.values())[1:]
     return [

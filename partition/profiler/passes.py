@@ -41,7 +41,7 @@ class Sample:
     """A unit as one walk through the model showed it.
 
     Arguments:
-        stage: runs the unit by itself.
+        stage: runs the unit alone.
         like: the number of the first unit that is equal; its own where it is the first.
         output_bytes, stash_bytes: [bytes].
         inputs: detached, with the flags of whether they want a gradient; kept of the first of equal units only.
@@ -152,7 +152,8 @@ class Passes:
         }
 
     def by_samples(self, index: int) -> bool:
-        """Whether a unit is one module that treats each sample by itself, samples first: tried on the first half."""
+        """Whether a unit is one module that treats each sample independently, samples first: tried on the first
+        half."""
         sample, half = self.samples[index], self.num_samples // 2
         equal = [each.stage.units for each in self.samples if each.like == index]
         if {*map(len, equal)} != {1} or len({*equal}) < len(equal):  # of several modules, or one that runs again
@@ -306,7 +307,7 @@ class Passes:
 
 @contextmanager
 def _explained(unit: Unit, inputs: Tensors) -> Iterator[None]:
-    """Within: an error is told as a ValueError with the unit, what it was given and the user's source line."""
+    """Within: an error is raised as a ValueError with the unit, what it was given and the user's source line."""
     try:
         yield
     except (RuntimeError, TypeError, IndexError, AssertionError) as error:

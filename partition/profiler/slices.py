@@ -28,7 +28,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func is F.multi_head_attention_forward:  # calls attention by itself, where modes do not look
+        if func is F.multi_head_attention_forward:  # calls attention on its own, where modes do not look
             with patch.object(F, "scaled_dot_product_attention", self._attend):
                 return func(*args, **given)
         return self._attend(*args, **given) if func is _attention else func(*args, **given)

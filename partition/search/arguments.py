@@ -153,7 +153,7 @@ def schedules_with_chunks(
 
 
 def treatments(asked: Sequence[str] | None, cluster: Cluster) -> tuple[str, ...]:
-    """Choices of what to do about memory. ValueError for activations on a host whose link nobody knows."""
+    """Choices of what to do about memory. ValueError for activations on a host whose link is unknown."""
     knows_link = any(kind.host_bandwidth for kind in cluster.used_kinds)
     if asked is None:
         return (*RECOMPUTE, OFFLOAD) if knows_link else RECOMPUTE
@@ -227,7 +227,7 @@ def refuse_endless(what: str, value: int, schedules: Iterable[str], num_devices:
 def refuse_given(
     profile: Profile, cluster: Cluster, kinds: Sequence[str], schedule: str, lengths: Sequence[int]
 ) -> None:
-    """ValueError for what nobody knows the cost of, and for slices that do not make a sequence, or run again."""
+    """ValueError for treatments of unknown cost, and for slices that do not make a sequence, or run again."""
     if not isinstance(lengths, list | tuple):
         fail("slice_lengths", lengths, "a list of whole numbers")
     lengths = tuple(count("slice_lengths", each) for each in lengths)
@@ -248,7 +248,7 @@ def refuse_given(
 
 
 def places_of(stages: object) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each place; ValueError for what is no stage, and for ranks that are no whole numbers."""
+    """Ranks of each place; ValueError for non-stages, and for ranks that are no whole numbers."""
     every: Any = stages if isinstance(stages, list | tuple) else [stages]
     for at, each in enumerate(every):
         if not isinstance(each, GivenStage | PlanStage):

@@ -7,19 +7,19 @@ nodes that it runs (one stage or V of them):
 
     T >= head(r) + m work(r)          head(r): F + B of the nodes that r stages hold at least, and the runtime's own
 
-Over all ranks that is a mean. The same with the updates behind the work, where nothing of them can run beside it: with
+Over all ranks that is a mean. The same with the updates after the work, where nothing of them overlaps with it: with
 one stage a rank the sums of gradients as well, with several the optimizer's steps, and of sums the share for which they
-keep the rank busy, since those of the last stages go beside backwards of the first. Where backwards are split, what
-comes behind may be weight gradients, and the way back counts nothing. Nodes are whole, so some rank has more than the
+keep the rank busy, since those of the last stages overlap with backwards of the first. Where backwards are split, what
+comes after may be weight gradients, and the way back counts nothing. Nodes are whole, so some rank has more than the
 mean: of any k P + 1 nodes k + 1 are on one (`_fullest`).
 
-With whole backwards, no stage saves by being small what others gain by it. Of stage s and those behind it on its rank,
-none begins before a microbatch has come through the stages in front, and its gradient must go back through them:
+With whole backwards, no stage saves by being small what others gain by it. Of stage s and those after it on its rank,
+none begins before a microbatch has come through the stages before, and its gradient must go back through them:
 
-    T >= u(0) + .. + u(s-1) + m (u(s) + those of its rank behind)          u(s): F + B of stage s, W = sum of all
+    T >= u(0) + .. + u(s-1) + m (u(s) + those of its rank after s)         u(s): F + B of stage s, W = sum of all
 
 The least T under which all S of these hold for some u is a multiple of W, `_passes`: with one stage a rank
-W / (1 - (1 - 1/m)^P), where each rank has 1 - 1/m of the work of the rank in front.
+W / (1 - (1 - 1/m)^P), where each rank has 1 - 1/m of the work of the rank before.
 
 Once it is cut, a rank has the two lanes of a stage (`stage_cost`), its work and its links, each the sum over its stages
 at the share of its busiest replica: these are the paces, from which `least_step` follows.
@@ -100,7 +100,7 @@ class LeastSeconds:
         return max(least, passes * (model.seconds / self.topology.fastest + c.num_stages * around))
 
     def _of_work(self, c: Configuration, model: Model, *, own: float, messages: float) -> float:
-        """The mean over the ranks, with updates and without [s], beside seconds of the runtime and of messages."""
+        """The mean over the ranks, with updates and without [s], besides seconds of the runtime and of messages."""
         nodes, m, speed = self._nodes_of(model), c.batch // c.data, self.topology.fastest
         around = 2 * model.profile.action_seconds
         total = m * model.seconds / speed + messages
@@ -126,7 +126,7 @@ class LeastSeconds:
     def of_any(self, schedule: str, model: Model, num_microbatches: int) -> float:
         """No number of stages or replicas, equal or not, takes fewer seconds a batch, one stage a rank [s].
 
-        A stage of F + B u behind h seconds of others has m u / (T - h) replicas or more. Where its weights leave room
+        A stage of F + B u after h seconds of others has m u / (T - h) replicas or more. Where its weights leave room
         for no more than u = d, these are at least m times the integral of 1 / (T - max(0, h - d)) over all work.
         """
         devices, known, seconds = self.topology.num_devices, family(schedule), model.seconds / self.topology.fastest
@@ -206,7 +206,7 @@ def _fullest(nodes: Floats, num_ranks: int) -> float:
 
 
 def _passes(positions: Sequence[int], num_ranks: int, num_microbatches: float) -> float:
-    """Times that F + B of a microbatch go into the least seconds of a batch, whatever part of them each stage has.
+    """Times that F + B of a microbatch go into the least seconds of a batch, for any division into stages.
 
     By duality: weights y(s) >= 0 of the S conditions that add up to 1, with which each u(j) counts T / W times or more.
     From the first stage on, each gets the least weight with which its u counts as often as u(0).
@@ -281,7 +281,7 @@ def _links(c: Configuration, s: StageSeconds) -> Floats:
 def _updates_behind(c: Configuration, s: StageSeconds, *, around: Floats) -> Floats:
     """[P] seconds from a rank's last backward to the end of its updates, at least.
 
-    All its steps, and the sums of the one stage whose backward was last: those of others may have gone on beside it.
+    All its steps, and the sums of the one stage whose backward was last: those of others may have overlapped with it.
 
     Arguments:
         around: [S] what goes round for an update, or the part of it that is not counted to the rank's work.
@@ -306,9 +306,9 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
     """A lower bound of the step [s]; `again`: [P] further seconds of F and B a microbatch, whichever stage's they are.
 
     Of a flushed batch: the first microbatch must reach a rank, the rank does its work, and the last gradient must get
-    back to each rank in front, which updates behind it, the first one behind sums of weights that its first stage
+    back to each rank before, which updates after it, the first one after sums of weights that its first stage
     shares, too. What keeps a rank busy with sums is a part of its own work, whenever it comes, and no part of that way
-    back. Where the backward is split, what comes behind may be weight gradients, and the way back takes no time that is
+    back. Where the backward is split, what comes after may be weight gradients, and the way back takes no time that is
     known.
     """
     work, held = (_work(c, s) + again * _share(c)) * c.batch, _held(c, s) * c.batch

@@ -29,7 +29,7 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
     """The likely best ones first; none where the graph has no chain of so many stages.
 
     Every way where these are at most ALL_CUTS; else the least slowest stage within the memory (with counts of what runs
-    again, and without), the least slowest stage whatever it holds (where that finds none), and equal numbers of nodes.
+    again, and without), the least slowest stage without a limit (where that finds none), and equal numbers of nodes.
     """
     model = evaluator.model(c)
     found: list[Ends] = []
@@ -60,10 +60,10 @@ def even_ends(
     reach: int,
     counts: bool = False,
 ) -> Ends | None:
-    """Cuts with the least slowest stage within the memory, or, where there are none, whatever it holds; models by
+    """Cuts with the least slowest stage within the memory, or, where there are none, without a limit; models by
     tensor size, with the same cuts. With `counts` some of a stage's nodes run again where that is enough.
 
-    The same whatever the reach, in coarse cuts: where a longer stage might be part of it, longer ones are looked at,
+    The same for any reach, in coarse cuts: where a longer stage might be part of it, longer ones are looked at,
     too.
     """
     coarse = models[min(c.tensors)].coarse
@@ -87,7 +87,7 @@ def few_ways(model: Model, num_stages: int) -> bool:
 
 
 class _EvenCosts:
-    """[n, reach] pace of stage s from a coarse cut to those 1, 2, .. behind it [s].
+    """[n, reach] pace of stage s from a coarse cut to those 1, 2, .. after it [s].
 
     Sums of gradients apart: they are alike for all cuts.
 
@@ -137,7 +137,7 @@ class _EvenCosts:
         return self._plain[key]
 
     def _around(self, stage: int) -> float:
-        """Seconds a microbatch that the runtime takes beside F and B."""
+        """Seconds a microbatch that the runtime takes besides F and B."""
         return 2 * (self.action_seconds + self.place.inward[stage].busy + self.place.outward[stage].busy)
 
     def within(self, stage: int) -> Floats:

@@ -142,7 +142,7 @@ class PlanEvaluator:
         return self.model_of(c.microbatch_size, tensor or min(c.tensors)).in_slices(len(c.lengths))
 
     def least_model(self, c: Configuration) -> Model:
-        """No more of anything than any of its stages has, for bounds of whatever cuts."""
+        """No more of anything than any of its stages has, for bounds of any cuts."""
         if c.sizes is None:
             return self.model(c)
         key = (c.microbatch_size, *sorted({*c.sizes}))
@@ -256,7 +256,7 @@ class PlanEvaluator:
         return self._treated(c, ends, sums, self._ties(c, ends), memories)
 
     def _apart(self, c: Configuration) -> Floats | None:
-        """[S] part of the microbatches whose I and W run apart, as a batch has it that stands for the whole."""
+        """[S] part of the microbatches whose I and W run apart, in the batch that is simulated for the whole."""
         if not family(c.schedule).splits_backward:
             return None
         m = microbatches_of(c)
@@ -311,7 +311,7 @@ class PlanEvaluator:
         return tuple(found)
 
     def least_seconds(self, c: Configuration, ends: Ends, *, flights: Sequence[Moments] | None = None) -> float:
-        """No order of this work is faster, whatever is done about memory [s]; 0 where M is open.
+        """No order of this work is faster, with any treatment of memory [s]; 0 where M is open.
 
         Arguments:
             flights: where given, what each rank must run again for its memory counts, too (and for much more time).
@@ -378,8 +378,8 @@ class PlanEvaluator:
         """The same with seconds and bubble of its step; SizesError where the schedule does not take its sizes,
         MisfitError where the link to the host is too slow for what waits there.
 
-        One batch, warm-up and drain included, or one of the steady state; of equal replicas one stands for all. A long
-        batch is simulated by a short one, where that tells the same (`long_batch`).
+        One batch, warm-up and drain included, or one of the steady state; of equal replicas one is simulated for all. A
+        long batch is simulated by a short one, where that gives the same (`long_batch`).
         """
         c, m = evaluated.configuration, microbatches_of(evaluated.configuration)
 
@@ -398,7 +398,7 @@ class PlanEvaluator:
         s = evaluated.seconds
         each = float((s.work + num_weight_grads(short.schedule) * s.overhead).sum())
         busy = m / c.pipeline * each
-        if s.held.any():  # actions beside sums are longer, in its drain alone
+        if s.held.any():  # actions during sums are longer, in its drain alone
             worked = sum(trace.busy for trace in short.ranks)
             busy += (worked - short.schedule.num_microbatches * each) / c.pipeline
         return replace(

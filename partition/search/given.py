@@ -31,7 +31,7 @@ Source = Profile | Mapping[int, Profile] | Sequence[Profile] | ProfileSource
 
 
 class KindProfiles(NamedTuple):
-    """Profiles of a plan's stages, each node's of the devices and over the tensor ranks that run it, whatever size is
+    """Profiles of a plan's stages, each node's of the devices and over the tensor ranks that run it, for any size
     asked for; of several kinds the longest seconds.
 
     Arguments:
@@ -118,8 +118,8 @@ def evaluate(
     """A plan that is given, simulated as the planner's own are, with the memory of its ranks.
 
     Arguments:
-        source, cluster, memory_limit: as of `plan`; or by name of each kind of device a source of its own, beside which
-            the kind's `speed` still counts.
+        source, cluster, memory_limit: as of `plan`; or by name of each kind of device a source of its own; the
+            kind's `speed` still counts.
         stages: in order, a `GivenStage` each, or the `stages` of a Plan; those on the same ranks are its chunks.
         num_microbatches: of a batch over all replicas, M.
         microbatch_size: samples of one; None: as the only profile has.

@@ -3,13 +3,13 @@
 As `solve.dynamic`, but of the step in place of the bottleneck: over the stages from i to j the greatest of
 
     M (F + B) of the busiest replica, or M of its messages and its share of the sums
-    F of all in front of j and a message over each cut there, its work, then B back to stage i with as many messages,
+    F of all before j and a message over each cut there, its work, then B back to stage i with as many messages,
     and i's sums and update; of the first stage at least nothing
 
-Its work is the busiest replica's, or what is left of it behind the first gradient, which has been to the last stage and
+Its work is the busiest replica's, or what is left of it after the first gradient, which has been to the last stage and
 back, or as many such ways as its microbatches in flight allow.
 
-What lies behind a cut and a device takes at least as much as the dynamic program says: rows of stages are listed best
+What lies after a cut and a device takes at least as much as the dynamic program says: rows of stages are listed best
 first by it, and so are those one step from a row.
 """
 
@@ -39,7 +39,7 @@ _MOST_LOOKED_AT = 4_000  # first parts of rows
 _STEPS = (-2, -1, 1, 2)
 
 Layout = tuple[float, Configuration, Ends]  # with least seconds of its step [s]
-_Row = tuple[int, ...]  # of each stage its first device, and the one behind its last
+_Row = tuple[int, ...]  # of each stage its first device, and the one after its last
 _Way = tuple[tuple[int, ...], _Row]  # with its cuts
 
 
@@ -69,8 +69,8 @@ class Rows:
 
     def _tables(self, model: Model, costs: RangeCosts) -> None:
         """By devices e from a stage on to the end and its replicas: [e, r - 1, layer, i, j] seconds of the stage,
-        infinite where it does not fit the memory, whatever is done about it; its sums and update less B of all in
-        front. [a, b, layer, i] messages over the cut in front of it to device b."""
+        infinite where it does not fit the memory under any treatment; its sums and update less B of all
+        before. [a, b, layer, i] messages over the cut before it to device b."""
         ends, rules, m, fastest = np.asarray(self.ends), model.rules, self.sample.batch, costs.topology.fastest
         n, every, streams = len(ends), np.arange(self.num_devices), costs.rule.is_asynchronous
         is_ahead = np.tri(n, k=-1, dtype=bool).T & model.cuts.inside[np.ix_(ends, ends)]
@@ -104,7 +104,7 @@ class Rows:
 
     def _least_behind(self, costs: RangeCosts) -> Floats:
         """[e, layer, i] of all stages from cut i on, on e devices or fewer of the last node that these end with. Idle
-        devices stay behind the last stage, in front of the first, and in front of a node's end."""
+        devices stay after the last stage, before the first, and before a node's end."""
         size, most = self._size, self.num_devices
         found = np.full((most + 1, 3, len(self.ends)), np.inf)
         found[: (1 if size == most else size) if costs.is_uniform else most, :, -1] = 0.0
@@ -152,7 +152,7 @@ class Rows:
 
     def next_to(self, e: Evaluated) -> list[Layout]:
         """Those one step from a layout that may be faster, the least first: some stages in a row, or their ends, moved
-        by a device or two, and a cut with them; a stage as two, or two as one. None where it stands in no row."""
+        by a device or two, and a cut with them; a stage as two, or two as one. None where it is in no row."""
         start = self._way(e)
         if start is None:
             return []

@@ -161,7 +161,7 @@ class Model:
         return [([int(np.argmax(inside[:, at])) for at in nodes], shared) for nodes, shared in self.cuts.tied]
 
     def names(self, first: int, last: int) -> tuple[str, ...]:
-        """Names of the nodes between two cuts, each behind what it needs."""
+        """Names of the nodes between two cuts, each after what it needs."""
         return node_names(self.profile, self.cuts, first, last)
 
     def parameter_bytes(self, first: int, last: int) -> float:

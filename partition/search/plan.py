@@ -88,22 +88,22 @@ def plan(
         global_batch: samples of a batch.
         memory_limit: of every device [bytes]; None: the cluster's own, if it has one.
         schedules: to choose from, names or aliases, or one of these; those without a flush ("2bw", "paci", "pipedream")
-            change the training. Stages may stand on the ranks in turn, or back and forth as under "zb-v", not on two
+            change the training. Stages may be on the ranks in turn, or back and forth as under "zb-v", not on two
             ranks each ("chimera"). Those that split the backward are simulated with halves of the profile's, so they
-            are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains behind slow links alone.
+            are not among the default ones; "eager-1f1b" holds more than "1f1b" and gains over slow links alone.
             "terapipe" and "seq1f1b" cut sequences into slices (`Model.slicings` says which are tried), on one tensor
             rank, with nothing recomputed; they need a causal model, and a profile that says what a slice costs.
         microbatch_sizes, pipeline_sizes, data_sizes, tensor_sizes: to choose from; None: all that fit together.
         chunk_sizes: V to choose from, 2 or more, under schedules that take any number of stages a rank.
         recompute: what a stage may do about its memory, some of "none", "full", "layer", "selective", "keep_less" and
-            "offload" (see `PlanStage`), the last of all, or of the first chunks of a rank's stages, beside which it
+            "offload" (see `PlanStage`), the last of all, or of the first chunks of a rank's stages, while it
             keeps the rest; of what fits, the simulation decides. With "none", counts such as "layer:3" are
             allowed, too. None: all that the profiles have figures for, and the last where the cluster knows
             `host_bandwidth`.
-        optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, whatever
-            makes the simulated step shorter, stage by stage where memory is short.
+        optimizer_sharding: "none", "full" or both: dividing the optimizer's state over the replicas. Of both, the one
+            that makes the simulated step shorter, stage by stage where memory is short.
         optimizer_bytes: of optimizer state a byte of parameters; None: as the profile says, or 2 (Adam).
-        max_grad_norm: to which the run clips gradients: then all ranks wait for the global norm in front of the updates
+        max_grad_norm: to which the run clips gradients: then all ranks wait for the global norm before the updates
             of a batch that is flushed, for as long as a sum over them all takes. 0: they do not; None: as the profile
             says, or not.
         runnable: only what the runtime executes: numbers of tensor ranks that divide the devices, and no idle devices
@@ -263,7 +263,7 @@ def _ranked(
 
 
 def norm_seconds(max_grad_norm: float | None, one: Profile, topology: Topology) -> float | None:
-    """Seconds of a small sum over all devices, where gradients are clipped, as the profile says unless told [s]."""
+    """Seconds of a small sum over all devices, where gradients are clipped, as the profile says unless given [s]."""
     clips_to = one.max_grad_norm if max_grad_norm is None else max_grad_norm
     if clips_to is None or number("max_grad_norm", clips_to) == 0:
         return None

@@ -21,7 +21,7 @@ from .evaluate import Evaluated
 
 
 def distinct(found: Iterable[Evaluated]) -> list[Evaluated]:
-    """Each of them once: of those that differ in nothing but which of the devices their stages stand on, the first."""
+    """Each of them once: of those that differ in nothing but which of the devices their stages are on, the first."""
     seen: dict[object, Evaluated] = {}
     for e in found:
         figures = (e.bottleneck, e.simulated_seconds, e.memory_bytes)

@@ -31,7 +31,7 @@ from .space import Configuration
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _RUNNER_UP_ACTIONS = 30_000  # of those, for cuts that cannot become the best
 _REFINED = 3  # configurations whose cuts are moved
-_LAYOUTS = 32  # in a row, the least first, that are simulated in front of moves; four times as many behind them
+_LAYOUTS = 32  # in a row, the least first, that are simulated before moves; four times as many after them
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
 _STEPS = 12  # of best first to one of farthest first, where seconds are counted
@@ -56,8 +56,8 @@ class PlanSearch:
     Arguments:
         wanted: how many simulated configurations to return, at least, where there are as many.
         max_simulated: to stop at.
-        seconds: to stop after, once something is simulated; None: never. Then every few steps whatever has come
-            farthest goes on, so that something is simulated early.
+        seconds: to stop after, once something is simulated; None: never. Then every few steps the farthest
+            entry continues, so that something is simulated early.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PlanSearch:
         self.refused: list[str] = []  # configurations whose schedule can't run
         self.refusal: str | None = None  # of sizes that a schedule does not take, the first
         self.deadline = None if seconds is None else time.monotonic() + seconds
-        self._least_seconds = math.inf  # of any configuration, whatever its cuts
+        self._least_seconds = math.inf  # of any configuration, with any cuts
         self._least_left = math.inf  # of those that were not simulated
         self._queue, self._numbers, self._brought_numbers = list[_Entry](), count(), count(-1, -1)
         self._actions_left, self._best_seconds = 0, math.inf  # of simulations that move cuts; the best so far [s]
@@ -178,7 +178,7 @@ class PlanSearch:
         return better
 
     def _least(self, c: Configuration) -> float:
-        """Seconds of a batch, at least, whatever the cuts [s]; of unequal groups as in `bounds`, with their members."""
+        """Seconds of a batch, at least, with any cuts [s]; of unequal groups as in `bounds`, with their members."""
         least, m = self.least.of(c, self.evaluator.least_model(c)), c.batch
         if c.sizes is None:
             return least
@@ -290,7 +290,7 @@ class PlanSearch:
     def _is_hopeless(self, c: Configuration) -> bool:
         """True where the fullest rank is too small for its weights alone, without a look at the cuts.
 
-        Where the optimizer is divided, a rank has the parts of others for a moment, of gradients and of weights.
+        Where the optimizer is divided, each rank has the parts of others for a moment, of gradients and of weights.
         """
         model = self.evaluator.least_model(c)
         rules = model.rules
@@ -338,7 +338,7 @@ class PlanSearch:
                         found += self._ran(choice)
             except MisfitError as error:
                 self._note_miss(c, error)
-            except SizesError as error:  # no short batch stands for it, and all of it is too long
+            except SizesError as error:  # no short batch replaces it, and all of it is too long
                 self._note_refusal(error, bound)
                 break
             except ScheduleError as error:  # such as an order that deadlocks with these replicas
@@ -381,7 +381,7 @@ class PlanSearch:
                     yield from [best] * (best is not start)
                     return
                 self._actions_left -= cost
-                with suppress(SizesError, MisfitError):  # too long, as no short batch stands for these cuts
+                with suppress(SizesError, MisfitError):  # too long, as no short batch replaces these cuts
                     simulated = self.evaluator.simulate(evaluated)
                     if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
                         best = simulated

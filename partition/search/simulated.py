@@ -12,7 +12,7 @@ Long batches are simulated by a short one: where each round takes as long as the
 A batch of M + q microbatches has the same programs with q more in the steady part. What happens there is a function of
 what is still under way, and moves along with it: an action starts when its rank is free and its input is there,
 whenever that is. So once all starts of a stretch that holds all that is under way are those of q microbatches before
-and the same seconds later, on all ranks, the rest of the batch goes on like that, and the drain is only later. With
+and the same seconds later, on all ranks, the rest of the batch continues like that, and the drain is only later. With
 latencies q may be any number up to P: as many microbatches as go around between two ranks.
 
 Of messages that meet at one link at the same moment rounding says which goes first, here as in the whole batch: both
@@ -62,7 +62,7 @@ class BuiltSchedules:
 
     def in_flight(self, c: Configuration, *, exact: bool, kv_share: float = 0.0) -> tuple[Moments, ...]:
         """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch: no
-        less. Slices count by tokens, and what is kept beside them for whole sequences (`KVCache`) with the first.
+        less. Slices count by tokens, and what is kept besides them for whole sequences (`KVCache`) with the first.
 
         SizesError where the schedule does not take these sizes.
         """
@@ -129,7 +129,7 @@ def microbatches_of(c: Configuration) -> int:
 
 
 def num_actions(c: Configuration) -> int:
-    """Actions in the simulation of a batch, or of the shortest that may stand for it."""
+    """Actions in the simulation of a batch, or of the shortest that may replace it."""
     m = microbatches_of(c)
     return 2 * c.num_stages * (len(c.lengths) or 1) * min(short_batches(c, m) if c.is_equal else (), default=m)
 
@@ -160,7 +160,7 @@ def simulated_batch(
 
 
 def num_weight_grads(schedule: Schedule) -> Floats:
-    """[S] part of the microbatches whose W stands by itself."""
+    """[S] part of the microbatches whose W runs apart from I."""
     if not schedule.split_stages:
         return np.zeros(schedule.num_stages)
     joined, m = run_as_one(schedule), schedule.num_microbatches
@@ -168,7 +168,7 @@ def num_weight_grads(schedule: Schedule) -> Floats:
 
 
 def short_batches(c: Configuration, num_microbatches: int) -> tuple[int, ...]:
-    """Sizes of batches of one pipeline that may stand for a batch of so many microbatches, ascending.
+    """Sizes of batches of one pipeline that may replace a batch of so many microbatches, ascending.
 
     None where the schedule's rounds are not all alike, and none of more than half its size.
     """
@@ -196,7 +196,7 @@ def long_batch(
 
 
 def _round_seconds(ranks: Sequence[RankTrace], *, size: int, num_ranks: int, num_chunks: int) -> float | None:
-    """Seconds of the last steady round, of `size` microbatches, if all under way is that much behind the round before.
+    """Seconds of the last steady round, of `size` microbatches, if all under way is that much after the round before.
 
     What is under way came within the last P microbatches. What a longer batch does differently begins with the first
     drain of any rank.

@@ -36,14 +36,14 @@ class MeasuredProfiles:
 
     Sums over those ranks are added to the seconds of F and B: by the bytes that the profiler counted and the links
     between neighbours of the cluster, those of the slowest group. Nodes have the ways that `by_layer` finds; not those
-    of "any" way where `chooses` is False; None: nobody said, and it matters.
+    of "any" way where `chooses` is False; None: not said, and it matters.
 
     Arguments:
         profiles: by microbatch size, or as they come.
         cluster: needed where there are cut ones.
 
     Raises ValueError for a size that contradicts its profile, for profiles of several models, devices or types, for
-    two of the same sizes, and for a size that is missing beside others.
+    two of the same sizes, and for a size that is missing among others.
     """
 
     def __init__(self, profiles: Mapping[int, Profile] | Iterable[Profile], cluster: Cluster | None = None) -> None:
@@ -167,7 +167,7 @@ def by_layer(
                                                                            gradients of weights summed
         samples on   whole      1/T of the samples, to the next  whole     the last two
 
-    Convolutions run by samples beside divided linear layers, say, as in SplitBrain (Lai et al. 2021).
+    Convolutions run by samples next to divided linear layers, say, as in SplitBrain (Lai et al. 2021).
     A dynamic program along the nodes' order. Parts of samples go on between neighbours in it alone, of which the first
     has no other taker and the second takes nothing else. Nodes that hand parts of their features on, as a column does,
     are divided together with those that take them; nodes with tied weights stay divided.

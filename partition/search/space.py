@@ -88,7 +88,7 @@ class Configuration:
 
     @property
     def is_equal(self) -> bool:
-        """True where all stages have D replicas, each with as many microbatches: then one replica stands for all."""
+        """True where all stages have D replicas, each with as many microbatches: one is simulated for all."""
         return len(set(self.counts)) == 1 and self.batch % self.counts[0] == 0
 
     @property
@@ -233,7 +233,7 @@ class SearchSpace:
         for schedule, chunk_sizes in self.schedules:
             for num_chunks in chunk_sizes:
                 if num_chunks > 1 and pipeline == 1 and (data == 1 or not family(schedule).takes_chunks):
-                    continue  # chunks of one rank follow each other; with replicas sums go on beside the next one's
+                    continue  # chunks of one rank follow each other; with replicas sums overlap with the next one's
                 if num_chunks * pipeline > self.max_stages:
                     continue
                 if self.global_batch // size % data and schedule != "1f1b":

@@ -74,7 +74,7 @@ def pipedream_cuts(profile: Profile) -> Cuts:
 def _as_pipedream_counts(profile: Profile, graph: _Graph, members: Bools) -> Floats:
     """[n] bytes that PipeDream's optimizer counts across each cut. It counts a maximal node, and of what that node
     needs each tensor that something else takes, too. So the output of a fork counts until its branches join, even where
-    all that take it stand inside the cut."""
+    all that take it are inside the cut."""
     downs = [graph.down(at) for at in range(graph.size)]
     counted = np.zeros((graph.size, graph.size), dtype=bool)  # [maximal node, tensor]
     for at, down in enumerate(downs):
@@ -133,7 +133,7 @@ def _with_needs(graph: _Graph, mask: int) -> int:
 
 
 def _free_sources(profile: Profile, graph: _Graph) -> set[int]:
-    """Nodes that cost nothing wherever they stand, and need only such nodes."""
+    """Nodes that cost nothing in any place, and need only such nodes."""
     free: set[int] = set()
     for at in profile.order():
         node = profile.nodes[at]
@@ -204,7 +204,7 @@ def _cuts(profile: Profile, graph: _Graph, masks: Sequence[int], notes: tuple[st
     packed = np.frombuffer(b"".join(mask.to_bytes(width, "little") for mask in masks), dtype=np.uint8)
     members = np.unpackbits(packed.reshape(-1, width), axis=1, bitorder="little")[:, : graph.size].astype(bool)
     in_order = members[:, sorted(position, key=position.__getitem__)]
-    # Smaller cuts first, then those whose earliest nodes stand first: the rule for ties.
+    # Smaller cuts first, then those whose earliest nodes are first: the rule for ties.
     sizes, keys = in_order.sum(axis=1).tolist(), [row.tobytes() for row in np.packbits(~in_order, axis=1)]
     rows = sorted(range(len(masks)), key=lambda row: (sizes[row], keys[row]))
     return cuts_of(profile, members[rows], notes=notes)

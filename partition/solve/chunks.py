@@ -24,8 +24,8 @@ def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[tuple[int
     """S + 1 cuts, from the first to the last, and what the slowest stage costs; None where nothing fits. O(S n w).
 
     Arguments:
-        cost: of stage s, [n, w], w for all alike: in row i, of those that end 1, 2, .. w cuts behind cut i; infinite
-            behind the last.
+        cost: of stage s, [n, w], w for all alike: in row i, of those that end 1, 2, .. w cuts after cut i; infinite
+            after the last.
 
     >>> work = np.array([0, 3, 1, 1, 1])
     >>> cost = np.array([[work[i + 1 : i + k].sum() if i + k <= 5 else np.inf for k in range(2, 6)] for i in range(5)])
@@ -47,7 +47,7 @@ def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[tuple[int
     rest[-1] = 0.0
     choices, last_costs = [], None
     for costs in reversed(every):
-        if costs is not last_costs:  # most stages cost as much as the one behind
+        if costs is not last_costs:  # most stages cost as much as the next one
             # The last column first: of equal ones the farthest.
             squares, last_costs = np.where(costs <= bar, costs * costs, np.inf)[:, ::-1], costs
         total = squares + behind[:, ::-1]

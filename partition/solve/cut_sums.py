@@ -1,7 +1,7 @@
 """Sums over the cuts of a profile: what the stage between any two of them computes, holds and sends.
 
 Most figures of a stage are differences of a column: column[last] - column[first]. The largest of a stage's nodes is
-not; it stands in a table of all pairs of cuts.
+not; it is in a table of all pairs of cuts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Cuts:
     Arguments:
         members: [n, nodes] which nodes each cut holds.
         forward, backward, update: [n] seconds of its nodes [s].
-        input_grad, weight_grad: likewise, of I and W; half a backward each of nodes where nobody measured them [s].
+        input_grad, weight_grad: likewise, of I and W; half a backward each of nodes without measured ones [s].
         parameters, buffers, stash: [n] of its nodes [bytes].
         crossing: [n] bytes of the tensors that leave it, each counted once [bytes].
         joining: [n] `Node.joining_seconds` of those.
@@ -131,8 +131,8 @@ class Cuts:
 
     @cached_property
     def shared_small(self) -> list[list[float]]:
-        """By group of `tied`, of each node, bytes of what it shares that travel in common buckets; all, where nobody
-        knows."""
+        """By group of `tied`, of each node, bytes of what it shares that travel in common buckets; all, where it is
+        unknown."""
         groups = [([self.nodes[at].small_parameter_bytes for at in nodes], shared) for nodes, shared in self.tied]
         return [
             [shared if small is None else min(small, shared if shared < ALONE_BYTES else 0.0) for small in own]
@@ -140,8 +140,8 @@ class Cuts:
         ]
 
     def _recomputed(self, first: Cut, last: Cut, recompute: str) -> Recomputed:
-        """Stages whose nodes are treated one by one, as one of COUNTED says. Under "layer" a tensor from in front of
-        the stage that nodes in front take, too, and perhaps none of the stage, counts as kept: exact for chains, never
+        """Stages whose nodes are treated one by one, as one of COUNTED says. Under "layer" a tensor from before
+        the stage that nodes before it take, too, and perhaps none of the stage, counts as kept: exact for chains, never
         less."""
         if recompute not in self._rows:
             kept, seconds, made = np.array([_treated(node, recompute) for node in self.nodes]).T
@@ -156,7 +156,7 @@ class Cuts:
 
     @cached_property
     def _rows(self) -> dict[str, tuple[Floats, Floats, Floats]]:
-        """By kind, [n] kept beside inputs [bytes], [n] what runs again [s], [n, n] made again at once [bytes]."""
+        """By kind, [n] kept besides inputs [bytes], [n] what runs again [s], [n, n] made again at once [bytes]."""
         return {}
 
     @cached_property
@@ -196,7 +196,7 @@ class Cuts:
 
     @cached_property
     def _small(self) -> Floats:
-        """[n] of parameters whose gradients travel in common buckets [bytes]; of all, where nobody knows."""
+        """[n] of parameters whose gradients travel in common buckets [bytes]; of all, where it is unknown."""
         small = [(node.small_parameter_bytes, node.parameter_bytes) for node in self.nodes]
         return self._total([every if some is None else some for some, every in small])
 
@@ -229,7 +229,7 @@ class Cuts:
 
 
 def node_names(profile: Profile, cuts: Cuts, first: int, last: int) -> tuple[str, ...]:
-    """Names of the nodes between two cuts, each behind what it needs."""
+    """Names of the nodes between two cuts, each after what it needs."""
     own = cuts.members[last] & ~cuts.members[first]
     return tuple(profile.nodes[at].name for at in profile.order() if own[at])
 
@@ -241,7 +241,7 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
         feeds[src].append(dst)
     leaves, taken, half_taken = members.copy(), np.zeros_like(members), np.zeros_like(members)
     for at, consumers in enumerate(feeds):
-        leaves[:, at] &= ~members[:, consumers].all(axis=1)  # nobody takes the output of a sink
+        leaves[:, at] &= ~members[:, consumers].all(axis=1)  # the output of a sink is never taken
         again = members[:, [each for each in consumers if profile.nodes[each].runs_again]]
         taken[:, at] = again.any(axis=1)
         half_taken[:, at] = again.any(axis=1) & ~again.all(axis=1)
@@ -302,7 +302,7 @@ def _between(column: Floats, first: Cut, last: Cut) -> Floats:
 
 
 def _treated(node: Node, kind: str) -> tuple[float, float, float]:
-    """Kept beside its inputs [bytes], what runs again [s], made again at once [bytes], as one of COUNTED says."""
+    """Kept besides its inputs [bytes], what runs again [s], made again at once [bytes], as one of COUNTED says."""
     stash, forward = node.stash_bytes, node.forward_seconds
     if not node.runs_again:
         return stash, 0.0, 0.0

@@ -48,8 +48,8 @@ class Ranges:
         replicas, in_flight: r, and the microbatches that each of them holds.
         share: of the busiest replica, as long as the slowest device takes.
         limit: bytes for tensors on the smallest device.
-        ring, inward, outward: seconds a byte of gradients, and of the tensors across the cut in front and behind.
-        taken: of the latter, for the consumer, if all devices behind were its replicas.
+        ring, inward, outward: seconds a byte of gradients, and of the tensors across the cuts before and after.
+        taken: of the latter, for the consumer, if all devices after it were its replicas.
     """
 
     replicas: Indices
@@ -109,7 +109,7 @@ class RangeCosts:
         return float(self.topology.memory_bytes[0]) - self._beside
 
     def per_replica(self) -> RangeCosts:
-        """The same, without M: all replicas of a stage have equal work, whatever the batch."""
+        """The same, without M: all replicas of a stage have equal work, for any batch."""
         other = copy(self)
         other.num_microbatches = None
         return other
@@ -166,7 +166,7 @@ class RangeCosts:
         return np.maximum(np.asarray(fixed + at.in_flight * each, dtype=np.float64), behind)
 
     def parts(self, sums: StageSums, *, replicas: Any = 1) -> tuple[Floats, Floats, Floats]:
-        """Bytes on each device of a stage in any case, for each microbatch in flight, and behind a batch."""
+        """Bytes on each device of a stage in any case, for each microbatch in flight, and after a batch."""
         M, streams = self.num_microbatches, self.rule.is_asynchronous
         messages = np.inf if M is None else -(-M // np.asarray(replicas))
         place = RankPlace(
@@ -239,9 +239,9 @@ def solve(costs: RangeCosts, *, straight: bool = False, num_candidates: int = 1)
 
         best[i, e] = min over j, r of max{ seconds(i, j, r, e), best[j, e - r] },   best[n-1, 0] = 0
 
-    best[i, e] is the bottleneck of all that lies behind cut i, on exactly e devices. The plan is the least best[0, e];
+    best[i, e] is the bottleneck of all that lies after cut i, on exactly e devices. The plan is the least best[0, e];
     not all devices need be used. Further candidates begin with another first stage or use another number of devices,
-    and of several with the same replicas the best stands for all.
+    and of several with the same replicas only the best is kept.
 
     Ties: the fewest devices; then, from the first stage on, the longest stage (the last cut in the order of `Cuts`),
     then the fewest replicas.
@@ -314,7 +314,7 @@ class _Table:
         return np.flatnonzero(self.inside[first])[::-1]
 
     def _values(self, first: int, block: _Block) -> Floats:
-        """[last, pair] bottleneck behind `first`."""
+        """[last, pair] bottleneck of all after `first`."""
         lasts, (devices, _, at) = self._lasts(first), block
         seconds = self.costs.seconds(first, lasts[:, None], at)
         rest = np.take(self.best[lasts], devices - at.replicas, axis=1)

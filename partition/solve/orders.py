@@ -32,7 +32,7 @@ def canonical_order(cluster: Cluster) -> tuple[int, ...]:
 
 
 def own_ranks(order: Sequence[int], size: int, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Ranks of a cluster whose node i stands in place `order[i]`, as the ranks of that place; `size` ranks a node."""
+    """Ranks of a cluster whose node i is in place `order[i]`, as the ranks of that place; `size` ranks a node."""
     return tuple(order[rank // size] * size + rank % size for rank in ranks)
 
 

@@ -125,7 +125,7 @@ _HELD: Mapping[type, tuple[str, ...]] = {
 }
 _CALLABLES = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc)
 
-_Places = Iterable[tuple[str, object]]  # paths and what stands there
+_Places = Iterable[tuple[str, object]]  # paths and what is there
 
 
 class Walk:
@@ -147,7 +147,7 @@ class Walk:
         self._arrays: list[tuple[Callable[[], np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = []
         self._path: dict[int, str] = {}  # of what was visited
         self._kept: list[object] = []
-        # Nobody sees which entries of classes and modules are read: those that the code names may be.
+        # Which entries of classes and modules are read is unknown: those that the code names may be.
         self._names = {name for code in reads.codes for name in code.co_names}
         self._names_of: dict[type, set[str]] = {}
         for kind, names in reads.names_of.items():
@@ -355,7 +355,7 @@ class Walk:
 
 
 def _form(x: torch.Tensor | None) -> object:
-    """Whatever of a tensor code may read without its values. Where a parameter is, it may be divided or elsewhere."""
+    """All of a tensor that code may read without its values. Where a parameter is, it may be divided or elsewhere."""
     if x is None:
         return None
     return None if isinstance(x, nn.Parameter) else tuple(x.shape), x.dtype, x.requires_grad

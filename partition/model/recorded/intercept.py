@@ -1,8 +1,8 @@
-"""Calls that a model makes while it runs, told to a listener: of modules, of torch's functions, of custom autograd
-functions and of checkpointing. One listener is here: it tells the numbers of units and of random calls between them,
+"""Calls that a model makes while it runs, reported to a listener: of modules, of torch's functions, of custom autograd
+functions and of checkpointing. One listener is here: it reports the numbers of units and of random calls between them,
 the ones of a record, while the model runs as it is.
 
-Modules are seen whatever calls them, since for so long their classes have another `__call__`; autograd functions also
+Modules are seen whoever calls them, since for so long their classes have another `__call__`; autograd functions also
 where `apply` was bound to a name before, since its code is another one for so long.
 """
 
@@ -45,7 +45,7 @@ class Patches(ExitStack):
 
 
 class Listener(Protocol):
-    """Told of calls; each method makes the call, and returns what it gave."""
+    """Sees calls; each method makes the call, and returns its result."""
 
     def module(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of one of the modules that are listened to."""
@@ -74,7 +74,7 @@ class Listener(Protocol):
 
 @contextmanager
 def listening(listener: Listener, modules: Mapping[int, nn.Module]) -> Iterator[None]:
-    """Within: the listener is told, of modules of those with these ids."""
+    """Within: the listener sees calls, those of modules with these ids only."""
     with Patches() as patches, _autograd_functions(listener), _checkpointing(listener), _Functions(listener):
 
         def hooked(original: Callable[..., Any], _: object) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ _TOLD = "_stagewright_told"  # a name among those of torch's module; it stays, s
 
 
 class _Code:
-    """Whose code stands in for that of Function.apply: both use the cell that `super()` needs, and nothing else."""
+    """Whose code replaces that of Function.apply: both use the cell that `super()` needs, and nothing else."""
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ def _autograd_functions(listener: Listener) -> Iterator[None]:
         yield
     finally:
         function.__code__ = code
-        # Other threads may be at the first line of the code that stood in: they look the name up afterwards.
+        # Other threads may be at the first line of the replacing code: they look the name up afterwards.
         names[_TOLD] = lambda kind, args, kwargs: original(kind, *args, **kwargs)
 
 
@@ -176,7 +176,7 @@ def _checkpointing(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def announcing(roles: Roles, numbers: Sequence[int | None], enter: Callable[[int], None]) -> Iterator[None]:
-    """Within, one forward of the model: `enter` is told as the stages tell it, also where it is checkpointed.
+    """Within, one forward of the model: `enter` is called as the stages call it, also where it is checkpointed.
     `numbers`: of the calls of units and the random ones between them, in order; see `Flow.numbers`."""
     with _Announcer(roles, numbers, enter).listens():
         yield
@@ -235,7 +235,7 @@ class _Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _absent(self) -> Iterator[None]:
-        """Within a unit there is nothing to tell; compiled code runs as it is only where there is no mode."""
+        """Within a unit there is nothing to report; compiled code runs as it is only where there is no mode."""
         with ExitStack() as stack:
             if python_dispatch._get_current_dispatch_mode() is self:
                 stack.enter_context(python_dispatch._pop_mode_temporarily())

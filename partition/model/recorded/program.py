@@ -8,7 +8,7 @@ def run(v0, v3):
         v6 = c1(v4, t0['scale'])    glue with a buffer, looked up when it runs
     return (v4, v6)
 
-Whoever names a keyword, a buffer or an attribute chooses no text of it: names are numbered here, and what else stands
+Whoever names a keyword, a buffer or an attribute chooses no text of it: names are numbered here, and what else is
 in it are constants of Python's own types.
 """
 
@@ -317,7 +317,7 @@ class _Writer:
 
 
 def _taken_behind(calls: Sequence[Call], outputs: Sequence[Template]) -> list[frozenset[int]]:
-    """[n + 1] values that are taken at or behind each call."""
+    """[n + 1] values that are taken at or after each call."""
     found = [frozenset(each.number for out in outputs for each in walk(out) if isinstance(each, Ref))]
     for call in reversed(calls):
         found.append(found[-1] | {each.number for each in call.templates() if isinstance(each, Ref)})
@@ -352,7 +352,7 @@ def _other(call: UnitCall, value: object) -> None:
 
 
 def _new(kind: type, attributes: Mapping[str, Any], items: Any) -> Any:
-    """An object as it was when a forward made it."""
+    """An object in the state in which a forward made it."""
     maker: Any = kind
     made = maker.__new__(maker)
     made.__dict__.update(attributes)

@@ -5,7 +5,7 @@ code         that ran, and so the globals that it names and the functions that c
 os.environ   keys
 tensors      of the user's own, whose values Python took
 
-What calls of units leave in an object, others may read: both must stand on one stage. What the code between the units
+What calls of units leave in an object, others may read: both must be on one stage. What the code between the units
 writes is done once, while it is recorded: who reads it in a stage would find what was there before.
 """
 
@@ -53,7 +53,7 @@ class CodeReads:
         codes: that ran, with their globals.
         environ: keys.
         tensors: whose values were taken.
-        left: where tensors stand that did not; lists there hold again what they held.
+        left: places of tensors that were not there; lists there hold again what they held.
         effects: what the code has changed, to stay.
         regions: arguments of torch.profiler.record_function, of those that are entered now.
     """
@@ -95,14 +95,14 @@ class CodeReads:
                     held.clear()
                     held.extend(values)
                     self.left.append((held, "changed between the modules"))
-            # Both reach fakes, which hold the parameters that they stand in for: of other processes' stages, too.
+            # Both reach fakes, which hold the parameters that they replace: of other processes' stages, too.
             self._changed.clear()
             self._is_within_call = lambda: True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within a call of a unit or function, which are not noted: a fake tensor makes thousands of calls, and being
-        told of them takes twice their time."""
+        notified of them takes twice their time."""
         if sys.getprofile() != self._called:
             yield
             return
@@ -175,7 +175,7 @@ _is_ours = cache(is_ours)
 
 @cache
 def _has_reads(filename: str) -> bool:
-    """Whether code of this file is the user's, or a library's beside torch: also what has no file."""
+    """Whether code of this file is the user's, or a library's other than torch: also what has no file."""
     return not filename.startswith(("<frozen", "<stagewright")) and (filename.startswith("<") or is_users(filename))
 
 
@@ -234,7 +234,7 @@ class Attributes:
             self._patches.put(kind, "__getattribute__", self._getting)
 
     def carries(self, module: nn.Module, name: str) -> bool:
-        """Whether the code between the units has read an attribute of an opened module, and set it behind that."""
+        """Whether the code between the units has read an attribute of an opened module, and set it after that."""
         return (id(module), name) in self._carried
 
     def _getting(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
@@ -279,7 +279,7 @@ class Attributes:
 
 
 def _is_as_before(before: object, now: object) -> bool:
-    """Whether nobody could tell; who reads a tensor is found by what is done with it."""
+    """Whether it cannot be known; who reads a tensor is found by what is done with it."""
     return before is now or isinstance(now, torch.Tensor) or (isinstance(before, _PLAIN) and before == now)
 
 
@@ -310,7 +310,7 @@ class Tables:
         self._known |= {id(module): _tables(module) for module in opened.values()}
 
     def check(self, module: nn.Module, *, is_last: bool = False) -> None:
-        """Before a unit is called, and behind the forward; new hooks of forwards may look from here on."""
+        """Before a unit is called, and after the forward; new hooks of forwards may look from here on."""
         if _everywhere() != self._everywhere:
             raise RefusedError("the code between the modules registers a hook on all modules", expected=NOT_HERE)
         for part in module.modules():

@@ -44,7 +44,7 @@ _HOOKED = {
     torch.Tensor.register_post_accumulate_grad_hook,
     torch.Tensor.retain_grad,
 }
-# Results of these have the shape of the first argument, whatever size the others have.
+# Results of these have the shape of the first argument, for any size of the others.
 _LIKE_FIRST = {
     f"{name}{end}" for name in ("masked_scatter", "index_put", "index_add", "index_copy") for end in ("", "_")
 }
@@ -109,7 +109,7 @@ class ForwardRecorder:
 
     @property
     def line(self) -> str:
-        """Where the user's code stands: " at file:line, in function"; "" behind the forward."""
+        """Where the user's code is: " at file:line, in function"; "" after the forward."""
         return "" if self._has_ended else line_now()
 
     @contextmanager

@@ -44,8 +44,8 @@ _EXPECTED = (
 
 
 def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.device, training: bool) -> Record:
-    """Run the model once, on fake tensors, in the mode in which its modules stand, in training with a graph; it stays
-    as it was. RecordingError, with the user's source line, for what cannot be recorded."""
+    """Run the model once, on fake tensors, in the current mode of its modules, in training with a graph; it is left
+    unchanged. RecordingError, with the user's source line, for what cannot be recorded."""
     expected: str | None
     for path, module in roles.opened.items():
         if path and is_compiled(module):

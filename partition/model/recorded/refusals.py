@@ -31,7 +31,7 @@ class RefusedError(Exception):
 
 def check_now() -> tuple[bool, str] | None:
     """Value that a flag must have, which the user's code reads now and else raises an error, and the line in the
-    innermost module; None where that code goes on either way."""
+    innermost module; None where that code continues either way."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back

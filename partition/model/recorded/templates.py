@@ -60,7 +60,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class MadeObject:
-    """An object with attributes as it was when it was first seen, or a dict or list of a class of its own."""
+    """An object with attributes, in the state in which it was first seen, or a dict or list of a class of its own."""
 
     number: int
     kind: type
@@ -83,7 +83,7 @@ T = TypeVar("T", Ref | Slot | Constant | MadeObject | Parts, Parts)
 
 
 def make_template(value: object, leaf: Callable[[object], Template]) -> Template:
-    """The template of a value; `leaf` makes those of tensors and of what is no container."""
+    """The template of a value; `leaf` makes those of tensors and of non-containers."""
     kind = type(value)
     if isinstance(value, tuple | list) and kind in (tuple, list):
         return Parts(kind, tuple(make_template(each, leaf) for each in value))

@@ -27,10 +27,10 @@ class Values:
     Arguments:
         model: whose parameters and buffers are no values, but entries of its modules' tables.
         owners: make the error for what is done with a tensor.
-        on_object: told of each object that the forward made, where it is first passed on.
+        on_object: called with each object that the forward made, where it is first passed on.
 
     Attributes:
-        slots: entries of these tables, by id of what stood there before the forward.
+        slots: entries of these tables, by id of what was there before the forward.
         slot_memory: all memory of these.
         made_by: call, by value number; -1: an input.
         bytes_of: by value number [bytes]; infinite where the size follows from values.
@@ -73,7 +73,7 @@ class Values:
         return number
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """The value that a tensor is now; None for a parameter, a buffer and what nobody has returned."""
+        """The value that a tensor is now; None for a parameter, a buffer and tensors that no call returned."""
         return self._number.get(id(tensor))
 
     def numbers_in(self, value: object) -> list[int]:

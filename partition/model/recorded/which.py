@@ -72,7 +72,7 @@ def has_parts(module: nn.Module) -> bool:
 
 def _is_opened(child: nn.Module, *, is_element: bool) -> bool:
     if isinstance(child, nn.ModuleList | nn.ModuleDict):
-        return True  # nobody calls it
+        return True  # it is never called
     if is_element:
         return False
     return any(isinstance(part, _LISTS) for part in child.modules())

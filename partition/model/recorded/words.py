@@ -7,7 +7,7 @@ order   follows from who needs what, and not from the order in which its calls w
         made[kind] = self.parts[kind](x)
     return made["a"] + made["b"]      both, canonical: a, b
 
-Calls stay behind all that they need: values, what changes in place, what keeps its order with others (`together`),
+Calls stay after all that they need: values, what changes in place, what keeps its order with others (`together`),
 units that keep state. What one checkpoint runs again stays in one piece.
 """
 
@@ -188,7 +188,7 @@ def _makers(calls: Sequence[Call]) -> dict[int, int]:
 
 
 def _needs(record: Record) -> list[set[int]]:
-    """By call, earlier ones that must stay in front of it."""
+    """By call, earlier ones that must stay before it."""
     calls = record.calls
     maker = _makers(calls)
     taken = [frozenset(_takes(call)) for call in calls]
@@ -201,7 +201,7 @@ def _needs(record: Record) -> list[set[int]]:
             found[second].add(first)
     inputs = {n for each in taken for n in each if n not in maker}
     for i, call in enumerate(calls):
-        if call.changed or call.writes:  # behind all that read what was there before
+        if call.changed or call.writes:  # after all that read what was there before
             old = set(call.changed)
             for each in partners.get(i, ()):
                 old |= inputs if each < 0 else set(calls[each].made())
@@ -237,7 +237,7 @@ def _names(record: Record, words: Words) -> list[str]:
 
 
 def _arranged(record: Record, before: Sequence[set[int]], keys: Sequence[tuple[str, str, int]]) -> list[int]:
-    """The calls behind the results first, each behind what it needs, then the others; regions in one piece."""
+    """The calls that make the results first, each after what it needs, then the others; regions in one piece."""
     calls = record.calls
     first: dict[object, int] = {}
     group = [i if call.region is None else first.setdefault(call.region, i) for i, call in enumerate(calls)]
