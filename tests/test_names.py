@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,15 +53,23 @@ def is_name(dotted: str) -> bool:
     return False
 
 
+@cache
+def known_files() -> set[str]:
+    return {file.name for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")} | OF_READERS
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_what_a_page_names_exists(page: Path) -> None:
     text = re.sub(r"^::: .*$", "", page.read_text(encoding="utf-8"), flags=re.M)  # the site's build finds those
-    known = {file.name for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")} | OF_READERS
     members = {
-        "sw": set(dir(stagewright)) | {"cli"},
+        "sw": {*dir(stagewright), *stagewright.pipe.__all__},
         "pipe": set(dir(stagewright.PipelineModule)) | {"device", "rank", "schedule", "plan", "optimizers"},
     }
-    missing = [*missing_paths(text), *missing_names(text), *(name for name in FILE.findall(text) if name not in known)]
+    missing = [
+        *missing_paths(text),
+        *missing_names(text),
+        *(name for name in FILE.findall(text) if name not in known_files()),
+    ]
     for prefix, names in members.items():
         missing += [
             f"{prefix}.{name}" for name in re.findall(rf"(?<![\w./]){prefix}\.(\w+)", text) if name not in names
