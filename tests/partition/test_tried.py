@@ -51,12 +51,12 @@ def times(row: Any, ratio: float) -> Any:
     return [ratio * each for each in row]
 
 
-def as_it_is(found: Plan, *, compute: float = 1.2, sums: float = 2.0) -> Plan:
+def as_it_is(found: Plan) -> Plan:
     """The same plan on a machine that is otherwise than planned."""
     costs, links = found.costs, found.links
     assert links is not None
     assert isinstance(links.network, PlaceNetwork)
-    ratios = [compute + 0.1 * number for number in range(len(found.stages))]
+    ratios = [1.2 + 0.1 * number for number in range(len(found.stages))]
     routes = {
         pair: replace(way, latency=3 * way.latency, seconds_per_byte=3 * way.seconds_per_byte)
         for pair, way in links.network.routes.items()
@@ -79,7 +79,7 @@ def as_it_is(found: Plan, *, compute: float = 1.2, sums: float = 2.0) -> Plan:
         links=replace(
             links,
             network=replace(links.network, routes=routes),
-            sums=tuple(replace(each, seconds=sums * each.seconds) for each in links.sums),
+            sums=tuple(replace(each, seconds=2.0 * each.seconds) for each in links.sums),
         ),
     )
 

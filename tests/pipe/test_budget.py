@@ -28,10 +28,10 @@ WIDTH, SAMPLES, M = 32, 256, 4
 # --- the choice ---
 
 
-def random_case(seed: int, num_units: int = 0) -> tuple[np.ndarray, HeldMoments, np.random.Generator]:
+def random_case(seed: int) -> tuple[np.ndarray, HeldMoments, np.random.Generator]:
     """Up to four units under three rules: rules that keep less may take more for a while, and some help nowhere."""
     rng = np.random.default_rng(seed)
-    num_units = num_units or int(rng.integers(1, 5))
+    num_units = int(rng.integers(1, 5))
     seconds = np.hstack(
         [np.zeros((num_units, 1)), rng.uniform(0.1, 5.0, (num_units, 2)).round(int(rng.integers(0, 3)))]
     )

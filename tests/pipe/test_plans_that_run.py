@@ -58,7 +58,7 @@ def profiles(pick: random.Random, sizes: tuple[int, ...], ways: tuple[int, ...])
     ]
 
 
-def clusters(pick: random.Random, *, memory: bool = True) -> Cluster:
+def clusters(pick: random.Random) -> Cluster:
     """Nodes of 1 to 7 devices of up to two kinds, on up to three levels; odd numbers, too."""
     sizes = [pick.choice([1, 2, 3, 4, 5, 7]), *(pick.choice([1, 2, 3]) for _ in range(pick.randint(0, 2)))]
     levels = [
@@ -72,8 +72,8 @@ def clusters(pick: random.Random, *, memory: bool = True) -> Cluster:
         for at, size in enumerate(sizes)
     ]
     limits = pick.choice([None, 40.0, 100.0]), pick.choice([None, 60.0])
-    slow = DeviceKind(name="slow", speed=0.5, memory_bytes=limits[1] if memory else None)
-    kinds = (DeviceKind(memory_bytes=limits[0] if memory else None), slow)[: pick.choice([1, 1, 2])]
+    slow = DeviceKind(name="slow", speed=0.5, memory_bytes=limits[1])
+    kinds = (DeviceKind(memory_bytes=limits[0]), slow)[: pick.choice([1, 1, 2])]
     num_nodes = 1
     for level in levels[1:]:
         num_nodes *= level.size

@@ -98,8 +98,8 @@ def test_each_factor_is_drawn_as_often_as_it_stands_for() -> None:
     assert mean == pytest.approx(1111, rel=0.05)
 
 
-def _paced(ratio: float, *, num_stages: int = 1) -> dict[Op, list[list[float]]]:
-    return {op: [[ratio]] * num_stages for op in (Op.F, Op.B)}
+def _paced(ratio: float) -> dict[Op, list[list[float]]]:
+    return {op: [[ratio]] for op in (Op.F, Op.B)}
 
 
 @pytest.mark.thorough

@@ -23,15 +23,15 @@ def torch_schedules() -> Any:
     return schedules
 
 
-def mock_stages(P: int, V: int, rank: int = 0) -> list[Any]:
+def mock_stages(P: int, V: int) -> list[Any]:
     return [
         SimpleNamespace(
             num_stages=P * V,
             group_size=P,
-            group_rank=rank,
-            stage_index=chunk * P + rank,
-            is_first=chunk * P + rank == 0,
-            is_last=chunk * P + rank == P * V - 1,
+            group_rank=0,
+            stage_index=chunk * P,
+            is_first=chunk == 0,
+            is_last=chunk * P == P * V - 1,
             has_backward=True,
             stage_index_to_group_rank={},
             submod=None,

@@ -82,19 +82,12 @@ def launch_forked(
 
 
 def run_forked(
-    words: Sequence[str],
-    *,
-    num_ranks: int | None,
-    environment: Mapping[str, str] | None = None,
-    idle: float = IDLE,
+    words: Sequence[str], *, num_ranks: int | None, environment: Mapping[str, str] | None = None
 ) -> list[Done]:
-    """What came of each rank of `start_forked`; once one has failed, the others have `_GRACE` [s] left.
-
-    They may all do nothing for `idle` [s].
-    """
+    """What came of each rank of `start_forked`; once one has failed, the others have `_GRACE` [s] left."""
     ranks = start_forked(words, num_ranks=num_ranks, environment=environment)
     done: dict[int, Done] = {}
-    watch = Watch([rank.process for rank in ranks], limit=_TIMEOUT, idle=idle)
+    watch = Watch([rank.process for rank in ranks], limit=_TIMEOUT, idle=IDLE)
     try:
         while waiting := {rank.answer: index for index, rank in enumerate(ranks) if index not in done}:
             for connection in (ready := watch.wait(list(waiting))):

@@ -45,9 +45,9 @@ def _tokens(length: int = LENGTH, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (SAMPLES, length), generator=torch.Generator().manual_seed(seed))
 
 
-def _images(size: int, channels: int = 3) -> torch.Tensor:
+def _images(size: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(SAMPLES, channels, size, size, dtype=torch.float64, generator=generator)
+    return torch.randn(SAMPLES, 3, size, size, dtype=torch.float64, generator=generator)
 
 
 def _mask() -> torch.Tensor:

@@ -106,14 +106,9 @@ class Report:
 
 
 def campaign(
-    numbers: Iterable[int],
-    *,
-    gloo: bool = False,
-    seconds: float = float("inf"),
-    shrinks: bool = True,
-    stops: bool = False,
+    numbers: Iterable[int], *, gloo: bool = False, seconds: float = float("inf"), shrinks: bool = True
 ) -> Report:
-    """Runs these cases; prints a script for each new fault. `stops`: at the first one."""
+    """Runs these cases; prints a script for each new fault."""
     report, deadline = Report(), time.monotonic() + seconds
     for number in numbers:
         if time.monotonic() > deadline:
@@ -127,6 +122,4 @@ def campaign(
             smaller, shown = shrink(case, verdict, check_one) if shrinks else (case, verdict)
             report.scripts.append(script(smaller, shown))
             print(f"# case {number}\n{report.scripts[-1]}", flush=True)
-            if stops:
-                break
     return report

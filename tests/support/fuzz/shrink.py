@@ -58,9 +58,9 @@ def _simpler_models(model: Model) -> Iterator[Model]:
             yield replace(model, **{field.name: field.default})
 
 
-def shrink(case: Case, verdict: Verdict, check: Check, *, seconds: float = 60.0) -> tuple[Case, Verdict]:
+def shrink(case: Case, verdict: Verdict, check: Check) -> tuple[Case, Verdict]:
     """The smallest case found within the time that ends as `verdict` does."""
-    deadline, seen = time.monotonic() + seconds, {case}
+    deadline, seen = time.monotonic() + 60.0, {case}
     found = True
     while found:
         found = False
