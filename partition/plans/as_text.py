@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -11,9 +12,10 @@ from ...schedules.wording import count, duration, size, wrapped
 from ..memory import MemoryUse
 from ..stage_cost import message_seconds
 from .as_schedule import sampled
-from .record import PlanRecord, RunnerUp
+from .record import OUTSIDE, PlanRecord, RunnerUp, Searched
 
 CHOSEN = "chosen: "  # begins the note that names the planner's choice
+NEAR = 0.02  # of the least time: by so much predictions are not told apart
 MAX_ROWS = 24  # of a table; of longer ones the first and the last ENDS are shown
 ENDS = 8
 
@@ -43,8 +45,26 @@ def explain(plan: PlanRecord) -> str:
     for each in plan.runners_up:
         lines.append(f"runner-up {each.label or '-'.join(map(str, each.replicas))}: {_loss(plan, each)}")
     if plan.searched is not None and plan.simulated_step_time is not None:
-        lines += plan.searched.lines(plan.simulated_step_time)
+        lines += [*plan.searched.lines(plan.simulated_step_time), *_in_short(plan, plan.searched, chosen)]
     return wrapped("\n".join([*lines, *(f"note: {note}" for note in plan.notes if not note.startswith(CHOSEN))]))
+
+
+def _in_short(plan: PlanRecord, searched: Searched, chosen: Sequence[str]) -> list[str]:
+    """A sentence each: what was chosen, why, what came close, and what was not searched."""
+    least = plan.simulated_step_time or 0.0
+    near = [each for each in plan.runners_up if (each.simulated_step_time or math.inf) <= (1 + NEAR) * least]
+    more = f", and {len(near) - 1} more" if len(near) > 1 else ""
+    close = f"none of the runners-up is within {NEAR:.0%}"
+    if near:
+        seconds = _more(near[0].simulated_step_time or 0.0, least)
+        close = f"{near[0].label} ({seconds}){more} within {NEAR:.0%}, which only a trial can tell apart"
+    return [
+        f"in short: {'; '.join(chosen) or describe(plan)}, {duration(least)} a batch",
+        f"why: it takes least of {count(searched.simulated, 'configuration')} that were simulated; its ranks wait for "
+        f"{plan.bubble:.0%} of a step",
+        f"close: {close}",
+        f"not searched: schedules that were not asked for, and the {len(OUTSIDE) - 1} kinds of layouts named above",
+    ]
 
 
 def describe(plan: PlanRecord) -> str:

@@ -126,6 +126,10 @@ def test_a_schedule_that_refuses_some_sizes_does_not_end_the_search() -> None:
     assert found.searched is not None
     assert found.searched.unfit > 0
     assert "do not fit the memory or the schedule" in " ".join(found.explain().split())
+    sentences = [line.partition(":")[0] for line in found.explain().splitlines() if not line.startswith(" ")]
+    assert [each for each in sentences if each in ("in short", "why", "close", "not searched")] == [
+        *("in short", "why", "close", "not searched")
+    ]
     with pytest.raises(ValueError, match=r"no configuration .* \(num_microbatches=2 under 2bw: expected at least 3"):
         plan(chain(6), FOUR, global_batch=2, schedules="2bw", pipeline_sizes=(4,), data_sizes=(1,))
 

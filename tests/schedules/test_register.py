@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import main, schedule_registry
+from support.inside import Constraints, in_flight, main, schedule_registry
 
 import stagewright
 from stagewright.partition import Cluster, Node, Profile, plan
 from stagewright.schedules import FAMILIES, Action, Edge, Op, Schedule, ScheduleError, build, check, family, register
-from stagewright.schedules.custom import Constraints, in_flight
 
 
 def zigzag(num_ranks: int, num_microbatches: int) -> Schedule:
