@@ -325,7 +325,7 @@ def test_processes_choose_for_their_own_stages(gloo: Pool) -> None:
     ],
 )
 def test_a_budget_that_makes_no_sense(recompute: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=rf'{said}.*expected recompute={{"memory_budget": "6GiB"}}, or one a stage'):
+    with pytest.raises(ValueError, match=rf'{said}.*expected recompute={{"memory_budget": "6GiB"}}, or one per stage'):
         make(recompute=recompute)
 
 

@@ -449,7 +449,7 @@ def refused_on_all(file: Path) -> str:
 @pytest.mark.gloo
 def test_a_file_that_one_process_misses_ends_all(gloo: Pool, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
     other, own = gloo.run(refused_on_all, ranks=2, args=(_one_file(saved, tmp_path),))
-    assert "gone.safetensors' is not there" in own
+    assert "gone.safetensors' does not exist" in own
     assert "rank 1" in other
     assert "gone.safetensors" in other
 
@@ -475,7 +475,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "no values": (lambda state: {**state, "head.weight": state["head.weight"].to("meta")}, r"of tensors with values"),
     "precision": (lambda state: sw.Weights(state, torch.int8), r"^Weights\(dtype=torch\.int8\): expected a type of fl"),
     "another model": (lambda _: {"a.b": torch.zeros(2)}, r"\] and 24 more, unexpected \['a\.b'\]"),
-    "nowhere": (lambda _: "/nowhere/model.safetensors", r"^weights='/nowhere/model\.safetensors' is not there"),
+    "nowhere": (lambda _: "/nowhere/model.safetensors", r"^weights='/nowhere/model\.safetensors' does not exist"),
     "no file": (
         lambda _: __file__,
         r"expected a file that ends in \.safetensors or \.safetensors\.index\.json, or a f",

@@ -177,7 +177,7 @@ def test_a_tensor_group_passes_one_batch(gloo: Pool) -> None:
 def test_in_one_process_there_is_no_tensor_axis() -> None:
     with pytest.raises(ValueError, match=r"in one process: the members of a tensor group are processes"):
         plain_pipe(plain_model(0))
-    with pytest.raises(ValueError, match=r'beside schedule="auto"'):
+    with pytest.raises(ValueError, match=r'with schedule="auto"'):
         plain_pipe(plain_model(0), schedule="auto")
     with pytest.raises(ValueError, match=r"order=\('pipe',\): expected the axes"):
         plain_pipe(plain_model(0), mesh={"pipe": 2}, order=("pipe",))
