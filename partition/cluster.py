@@ -153,7 +153,7 @@ class Cluster:
         if len({way[:2] for way in ways}) < len(ways):
             fail("ways", ways, "one from each node to another")
         if ways and any(kind.link_speed != 1 for kind in kinds):
-            raise ValueError("ways beside kinds with a link_speed: expected one of them; ways say how fast links are")
+            raise ValueError("ways and kinds with a link_speed: expected one of them; ways say how fast links are")
         for field, value in (("levels", levels), ("kinds", kinds), ("nodes", nodes), ("ways", ways)):
             object.__setattr__(self, field, value)
 

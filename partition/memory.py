@@ -135,7 +135,7 @@ def count_in_flight(schedule: Schedule, parts: Sequence[float] = ()) -> tuple[Mo
 
 
 def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:
-    """The same as it was simulated: what leaves is there until its way out is through, however long the link takes,
+    """The same as it was simulated: what leaves is there until its way out is through, for as long as the link takes,
     together with what comes back by then."""
     programs = []
     for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):

@@ -106,7 +106,7 @@ class Node:
                 fail(f"node {self.name}: {part}", getattr(self, part), expected)
         for figure, other in [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
             if getattr(self, figure) is None and getattr(self, other) is not None:
-                fail(f"node {self.name}: {figure}", None, f"a number beside {other}, or neither")
+                fail(f"node {self.name}: {figure}", None, f"a number along with {other}, or neither")
 
     @property
     def seconds(self) -> float:
@@ -202,7 +202,7 @@ class Profile:
             raise ValueError("profile without nodes: expected at least one")
         twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         if twice:
-            raise ValueError(f"node {twice[0]!r} stands twice in the profile: expected unique names")
+            raise ValueError(f"node {twice[0]!r} is listed twice in the profile: expected unique names")
         if self.origin not in ORIGINS:
             raise ValueError(f"origin={self.origin!r}: expected one of {', '.join(ORIGINS)}")
         pairs: Iterable[tuple[str, str]] = pairwise(names) if self.edges is None else self.edges

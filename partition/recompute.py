@@ -1,6 +1,6 @@
 """Memory of a rank under all that may be done about it: what its stages recompute, whether its optimizer is divided.
 
-`memory` counts what a rank holds; here it is weighed under treatments, and of those that fit the ones stay that no
+`memory` counts what a rank holds; here it is weighed under treatments, and of those that fit the ones are kept that no
 other beats. Stages are treated one after the other, each in all the ways of its own front:
 
     stage     what may run again of it, nothing that is beaten in seconds, bytes kept and bytes made again

@@ -76,7 +76,7 @@ def transformer_profile(
         context: c, parts of a sequence, each on t neighbours.
         expert: e, of such groups and of replicas in a row that divide the experts among themselves.
 
-    The output of each part is whole on every device: activation_bytes is 2 n h whatever t. Where the devices send
+    The output of each part is whole on every device: activation_bytes is 2 n h for any t. Where the devices send
     1/t of it each and gather it after the link (Megatron-LM's scatter/gather, Narayanan et al. 2021, section 4.1),
     the caller divides by t. Point-to-point messages and data parallelism are not in it.
 

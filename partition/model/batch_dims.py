@@ -172,7 +172,7 @@ def refuse_target(whole: Arguments, target: object) -> None:
             if shape[:1] == shape[dim : dim + 1] == (whole.num_samples,):
                 raise ValueError(
                     f"a target of shape {shape} for inputs with {whole.num_samples} samples in dimension {dim}: "
-                    f"expected batch_dims={{{TARGET!r}: {dim}}} beside theirs, or {TARGET!r}: 0"
+                    f"expected batch_dims={{{TARGET!r}: {dim}}} along with theirs, or {TARGET!r}: 0"
                 )
 
 

@@ -293,7 +293,7 @@ HandedOn = tuple[int, int, str]
 def _why_together(handed: HandedOn, names: Sequence[str]) -> str:
     first, second, what = handed
     return (
-        f"{names[second]!r} takes {what} that {names[first]!r} hands on past its arguments (in an attribute, or an "
+        f"{names[second]!r} takes {what} that {names[first]!r} passes outside its arguments (in an attribute, or an "
         f"object or list that both know), which no message carries. Expected both in one stage, or the tensor among "
         f"what {names[first]!r} returns"
     )

@@ -121,7 +121,7 @@ def starts_at(split_points: Sequence[str], first: Mapping[str, int], kind: str) 
             )
         if first[point] <= starts[-1]:
             raise ValueError(
-                f"cut={point!r} begins at or before the one in front of it: expected names in "
+                f"cut={point!r} begins at or before the previous one: expected names in "
                 f"the order in which the model runs them, each leaving something to the stage before"
             )
         starts.append(first[point])

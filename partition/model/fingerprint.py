@@ -135,7 +135,7 @@ def _source(module: str) -> str:
     """Name of a module, and the version of the library that it is of."""
     top = sys.modules.get(module.partition(".")[0])
     if module != "builtins" and is_users_module(module) and getattr(sys.modules.get(module), "__file__", None) is None:
-        raise ValueError(f"{module} has code that stands in no file")
+        raise ValueError(f"{module} has code that is in no file")
     return f"{module} {getattr(top, '__version__', '')}"
 
 

@@ -83,7 +83,7 @@ class _Again(NamedTuple):
         source = unpack(self.source)
         if source is self.source and source._version != self.version:
             raise RuntimeError(
-                "the input of an activation was changed in place behind it: expected inplace=False, or no keep_less"
+                "the input of an activation was changed in place after it: expected inplace=False, or no keep_less"
             )
         if source.stride() != self.stride:  # the saved tensors around keep values alone
             source = source.new_empty_strided(source.shape, self.stride).copy_(source)
@@ -232,7 +232,7 @@ class _FromOutput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.equal(_digest(ctx.saved_tensors[0]), ctx.digest):
-            raise RuntimeError("the output of a norm was changed behind it, past autograd: expected no keep_less")
+            raise RuntimeError("the output of a norm was changed after it, past autograd: expected no keep_less")
         wide = torch.promote_types(grads[0].dtype, torch.float32)  # as the plain one computes short types
         grad, y, rstd, weight, *bias = (x.to(wide) for x in (*grads, *ctx.saved_tensors))
         normal = (y - bias[0] if bias else y) / weight
@@ -271,7 +271,7 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
         most = 2 * (5e-2 if made.dtype.itemsize < 4 else 1e-4) / torch.finfo(made.dtype).eps
         if times > most:
             raise ValueError(
-                f"keep_less('layernorm'): a bias of {times:.3g} times its weight, beside which {made.dtype} rounds the "
+                f"keep_less('layernorm'): a bias of {times:.3g} times its weight: next to it {made.dtype} rounds the "
                 f"rest away: expected at most {most:.3g} times, or this norm without keep_less"
             )
     return made

@@ -208,7 +208,7 @@ class _MadeUp:
 
 @contextmanager
 def _values_in(module: nn.Module, made_up: _MadeUp) -> Iterator[None]:
-    """Within: values in the place of a module's stand-ins; what it has assigned as a buffer is a fake afterwards."""
+    """Within: values in place of a module's substitutes; what it has assigned as a buffer is a fake afterwards."""
     tables: list[dict[str, Any]] = [
         table for part in module.modules() for table in (part._parameters, part._buffers) if table
     ]

@@ -265,8 +265,8 @@ class _How:
             try:
                 found, _ = self.record(example, is_first=False)
             except RecordingError as error:
-                when = "for inputs of other shapes or since it was changed, as it was when the stages were built"
-                when = when if self.training else "in evaluation mode, as it was in training"
+                when = "for inputs of other shapes or since it was changed, unlike when the stages were built"
+                when = when if self.training else "in evaluation mode, unlike in training"
                 raise ValueError(
                     f"{error.reason}: so it cannot be recorded {when}. Expected code that makes the same calls again, "
                     f"with hooks only on the modules that run as they are; {error.expected}"

@@ -29,7 +29,7 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Within: what torch.compile made runs as it was written, since nothing is gained by compiling it for fakes."""
+    """Within: what torch.compile made runs uncompiled, since nothing is gained by compiling it for fakes."""
     stance: AbstractContextManager[None] = nullcontext()
     if "torch._dynamo" in sys.modules:
         stance = torch.compiler.set_stance("force_eager")

@@ -50,7 +50,7 @@ class _PutAside(NamedTuple):
                     f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, and was at version "
                     f"{version} when the gradient of the weight of shape {shapes} was put aside. Expected values that "
-                    f"nobody changes in place between a forward and the end of its backward (I, then W)"
+                    f"nothing changes in place between a forward and the end of its backward (I, then W)"
                 )
         return self.compute(*self.tensors)
 

@@ -60,7 +60,7 @@ _product_of = _apply_of(_Product)
 
 
 def _of_product(ctx: Any, grad: torch.Tensor, x: torch.Tensor, used: Any) -> Sequence[torch.Tensor | None]:
-    """Gradients of x, the weight and the bias; None for those that nobody wants, or that are put aside."""
+    """Gradients of x, the weight and the bias; None for those that are not needed, or that are put aside."""
     *_, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
     weight, bias, is_transposed = ctx.weight, ctx.bias, ctx.is_transposed
     flat = x
@@ -334,7 +334,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _of_inputs(ctx: Any, grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
-    """Gradients of x, the weight and the bias; None for those that nobody wants, or that are put aside."""
+    """Gradients of x, the weight and the bias; None for those that are not needed, or that are put aside."""
     wants_x, *wants = ctx.needs_input_grad[3:]
     both = [ctx.weight] if ctx.bias is None else [ctx.weight, ctx.bias]
     pairs = zip(both, wants, strict=False)
@@ -377,7 +377,7 @@ def _each(value: Any, num: int) -> list[int]:
 
 
 class Instead:
-    """A stand-in for an operation: called with a BackwardSplitter and the operation's arguments."""
+    """A replacement of an operation: called with a BackwardSplitter and the operation's arguments."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call

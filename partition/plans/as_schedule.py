@@ -57,7 +57,7 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
             f"num_microbatches={num_microbatches} for a plan of {wanted}: expected {wanted}, or leave it out"
         )
     if wanted is None:
-        raise ValueError("the plan leaves the number of microbatches open: expected num_microbatches= beside it")
+        raise ValueError("the plan leaves the number of microbatches open: expected num_microbatches= as well")
     first = plan.stages[: len(plan.stages) // plan.num_chunks]
     rank_of = {rank: number for number, group in enumerate(plan.tensor_groups) for rank in group}
     groups = [rank_of[rank] for stage in first for rank in sorted(stage.ranks[:: stage.tensor])]

@@ -175,7 +175,7 @@ class Searched:
         lines = [f"{done}; by their bounds {rest}, in the cuts that are tried"]
         if self.least > 0:
             lines.append(
-                f"whatever the cuts, no configuration takes less than {duration(self.least)} a batch: the plan is "
+                f"with any cuts, no configuration takes less than {duration(self.least)} a batch: the plan is "
                 f"at most {max(0.0, seconds / self.least - 1):.2%} slower"
             )
         return [*lines, f"not among them: {'; '.join(OUTSIDE)}"]
@@ -403,5 +403,5 @@ def _refuse_twice(what: str, values: Sequence[object]) -> None:
     seen: set[object] = set()
     for value in values:
         if value in seen:
-            raise ValueError(f"{what} {value!r} stands twice in the plan: expected each once")
+            raise ValueError(f"{what} {value!r} is listed twice in the plan: expected each once")
         seen.add(value)

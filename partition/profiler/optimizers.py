@@ -63,7 +63,7 @@ def make_optimizers(
         if "empty parameter list" not in str(error):
             raise
         raise ValueError(
-            f"optimizer= made an optimizer of no parameters for {where}: it is called once a stage, and "
+            f"optimizer= made an optimizer of no parameters for {where}: it is called once per stage, and "
             f"{[name for name, _ in parameters][:3]} ... are all that is there. Expected None in its place, as in "
             f"return [Muon(matrices) if matrices else None, AdamW(others) if others else None]"
         ) from error
@@ -82,7 +82,7 @@ def make_optimizers(
         if required_arguments(type(optimizer).step):
             raise ValueError(
                 f"optimizer {type(optimizer).__name__} evaluates the model again in its step (it needs a closure), and "
-                f"each stage steps by itself, behind the last backward: expected one that steps from gradients alone, "
+                f"each stage steps on its own, after the last backward: expected one that steps from gradients alone, "
                 f"such as AdamW"
             )
         optimizers.append(optimizer)

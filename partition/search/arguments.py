@@ -142,7 +142,7 @@ def schedules_with_chunks(
         if not family(name).is_planned and name not in SLICED:
             known = [each.name for each in FAMILIES.values() if each.is_planned]
             raise ValueError(
-                f"schedules: {name!r}: plans are for stages that stand on one rank each, and for whole sequences or "
+                f"schedules: {name!r}: plans are for stages on one rank each, and for whole sequences or "
                 f"slices with whole backwards: expected some of {', '.join((*known, *SLICED))}"
             )
     sizes = counts("chunk_sizes", chunk_sizes) or ()

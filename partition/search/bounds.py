@@ -246,7 +246,6 @@ def _nodes(model: Model) -> _Nodes:
 
 
 def _by_rank(c: Configuration, figures: Floats) -> Floats:
-    """[P] sums over the chunks."""
     return np.asarray(np.bincount(c.positions, weights=figures, minlength=c.pipeline), dtype=np.float64)
 
 

@@ -134,7 +134,7 @@ def _steady(profile: Profile, cluster: Cluster, options: PartitionOptions) -> Pl
 
 def _why_nothing_fits(profile: Profile, schedule: str, optimizer_ratio: float, topology: Topology) -> str:
     beside, limit = certain(profile.device), topology.largest_memory
-    kept = f" ({beside:,.0f} of them beside tensors, for the device's context)" if beside else ""
+    kept = f" ({beside:,.0f} of them besides tensors, for the device's context)" if beside else ""
     copies = family(schedule).rule.versions_kept(1) + 1 + optimizer_ratio
     tensors = [
         node.parameter_bytes * copies + node.buffer_bytes + node.stash_bytes + node.workspace_bytes

@@ -347,7 +347,7 @@ def _why_nothing(search: PlanSearch, space: SearchSpace, *, runnable: bool) -> s
     ranks = c.stage_ranks[miss.stage_group]
     needed, most = math.ceil(miss.limit + miss.too_many), math.floor(miss.limit)
     beside = certain(search.evaluator.model(c).profile.device)
-    kept = f" ({beside:,.0f} of them beside tensors, for the device's context)" if beside else ""
+    kept = f" ({beside:,.0f} of them besides tensors, for the device's context)" if beside else ""
     rules = search.evaluator.model(c).rules
     allowed = (("recompute", rules.recompute), ("optimizer sharding", rules.sharding))
     tried = [what for what, names in allowed if set(names) != {"none"}]

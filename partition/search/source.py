@@ -66,7 +66,7 @@ class MeasuredProfiles:
         for size, tensor in product(self.sizes, self._ways):
             if (size, tensor) not in self._profiles:
                 raise ValueError(
-                    f"no profile of microbatches of {size} over {tensor} tensor ranks, beside those of others: "
+                    f"no profile of microbatches of {size} over {tensor} tensor ranks, among those of others: "
                     f"expected one (stagewright profile --microbatch {size} --tensor {tensor})"
                 )
         first = next(iter(self._profiles.values()))
@@ -124,7 +124,7 @@ def _refuse_seconds(what: str, took: Mapping[int, float]) -> None:
             raise ValueError(
                 f"profiles of {what} {fewer} and {more}, which take {duration(took[fewer])} and {duration(took[more])} "
                 f"of F + B over all ranks: expected more than 0, and no less than a tenth for more; measure them on "
-                f"one device, with nothing beside"
+                f"one device, with nothing else"
             )
 
 

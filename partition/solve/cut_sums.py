@@ -186,12 +186,10 @@ class Cuts:
 
     @cached_property
     def _workspace(self) -> Floats:
-        """[n, n] the largest workspace of any node between two cuts [bytes]."""
         return self._largest([node.workspace_bytes for node in self.nodes])
 
     @cached_property
     def _parameters(self) -> Floats:
-        """[n, n] the largest parameter of any node between two cuts [bytes]."""
         return self._largest([node.largest_parameter_bytes for node in self.nodes])
 
     @cached_property

@@ -38,4 +38,4 @@ def test_a_plan_leaves_what_is_certain_to_be_kept_beside_tensors() -> None:
         assert fits.memory_limits[0] == pytest.approx(tensors + beside)  # all of the device's
         with pytest.raises(ValueError, match=r"nothing fits the memory: .* bytes") as error:
             planned(device, f"{(tensors + beside - 10) / 1e9}GB", **only)
-        assert ("(300,000,000 of them beside tensors, for the device's context)" in str(error.value)) == (beside > 0)
+        assert ("(300,000,000 of them besides tensors, for the device's context)" in str(error.value)) == (beside > 0)

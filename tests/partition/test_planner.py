@@ -71,7 +71,7 @@ def test_larger_microbatches_where_they_are_worth_it() -> None:
     [
         ({"global_batch": 0}, "global_batch: 0: expected a whole number"),
         ({"schedules": ("1f2b",)}, "unknown schedule '1f2b'"),
-        ({"schedules": "dualpipe"}, r"'dualpipe': plans are for stages that stand on one rank each, .* some of gpipe,"),
+        ({"schedules": "dualpipe"}, r"'dualpipe': plans are for stages on one rank each, .* some of gpipe,"),
         ({"schedules": ("1f1b", "chimera")}, r"'chimera': plans are for"),
         ({"schedules": ("seq1f1b",)}, "with a profile that does not say what a slice costs: expected sequence_tokens"),
         ({"schedules": ("seq-zb-h1",)}, r"'seq-zb-h1': plans are for .* and for whole sequences or slices with"),

@@ -86,9 +86,9 @@ def test_bad_json(fields: dict, message: str) -> None:
 
 
 def test_bad_plans() -> None:
-    with pytest.raises(ValueError, match="node 'a' stands twice in the plan"):
+    with pytest.raises(ValueError, match="node 'a' is listed twice in the plan"):
         replace(PLAN, stages=(stage("ab", 0), stage("ca", 1)))
-    with pytest.raises(ValueError, match="rank 0 stands twice in the plan"):
+    with pytest.raises(ValueError, match="rank 0 is listed twice in the plan"):
         replace(PLAN, stages=(stage("ab", 0), stage("c", 0)))
     with pytest.raises(ValueError, match="expected at least one of each"):
         stage("", 0)

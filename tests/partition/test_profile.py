@@ -76,7 +76,7 @@ def bad_node(**fields: object) -> str:
         (bad_node(update_seconds=math.nan), r"p\.json: nodes\[0\]: update_seconds: nan: expected a finite number"),
         (bad_node(runs_again="no"), r"p\.json: nodes\[0\]: runs_again: 'no': expected true or false"),
         (bad_node(selective_bytes=-1), r"p\.json: nodes\[0\]: selective_bytes: -1: expected a finite number"),
-        (bad_node(selective_bytes=1), r"p\.json: nodes\[0\]: node a: selective_seconds: None: expected a number besid"),
+        (bad_node(selective_bytes=1), r"p\.json: nodes\[0\]: node a: selective_seconds: None: expected a number along"),
         (bad_node(workspace_bytes=None), r"p\.json: nodes\[0\]: workspace_bytes: None: expected a finite number"),
         (change(microbatch_size=0), r"p\.json: microbatch_size: 0: expected a whole number of at least 1"),
         (change(microbatch_size=2.5), r"p\.json: microbatch_size: 2\.5: expected a whole number"),
@@ -91,7 +91,7 @@ def test_bad_json(text: str, message: str) -> None:
 
 
 def test_bad_profiles() -> None:
-    with pytest.raises(ValueError, match="node 'a' stands twice"):
+    with pytest.raises(ValueError, match="node 'a' is listed twice"):
         Profile(nodes=(node("a"), node("a")))
     with pytest.raises(ValueError, match="node a: stash_bytes: -1: expected a finite number of at least 0"):
         node("a", stash_bytes=-1)

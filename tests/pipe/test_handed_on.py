@@ -162,7 +162,9 @@ def test_a_whole_stage_runs_again() -> None:
 
 @pytest.mark.parametrize("recompute", ["layer", "selective", {"1": "full"}], ids=str)
 def test_units_that_would_run_again_one_by_one_are_refused(recompute: Any) -> None:
-    with pytest.raises(ValueError, match=r"'3' takes a tensor of shape \(2, 4\) that '1' hands on.*recompute='full'"):
+    with pytest.raises(
+        ValueError, match=r"'3' takes a tensor of shape \(2, 4\) that '1' passes outside.*recompute='full'"
+    ):
         pipelined(attribute, mesh={"pipe": 2}, recompute=recompute)
 
 
@@ -170,7 +172,7 @@ def test_units_that_would_run_again_one_by_one_are_refused(recompute: Any) -> No
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) -> None:
     with pytest.raises(
-        ValueError, match=r"no stage may end between them: '3' takes a tensor .* that '1' hands on past"
+        ValueError, match=r"no stage may end between them: '3' takes a tensor .* that '1' passes outside"
     ):
         pipelined(make, mesh={"pipe": 2}, cut=["3"])
     agree(pipelined(make, mesh={"pipe": 2}, cut=["1"]), make)
@@ -204,7 +206,7 @@ def test_units_of_a_recorded_model(recompute: Any) -> None:
 
 def test_more_stages_than_that_leaves_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"expected 1 to 4, since some units stay together: .* hands on past its arguments"
+        ValueError, match=r"expected 1 to 4, since some units stay together: .* passes outside its arguments"
     ):
         pipelined(attribute, mesh={"pipe": 5})
 
@@ -216,7 +218,7 @@ def test_given_stages() -> None:
     options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_fn": F.mse_loss, "mesh": {"pipe": 2}}
     pipe = PipelineModule(**records(stages=[nn.Sequential(*units[:4]), nn.Sequential(*units[4:])], **options))
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(ValueError, match=r"'1\.0' takes a tensor of shape \(2, 4\) that '0\.1' hands on"):
+    with pytest.raises(ValueError, match=r"'1\.0' takes a tensor of shape \(2, 4\) that '0\.1' passes outside"):
         PipelineModule(
             **records(stages=[nn.Sequential(*units[:3]), nn.Sequential(*units[3:])], **options)
         ).forward_backward(x, y)

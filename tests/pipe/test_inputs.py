@@ -253,7 +253,7 @@ def test_axes_as_long_as_the_batch_that_the_model_takes() -> None:
     model, twin = models(lambda: TakesTwo(lambda x, other: x + other))
     x, settings = torch.randn(4, 4, 4, dtype=torch.float64), {"num_microbatches": 4, "loss_fn": F.mse_loss}
     assert pipeline(model, **settings).forward_backward(x, x, x).loss == pytest.approx(F.mse_loss(twin(x, x), x).item())
-    with pytest.raises(ValueError, match=r"expected batch_dims={'target': 1} beside theirs, or 'target': 0"):
+    with pytest.raises(ValueError, match=r"expected batch_dims={'target': 1} along with theirs, or 'target': 0"):
         pipeline(model, batch_dims={"x": 1, "other": 1}, **settings).forward_backward(x, x, x)
 
 

@@ -107,7 +107,7 @@ def test_inputs_that_change_are_not_taken_for_what_they_were() -> None:
     edits = edit(nn.Sequential(ChangesBehind()))
     edits["0"].keep_less("gelu")
     loss = edits.build()(torch.randn(B, S, H)).sum()
-    with pytest.raises(RuntimeError, match=r"changed in place behind it: expected inplace=False, or no keep_less"):
+    with pytest.raises(RuntimeError, match=r"changed in place after it: expected inplace=False, or no keep_less"):
         loss.backward()
     doubling = edit(Block(DoublingGELU()))
     doubling["mlp"].keep_less("gelu")
@@ -193,7 +193,7 @@ def test_a_norm_whose_output_is_written_past_autograd_says_so(change: Callable[[
     edits = edit(model)
     edits["1"].keep_less("layernorm")
     loss = edits.build()(torch.randn(B, H)).sum()
-    with pytest.raises(RuntimeError, match=r"output of a norm was changed behind it, past autograd: expected no keep"):
+    with pytest.raises(RuntimeError, match=r"output of a norm was changed after it, past autograd: expected no keep"):
         loss.backward()
 
 
@@ -258,7 +258,7 @@ def test_a_norm_whose_bias_drowns_the_rest_is_refused(dtype: torch.dtype, bias: 
     assert model(x).shape == x.shape
     with torch.no_grad():
         model[1].bias[3] = bias
-    with pytest.raises(ValueError, match=r"a bias of .* times its weight, beside which torch\..*: expected at most"):
+    with pytest.raises(ValueError, match=r"a bias of .* times its weight: next to it torch\..*: expected at most"):
         model(x)
 
 

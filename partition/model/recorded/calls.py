@@ -163,7 +163,7 @@ class Record:
         together: pairs of calls that no cut may separate, and why.
         reads: of its code.
         handed_on: units of which the second works on a tensor that the first left in an object.
-        as_run: where in `calls` each stands, in the order in which they ran; none: they stand in that order.
+        as_run: position of each in `calls`, in the order in which they ran; none: that is their order.
     """
 
     calls: tuple[UnitCall | GlueCall, ...]

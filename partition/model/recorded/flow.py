@@ -23,8 +23,8 @@ class Flow:
     """The calls of a record.
 
     Attributes:
-        record: as it was made.
-        order: the calls that stand on one stage each, ascending.
+        record: before any cut.
+        order: the calls that are on one stage each, ascending.
         position: of each of these in `order`.
         maker: value number -> call; none for the model's inputs.
         values: call -> numbers of the values that it takes.
@@ -68,7 +68,7 @@ class Flow:
         return frozenset(live)
 
     def _everywhere(self, live: Iterable[int]) -> frozenset[int]:
-        """Glue that depends on the model's inputs and on buffers that stand still, and draws nothing."""
+        """Glue that depends on the model's inputs and on constant buffers, and draws nothing."""
         calls = self.record.calls
         written = {(id(slot.module), slot.key) for i, call in enumerate(calls) if call.writes for slot in self.slots[i]}
         opened = {id(module) for module in self.record.reads.opened.values()}
@@ -151,8 +151,8 @@ class Flow:
         return each.name if isinstance(each, UnitCall) else getattr(each.function, "__name__", str(each.function))
 
     def numbers(self, stage_of: Mapping[int, int]) -> dict[int, int | None]:
-        """Call -> its number for random numbers; None where the call before it in a unit that was opened goes on. So a
-        unit draws the same whether it is opened or not: no cut stands between two calls in it that draw."""
+        """Call -> its number for random numbers; None where the call before it in an opened unit continues. So a
+        unit draws the same whether it is opened or not: no cut is between two calls in it that draw."""
         found: dict[int, int | None] = {}
         seen: set[tuple[int, int]] = set()
         for i, call in enumerate(self.record.calls):

@@ -2,11 +2,11 @@
 
 One walk goes over all that, from the modules that were opened and the globals of their code.
 
-look   at the ids of what stands in attributes, containers, globals and cells, the forms of tensors, arrays' contents
+look   at the ids of what is in attributes, containers, globals and cells, the forms of tensors, arrays' contents
 walk   where one differs: over all of it again, as texts by path; model.options['alpha'] -> builtins.float 0.5
 
 Where the texts are equal, too, other objects have equal values. Neither runs the user's code: attributes are taken from
-`__dict__`, slots and classes. Not compared are values of tensors (calls take those as they are), what stands behind C,
+`__dict__`, slots and classes. Not compared are values of tensors (calls take those as they are), what C code holds,
 and what objects of libraries hold.
 """
 
@@ -85,14 +85,14 @@ def _some(names: Collection[str]) -> str:
 
 
 class Changes:
-    """Tells, once, of what changes so often that recording it again takes longer than it should."""
+    """Warns, once, of what changes so often that recording it again takes longer than it should."""
 
     def __init__(self) -> None:
         self._times: dict[object, dict[str, int]] = {}  # by path, in a row
         self._is_told = False
 
     def note(self, inputs: object, paths: Collection[str]) -> None:
-        """In front of a batch of such inputs the code is recorded again, since these have changed; none: it is not."""
+        """Before a batch of such inputs the code is recorded again, since these have changed; none: it is not."""
         before = self._times.get(inputs, {})
         self._times[inputs] = {path: before.get(path, 0) + 1 for path in paths}
         often = [path for path, times in self._times[inputs].items() if times >= _OFTEN]
