@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from ...schedules import Schedule, Timeline, check
-from ...schedules.lowering.calls import RunCalls, make_run_calls
+from ...schedules.lowering.calls import RunCalls, make_calls
 from ...schedules.messages import Sharing
 from ...schedules.timing.records import RankRecord, assemble_stream
 from ...schedules.transform import defer_updates
@@ -214,7 +214,7 @@ def stream_course(run: Run, mode: Mode, ownership: Ownership) -> RunCalls:
     for ranks in sharing.parts:
         run.collectives.subgroup(ranks)  # for collectives with an empty pipeline
     late = _with_late_updates(mode.schedule, sharing)
-    return make_run_calls(mode.schedule, sharing=sharing, flush_first=run.options.flush_first, late=late)
+    return make_calls(mode.schedule, sharing=sharing, flush_first=run.options.flush_first, late=late)
 
 
 def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
@@ -263,7 +263,7 @@ def _make_ranks(course: RunCalls, ownership: Ownership, recorders: Mapping[int, 
         shards = shard(ownership, rank, list(stages.values()), schedule, recorder)
         for one in weights.values():
             one.divide(shards.parts)
-        ranks[rank] = StreamRank(rank, course=course, stages=stages, shards=shards, ownership=ownership)
+        ranks[rank] = StreamRank(rank, calls=course, stages=stages, shards=shards, ownership=ownership)
     return ranks
 
 

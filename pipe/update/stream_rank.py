@@ -49,15 +49,9 @@ class _UpdateGroup:
 
 class StreamRank(RankUpdate):
     def __init__(
-        self,
-        rank: int,
-        *,
-        course: RunCalls,
-        stages: Mapping[int, StageOptimizers],
-        shards: Shards,
-        ownership: Ownership,
+        self, rank: int, *, calls: RunCalls, stages: Mapping[int, StageOptimizers], shards: Shards, ownership: Ownership
     ) -> None:
-        schedule = course.schedule
+        schedule = calls.schedule
         super().__init__(rank, schedule, shards)
         self.stages = stages
         self.weights = {stage: one.versions for stage, one in stages.items() if one.versions is not None}
@@ -65,7 +59,7 @@ class StreamRank(RankUpdate):
         self.gate = UpdateGate()  # replaced by that of the process, once it has all its ranks
         self.failure: Exception | None = None  # of a batch alone in the pipeline, which ends without updates
         self.has_updated = False  # whether an update of the newest batch has begun
-        self._course = course
+        self._course = calls
         self._num_ranks = schedule.num_ranks
         self._per_batch = schedule.groups_per_batch
         self._max_grad_norm = ownership.run.options.max_grad_norm

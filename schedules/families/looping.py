@@ -126,9 +126,8 @@ def interleaved(
             f"groups={sizes} for num_ranks={num_ranks}, num_microbatches={num_microbatches}: expected sizes of at "
             f"least {smallest} that add up to {num_microbatches}, none larger than the first"
         )
-    programs = map(
-        _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2).program, range(num_ranks)
-    )
+    order = _interleaved_order(sizes, num_ranks=num_ranks, num_chunks=num_chunks, ahead=2)
+    programs = map(order.program, range(num_ranks))
     return on_cyclic_ranks("interleaved", programs, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 

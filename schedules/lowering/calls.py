@@ -277,9 +277,7 @@ class RunCalls:
         return max(steady, self.flush_first * schedule.groups_per_batch)
 
 
-def make_run_calls(
-    schedule: Schedule, *, sharing: Sharing, flush_first: int = 0, late: Schedule | None = None
-) -> RunCalls:
+def make_calls(schedule: Schedule, *, sharing: Sharing, flush_first: int = 0, late: Schedule | None = None) -> RunCalls:
     """Calls of an asynchronous schedule, see `make_stream`; the stream is made from `late`, the same with deferred
     updates."""
     return RunCalls(

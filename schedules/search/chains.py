@@ -44,15 +44,9 @@ _OVERS = (1.0, 1.15, 1.4, 2.0, 4.0)  # a W may be so many times as long as its g
 _REPAIRS = 20
 
 
-class ChainCosts(NamedTuple):
-    """Costs by code (of F and I), by stage (seconds of W, memory) and by rank (work); `need`: the code of the input."""
-
-    seconds: list[float]
-    delay: list[float]
-    need: list[int]
-    weights: list[float]
-    held: list[float]
-    work: list[float]
+# By code the seconds of F and I, the delay and the code of their input; by stage the seconds of W and the memory; by
+# rank its work.
+ChainCosts = tuple[list[float], list[float], list[int], list[float], list[float], list[float]]
 
 
 class Arranged(NamedTuple):
@@ -138,7 +132,7 @@ class ChainSearch:
         work = [0.0] * self.P
         for rank, *parts in zip(ranks, F, I, W, strict=True):
             work[rank] += M * sum(parts)
-        return ChainCosts([n for each in (*F, *I) for n in [each] * M], delay, need, W, held, work)
+        return [n for each in (*F, *I) for n in [each] * M], delay, need, W, held, work
 
     def play(
         self,
@@ -204,7 +198,7 @@ class ChainSearch:
         return self._valued((cut, ranks, orders, over, tables, written, ends), list(map(add, free, map(sum, owed))))
 
     def _valued(self, state: tuple[Any, ...], free: list[float]) -> Arranged:
-        orders, seconds, ends = state[2], state[4].seconds, state[6]
+        orders, seconds, ends = state[2], state[4][0], state[6]
         starts = [ends[order[0]] - seconds[order[0]] if self.is_span else 0.0 for order in orders]
         last = [now - start for now, start in zip(free, starts, strict=True)]
         return Arranged._make([*state, last, max(last), max(last) + _SIDE * (sum(last) / self.P - self.ideal)])

@@ -178,8 +178,8 @@ class Costs:
         by_op = {Op.F: forward, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
         if self.index_factors is not None:
             by_op = {op: tuple(together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
-        number = (num_indices or 1) * num_batches
-        overhead = _overhead_rows(column("overhead"), column("message_overhead"), as_one or {}, number)
+        size = (num_indices or 1) * num_batches
+        overhead = _overhead_rows(column("overhead"), column("message_overhead"), as_one or {}, size)
         by_op = {
             op: tuple(together(row, own, add) for row, own in zip(rows, overhead[op], strict=True))
             for op, rows in by_op.items()

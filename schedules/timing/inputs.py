@@ -224,15 +224,13 @@ def _overheads(costs: Costs, num_stages: int, seen: Values) -> dict[str, Any]:
     }
 
 
-def _with_slower_routes(
-    pair_routes: PairRoutes, links: Links | None, seen: Mapping[tuple[int, int], float]
-) -> Links | None:
+def _with_slower_routes(pairs: PairRoutes, links: Links | None, seen: Mapping[tuple[int, int], float]) -> Links | None:
     if links is None or not isinstance(network := links.network, PlaceNetwork):
         return links
     both: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for ranks, seconds in seen.items():
-        if ranks in pair_routes.by_pair and (pair := network.pair(*ranks)) is not None:
-            both[pair].append((pair_routes.seconds(ranks), seconds))
+        if ranks in pairs.by_pair and (pair := network.pair(*ranks)) is not None:
+            both[pair].append((pairs.seconds(ranks), seconds))
     routes = dict(network.routes)
     for pair, found in both.items():
         (was, now), link = map(fmean, zip(*found, strict=True)), routes[pair]

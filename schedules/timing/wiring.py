@@ -227,12 +227,8 @@ class ScheduleWiring:
         self._arrange_sums(_sums_by_costs(schedule, table), {(each.stage,): each for each in sums})
         self._arrange_gathers(gathers)
         groups = range(self._num_groups)
-        wanted = [
-            Collective(each.stages, each.op, g)
-            for each in self.joint_steps
-            if each.op is Op.REDUCE_GRAD
-            for g in groups
-        ]
+        sums_of = [each.stages for each in self.joint_steps if each.op is Op.REDUCE_GRAD]
+        wanted = [Collective(stages, Op.REDUCE_GRAD, g) for stages in sums_of for g in groups]
         wanted += [Collective((each.stage,), Op.UNSHARD, 0) for each in gathers if each.unshards]
         numbers = {(each.stages, each.op): number for number, each in enumerate(self.joint_steps)}
         for rank, placed in enumerate(place_collectives(schedule, wanted)):

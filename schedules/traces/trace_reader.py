@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ir import Schedule
-from ..lowering.calls import make_run_calls
+from ..lowering.calls import make_calls
 from ..messages import NOTHING_SHARED
 from ..timing.records import RankRecord, as_it_ran, assemble_stream, assemble_timeline
 from ..timing.timeline import MeasuredStep, Timeline
@@ -214,7 +214,7 @@ class _Start:
         flush_first = max((header.flush_first for header in self._headers), default=0)
         calls = None
         if schedule.is_asynchronous:
-            calls = make_run_calls(schedule, sharing=NOTHING_SHARED, flush_first=flush_first)
+            calls = make_calls(schedule, sharing=NOTHING_SHARED, flush_first=flush_first)
         steps: dict[int, Timeline] = {}
         for number in numbers:
             records: list[RankRecord | None] = [None] * schedule.num_ranks

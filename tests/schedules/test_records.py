@@ -13,7 +13,7 @@ from support.inside import (
     assemble_stream,
     assemble_timeline,
     find_gaps,
-    make_run_calls,
+    make_calls,
 )
 
 from stagewright.schedules import (
@@ -94,7 +94,7 @@ def test_a_missing_rank_is_an_empty_row_that_no_figure_counts(missing: int) -> N
 
 def test_a_window_of_a_stream_begins_with_batch_0() -> None:
     schedule = build("2bw", num_ranks=2, num_microbatches=2)
-    course = make_run_calls(schedule, sharing=NOTHING_SHARED)
+    course = make_calls(schedule, sharing=NOTHING_SHARED)
     simulated = simulate(course.stream.unrolled(3), Costs(latency=0.25, update=0.5))
 
     def later(record: RankRecord) -> RankRecord:
@@ -174,7 +174,7 @@ def test_what_was_under_way_while_the_receiver_computed_is_not_the_links_time() 
 def test_every_analysis_copes_with_what_is_missing_and_with_clocks_apart(name: str) -> None:
     """Nothing raises, and nothing takes less than no time."""
     schedule = build(name, num_ranks=4, num_microbatches=4)
-    course = make_run_calls(schedule, sharing=NOTHING_SHARED) if schedule.is_asynchronous else None
+    course = make_calls(schedule, sharing=NOTHING_SHARED) if schedule.is_asynchronous else None
     simulated = simulate(schedule if course is None else course.stream.unrolled(3), Costs(latency=0.25, update=0.5))
     stages = [StageBytes(weights=1.0, activations=1.0)] * schedule.num_stages
     for missing in ((), (0,), (1, 2), (0, 1, 2, 3)):

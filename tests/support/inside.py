@@ -199,7 +199,7 @@ _NAMES = {
     "schedules.custom.search": "ContradictionError",
     "schedules.custom.solve": "Constraints",
     "schedules.ir": "BACKWARD_OPS COMPUTE_OPS MOVE_OPS chain",
-    "schedules.lowering.calls": "Stream make_run_calls make_stream",
+    "schedules.lowering.calls": "Stream make_calls make_stream",
     "schedules.messages": "ALONE_BYTES BUCKET_BYTES NOTHING_SHARED Sharing Transfer receives_ahead",
     "schedules.dependencies": "Delivery Dependencies",
     "schedules.custom.user_schedules": "find_user_schedule read_schedule sizes_of",
