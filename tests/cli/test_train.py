@@ -120,7 +120,7 @@ def test_the_recipe_follows_the_schedule() -> None:
     assert ends(schedule="paci") == ends(schedule="pipedream") == (15, 0.0)
     assert ends(schedule="2bw", flush_first=0, clip=0.5) == (0, 0.5)
     assert ends(schedule="2bw", model="mine:model", data="mine:data") == (0, 1.0)
-    with pytest.raises(ValueError, match="--flush-first 3 under 1f1b, which flushes behind every batch"):
+    with pytest.raises(ValueError, match="--flush-first 3 under 1f1b, which flushes after every batch"):
         ends(schedule="1f1b", flush_first=3)
     with pytest.raises(ValueError, match="--flush-first -1: expected a number of batches"):
         resolve(TrainOptions(flush_first=-1))

@@ -255,7 +255,7 @@ FILES: dict[str, tuple[str, dict[str, Any], str]] = {
         r'mesh=\{"pipe": 3\} for a schedule of 2 ranks: expected mesh=\{"pipe": 2\}',
     ),
     "other chunks": ("0F0,,,0B0\n,1F0,1B0,\n", {"num_chunks": 2}, r"num_chunks=2 for a schedule of 1 stages per rank"),
-    "weights first": ("0F0,0W0,0I0\n", {}, r"(?s)rank 0 at position 1 \(0F0 \[0W0\] 0I0\).*move 0I0 in front of 0W0"),
+    "weights first": ("0F0,0W0,0I0\n", {}, r"(?s)rank 0 at position 1 \(0F0 \[0W0\] 0I0\).*move 0I0 before 0W0"),
 }
 
 

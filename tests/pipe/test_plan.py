@@ -239,7 +239,7 @@ BAD = {
         r"stages on 2-1 ranks under schedule 'gpipe': expected as many ranks for each stage",
     ),
     "microbatches": ({"plan": GOOD, "num_microbatches": 3}, r"num_microbatches=3 for a plan of 5: expected 5"),
-    "open": ({"plan": replace(GOOD, num_microbatches=None)}, r"expected num_microbatches= beside it"),
+    "open": ({"plan": replace(GOOD, num_microbatches=None)}, r"expected num_microbatches= as well"),
     "mesh beside it": ({"plan": GOOD, "mesh": {"pipe": 2}}, r"mesh= together with a plan: expected only one of them"),
     "recompute beside it": ({"plan": GOOD, "recompute": "full"}, r"recompute= together with a plan"),
     "no file": ({"plan": "nowhere.json"}, r"nowhere\.json"),

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_taken(tmp_path: Path) -
         named.load(tmp_path / "c", loader=place)
     assert (place.state_dict()["position"], wide.num_steps) == (0, 0)
     assert torch.equal(torch.get_rng_state(), drawn)
-    with pytest.warns(UserWarning, match=r"nobody takes it.*pipe.load\(folder, loader=loader\)"):
+    with pytest.warns(UserWarning, match=r"which was not loaded.*pipe.load\(folder, loader=loader\)"):
         make().load(tmp_path / "c")
 
 

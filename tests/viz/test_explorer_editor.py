@@ -157,7 +157,7 @@ def test_sizes_that_do_not_fit_are_refused_in_python_s_words(browser: Any) -> No
         assert said == str(error.value)
     looked.page.keyboard.press("e")
     fill(looked, "Chunks V", 2)
-    assert told(looked).startswith("num_chunks=2 for schedule '1f1b': it has one stage a rank; expected 1")
+    assert told(looked).startswith("num_chunks=2 for schedule '1f1b': it has one stage per rank; expected 1")
     fill(looked, "Chunks V", 1)
     fill(looked, "Microbatches M", 60_000)
     assert told(looked) == "240,000 actions: 1f1b is built in the page up to 200,000."

@@ -121,7 +121,7 @@
     const { chunks, timed, limited } = FAMILIES[name];
     if (chunks && V !== chunks) {
       const has = chunks === 1 ? "one stage" : chunks + " stages";
-      throw new Error(`num_chunks=${V} for schedule '${name}': it has ${has} a rank; expected ${chunks}, or a schedule that interleaves (${LOOPING})`);
+      throw new Error(`num_chunks=${V} for schedule '${name}': it has ${has} per rank; expected ${chunks}, or a schedule that interleaves (${LOOPING})`);
     }
     for (const [op, word] of timed ? [["F", "forward"], ["I", "input_grad"], ["W", "weight_grad"]] : []) {
       if (!(costs[op] > 0)) throw new Error(`costs with ${word}=${costs[op]}: expected more than 0 seconds for each stage`);
