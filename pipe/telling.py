@@ -72,15 +72,16 @@ def tell_of_late_loss(schedule: str, *, rank: int) -> None:
 
 
 @contextmanager
-def told_if_slow(what: str, *, rank: int, silent: float = SILENT_SECONDS) -> Iterator[None]:
-    """Context of work that may take long: reports after `silent` seconds, then each time after twice as long."""
+def told_if_slow(what: str, *, rank: int, silent: float | None = None) -> Iterator[None]:
+    """Context of work that may take long: reports after `silent` (SILENT_SECONDS) seconds, then each time after twice as
+    long."""
     if rank != 0:
         yield
         return
     ended, begun = threading.Event(), time.perf_counter()
 
     def watch() -> None:
-        pause = silent
+        pause = SILENT_SECONDS if silent is None else silent
         while not ended.wait(pause):
             pause = time.perf_counter() - begun
             tell(f"{what}: {duration(pause)} so far", rank=rank)

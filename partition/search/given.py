@@ -135,9 +135,7 @@ def evaluate(
     >>> evaluate(Profile(nodes=nodes), Cluster.parse("2:net=1GB/s"), stages, num_microbatches=4).simulated_step_time
     25.0
     """
-    name = canonical_name(schedule)
-    if not family(name).is_planned:
-        option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
+    name = _planned(schedule)
     num_microbatches = count("num_microbatches", num_microbatches)
     ranks = places_of(stages)
     check_ranks(stages, ranks, cluster.num_devices)
@@ -185,6 +183,14 @@ def evaluate(
             *(f"on rank {ranks[p][0]} it takes {most:,.0f} bytes more than there are" for p, most in over),
         ],
     )
+
+
+def _planned(schedule: str) -> str:
+    """Full name of a schedule. Raises ValueError for one whose plans cannot be evaluated."""
+    name = canonical_name(schedule)
+    if not family(name).is_planned:
+        option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
+    return name
 
 
 def _size(source: ProfileSource, wanted: int | None) -> int:
