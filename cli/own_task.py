@@ -155,8 +155,12 @@ def default_loss(output: Any, target: Any) -> tuple[Tensor, Tensor] | Tensor:
 
 
 class OwnBatches(Iterator[Batch]):
-    """The user's batches, without end, of `batch_size` samples (None: default_size if the function takes it, else its
-    own size). `workers`: processes that read a Dataset ahead; other data has its own.
+    """The user's batches, without end, with a position to resume from.
+
+    Arguments:
+        batch_size: samples per batch; None: `default_size` if the function takes batch_size, else what it yields.
+        seed: epoch e is read with generators seeded with seed + e.
+        workers: processes that read a Dataset ahead; other data is read as it comes.
 
     Raises ValueError for data of another form; UserCodeError for an error in the user's code.
     """
@@ -176,8 +180,8 @@ class OwnBatches(Iterator[Batch]):
         self._seed, self._workers = seed, workers
         self._random = _RandomState()
         self._made: Iterable[Any] | None = None
-        self._epoch, self._passed = 0, 0  # batches of this epoch
-        self._is_begun = False
+        self._epoch, self._passed = 0, 0  # number of the epoch, and of its batches so far
+        self._is_begun = False  # whether generators are seeded for an epoch that `_stream` has yet to read
         self._batches = self._stream(to_skip=0)
 
     def __next__(self) -> Batch:
@@ -185,7 +189,7 @@ class OwnBatches(Iterator[Batch]):
             return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last batch."""
+        """Position after the newest batch."""
         if self._made is None:
             with self._random:
                 self._begin()

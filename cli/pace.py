@@ -166,10 +166,17 @@ def _num_independent(logs: Numbers) -> float:
 
 
 def _filtered(logs: Numbers, grid: Sequence[tuple[float, float]], chance: float) -> list[Pace]:
-    """Kalman filter over the steps with unknown level and s; `grid`: [G] pairs of drive and kept share of a push."""
+    """Kalman filter over the steps with unknown level and s: the Pace of each pair of the grid.
+
+    Arguments:
+        logs: [N, P] logarithms of the ratios of ranks, with the noise of single actions.
+        grid: [G] pairs of drive and kept.
+        chance: share of that noise in the variance of `logs`.
+    """
+    # pace [G, P]: estimate if the level were 0; variance [G]: its variance, as a multiple of s
     drive, kept = np.array(grid).T
     pace, variance = np.zeros((len(grid), logs.shape[1])), drive / (1 - kept**2)
-    answer = np.zeros(len(grid))  # the pace if all logarithms were 1
+    answer = np.zeros(len(grid))  # [G] the pace if all logarithms were 1
     off, one, spread = [], [], []  # by step: difference from the prediction, the same for logarithms of 1, its variance
     for number, row in enumerate(logs):
         if number:
@@ -183,7 +190,7 @@ def _filtered(logs: Numbers, grid: Sequence[tuple[float, float]], chance: float)
     precision = (ones**2 / spreads).sum(axis=0)
     level = ((ones / spreads)[:, :, None] * offs).sum(axis=0) / precision[:, None]
     surprises = (offs - ones[:, :, None] * level) / np.sqrt(spreads)[:, :, None]
-    squares = (surprises**2).sum(axis=0).mean(axis=1)
+    squares = (surprises**2).sum(axis=0).mean(axis=1)  # [G] (N - 1) s, a mean over ranks
     varies = bool((squares > 0).all())
     freedom = (len(logs) - 1) * np.log(squares) if varies else 0.0
     likelihood = -0.5 * (np.log(spreads).sum(axis=0) + np.log(precision) + freedom)

@@ -22,6 +22,8 @@ _FRAMES = 4  # of a stack, in a report
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankProcess(Process):
+    """The process of rank `number`, N. It reports in files of `folder`: N.stack (it has begun), N.done, N.failed."""
+
     number: int
     folder: Path
     is_spared: bool = False  # it was killed, or is not admitted again yet, and the others continue without it

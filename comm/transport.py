@@ -79,7 +79,7 @@ class Transport(ABC):
         return
 
     def end_of_program(self) -> None:
-        """Called after the last send of a program: those of the program before must be complete by now."""
+        """Called after the last send of a program: all sends of the previous program must be complete by now."""
         return
 
     def drain(self, timeout: float) -> None:

@@ -186,12 +186,13 @@ class PipelinedModel(nn.Module):
         self.module = module
         self._accelerator = accelerator
         self._counting = counting
-        self._total = 1.0  # weight of the current batch, so that replicas count equally
+        self._total = 1.0  # weight of this replica's current batch, by which `weigh` divides: replicas count equally
         first: dict[int, str] = {}
         pairs = [(name, id(p)) for name, p in module.named_parameters(remove_duplicate=False)]
         self._tied = {name: first.setdefault(key, name) for name, key in pairs}
 
     def weigh(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The pipeline's loss_weight: a microbatch's share of this replica's batch."""
         (count,) = self._counting.weigh([self._accelerator.pipe.read(*args, **kwargs)])
         return count / self._total
 

@@ -382,10 +382,12 @@ def _refuse_divided_ties(run: Run, parts: CutModel, group: MemberShards) -> None
 def _whole_outputs(
     run: Run, cut: Callable[[], CutModel], microbatch: Signature
 ) -> tuple[OutputSpecs | None, OutputSpecs | None]:
+    """Outputs of all stages of the model before it is divided, in training and in evaluation; (None, None) for a model
+    that runs only once it is divided, because its code contains a member's sizes."""
     try:
         parts = cut()
-    except ValueError as error:  # sizes in the model are already those of a member
-        if run.guard.spares(error):  # or it differs between processes
+    except ValueError as error:
+        if run.guard.spares(error):  # processes cut different models
             raise
         return None, None
     return parts.train.outputs(microbatch), parts.evaluation().outputs(microbatch)

@@ -50,8 +50,8 @@ def read_exhibits(
 ) -> list[Exhibit]:
     """Exhibits of files, folders, names of runs and names of schedules, under distinct names.
 
-    The kind of a file follows from its content. Schedules with different numbers of stages do equal work: costs are
-    those of a stage of the schedule with the fewest, or of as many pieces of the model as there are numbers.
+    The kind of a file follows from its content. Schedules with different numbers of stages split the same work: a cost
+    option gives one number for a stage of the schedule with the fewest stages, or one per equal piece of the model.
 
     Raises ValueError that names the source, the place in it, and what was expected; also for costs and sizes that no
     source takes.

@@ -259,9 +259,10 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def step_with(synthetic: Measured, real: Measured, *, workers: int, cores: int, fetched: float = 1.0) -> float:
-    """Seconds of a step with `workers` per rank, if fetching takes the share `fetched` of its time.
+    """Predicted seconds of a step with `workers` per rank, if fetching takes only the share `fetched` of its time.
 
-    Workers make batches while the step computes: the slower of the two, or the number of cores, decides.
+    Workers make batches while the step computes: the slower of both decides, or the CPU time of all processes of this
+    host divided by its `cores`.
 
     >>> synthetic, real = Measured(0.03), Measured(0.09, fetching=0.04, made=0.06)
     >>> [step_with(synthetic, real, workers=n, cores=2) for n in (0, 1, 2)]

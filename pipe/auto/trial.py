@@ -115,6 +115,7 @@ class Trials:
     # What cannot be tried
 
     def refusal(self, plans: Sequence[Plan], given: Given) -> str | None:
+        """Why none of these plans can be tried; None if one can."""
         if self._options.compile is not None:
             return "compile= would compile the model for each trial"
         sizes = {tuple(x.shape for x in part.inputs) for part in given.microbatches}

@@ -139,14 +139,14 @@ def check_agreement(mine: str, collectives: Collectives, *, replica: tuple[int, 
 
 
 class SamePrograms:
-    """Compares the programs of all processes; see `Agree`. Processes with the same `alike`, which may change, are
-    compared."""
+    """Compares the programs of processes with the same `alike`, while a pipeline is built; its call is an `Agree`.
+    Programs may differ as they are (`own`), but not in their canonical form."""
 
     def __init__(self, collectives: Collectives, guard: Guard, alike: str) -> None:
         self._collectives: Collectives | None = collectives
         self._guard = guard
         self.alike = alike
-        self._differed: dict[bool, bool] = {}  # by mode: training or evaluation
+        self._differed: dict[bool, bool] = {}  # by `training`: whether own programs differed
 
     def __call__(self, own: Steps, canonical: Steps | None = None, *, training: bool = True) -> bool:
         together = self._collectives

@@ -113,6 +113,7 @@ class HostShare:
         return waiting < _AHEAD or self._rest_of(process).exists()
 
     def _wait(self, process: int, until: Callable[[], bool], what: str) -> None:
+        """Wait until `until()` or the end of `process`. RuntimeError after the time-out; `what`: its verb there."""
         begun, pause = time.monotonic(), _POLL
         while not until() and not self._has_ended(process):
             if time.monotonic() - begun > self._timeout:

@@ -248,15 +248,15 @@ def _other_weights(module: nn.Module) -> Iterator[None]:
 
 
 class SlicedLoss:
-    """Checks the loss of the first expected microbatch, once it is computed for all slices."""
+    """Checks that the losses of an expected microbatch's slices add up to its own, once all have been seen."""
 
     def __init__(self, loss_fn: Callable[[object, object], object], output: Callable[[Tensors], object]) -> None:
         self._loss_fn = loss_fn
         self._output = output
         self._whole: Given | None = None
         self._slices: Sequence[Slice] = ()
-        self._specs: list[Sequence[TensorSpec]] = []
-        self._outputs: dict[int, Tensors] = {}
+        self._specs: list[Sequence[TensorSpec]] = []  # by output of the model: of the whole, then of each slice
+        self._outputs: dict[int, Tensors] = {}  # by number of the slice
 
     def expect(self, whole: Given, slices: Sequence[Slice], inference: InferredStages) -> None:
         self._whole, self._slices = whole, slices

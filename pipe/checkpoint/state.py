@@ -59,7 +59,7 @@ class State:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Optimizers of the local stages, in order; of a stage as they were returned, for each copy."""
+        """Optimizers of all local stages (replicas have their own), each stage's in the order of `optimizer=`."""
         return [optimizer for one in self.update.stages for optimizer in one.optimizers]
 
     def state_dict(self) -> dict[str, torch.Tensor]:

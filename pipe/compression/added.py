@@ -166,7 +166,7 @@ def decides(
         if wire.kind is MessageKind.ACT and any(all(len(wire_specs(c, s)) > 1 for c in LADDER if c) for s in carried):
             specs[wire.producer, wire.consumers[0]] = carried
 
-    def busy(link: Boundary, codec: Codec) -> float:
+    def busy(link: Boundary, codec: Codec) -> float:  # [s] to pack and unpack one message
         found = 0.0
         for spec in (each for each in specs[link] if len(wire_specs(codec, each)) > 1):
             x = torch.linspace(-1.0, 1.0, prod(spec.shape)).view(spec.shape).to(run.options.device, spec.dtype)
@@ -293,6 +293,7 @@ def begin_packed_sum(
     memory, num_whole = codecs.memory, 2 * (count - 1) * num_bytes(specs) // count
 
     def begin(tensors: Sequence[torch.Tensor], replaced: int) -> Callable[[], list[torch.Tensor]]:
+        # `replaced`: bytes that the same sums take unpacked; a ring sends 2 (count - 1) / count of a tensor
         total = BucketSum(tensors, collectives, what=what, ranks=ranks)
         total.leave_all(tensors)
         codecs.count("data", 2 * (count - 1) * total.num_bytes // count, replaced)

@@ -231,6 +231,7 @@ def _cast_inputs(dtype: torch.dtype, given: list[torch.dtype], module: nn.Module
 
 
 def _cast_outputs(types: list[torch.dtype], module: nn.Module, args: Any, output: Any) -> Any:
+    """Outputs in the first of `types`, those of the inputs as `_cast_inputs` noted them."""
     dtype = types[0] if types else torch.get_default_dtype()
     return mapped(output, lambda x: x.to(dtype) if x.is_floating_point() else x)
 

@@ -29,11 +29,13 @@ from ..build import Pipeline
 
 @dataclass(slots=True)
 class _Seen:
-    kept: list[int] = field(default_factory=list)
-    forward: list[int] = field(default_factory=list)
-    backward: list[int] = field(default_factory=list)
-    received: dict[Message, int] = field(default_factory=dict)
-    sent: int = 0
+    """Of one stage, in bytes."""
+
+    kept: list[int] = field(default_factory=list)  # by forward: rise of the level
+    forward: list[int] = field(default_factory=list)  # highest level within, above those before and after
+    backward: list[int] = field(default_factory=list)  # highest level within, above the one before
+    received: dict[Message, int] = field(default_factory=dict)  # activations
+    sent: int = 0  # activations, of the largest message
 
 
 class ActionMemory:

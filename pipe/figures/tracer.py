@@ -79,8 +79,8 @@ class Tracer:
         self._written = 0  # bytes
         self._last_written = -1  # step
         self._newest: tuple[int, Snapshots] | None = None  # unless it is written
-        self._compared = float("-inf")  # time of the newest reading in the file
-        self._next = pipeline.training.num_steps
+        self._compared = float("-inf")  # time of the newest comparison of clocks in the file
+        self._next = pipeline.training.num_steps  # first step that `step` has not seen; -1 once closed
         self._stages: tuple[StageBytes, ...] = ()
         with self._context.guard.together():
             pipeline.measurement.clocks.compare()

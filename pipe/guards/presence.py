@@ -60,14 +60,14 @@ def certain_gradients(runs: Sequence[StageRun], *, loss_slot: int | None) -> tup
 
 
 def _reached(outputs: Sequence[torch.Tensor], leaves: Tensors) -> set[int]:
-    """The leaves that certainly get a gradient from each of these outputs."""
+    """Numbers of the leaves that certainly get a gradient if all of these outputs do."""
     number = {id(leaf): i for i, leaf in enumerate(leaves) if leaf.requires_grad}
     found = {number[id(x)] for x in outputs if id(x) in number}
     pending: list[Any] = [x.grad_fn for x in outputs if x.grad_fn is not None]
     seen = set(pending)
     while pending and len(found) < len(number):
         node = pending.pop()
-        variable = getattr(node, "variable", None)  # of the end of a path
+        variable = getattr(node, "variable", None)  # a leaf, where a path ends
         if id(variable) in number:
             found.add(number[id(variable)])
         for ahead, _ in node.next_functions if _gives_all(node) else ():

@@ -86,12 +86,13 @@ def refuse_shared_statistic(
 
 
 def _joins(optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], hooks: Sequence[object]) -> bool:
-    """Whether the update of a parameter, or of its state, depends on the values of the others."""
+    """Whether the update of a parameter, or of its state, depends on the values of the others. Tried on small tensors
+    in place of the optimizer's; everything is restored."""
     own = dict(vars(optimizer))
     held = {id(p): p for group in own["param_groups"] for p in group["params"] if not p.is_meta}
     kept = [(p, p.data, p.grad) for p in ({id(p): p for p in model if not p.is_meta} | held).values()]
 
-    def results(watched: nn.Parameter | None) -> list[list[torch.Tensor]]:
+    def results(watched: nn.Parameter | None) -> list[list[torch.Tensor]]:  # of `_trained`, from the same beginning
         before.restore()
         vars(optimizer).clear()
         vars(optimizer).update(_small(own, shared=[optimizer, *(p for p, _, _ in kept)]))

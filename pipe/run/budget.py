@@ -118,6 +118,8 @@ class _UnitTrace(NamedTuple):
 
 
 class _Probe:
+    """A stage, and its largest microbatch of this batch, which it runs alone under any choice to measure it."""
+
     def __init__(self, run: Run, mode: Mode, stage: Stage, batch: Batch) -> None:
         own = (part for part in batch.parts if part.inputs is not None)
         part = max(own, key=lambda part: bytes_of(tensors_in(part.inputs, part.target)))
@@ -150,9 +152,10 @@ class _Probe:
 
     def trace(self, reruns: CheckpointedModules, live: LiveBytes | None) -> _UnitTrace:
         """F and B as the stage runs them; `live` counts bytes, and without it seconds are those of training."""
+        # A point (F or B, c) is between two marks: the c-th call of a unit, and what follows until the next one.
         units, most = list[int](), defaultdict[tuple[Op, int], int](int)
         stamps: list[tuple[int, Stamp]] = [(0, self._clock.stamp())]
-        makers: dict[int, int] = {}
+        makers: dict[int, int] = {}  # by storage: the call in which it was made
         now, alive = (Op.F, 0), {} if live is None else live.made()
 
         def enter(point: tuple[Op, int], _: object = None) -> None:

@@ -53,7 +53,7 @@ class RankMachine:
         self._program = program
         self._position = 0
         self._arrived: set[Message] = set()
-        self._proven: list[Message] = []
+        self._proven: list[Message] = []  # sends that are known to be received, until `proven` returns them
 
     def next(self) -> Instruction | None:
         """Next instruction; the same Wait again until `arrived` has reported all its messages."""

@@ -180,8 +180,9 @@ class FillingTransport(TransportAround):
         return message._replace(index=message.index % self._num_indices)
 
     def _budget(self, message: Message) -> float:
+        """Seconds that pieces may take while the rank waits for this message."""
         gaps = self._gaps.get(message, ())
-        least = (len(gaps) - 1) // 3  # but for one of four or more, where the rank itself was late
+        least = (len(gaps) - 1) // 3  # of four or more leaves the shortest out: there the rank itself may be late
         return _SAFE * sorted(gaps)[least] if len(gaps) > 1 else 0.0
 
 

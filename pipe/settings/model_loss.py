@@ -93,6 +93,7 @@ class ModelLoss:
         return next(i for i, mark in enumerate(marks) if mark is found)
 
     def reads(self, name: str) -> bool:
+        """Whether the weight may depend on the values of this argument."""
         if callable(self._weight):
             return True
         return self._weight != SAMPLES and name in ("labels", self._position_of_labels())

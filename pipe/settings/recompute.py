@@ -155,7 +155,10 @@ class RecomputedModules:
                 )
 
     def refuse_parted(self, stages: Sequence[StageModule], together: Together) -> None:
-        """Raises ValueError for recomputed modules whose tensors reach others past their arguments."""
+        """Raises ValueError for recomputed modules that share tensors with others, not as arguments or results.
+
+        `together`: pairs of units that do so.
+        """
         self._together = together
         for index, stage in enumerate(stages):
             for module, (_, rule) in self.of_stage(index, stage).items():

@@ -301,8 +301,8 @@ def _noted(called: list[tuple[str, torch.Tensor]], name: str, forward: Callable[
 
 
 def _given(taken: dict[str, torch.Tensor], name: str, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    taken[name] = x
-    return out.clone()  # which may be changed in place
+    taken[name] = x  # what the module is called with
+    return out.clone()  # in place of its own output; the caller may change it in place
 
 
 def _members(sizes: Sequence[int], wanted: int) -> int:

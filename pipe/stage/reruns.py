@@ -70,6 +70,7 @@ class CheckpointedModules(Calls):
         for module, (name, rule) in rules.items():
             if rule == KEEP_LESS:
                 continue
+            # whether it, or a module that it calls, keeps results by a policy
             selects = any(rules[part][1] != "full" for part in module.modules() if part in rules)
             through[module] = _Rerun(module, name, rule, active=active, selects=selects, seeder=seeder)
         self._names = [name for name, _ in rules.values()]
@@ -172,7 +173,7 @@ def no_checkpoints_inside() -> Iterator[None]:
 
 
 def _without_saving(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
+    yield  # torch's checkpoint runs the function here
 
 
 @dataclass(frozen=True, slots=True)

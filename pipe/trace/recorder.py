@@ -66,9 +66,11 @@ class RankRecorder:
         self._counts = True  # whether durations of the current step are remembered
 
     def enter(self) -> None:
+        """Stamp the entry into the next step, before `begin`."""
         self._entered = self.clock.stamp()
 
     def leave(self) -> None:
+        """Stamp the end of the current step, once."""
         if len(self._step) == 1:
             self._step.append(self.clock.stamp())
 
@@ -197,7 +199,7 @@ class RankRecorder:
     def _remember(self) -> None:
         if not self._counts:
             return
-        pair: tuple[Action, float] | None = None  # an I, and the seconds of it and its W
+        pair: tuple[Action, float] | None = None  # the last I that ran as one with its W, and its seconds
         for action, start, end in self._now.actions[self._remembered :]:
             seconds = self.clock.between(start, end)
             if action in self._now.fused:

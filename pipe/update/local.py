@@ -169,7 +169,7 @@ class LocalUpdate(FlushUpdate):
             self.averaging = self.averaging._replace(every=every)
 
     def set_aside(self) -> Callable[[], None]:
-        self._is_apart = False
+        self._is_apart = False  # until `restart`: gradients are summed over all replicas
         return lambda: None
 
     def restart(self) -> None:

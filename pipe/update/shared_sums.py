@@ -176,6 +176,7 @@ class SharedSum:
         return self._another is not None and self._another.is_on
 
     def _following(self) -> int | None:
+        """Number of the next bucket to be summed; None after the last."""
         count = len(self._total.left)
         return self._order[count] if count < len(self._order) else None
 

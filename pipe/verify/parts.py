@@ -76,7 +76,7 @@ class Regions:
     """A model's regions; make it before the model is cut. `styles`: by module name, in the model's order."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
-        empty: dict[int, Any] = {}
+        empty: dict[int, Any] = {}  # parameters of the copies, by id of the model's: they get values when compared
         for p in model.parameters():
             values = torch.empty(0, dtype=p.dtype, device=device_where_built(p))
             empty[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
@@ -93,7 +93,7 @@ class Regions:
             )
             for names in _parts(model, styles)
         ]
-        self._calls: dict[str, tuple[Any, Any]] = {}
+        self._calls: dict[str, tuple[Any, Any]] = {}  # by region, the inputs of its first call
 
     def seen(self) -> AbstractContextManager[None]:
         """Context in which the inputs of each region's first call are kept."""

@@ -123,7 +123,7 @@ class PlainModule:
     def __call__(self, given: Arguments) -> object:
         """The model's output for these arguments, which it may change in place."""
         given = given.map(torch.clone)
-        if not self._given:
+        if not self._given:  # a model that is cut; else stages made by hand, each called with the outputs before
             output: object = given.call(self._model)
             return output
         arguments: tuple[Any, ...] = given.call(lambda *args: args)

@@ -74,10 +74,10 @@ class Verifier:
         self._collectives = run.collectives
         self._options = run.options
         self._tolerance = 0.0
-        self.owes_evaluation = False
+        self.owes_evaluation = False  # whether a batch is still to be compared in evaluation mode
 
     def verify(self, given: Given, *, evaluates: bool = True) -> Verification:
-        """See PipelineModule.verify. Collective. With evaluates=False the evaluation is owed."""
+        """See PipelineModule.verify. Collective. Without `evaluates` only training is compared (`owes_evaluation`)."""
         found = self._by_unit(self._units, given) if self._units else self._verified(given, evaluates=evaluates)
         if found.copy_bytes > _LARGE:  # less may be used again by steps
             give_back(self._options.device)
