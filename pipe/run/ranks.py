@@ -21,7 +21,7 @@ from ...schedules.program import RankProgram
 from ..batch.batches import read_loss, share_of_sum
 from ..batch.reader import BatchReader
 from ..context import Run
-from ..settings.model_loss import LossValue
+from ..settings.model_loss import Empty, LossValue, ModelLoss
 from ..settings.precision import compiled_units, refuse_backward
 from ..shards.tensor_option import LEAST_BYTES
 from ..stage.loss import LeftBehind, UntrainedLeaves, untrained
@@ -192,6 +192,8 @@ class Ranks:
             with left.refused():
                 loss = read_loss(loss_fn(parts.output(flat, training=training), target), share)
             leaves.check(loss[0], ends)
+            if training and isinstance(loss_fn, ModelLoss) and loss[1] is not None and loss_fn.is_empty(loss[1]):
+                loss = Empty.apply(loss[0], *inputs), loss[1]
             if training and torch.is_grad_enabled() and not (wants_gradient or loss[0].requires_grad):
                 raise untrained()
             return loss

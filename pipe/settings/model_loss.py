@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ...partition.model.batch_dims import parameter_names
@@ -58,6 +59,23 @@ def read_loss_option(
     return loss_fn
 
 
+class Empty(torch.autograd.Function):
+    """(loss, *inputs) -> 0: the loss of no items. A gradient of 0 times the infinity inside 0/0 would be nan, so the
+    loss gets none, and the stage's inputs get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        return None, *(
+            torch.zeros_like(x) if needs else None for x, needs in zip(ctx.saved_tensors, needed, strict=True)
+        )
+
+
 class ModelLoss:
     """Loss of a model that returns its own, loss_fn="model": (output, weight) -> (weight * loss, weight).
 
@@ -79,9 +97,16 @@ class ModelLoss:
         self._weight = _known_weight(model) if weight is None else weight
 
     def __call__(self, output: object, weight: torch.Tensor) -> LossValue:
-        """(weight * loss, weight); the mean of a microbatch of weight 0 is nan, and counts as 0."""
+        """(weight * loss, weight); a microbatch of weight 0, whose mean is nan, counts as 0, and so do its gradients."""
         loss = mean_of_model(output)
+        if self.is_empty(weight):
+            return Empty.apply(loss), weight
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight, weight
+
+    def is_empty(self, weight: torch.Tensor) -> bool:
+        """Whether a microbatch has no items. Counts of labels on a GPU are not waited for: cross entropy copes with 0."""
+        known = callable(self._weight) or weight.device.type == "cpu"
+        return known and not isinstance(weight, FakeTensor) and not weight
 
     def find_slot(self, form: Form) -> int | None:
         """Number of the loss among the flat tensors of the model's output; None if it is not found."""
