@@ -194,8 +194,9 @@ class _How:
         return roles_of(model, also_open=self.also_open, keep_whole=self.keep_whole)
 
     def record(self, example: Arguments, *, is_first: bool) -> tuple[Flow, _How]:
-        """A record. In the first one an inner module whose own code cannot be recorded is kept whole; units of which it
-        takes more than they return, or that need values, are opened, with all of their class."""
+        """Records the model's forward, and returns how. In the first record, inner modules that cannot be recorded are
+        kept whole, and units that need values, or whose inner tensors are used outside, are opened, with all of their
+        class; later ones raise RecordingError."""
         how = self
         while True:
             try:

@@ -3,7 +3,8 @@
     best_s[i] = min over j of max{ cost_s(i, j), best_s+1[j] },   best_S[n-1] = 0
 
 cost_s(i, j) is what stage s costs between cuts i and j, infinite where it does not fit. Of several answers the one
-with the least sum of squares is taken, thus the evenest, then the one whose earlier stages are longest.
+with the least sum of squares is taken, thus the evenest, then the one whose earlier stages are longest: a second pass
+with the sum of cost_s^2 in place of the maximum, over stages that cost at most best_0[0].
 """
 
 from __future__ import annotations
