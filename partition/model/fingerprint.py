@@ -141,7 +141,6 @@ def _source(module: str) -> str:
 
 
 def _parts(value: Any) -> Iterable[object]:
-    """Parts of a value."""
     if isinstance(value, torch.Tensor):
         return tensor_form(value)
     if isinstance(value, type | ModuleType | Logger):

@@ -169,7 +169,7 @@ class RecordedUnits:
         )
 
     def _cut(self, stages: Sequence[int]) -> Cut:
-        """ValueError for stages that part what belongs together."""
+        """`stages`: of each call in order, its stage. Raises ValueError if they separate calls that belong together."""
         stage_of = dict(zip(self.flow.order, stages, strict=True))
         parted = self.flow.parted(stage_of)
         if parted is not None:
@@ -296,7 +296,7 @@ def _path(call: UnitCall) -> str:
 
 
 def _above(points: Collection[str], flow: Flow) -> set[str]:
-    """The units that hold these modules, and all between."""
+    """Paths of the units that contain these modules, and of the modules in between."""
     units = {_path(call) for _, call in flow.unit_calls()}
     found = set()
     for point in points:

@@ -249,7 +249,7 @@ def _by_rank(c: Configuration, figures: Floats) -> Floats:
 
 
 def _share(c: Configuration) -> Floats:
-    """[P] of the busiest replica."""
+    """[P] part of a batch that the busiest replica runs."""
     return busiest_share(c.num_microbatches, np.array(c.counts))
 
 
