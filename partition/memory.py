@@ -304,7 +304,7 @@ class RankMemory:
 
     @property
     def uses(self) -> tuple[MemoryUse, ...]:
-        """[V] by stage and data structure; messages are counted in the first one."""
+        """[V] bytes of each stage by data structure; the rank's messages are counted in the first stage."""
         names = [field.name for field in fields(MemoryUse)]
         rows = [[*row, 0.0 if v else self.messages] for v, row in enumerate(self.held.T.tolist())]
         return tuple(MemoryUse(**dict(zip(names, row, strict=True))) for row in rows)

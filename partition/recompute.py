@@ -1,14 +1,16 @@
-"""Memory of a rank under all that may be done about it: what its stages recompute, whether its optimizer is divided.
+"""Treatments of a rank's memory: what its stages recompute, and whether its optimizer's state is divided.
 
-`memory` counts what a rank holds; here it is weighed under treatments, and of those that fit the ones are kept that no
-other beats. Stages are treated one after the other, each in all the ways of its own front:
+`memory` counts what a rank holds; here that is weighed under each treatment, and those that fit and are not beaten are
+kept. Stages are added one after the other, each in all ways of its own front:
 
-    stage     what may run again of it, nothing that is beaten in seconds, bytes kept and bytes made again
-    rank      one way of each stage; [ways, moments] bytes at every moment at which the rank may be fullest
-    front     the ways that fit, none of which another beats in the seconds of each stage and in what is divided
+    stage front   ways to recompute a stage, none beaten in seconds, bytes kept and bytes made again at once
+    ways_v        = ways_v-1 x front of stage v, with bytes at each moment t at which the rank may be fullest:
+                  bytes_v[t] = bytes_v-1[t] + held[t, v] kept + anew[t, v] made again
+    rank front    of the ways that fit at every t, those that no other beats in the seconds of each stage, the least
+                  seconds first, for each division of the optimizer's state; at most EVERY
 
-Of very many ways those go on that are on the front of seconds and bytes at the fullest moment, whether the stages to
-come keep all that they can or as little as they can.
+Exact up to _WAYS ways. Of more, only those continue that are on the front of seconds and bytes at the fullest moment,
+if the later stages keep all that they can, or if they keep as little as they can.
 """
 
 from __future__ import annotations

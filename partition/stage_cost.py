@@ -151,6 +151,7 @@ class StageSums:
         return self.by_count(stage, kind)
 
     def under(self, recompute: str) -> Recomputed:
+        """[S] what is kept, made again and run again under one treatment of the module's table, cached."""
         if recompute not in self._rows:
             nothing = np.zeros_like(self.stash)
             match recompute:
@@ -219,7 +220,7 @@ class StageSeconds:
 
     @property
     def held(self) -> Floats:
-        """[S] the part of that which keeps ranks from computing."""
+        """[S] seconds of `around` during which ranks cannot compute."""
         return self.around * self.sum_busy
 
     @property

@@ -92,7 +92,7 @@ def count(where: str, value: object) -> int:
 
 
 def printable(where: str, value: object) -> str:
-    """Text without line breaks and other control characters."""
+    """Returns text that has no line breaks or other control characters; raises ValueError for anything else."""
     if not isinstance(value, str) or not value.isprintable():
         fail(where, value, "printable text in one line")
     return value

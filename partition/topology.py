@@ -61,13 +61,13 @@ SUMS_AT_ONCE = 2  # over gloo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTime:
-    """Seconds of an empty transfer [s], and of each further byte of a large one [s/byte].
+    """What a transfer takes: `latency` of an empty one [s], and `seconds_a_byte` of each byte of a large one [s/byte].
 
     Arguments:
         busy: of either end with a message [s].
         busy_share: of a sum's seconds, those that keep its ranks from computing (0 to 1).
-        limits: of several limits, of which the slowest says how long it takes, each one's latency, seconds a byte, and
-            seconds a byte that transfers under way at once wait together; none: the first two alone.
+        limits: where several limits apply and the slowest counts, for each (latency [s], seconds a byte, waits a byte
+            that are divided by the number of transfers under way at once); none: latency and seconds_a_byte alone.
         at_once: how many are carried out at the same time, while others wait; None: as many as there are, as one.
         on_card: whether a message takes a card that devices share.
         blocks: whether its sender computes on only when it has left.
@@ -83,7 +83,7 @@ class TransferTime:
     blocks: bool = False
 
     def seconds(self, num_bytes: float, *, number: int = 1) -> float:
-        """Seconds of so many bytes, in so many transfers that are begun together."""
+        """Seconds of `num_bytes` in all, in `number` transfers (at least 1) that are begun together."""
         rounds = 1 if self.at_once is None else -(-number // self.at_once)
         together = min(number, self.at_once or number)
         limits = self.limits or ((self.latency, self.seconds_a_byte, 0.0),)
@@ -165,7 +165,7 @@ class Topology:
         return float(self.memory_bytes[0] if self.is_uniform else self.memory_bytes[list(ranks)].min())
 
     def to_host(self, ranks: Sequence[int]) -> float:
-        """Bytes a second of the slowest of their links to the host, each direction; 0 where it is not said."""
+        """Bytes a second of the slowest link of these ranks to their host, in each direction; 0 where none is given."""
         return float(self._to_hosts[0] if self.is_uniform else self._to_hosts[list(ranks)].min())
 
     def _once(self, find: Callable[..., TransferTime], *groups: Sequence[int], tensor: int) -> TransferTime:

@@ -106,8 +106,8 @@ class Sharing:
         return _others(rank, self.sums)
 
     def counts_for(self, rank: int) -> list[int]:
-        """The partners whose gradients `rank` needs for its share of the norm. A sum counts on its first rank, and on
-        ranks that hold shards of the weights of that rank."""
+        """Partners of `rank` in the sums that it counts in its share of the global norm, ascending. A sum counts on its
+        lowest rank, and, where the weights of that rank are sharded, on all ranks with a shard of them."""
         counting = [
             group
             for group in self.sums

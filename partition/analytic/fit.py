@@ -207,8 +207,8 @@ def _number(where: str, text: str) -> float:
 
 
 def estimated(training: MeasuredTraining, device: DeviceModel) -> float:
-    """Seconds of one step without a simulation: all work of the busiest rank, a fill and a drain of the others, the
-    first microbatch's messages and the last one's, and the update with the sums of gradients."""
+    """Seconds of one step without a simulation: all work of the busiest rank, one microbatch of the other ranks (fill
+    and drain), messages of the first and the last microbatch, and the update with the sums of gradients."""
     P, V, S = training.pipeline, training.chunks, training.num_stages
     formulas = LayerFormulas(
         training.model,
@@ -235,13 +235,13 @@ def estimated(training: MeasuredTraining, device: DeviceModel) -> float:
     link = outer if training.num_devices > NODE else inner
     message = layer.activation_bytes / training.tensor / link.bandwidth
     busiest = max(work[rank::P].sum() for rank in range(P))
-    first = work[:P] if V > 1 else work  # the stage of the head, which is slower, hides the others
+    first = work[:P] if V > 1 else work  # the first chunk of each rank
     fill = first.sum() - first.max()
     return float(training.num_microbatches * busiest + fill + 2 * (S - 1) * message + tied + update[::P].sum())
 
 
 class _Range(NamedTuple):
-    """Where a constant may lie, where a fit starts, how far it moves; by which factor e^spread it differs elsewhere."""
+    """Limits of a constant, where a fit starts, and its first step; devices differ by a factor of about e^spread."""
 
     least: float
     most: float

@@ -153,7 +153,7 @@ class PipeDreamModel:
         return float(self._tables[-1][0, -1, -1])
 
     def _whole(self, level: int, first: slice | int, last: slice | int) -> Floats:
-        """[..., M]: the stage between two cuts on m machines, as the first term has it."""
+        """[..., M] seconds of one stage between two cuts on m = 1..M machines: the first term of the recurrence."""
         machines, bandwidth = self.levels[level]
         below = self.levels[level - 1][0] if level else 1
         m = np.arange(1, machines + 1)
@@ -180,6 +180,7 @@ class PipeDreamModel:
         return seconds
 
     def _table(self, level: int, *, rows: int) -> Floats:
+        """[rows, n, M] A(i, j, m) of a level, from each of the first `rows` cuts i."""
         machines = self.levels[level][0]
         table = self._whole(level, slice(0, rows), slice(None))
         pairs = [(m, q) for m in range(2, machines + 1) for q in range(1, m)]
@@ -206,7 +207,7 @@ class PipeDreamModel:
         return table
 
     def blocks(self, level: int, first: int, last: int) -> list[LevelStage]:
-        """The best stages of `level` between two cuts, on all machines of the level; the rule for ties holds."""
+        """The best stages of `level` between two cuts, in order, on all machines of the level, by the rule for ties."""
         table, free = self._tables[level], self.levels[level][0]
         found = []
         while True:

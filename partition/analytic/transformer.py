@@ -124,7 +124,7 @@ class Transformer:
 
     @property
     def update_bytes(self) -> int:
-        """Bytes of memory traffic a parameter of one update, each pass over a tensor for itself: 62 or 58.
+        """Bytes of memory traffic per parameter in one update, where each pass reads and writes anew: 62 or 58.
 
                                             read                          written
             gradients emptied               -                             16 bits       2 (float32: 4)
@@ -135,8 +135,8 @@ class Transformer:
             Adam                            gradient, master, 2 moments   the last 3   28
             to 16 bits                      master                        weight        6
 
-        What Megatron-LM does of 2021 (megatron/optimizer/optimizer.py, `step`, and clip_grads.py; Adam and each other
-        pass are one fused kernel of Apex's). Clipping scales where the norm is above the limit, as it is at first.
+        As in Megatron-LM of 2021 (megatron/optimizer/optimizer.py, `step`, and clip_grads.py; Adam and each other pass
+        are one fused kernel of Apex's). Clipping scales where the norm is above the limit, as it is at first.
         """
         gradient = 4 if self.gradients == "float32" else 2
         converted = 0 if gradient == 4 else gradient + 4
@@ -156,7 +156,7 @@ class Transformer:
         return 3 * (weights + scores + self.head_flops(tokens)) + again
 
     def refuse_tensor(self, tensor: int) -> None:
-        """ValueError for a tensor size that does not divide the heads and the MLP."""
+        """Raises ValueError for a tensor size that does not divide the heads, key-value heads and the MLP width."""
         sizes = {"heads": self.heads, "mlp_width": self.mlp_width, "kv_heads": self.kv_heads or self.heads}
         for name, size in sizes.items():
             if size % count("tensor", tensor):
@@ -168,7 +168,7 @@ class Transformer:
         return ((self.mlp_inputs + 1) * h + biases) * self.mlp_width // tensor + biases * h
 
     def layer_parameters(self, tensor: int, expert: int = 1) -> int:
-        """Parameters of a layer on one device, with its share of the experts, and with what chooses among them."""
+        """Parameters of a layer on one device, with its share of the experts, and with the router."""
         biases, h, kv = self.style == "gpt", self.hidden, round(self.kv_part * self.hidden)
         attention = ((2 * h + 2 * kv) * h + biases * (h + 2 * kv)) // tensor + biases * h
         chooser = h * self.experts if self.experts > 1 else 0

@@ -135,7 +135,7 @@ class _Kind:
 @cache
 def _kind(func: Any) -> _Kind:
     formal, returned, tags = func._schema.arguments, func._schema.returns, func.tags
-    unsaid = ("running_mean", "running_var") if "batch_norm" in func.__name__ else ()  # which it writes to
+    unsaid = ("running_mean", "running_var") if "batch_norm" in func.__name__ else ()  # the schema omits these writes
     is_view = bool(returned) and all(x.alias_info is not None and not x.alias_info.is_write for x in returned)
     return _Kind(
         names=tuple(x.name for x in formal),
@@ -188,7 +188,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _carried_out(
         self, func: Any, args: Any, kwargs: dict[str, Any], kind: _Kind, written: Sequence[torch.Tensor]
     ) -> Any:
-        """With values, those of deferred tensors made for it; what is large of the result becomes a deferred one."""
+        """Runs an operation on values, made now for deferred tensors; large results become deferred tensors."""
         if any(value_of(x) is not None for x in written):
             raise _cannot(func.overloadpacket.__name__)
         real_args, real_kwargs = _real((args, kwargs))
@@ -219,11 +219,11 @@ def note(
     device: torch.device,
     drawn: torch.Tensor | bool | None,
 ) -> None:
-    """Keep an operation as the recipe of what it makes and writes to.
+    """Keep an operation as the recipe of the tensors that it makes (`found`, on meta) and of those `written` to.
 
     Arguments:
-        drawn: None: it draws nothing. True: it draws now, too. False: its draw is left out. Or the state of its
-            generator, before it drew.
+        drawn: of a random operation True, if it draws now, too, so that later draws are the same; False, if this is
+            left out; or the state of its generator before it drew. None: it draws nothing.
     """
     call = Computation(func, (), {}, device, torch.get_default_dtype())
     storages = list({x.untyped_storage()._cdata: x for x in written}.values())

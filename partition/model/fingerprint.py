@@ -66,7 +66,8 @@ def value_form(value: object) -> object:
 
 
 def told_apart(root: nn.Module, code: Mapping[str, object]) -> dict[str, str]:
-    """By files of the user's, modules, and names in `code`: texts that are the same in each process of one script."""
+    """Short texts of each of the user's files, of each module of `root`, and of each object in `code`, by name. Equal
+    in all processes that run one script, so that a difference shows where they disagree."""
     files = iter(_users_files())
     texts = {f"file of {name}": content[:8] for name, content in zip(files, files, strict=True)}
     texts |= {f"module {path!r}": _shown(module) for path, module in root.named_modules()}
@@ -140,7 +141,6 @@ def _source(module: str) -> str:
 
 
 def _parts(value: Any) -> Iterable[object]:
-    """Parts of a value."""
     if isinstance(value, torch.Tensor):
         return tensor_form(value)
     if isinstance(value, type | ModuleType | Logger):

@@ -169,7 +169,7 @@ class RecordedUnits:
         )
 
     def _cut(self, stages: Sequence[int]) -> Cut:
-        """ValueError for stages that part what belongs together."""
+        """`stages`: of each call in order, its stage. Raises ValueError if they separate calls that belong together."""
         stage_of = dict(zip(self.flow.order, stages, strict=True))
         parted = self.flow.parted(stage_of)
         if parted is not None:
@@ -194,8 +194,9 @@ class _How:
         return roles_of(model, also_open=self.also_open, keep_whole=self.keep_whole)
 
     def record(self, example: Arguments, *, is_first: bool) -> tuple[Flow, _How]:
-        """A record. In the first one an inner module whose own code cannot be recorded is kept whole; units of which it
-        takes more than they return, or that need values, are opened, with all of their class."""
+        """Records the model's forward, and returns how. In the first record, inner modules that cannot be recorded are
+        kept whole, and units that need values, or whose inner tensors are used outside, are opened, with all of their
+        class; later ones raise RecordingError."""
         how = self
         while True:
             try:
@@ -295,7 +296,7 @@ def _path(call: UnitCall) -> str:
 
 
 def _above(points: Collection[str], flow: Flow) -> set[str]:
-    """The units that hold these modules, and all between."""
+    """Paths of the units that contain these modules, and of the modules in between."""
     units = {_path(call) for _, call in flow.unit_calls()}
     found = set()
     for point in points:

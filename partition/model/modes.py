@@ -42,7 +42,7 @@ _GIVEN = {"forward_pre": ((_X,),), "forward": ((_X,), _X), "backward_pre": ((_X,
 
 
 def hook_tables(module: nn.Module) -> Iterator[Mapping[int, object]]:
-    """Hooks around a module's forward and backward, a table a kind."""
+    """Hooks around a module's forward and backward: one table per kind of hook."""
     for kind in OWN_HOOKS:
         yield vars(module)[kind]
 

@@ -78,13 +78,13 @@ class WeightGradients:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def add(self) -> None:
-        """W: add them to `.grad` of the weights, as autograd does: the parts of one backward first; once."""
+        """W: add the gradients to `.grad`, and forget them; as in autograd, parts of one gradient are summed first."""
         owed, self._owed = self._owed, []
         parts = [id(weight) for each in owed for weight in each.weights]
         left = Counter(parts)
         has_sums = len(left) < len(parts)
         if has_sums:
-            owed.reverse()  # parts add up in the order of the backward; else what was put last is in the cache still
+            owed.reverse()  # parts add up in the order of the backward; else the last, still in the cache, is first
         sums: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             while owed:

@@ -89,7 +89,7 @@ class StateSnapshot:
                     (held.update if isinstance(held, set) else held.extend)(before)
 
     def _held(self, value: Any) -> Collection[Any]:
-        """Its parts; what it is now is noted."""
+        """The parts of a value, to be visited next; its present state is noted first."""
         if isinstance(value, _TABLES):
             self._tables.append((value, _entries(value)))
         else:

@@ -114,7 +114,7 @@ def _sizes(plan: PlanRecord) -> dict[str, object]:
 
 
 def _over_replicas(plan: PlanRecord, name: str, counts: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """Ranks in the order of the stages."""
+    """The named schedule on replicas, with ranks in the order of the stages."""
     if plan.num_chunks == 1 and max(counts) > 1 and family(name).takes_replicas:
         return build(name, num_ranks=sum(counts), num_microbatches=num_microbatches, replicas=counts)
     each = counts[0]

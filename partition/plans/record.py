@@ -296,9 +296,10 @@ class PlanRecord:
 
     @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
-        """By rank of `schedule_of`, the plan's ranks that run it together: T in a row, from a multiple of T on. Where
-        stages have tensor sizes of their own, the groups of the stages in a row, and each idle rank alone. Fewer than T
-        at the end of a plan of one size are in none. ValueError for ranks of a group that are not in a row."""
+        """For each rank of `schedule_of`, its tensor group: the plan's ranks that run it together, which are in a row.
+
+        With one size T the groups begin at multiples of T, and fewer than T devices at the end are in none. Where
+        stages have sizes of their own, their groups and each idle rank alone, ascending. ValueError for others."""
         size, is_even = self.tensor, len({stage.tensor for stage in self.stages}) == 1
         rows = [
             stage.ranks[begin : begin + stage.tensor]
@@ -329,7 +330,7 @@ class PlanRecord:
 
     @property
     def bubble(self) -> float:
-        """Idle fraction of the ranks in use: simulated, or, where it was not, of a stream at the bottleneck's pace."""
+        """Idle fraction of the ranks in use: simulated, or, if it was not, of a stream at the bottleneck's pace."""
         if self.simulated_bubble is not None:
             return self.simulated_bubble
         table = replace(self.costs, index_factors=None).table(num_stages=len(self.stages))
@@ -366,7 +367,7 @@ class PlanRecord:
         return [row[: stage.replicas] if len(row) > 1 else row for row, stage in zip(rows, self.stages, strict=True)]
 
     def seconds(self, op: Op) -> list[float]:
-        """[S] seconds of an action, the mean of a stage's replicas, the runtime's around it apart."""
+        """[S] seconds of an action, the mean of a stage's replicas, without the runtime's overhead."""
         return list(map(fmean, self.replica_seconds(op)))
 
     @property

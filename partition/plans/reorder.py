@@ -81,7 +81,7 @@ def input_grad_share(stage: PlanStage, profile: Profile | None) -> float:
 
 
 def _split_seconds(stage: PlanStage, profile: Profile | None) -> tuple[float, float]:
-    """I and W of the stage where they run apart, as parts of its backward: together no less than that."""
+    """Seconds of I and W if they run apart, as fractions of the stage's whole backward; their sum is at least 1."""
     nodes = {} if profile is None else {node.name: node for node in profile.nodes}
     own = [nodes[name] for name in stage.nodes if name in nodes]
     measured = sum(node.backward_seconds for node in own if node.input_grad_seconds or node.weight_grad_seconds)

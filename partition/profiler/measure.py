@@ -206,7 +206,8 @@ def _check(arguments: Arguments, target: object, loss_fn: object, repetitions: i
 
 
 def _again_and_again(loss_fn: LossFunction, target: object) -> Callable[[Any], Tensors]:
-    """The loss of an output and of this target; where the first call changes it in place, of a copy each time."""
+    """A function from an output to its loss with this target, or, if its first call changes the target in place, with a
+    new copy each time."""
     changes: bool | None = None
 
     def run(output: Any) -> Tensors:

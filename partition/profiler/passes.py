@@ -59,7 +59,7 @@ class Sample:
     finish: Callable[[Tensors], Tensors] | None
 
     def forward(self, autocast: AbstractContextManager[Any]) -> tuple[Tensors, Tensors]:
-        """(leaves, outputs that want a gradient)."""
+        """Runs F; returns (leaves, outputs that want a gradient)."""
         leaves = fresh_leaves(self.inputs)
         with autocast:
             outputs = self.stage.run(leaves)
@@ -127,7 +127,7 @@ class Passes:
         return self.samples[index].forward(self._autocast())
 
     def kv_share(self) -> float:
-        """`Profile.kv_share`, the most of any unit."""
+        """`Profile.kv_share`: the largest of any unit."""
         shares = [0.0]
         for index in self.firsts:
             with AttentionCalls() as calls:

@@ -1,28 +1,27 @@
 """Lower bounds of a step: seconds that no cuts of a configuration can save, and, once it is cut, no order of its work.
 
-Before it is cut:
+With P ranks, m microbatches per replica, work(r) the F + B of one microbatch on rank r, and W the sum of all work.
 
-Rank r waits for the first r stages, on the way there and on the way back, and in between it has m microbatches of the
-nodes that it runs (one stage or V of them):
+Before it is cut: a microbatch passes r stages before rank r begins, and its gradient passes them after rank r ends:
 
-    T >= head(r) + m work(r)          head(r): F + B of the nodes that r stages hold at least, and the runtime's own
+    T >= head(r) + m work(r)          head(r): least F + B of the nodes of r stages, and the runtime's seconds there
 
-Over all ranks that is a mean. The same with the updates after the work, where nothing of them overlaps with it: with
-one stage a rank the sums of gradients as well, with several the optimizer's steps, and of sums the share for which they
-keep the rank busy, since those of the last stages overlap with backwards of the first. Where backwards are split, what
-comes after may be weight gradients, and the way back counts nothing. Nodes are whole, so some rank has more than the
-mean: of any k P + 1 nodes k + 1 are on one (`_fullest`).
+In the mean over all ranks, m work(r) is m W / P for any cuts. Updates that overlap with nothing are added to work: with
+one stage per rank the optimizer's steps and the sums of gradients; with several the steps, and of the sums only the
+share that keeps the rank busy, since sums of the last stages overlap with backwards of the first. Where backwards are
+split, weight gradients may fill the way back, so head(r) counts F alone. Nodes are whole, so some rank has more than
+the mean: of any k P + 1 nodes k + 1 are on one rank (`_fullest`).
 
-With whole backwards, no stage saves by being small what others gain by it. Of stage s and those after it on its rank,
-none begins before a microbatch has come through the stages before, and its gradient must go back through them:
+With whole backwards, stages of unequal work don't help either. With u(s) the F + B of stage s, for each of S stages:
 
-    T >= u(0) + .. + u(s-1) + m (u(s) + those of its rank after s)         u(s): F + B of stage s, W = sum of all
+    T >= u(0) + .. + u(s-1) + m (u(s) + those of its rank after s),        u(0) + .. + u(S-1) = W
 
-The least T under which all S of these hold for some u is a multiple of W, `_passes`: with one stage a rank
-W / (1 - (1 - 1/m)^P), where each rank has 1 - 1/m of the work of the rank before.
+since neither s nor a later stage of its rank begins before a microbatch has passed the stages before s, and its
+gradient must pass them again. The least T for which some u meets all S conditions is W times `_passes`, in O(S): with
+one stage per rank W / (1 - (1 - 1/m)^P), where each rank has 1 - 1/m of the work of the rank before.
 
-Once it is cut, a rank has the two lanes of a stage (`stage_cost`), its work and its links, each the sum over its stages
-at the share of its busiest replica: these are the paces, from which `least_step` follows.
+Once it is cut, the pace of a rank is that of the slower of its two lanes (`stage_cost`), work and links, each the sum
+over its stages at the share of the busiest replica; `least_step` is the bound that follows from them.
 """
 
 from __future__ import annotations
@@ -250,7 +249,7 @@ def _by_rank(c: Configuration, figures: Floats) -> Floats:
 
 
 def _share(c: Configuration) -> Floats:
-    """[P] of the busiest replica."""
+    """[P] part of a batch that the busiest replica runs."""
     return busiest_share(c.num_microbatches, np.array(c.counts))
 
 

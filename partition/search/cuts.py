@@ -1,4 +1,13 @@
-"""Cuts worth a simulation: of one configuration (evenest ones, those made by hand), and with replicas of any number."""
+"""Cuts worth a simulation: of one configuration (`candidate_ends`), and with any numbers of replicas (`candidates`).
+
+`even_ends` looks for the least slowest stage. With pace_s(i, j) that of stage s between the coarse cuts i and j:
+
+    best_s[i] = min over j in i+1 .. i+w of max{ pace_s(i, j), best_s+1[j] }        O(S n w) for n cuts
+
+pace_s is infinite where no treatment fits the stage's part of its rank's memory, and otherwise includes what runs again
+under the fastest treatment that fits. The reach w is grown until any longer stage has more work than the best answer's
+slowest stage, so that the answer is that of w = n.
+"""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class PlanEvaluator:
         return sorted(found, key=lambda each: (float(f"{each.bound:.8e}"), each.num_shards, each.memory_bytes))
 
     def _seconds(self, c: Configuration, sums: StageSums, memories: Sequence[RankMemory]) -> StageSeconds:
-        """With these treatments of its ranks."""
+        """[S] seconds of the stages under these treatments of their ranks, [P]."""
         treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(c.positions)]
         return stage_seconds(
             sums,

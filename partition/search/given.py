@@ -233,7 +233,7 @@ def _configuration(
 
 
 def _ends(model: Model, stages: Sequence[Given]) -> Ends:
-    """Cuts of the model between them."""
+    """The cuts of the model after each of the given stages, from cut 0 on."""
     names = [node.name for node in model.profile.nodes]
     every = sorted(name for each in stages for name in each.nodes)
     if every != sorted(names):

@@ -1,16 +1,22 @@
-"""On few devices, layouts of stages in a row, each with any number of replicas, by a bound of their step.
+"""Layouts of stages in a row on few devices, each stage with any number of replicas, by a lower bound of their step.
 
-As `solve.dynamic`, but of the step in place of the bottleneck: over the stages from i to j the greatest of
+Cuts i < j, replicas r and devices e (from the stage to the end of the row) as in `solve.dynamic`, but for the whole
+step of M microbatches in place of the bottleneck. With F(i), B(i) the seconds of all nodes before cut i, the step takes
+at least the greatest, over all stages, of three layers:
 
-    M (F + B) of the busiest replica, or M of its messages and its share of the sums
-    F of all before j and a message over each cut there, its work, then B back to stage i with as many messages,
-    and i's sums and update; of the first stage at least nothing
+    0   M (F + B) of the busiest replica, or M times its messages and its share of the sums
+    1   F(i) + a message over each cut up to i + work + the stage's sums and update
+    2   F(i) + two messages over each cut up to i + work + B(i) + the greatest u(k) of this stage and those before it
+        u(k) = sums and update of stage k - B(its first cut) - a message over each cut up to there, or 0 if that is more
 
-Its work is the busiest replica's, or what is left of it after the first gradient, which has been to the last stage and
-back, or as many such ways as its microbatches in flight allow.
+In layer 2 the last gradient returns to stage k, which updates then. Work is that of the busiest replica, or what is
+left of it after its first gradient, which has been to the last stage and back, or as many such ways as its microbatches
+in flight allow.
 
-What lies after a cut and a device takes at least as much as the dynamic program says: rows of stages are listed best
-first by it, and so are those one step from a row.
+    rest[e, layer, i] = least over j, r of max{ stage(i, j, r, e), rest[e - r, layer, j] } + messages over cut i
+
+Each layer is minimised alone, so that `rest` is at most what any row after a cut takes: best-first search over first
+parts of rows (`Rows.best_first`) yields rows in the order of their bounds. O(n^2 D^2) for n cuts and D devices.
 """
 
 from __future__ import annotations
@@ -68,9 +74,9 @@ class Rows:
         self._behind = self._least_behind(costs)
 
     def _tables(self, model: Model, costs: RangeCosts) -> None:
-        """By devices e from a stage on to the end and its replicas: [e, r - 1, layer, i, j] seconds of the stage,
-        infinite where it does not fit the memory under any treatment; its sums and update less B of all
-        before. [a, b, layer, i] messages over the cut before it to device b."""
+        """Sets `_seconds` [e, r - 1, layer, i, j]: a stage's part of each layer, infinite where no treatment fits the
+        memory; `_update` [e, r - 1, i, j]: u of the stage, messages apart; and `_messages` [a, b, layer, i]: seconds
+        over cut i between device a and device b of the stage before it."""
         ends, rules, m, fastest = np.asarray(self.ends), model.rules, self.sample.batch, costs.topology.fastest
         n, every, streams = len(ends), np.arange(self.num_devices), costs.rule.is_asynchronous
         is_ahead = np.tri(n, k=-1, dtype=bool).T & model.cuts.inside[np.ix_(ends, ends)]
@@ -103,8 +109,8 @@ class Rows:
             self._update[e, : len(r)] = 0.0 if streams else behind - back
 
     def _least_behind(self, costs: RangeCosts) -> Floats:
-        """[e, layer, i] of all stages from cut i on, on e devices or fewer of the last node that these end with. Idle
-        devices stay after the last stage, before the first, and before a node's end."""
+        """[e, layer, i] `rest` of the module's recurrence: the stages after cut i on e devices to the end, some of
+        them idle after the last stage or before a node's end. Layer 1 counts layer 2 of later stages plus u, too."""
         size, most = self._size, self.num_devices
         found = np.full((most + 1, 3, len(self.ends)), np.inf)
         found[: (1 if size == most else size) if costs.is_uniform else most, :, -1] = 0.0
@@ -185,7 +191,7 @@ class Rows:
                 yield (*cuts[:s], *cuts[s + 1 :]), (*row[: 2 * s - 1], *row[2 * s + 1 :])
 
     def _least(self, cuts: np.ndarray, rows: np.ndarray) -> Floats:
-        """[ways] least seconds, infinite where a stage is none."""
+        """[ways] bounds of layouts [s], infinite where a stage is impossible; cuts [ways, S + 1], rows [ways, 2 S]."""
         found, ahead, update = np.zeros((len(cuts), 3)), np.zeros((len(cuts), 3)), np.zeros(len(cuts))
         begin = self.num_devices - rows[:, 0]
         for s in range(cuts.shape[1] - 1):
@@ -199,7 +205,8 @@ class Rows:
         return np.asarray(found.max(axis=1))
 
     def _way(self, e: Evaluated) -> _Way | None:
-        """Cuts and row of a layout; None where it is no row of this order, or has other cuts."""
+        """Positions in `ends` of a layout's cuts, and its row; None where its ranks are not in a row of this order, or
+        `ends` lacks one of its cuts."""
         c, every = e.configuration, own_ranks(self.order, self._size, range(self.num_devices))
         if replace(c, pipeline=1, data=1, ranks=None) != self.sample or not {*e.ends} <= {*self.ends}:
             return None

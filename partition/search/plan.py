@@ -242,8 +242,8 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
 def _ranked(
     search: PlanSearch, found: Sequence[Evaluated], at: int, *, order: Sequence[int], one: Profile, num_runners_up: int
 ) -> Plan:
-    """One of those that were found as a plan, the others as its runners-up. One profile says the size of its
-    microbatch."""
+    """The plan of `found[at]`, with the others as its runners-up. `one`: a profile, which shows whether
+    microbatch sizes are known."""
     best, topology, says_size = found[at], search.evaluator.topology, one.microbatch_size is not None
     notes = [f"{CHOSEN}{label(best)}", *best.model.notes]
     if not says_size:

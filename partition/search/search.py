@@ -3,7 +3,10 @@
     work alone  ->  cuts, nothing run again  ->  the least that must  ->  memory, what is recomputed  ->  simulated
     (every one)                 (while they may win: bound below the best simulated step)
 
-Each step makes the bound of a configuration larger or leaves it; the next one to look at is the one with the least.
+Branch and bound: an entry of the queue is a configuration with a lower bound of its simulated step [s]. A step with it
+never lowers the bound, and the entry with the least bound is next. So when this bound reaches the best simulated step,
+that step is optimal among all configurations and the cuts looked at. A search that stops earlier (`max_simulated`,
+`seconds`, programs too long to simulate) reports the least bound left (`Searched.least_left`).
 """
 
 from __future__ import annotations

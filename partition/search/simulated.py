@@ -196,10 +196,11 @@ def long_batch(
 
 
 def _round_seconds(ranks: Sequence[RankTrace], *, size: int, num_ranks: int, num_chunks: int) -> float | None:
-    """Seconds of the last steady round, of `size` microbatches, if all under way is that much after the round before.
+    """Seconds of the last steady round of `size` microbatches; None if the starts in it are not all equally later than
+    in the round before.
 
-    What is under way came within the last P microbatches. What a longer batch does differently begins with the first
-    drain of any rank.
+    Compared are the starts of the last P + size microbatches on each rank, which hold all that is under way, before the
+    first drain of any rank: there a longer batch begins to differ.
     """
     drain = min([span for span in rank.compute if span.what.op is Op.F][-1].end for rank in ranks)
     back, stretch = 2 * num_chunks * size, 2 * num_chunks * (num_ranks + size)

@@ -88,13 +88,14 @@ class MeasuredProfiles:
         self.chooses: bool | None = None if is_open and len(self._ways) > 1 else False
 
     def decided(self, *, chooses: bool, groups: Sequence[Sequence[int]] | None = None) -> MeasuredProfiles:
-        """The same of these tensor groups; None: of any of neighbours, at the pace of the slowest."""
+        """A copy in which `chooses` is decided, with sums over these tensor groups; None: over all groups of
+        neighbours, at the pace of the slowest."""
         found = copy(self)
         found.chooses, found._groups = chooses, groups
         return found
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
-        """The measured one, with the sums over the tensor ranks."""
+        """The measured profile, with the seconds of its sums over the tensor ranks."""
         if tensor not in self._ways:
             fail("tensor", tensor, f"one of the profiles', {', '.join(map(str, self._ways))}, or one more profile")
         found = self._profiles[microbatch_size, tensor]

@@ -3,7 +3,8 @@
     best_s[i] = min over j of max{ cost_s(i, j), best_s+1[j] },   best_S[n-1] = 0
 
 cost_s(i, j) is what stage s costs between cuts i and j, infinite where it does not fit. Of several answers the one
-with the least sum of squares is taken, thus the evenest, then the one whose earlier stages are longest.
+with the least sum of squares is taken, thus the evenest, then the one whose earlier stages are longest: a second pass
+with the sum of cost_s^2 in place of the maximum, over stages that cost at most best_0[0].
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def even_stages(cost: CostOf, num_stages: int, num_cuts: int) -> tuple[tuple[int
 
 
 def equal_stages(cuts: Cuts, num_stages: int) -> tuple[int, ...] | None:
-    """As many nodes in each stage as can be: what is done by hand. None where the graph does not let it."""
+    """Cuts into stages of nearly equal numbers of nodes, as made by hand; None where the graph has no such chain."""
     sizes = cuts.members.sum(axis=1)
     ends = [0]
     for stage in range(1, num_stages):
@@ -74,7 +75,7 @@ def equal_stages(cuts: Cuts, num_stages: int) -> tuple[int, ...] | None:
 
 
 def all_stages(inside: Bools, num_stages: int, *, limit: int) -> list[tuple[int, ...]] | None:
-    """Every way to make S stages; None where they are more than `limit`."""
+    """Every way to make S stages; None if there are more than `limit`, or more than 20 times that many partial ways."""
     last = len(inside) - 1
     found: list[tuple[int, ...]] = []
     steps = 0

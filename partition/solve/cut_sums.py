@@ -1,7 +1,8 @@
 """Sums over the cuts of a profile: what the stage between any two of them computes, holds and sends.
 
-Most figures of a stage are differences of a column: column[last] - column[first]. The largest of a stage's nodes is
-not; it is in a table of all pairs of cuts.
+Most figures of the stage between cuts i and j are differences of a column, column[j] - column[i]; of weights that
+several of its nodes share (`Cuts.tied`), the difference less all but one of them. The largest of a stage's nodes is in
+a table of all pairs, since for any cut k between them largest[i, j] = max(largest[i, k], largest[k, j]).
 """
 
 from __future__ import annotations

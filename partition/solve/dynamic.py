@@ -1,18 +1,21 @@
 """The dynamic program over stages: exact for the default model on any hierarchy of links, or on a coarser grain.
 
-It makes small the costs of a stage of which only its own range of devices is known. Devices are counted from the END of
-the pipeline: the last stage has devices 0.., so that a stage of r replicas with e devices from itself on to the end has
-devices e-r..e-1, its consumer those below and its producer those above.
+    best[i, e] = min over j, r of max{ seconds(i, j, r, e), best[j, e - r] }        the bottleneck after cut i (`solve`)
+
+seconds(i, j, r, e) is the least that the stage between cuts i and j can take [s a microbatch], as far as its own range
+of devices determines it. Devices are counted from the END of the pipeline: the last stage has devices 0.., so that a
+stage of r replicas with e devices from itself to the end has devices e-r..e-1, its consumer those below and its
+producer those above.
 
     stage       4 3 | 2 2 2 2 | 1 | 0 ...         here r = 4, e = 6: devices 2..5
     device      0 1 | 2 3 4 5 | 6 | 7 ...
 
-The two lanes of `stage_cost`, a microbatch, and `memory.stage_parts`, with four things that only the whole plan
-shows left at the least that they can be: messages go to the neighbour's nearest device (and to no more consumers than
-there are devices after it), the replicas have equal shares of them, they keep a rank as busy as those of the quickest
-level do, and gradients are summed once in U = M microbatches (where M is not given, once each replica has had one).
-Microbatches in flight: ceil(e/r), the warm-up of 1F1B's order plus one, and no more than a replica's share of a batch
-that is flushed.
+It has the two lanes of `stage_cost`, per microbatch, and the memory of `memory.stage_parts`. Four things that only the
+whole plan shows have their least values: messages go to the neighbour's nearest device (and to no more consumers than
+there are devices after the stage); the replicas have equal shares of them; messages keep a rank as busy as those over
+the quickest level of links; and gradients are summed once in U = M microbatches (where M is not given, once each
+replica has had one). Microbatches in flight: ceil(e/r), the warm-up of 1F1B's order plus one, and, of a batch that is
+flushed, no more than a replica's share of it.
 """
 
 from __future__ import annotations
@@ -109,7 +112,7 @@ class RangeCosts:
         return float(self.topology.memory_bytes[0]) - self._beside
 
     def per_replica(self) -> RangeCosts:
-        """The same, without M: all replicas of a stage have equal work, for any batch."""
+        """A copy of these costs for a batch of any size (M None): all replicas of a stage have equal work."""
         other = copy(self)
         other.num_microbatches = None
         return other
@@ -134,7 +137,8 @@ class RangeCosts:
         )
 
     def per_byte(self, first: Index, last: Index) -> Floats:
-        """Seconds a byte over the slowest link of a range of devices; slow network cards count outside a node."""
+        """[s/byte] over the slowest link among devices `first`..`last`, numbered from the end of the pipeline; slow
+        network cards count where the range leaves a node."""
         levels = self.topology.levels_between(first, last)
         seconds: Floats = self.seconds_a_byte[levels]
         if self.topology.has_equal_links:
@@ -142,6 +146,7 @@ class RangeCosts:
         return np.where(levels > 0, seconds * self._link_slowness[first, last], seconds)
 
     def in_flight(self, r: Index, e: Index) -> Indices:
+        """Microbatches that each of r replicas holds at most, with e devices to the end (see the module)."""
         depth = -(-np.asarray(e) // r)
         if not self.rule.is_asynchronous and self.num_microbatches is not None:
             depth = np.minimum(depth, -(-self.num_microbatches // np.asarray(r)))
@@ -166,7 +171,7 @@ class RangeCosts:
         return np.maximum(np.asarray(fixed + at.in_flight * each, dtype=np.float64), behind)
 
     def parts(self, sums: StageSums, *, replicas: Any = 1) -> tuple[Floats, Floats, Floats]:
-        """Bytes on each device of a stage in any case, for each microbatch in flight, and after a batch."""
+        """Bytes on each device of a stage: fixed, more per microbatch in flight, and all of them after a batch."""
         M, streams = self.num_microbatches, self.rule.is_asynchronous
         messages = np.inf if M is None else -(-M // np.asarray(replicas))
         place = RankPlace(
@@ -302,6 +307,7 @@ class _Table:
             first = last + 1
 
     def _block(self, first: int, last: int) -> _Block:
+        """Pairs with `first` to `last` devices, in units: by devices, then by replicas, both ascending."""
         counts = np.array(self.most[first : last + 1])
         devices = np.repeat(np.arange(first, last + 1), counts)
         starts = np.cumsum(counts) - counts
@@ -345,6 +351,7 @@ class _Table:
         return found
 
     def _rest(self, first: int, devices: int) -> list[SolvedStage]:
+        """The stages after cut `first` on `devices` devices that attain `best`, by the rule for ties."""
         stages = []
         while devices:
             block = self._block(devices // self.unit, devices // self.unit)

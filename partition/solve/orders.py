@@ -1,4 +1,8 @@
-"""Orders of unequal nodes along the pipeline."""
+"""Orders of unequal nodes along the pipeline: each changes which devices the first and the last stages run on.
+
+Nodes of one kind are exchangeable, so n nodes of which n_k are of kind k have n! / (n_1! n_2! ..) different orders; all
+are returned up to MAX_ORDERS (`node_orders`).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,8 @@ def canonical_order(cluster: Cluster) -> tuple[int, ...]:
 
 
 def own_ranks(order: Sequence[int], size: int, ranks: Iterable[int]) -> tuple[int, ...]:
-    """Ranks of a cluster whose node i is in place `order[i]`, as the ranks of that place; `size` ranks a node."""
+    """Ranks of the reordered cluster as ranks of the given one: node i of the former is node `order[i]` of the latter,
+    with `size` ranks per node."""
     return tuple(order[rank // size] * size + rank % size for rank in ranks)
 
 

@@ -96,15 +96,15 @@ class PredictionCheck:
         return next(each for each in self.causes if each.name == name.value)
 
     def matters_alone(self, each: InputCheck) -> bool:
-        """Whether an input alone changes the step by 1%."""
+        """Whether an input alone changes the step by 1% or more."""
         return abs(each.alone or 0.0) >= _MATTERS * self.predicted
 
     @property
     def wrong(self) -> tuple[InputCheck, ...]:
         """Inputs to measure again, those that change the step most first.
 
-        They are off by 5% or more, and each alone is worth 1% of the step; for a cause worth 1% of which no single
-        input is, the input with the most seconds.
+        Of the inputs that are off by 5% or more: each that alone changes the step by 1%; and for a cause that changes
+        it by 1% though none of its inputs does alone, the input with the largest `seconds`.
         """
         off = [each for each in self.inputs if abs(each.measured - each.predicted) >= _OFF * each.predicted]
         found = [each for each in off if self.matters_alone(each)]
@@ -181,7 +181,7 @@ def check_prediction(
 
 
 def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
-    """The median steps in the order of their seconds; their median is that of all."""
+    """At most _MOST_REPLAYED steps, ascending by seconds: as many are dropped at either end, so the median stays."""
     ordered = sorted(steps, key=lambda each: each.batch_seconds)
     aside = max(0, (len(ordered) - _MOST_REPLAYED + 1) // 2)
     return ordered[aside : len(ordered) - aside]
@@ -267,7 +267,7 @@ def _ranks(predicted: Timeline, measured: Timeline, costs: Costs) -> tuple[tuple
 
 
 def _by_rank(timeline: Timeline, overhead: Mapping[Action, float]) -> list[dict[str, float]]:
-    """[P] seconds per batch, by name; `overhead` is part of an action [s]."""
+    """[P] seconds per batch by name; `overhead`: of each action, seconds to count as between actions, not compute."""
     batches, found = max(1, num_batches(timeline)), []
     for trace, idle in zip(timeline.ranks, attribute_idle(timeline), strict=True):
         between = sum(overhead.get(span.what, 0.0) for span in trace.compute)

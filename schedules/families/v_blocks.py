@@ -111,10 +111,13 @@ _FULLEST = 6  # blocks that are tried under a limit
 
 
 def fitting_blocks(num_ranks: int, num_microbatches: int, memory_limit: float) -> Iterator[Schedule]:
-    """Schedules of F and B whose blocks fill a limit in chunk activations, between those of `v-min` and of `zb-v`.
+    """Schedules of F and B for a limit between the memory of `v-min` and that of `zb-v`, the fullest first.
 
     The first `turn` ranks take steps of one kind, the others of the next (as the adaptive schedules of controllable
-    memory); pauses at the turns are chosen so that the fewest steps coincide.
+    memory). The pauses between the four legs of a block are those with which the fewest slots of a rank coincide.
+
+    Arguments:
+        memory_limit: chunk activations that the fullest rank may hold, on average and with the shortest pauses.
     """
     kinds = [(fast, slow, turn) for fast, slow in pairwise(_STEPS) for turn in range(num_ranks)]
     sizes = sorted(((_alive(_slots(num_ranks, *kind, (1, 1, 1))), kind) for kind in kinds), reverse=True)

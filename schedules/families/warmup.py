@@ -47,10 +47,10 @@ def replica_counts(replicas: Sequence[int] | None, num_ranks: int) -> list[int]:
 
 
 def plain_warmup(counts: Sequence[int], stage: int) -> int:
-    """Forwards of one replica ahead of its backwards, so that all ranks after it have work.
+    """Forwards that one replica of `stage` runs ahead of its backwards, so that all ranks after it have work.
 
-    P - 1 - s without replicas. PipeDream's rule (Narayanan et al., SOSP 2019).
-    One more microbatch than this is in flight at once.
+    P - 1 - s without replicas; one more microbatch is in flight at once. `counts`: [S] replicas of each stage.
+    PipeDream's rule (Narayanan et al., SOSP 2019).
 
     >>> [plain_warmup([1, 1, 1], stage) for stage in range(3)], plain_warmup([2, 1, 1], 0)
     ([2, 1, 0], 1)

@@ -62,8 +62,8 @@ def zb_h2(*, num_ranks: int, num_microbatches: int) -> Schedule:
 
     With equal stages, W at most F and I and a latency c of at most W/2, the longest span of a rank is M (F+I+W) +
     (P-1)(F+I-2W+2c) when M >= 2P-1, and (M+P-1)(F+I) + W + 2c(P-1) below. The makespan is at least M (F+I+W) +
-    (P-1)(F+c), as with any order: the zero bubble is one of the span, real only where a step begins on a rank before
-    the last one has ended on the others. Each rank holds min(M, 2P-1) activations, from F to W.
+    (P-1)(F+c), as with any order. So it is the span that has no bubble, which saves time only where a rank begins the
+    next step before the others have ended this one. Each rank holds min(M, 2P-1) activations, from F to W.
     """
     return zb_handcrafted("zb-h2", num_ranks=num_ranks, num_microbatches=num_microbatches, steps=2)
 

@@ -149,7 +149,7 @@ class _Exchange:
 def _with_group_steps(
     program: tuple[Action, ...], size: int, sharing: Sharing, versions: Versions, *, is_sharded: bool
 ) -> list[tuple[Work, int]]:
-    """The work of a rank of a stream, each step with the position of the action that it belongs to.
+    """The work of one rank of an asynchronous schedule, each step with the position of the action that it belongs to.
 
     REDUCE_GRAD and GRAD_NORM come after the last backward of their group (of `size` microbatches) on the rank, or with
     its update, if the rank has no backward in it. UNSHARD comes before the first action that uses a version which the
@@ -256,6 +256,8 @@ class _Incoming:
         self._deadline = deadline
 
     def post(self, at: int, call: int | None) -> list[Transfer]:
+        """Receives to post before the step at position `at` of the work: due there, or within the limit, and sent by
+        call `call` (None: any)."""
         posted = []
         while self._next < len(self._messages):
             message = self._messages[self._next]

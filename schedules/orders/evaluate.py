@@ -174,7 +174,7 @@ class OrderEvaluator:
         return max(end - first for end, first in zip(last, firsts, strict=True))
 
     def has_room(self, rank: int, order: Sequence[int]) -> bool:
-        """Whether a rank stays within its memory limit."""
+        """Whether a rank that runs the codes in `order` stays within its memory limit after each of them."""
         limit, change = self.limits[rank], self.change
         if limit == math.inf:
             return True

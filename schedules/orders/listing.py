@@ -70,7 +70,7 @@ class Lister:
         ]
 
     def _path_seconds(self) -> list[float]:
-        """Seconds of the first microbatch before each F, then before each I."""
+        """[2 S] seconds from the start to F of the first microbatch on each stage, then to its I, without any waits."""
         problem, S = self.problem, self.problem.num_stages
         seconds, now = [0.0] * (2 * S), 0.0
         for s in range(S):
@@ -242,7 +242,7 @@ class _List:
 def refill(
     evaluator: OrderEvaluator, orders: Orders, *, fill: Sequence[float], backlog: Sequence[int]
 ) -> Orders | None:
-    """The order with its W placed anew and F and I unchanged; None if that exceeds the memory.
+    """The order with its W placed anew and the order of F and I unchanged; None if that exceeds the memory.
 
         F0 F1 I0 .  I1 .  I2          F0 F1 I0 W0 I1 W1 I2 W2        a W precedes an F or I that would wait for most of
                                                                      its seconds, or that lacks memory
@@ -390,7 +390,7 @@ def changed_weights(
 
 
 def _line(number: int, random: Random) -> list[int]:
-    """Changes along the ranks: of one, of some neighbours, or a slope."""
+    """[number] random whole changes along ranks or stages: of one, of a range alike, or rising or falling along all."""
     step = random.choice((-1, 1)) * (1 if random.random() < 0.6 else 1 + int(random.random() * 4))
     kind = random.random()
     if kind < 0.4:

@@ -383,6 +383,7 @@ class ChainSearch:
         return best
 
     def _child(self, now: Arranged, limit: float) -> Arranged | None:
+        """A child made in the three steps of the module, with a cost below `limit`; None if none is found."""
         random = self.random
         cut, ranks = self._changed(now.cut, now.ranks)
         while random.random() < 0.25:
@@ -415,6 +416,8 @@ class ChainSearch:
         return child if child.cost < limit else None
 
     def _orders(self, now: Arranged, steps: int, hot: float, cold: float) -> Arranged:
+        """Annealing of the order alone, from temperature `hot` to `cold` (times the ideal seconds): the best found, or,
+        at one temperature, the last."""
         best = now
         for step in range(steps):
             if self.is_over():

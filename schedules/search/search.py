@@ -66,7 +66,7 @@ class OrderingSearch:
         self.evaluator = OrderEvaluator(problem)
         self.lister = Lister(self.evaluator)
         self.incumbent: Incumbent[Orders] = Incumbent(budget, bound=bound, on_progress=on_progress)
-        self._any = problem.num_microbatches * problem.num_stages  # W that a rank may put off
+        self._any = problem.num_microbatches * problem.num_stages  # a backlog that no rank reaches: all W may wait
         self._elites: list[tuple[float, int, Orders]] = []
         self._policies: list[tuple[float, int, Policy]] = []
 
@@ -142,6 +142,8 @@ class OrderingSearch:
         return (self.incumbent.budget.seconds - self.incumbent.elapsed) / 2
 
     def _round(self) -> None:
+        """Tries changes of one of the best policies, each kept if no worse, and for every fourth try one of the first
+        policies that are left; then places W anew, and slides."""
         at = min(int(self.random.expovariate(0.7)), len(self._policies) - 1)
         value, _, policy = self._policies[at]
         for n in range(_POLICIES):

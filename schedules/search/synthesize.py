@@ -128,7 +128,7 @@ def synthesize(
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Synthesis:
-    """Search for the schedule of one flush batch that takes least.
+    """Search for the schedule of one flush batch that takes the fewest seconds.
 
     It begins with every named family that has this placement and fits the memory, so that none of them is better, and
     ends when its lower bound is reached or its budget is spent. The same seed and `evaluations` give the same schedule
@@ -154,10 +154,10 @@ def synthesize(
         links: the network between ranks. The search ignores queueing; where messages have sizes, or sums share the
             links, its best orders and all named ones are then simulated.
         start: a schedule to begin with, besides the named ones.
-        seconds: at most so long it searches (wall clock).
-        evaluations: at most so many orders it tries, counting each slide, and as many again if `kept_share` is below 1,
-            so that a smaller share is never worse; None: as many as there is time for.
-        seed: of its random choices.
+        seconds: wall clock that the search may take.
+        evaluations: most orders that it tries, counting each slide, and as many again if `kept_share` is below 1, so
+            that a smaller share is never worse; None: as many as there is time for.
+        seed: of the random choices.
         on_progress: called with each improvement.
 
     Raises ValueError for arguments that do not fit, MemoryLimitError (a ValueError) for a limit that no schedule can
@@ -243,7 +243,8 @@ class Portfolio:
     def _plain(
         self, posed: Posed, start: Schedule | None, *, left: int, problem: Problem | None = None
     ) -> float | None:
-        """One of `left` remaining searches; returns the best value [s], None if nothing can win."""
+        """Search one placement, as one of `left` remaining searches that share the budget. Returns the best value [s];
+        None if links queue and no order can beat the best so far."""
         queues = _queues(posed.request.links, posed.problem)
         search = self._search(posed, problem or posed.problem, left, reports=not queues)
         share = search.incumbent.budget

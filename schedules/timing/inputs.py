@@ -59,8 +59,8 @@ class Input(NamedTuple):
     """One number that a step is simulated from.
 
     kind: "F", "B", "I", "W", "overhead", "message", "sum", "held", "gather", "update", "norm" or "around".
-    at: its stage, of an action of a stage on several ranks (stage, rank); of a message (sending rank, receiving rank);
-        of a sum all stages whose gradients it adds up.
+    at: (stage,), or (stage, rank) for an action of a stage on several ranks; for a message (sending rank, receiving
+        rank); for a sum all stages whose gradients it adds up.
     """
 
     cause: Cause

@@ -250,7 +250,7 @@ class _Simulation:
         return filled
 
     def _let_go(self, pair: tuple[int, int], now: float) -> list[int]:
-        """Messages leave whose receives are posted; returns the slots that they fill."""
+        """Send the held messages of a pair of ranks whose receives are posted; returns the slots that they fill."""
         filled, posted, held = [], self.posted[pair], self.held[pair]
         while posted and held:
             transit, slot = held.popleft()

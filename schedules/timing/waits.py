@@ -50,6 +50,7 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
         return Idle(drain=drain, update=start - previous - drain)
 
     def before_compute(action: Action, before: Action, previous: float, start: float) -> Idle:
+        """The gap from `previous`, the end of `before` on the rank, to `start`, when `action` begins [s]."""
         made = arrival = previous
         for _, end, way in waited[action]:
             # A window of a stream lacks the makers of its first messages, but has their spans.

@@ -114,7 +114,7 @@ def starts_of(paths: Iterable[Path]) -> frozenset[str]:
 
 
 def processes_by_host(paths: Iterable[Path]) -> dict[str, frozenset[int]]:
-    """Processes by host, likewise; under "" those whose files are missing."""
+    """Processes by host, from the headers of some files; under "" those whose files are missing."""
     found: dict[str, set[int]] = {}
     size = 0
     for header in _headers_in(paths):

@@ -31,7 +31,7 @@ class Patches(ExitStack):
     """Methods of classes that have others within; put back in the reverse order, since several may share one."""
 
     def put(self, kind: type, name: str, make: Callable[[Any], Any]) -> bool:
-        """Give a class what `make` makes of its method; False for a class of an extension."""
+        """Replace a method of a class by `make(method)` within this context; False if the class is of an extension."""
         original, own = getattr(kind, name), kind.__dict__.get(name, _MISSING)
         try:
             setattr(kind, name, make(original))

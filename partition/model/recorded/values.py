@@ -191,7 +191,7 @@ class Owners:
         return self._owner.get(id(tensor), _GLUE) != _GLUE
 
     def refuse(self, tensor: torch.Tensor, what: str) -> RefusedError:
-        """The error for what is done with a tensor that is no call's result, such as "is used"."""
+        """The error for a use (`what`, such as "is used") of a tensor that is not the result of a recorded call."""
         unit = self._names.get(self._owner.get(id(tensor), _GLUE))
         maker = (
             f"{unit} made and did not return"
