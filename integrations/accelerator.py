@@ -135,7 +135,8 @@ class PipelineAccelerator(Accelerator):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         def reduced(*pieces: Any) -> Any:
-            total = torch.stack(pieces).sum(0).to(self.device) * scale
+            total = torch.stack(pieces).sum(0).to(self.device)
+            total = total if scale == 1.0 else total * scale  # integers stay integers
             return total / len(pieces) if reduction == "mean" else total
 
         pieces = [tensor] if self._replica[1] == 1 else from_all(tensor, self._replica[0])
@@ -209,7 +210,7 @@ class PipelinedModel(nn.Module):
         else:
             if self.training:
                 pipe.verify_if_due(*args, **kwargs)  # with all replicas' microbatches weighed alike
-            self._total = max(float(self.weigh(*args, **kwargs)), 1.0)
+            self._total = float(self.weigh(*args, **kwargs)) or 1.0
             if self.training:
                 loss = torch.tensor(pipe.forward_backward(*args, **kwargs).loss, device=accelerator.device)
                 accelerator._loss = loss

@@ -209,7 +209,7 @@ def _number(where: str, text: str) -> float:
 def estimated(training: MeasuredTraining, device: DeviceModel) -> float:
     """Seconds of one step without a simulation: all work of the busiest rank, one microbatch of the other ranks (fill
     and drain), messages of the first and the last microbatch, and the update with the sums of gradients."""
-    P, V, S = training.pipeline, training.chunks, training.num_stages
+    P, S = training.pipeline, training.num_stages
     formulas = LayerFormulas(
         training.model,
         microbatch_size=training.microbatch_size,
@@ -235,7 +235,7 @@ def estimated(training: MeasuredTraining, device: DeviceModel) -> float:
     link = outer if training.num_devices > NODE else inner
     message = layer.activation_bytes / training.tensor / link.bandwidth
     busiest = max(work[rank::P].sum() for rank in range(P))
-    first = work[:P] if V > 1 else work  # the first chunk of each rank
+    first = work[:P]  # the first chunk of each rank
     fill = first.sum() - first.max()
     return float(training.num_microbatches * busiest + fill + 2 * (S - 1) * message + tied + update[::P].sum())
 

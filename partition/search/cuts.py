@@ -158,12 +158,14 @@ class _EvenCosts:
         if not math.isfinite(limit) and "none" in self.rules.recompute:
             return plain
         held = self._held(p)[chunk]
-        key = (id(plain), held, flight.versions, limit, speed)  # `plain` is one for each pair of links
+        offloads = self.rules.offloads and self.place.hosts[p] > 0
+        # `plain` is one for each pair of links
+        key = (id(plain), held, flight.versions, limit, speed, offloads, self.counts[p], self._tensor_of_messages(p))
         if key in self._made:
             return self._made[key]
         made, sums = np.full_like(plain, np.inf), self.sums[self.c.tensors[p]]
         ways = [(recompute, held) for recompute in self.rules.recompute]
-        if self.rules.offloads and self.place.hosts[p] > 0:
+        if offloads:
             ways.append(("none", min(held, _MOVING)))
         for recompute, held in ways:
             row, spare = sums.under(recompute), limit - self._bytes(p, held, recompute)
@@ -183,9 +185,13 @@ class _EvenCosts:
             self._fullest[p] = held[int(held.sum(axis=1).argmax())].tolist()
         return self._fullest[p]
 
+    def _tensor_of_messages(self, p: int) -> int:
+        return min(self.c.tensors[max(0, p - 1) : p + 2])
+
     def _bytes(self, p: int, held: float, recompute: str) -> Floats:
         counts, versions, size = self.counts[p], self.flights[p].versions, self.c.tensors[p]
-        key = (counts, versions, recompute, size)  # a place's messages follow from `counts`
+        tensor = self._tensor_of_messages(p)
+        key = (counts, versions, recompute, size, tensor)  # the number of messages follows from `counts`
         if key not in self._parts:
             divides = "full" in self.rules.sharding
             self._parts[key] = stage_parts(
@@ -193,7 +199,7 @@ class _EvenCosts:
                 RankPlace(
                     stages=(p,) * self.c.num_chunks,
                     replicas=counts,
-                    tensor=min(self.c.tensors[max(0, p - 1) : p + 2]),
+                    tensor=tensor,
                     limit=self.place.limits[p],
                     streams=family(self.c.schedule).rule.is_asynchronous,
                     num_messages=self.c.num_messages(p),

@@ -282,7 +282,8 @@ class Trials:
 
 
 def _seconds(tried: tuple[Plan, Plan]) -> float:
-    return tried[1].tried_seconds or 0.0
+    assert tried[1].tried_seconds is not None
+    return tried[1].tried_seconds
 
 
 def _kind(error: BaseException) -> str:

@@ -104,7 +104,7 @@ class HostShare:
         self._rest_of(self._process).touch()
 
     def fail(self, error: BaseException) -> None:
-        new = self._failure.with_suffix(".partial")
+        new = self._failure.with_name(f"{self._failure.name}.partial")
         new.write_text(f"{type(error).__name__}: {error}")
         new.rename(self._failure)  # a file that exists is complete
 

@@ -10,6 +10,7 @@ outputs of the first batch."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -300,7 +301,7 @@ class SlicedLoss:
             counts = [float(c) for _, c in others if c is not None]
             pairs = [(float(expected), sum(float(loss) for loss, _ in others)), (float(count), sum(counts))]
         for one, other in pairs:
-            if abs(one - other) > tolerance * max(abs(one), 1e-12):
+            if math.isfinite(one) and not abs(one - other) <= tolerance * max(abs(one), 1e-12):  # a slice may be nan
                 raise ValueError(
                     f"loss_fn makes {one:.9g} of whole sequences and {other:.9g} of their {len(spans)} slices: "
                     f"expected a mean over all tokens, or (sum, count) where some do not count, of outputs and targets "

@@ -70,7 +70,7 @@ def encode(value: object, *, what: str) -> Json:
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, what=what)
-    if isinstance(value, np.ndarray) and value.dtype != object:
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "OV":  # objects, and records of fields
         return {"array": str(value.dtype), "shape": list(value.shape), "data": _text(value.tobytes())}
     if isinstance(value, bytes):
         return {"bytes": _text(value)}

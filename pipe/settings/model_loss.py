@@ -97,14 +97,14 @@ class ModelLoss:
         self._weight = _known_weight(model) if weight is None else weight
 
     def __call__(self, output: object, weight: torch.Tensor) -> LossValue:
-        """(weight * loss, weight); a microbatch of weight 0, whose mean is nan, counts as 0, and so do its gradients."""
+        """(weight * loss, weight); a microbatch of weight 0, whose mean is nan, counts as 0 with its gradients."""
         loss = mean_of_model(output)
         if self.is_empty(weight):
             return Empty.apply(loss), weight
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight, weight
 
     def is_empty(self, weight: torch.Tensor) -> bool:
-        """Whether a microbatch has no items. Counts of labels on a GPU are not waited for: cross entropy copes with 0."""
+        """Whether a microbatch has no items. On a GPU counts of labels are not waited for: cross entropy copes."""
         known = callable(self._weight) or weight.device.type == "cpu"
         return known and not isinstance(weight, FakeTensor) and not weight
 

@@ -184,7 +184,7 @@ class Sequence(Style):
     def check(self, name: str, module: nn.Module, count: int) -> None:
         batch_norms = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
         own = list(module.children())
-        if own or isinstance(module, batch_norms) or not _is_by_position(module):
+        if own or isinstance(module, batch_norms) or not _is_by_position(module, self.dim):
             raise StyleError(
                 f"module {name!r} ({type(module).__name__}) cannot be cut by 'sequence': expected a module that "
                 f"computes each position independently, such as a LayerNorm, RMSNorm or Dropout"
@@ -353,21 +353,27 @@ def _gradients_summed(module: nn.Module, group: TensorGroup) -> Iterator[None]:
             module.__dict__.pop(name, None)
 
 
-def _is_by_position(module: nn.Module) -> bool:
-    """Whether each output depends only on the input at its position (dimension 1), tried on random numbers: the first
-    two of four give the same alone. So a causal module passes, too."""
+def _is_by_position(module: nn.Module, dim: int) -> bool:
+    """Whether each output depends only on the input at its position along `dim`, tried on random numbers: the first two
+    of four positions give the same alone, and in reverse order all give the same in reverse order."""
     widths = {p.shape[-1] for p in module.parameters(recurse=False)} or {6}
     if len(widths) > 1 and not isinstance(module, nn.Linear):
         return False
-    width = module.in_features if isinstance(module, nn.Linear) else widths.pop()
+    shape = [2] * max(2, dim + 1) + [module.in_features if isinstance(module, nn.Linear) else widths.pop()]
+    shape[dim] = 4
     like = next(module.parameters(recurse=False), torch.empty(()))
     was_training = module.training
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             module.train(False)
-            x = torch.rand((2, 4, width), dtype=like.dtype, device=like.device)
-            whole, part = module(x), module(x[:, :2])
-        return bool(whole.shape[:2] == (2, 4) and torch.allclose(whole[:, :2], part, atol=1e-5))
+            x = torch.rand(shape, dtype=like.dtype).to(like.device)
+            whole, part, reverse = module(x), module(x.narrow(dim, 0, 2)), module(x.flip(dim)).flip(dim)
+        first = whole.narrow(dim, 0, 2)
+        return bool(
+            whole.shape[:-1] == x.shape[:-1]
+            and torch.allclose(first, part, atol=1e-5)
+            and torch.allclose(whole, reverse, atol=1e-5)
+        )
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return False
     finally:

@@ -158,7 +158,7 @@ class Shards:
         """Gather the whole gradients of these parameters. Collective over the processes."""
         for stage in self._stages.values():
             parts = [part for part in stage if part.name in names]
-            wholes = [torch.empty_like(part.whole) for part in parts]
+            wholes = [torch.zeros_like(part.whole) for part in parts]
             for part, whole in zip(parts, wholes, strict=True):
                 if part.parameter.grad is not None:
                     part.of(whole).copy_(part.parameter.grad)

@@ -98,6 +98,8 @@ def differs(theirs: torch.Tensor, ours: torch.Tensor, *, tolerance: float, floor
     allowed = max(tolerance, _tolerance(one.dtype)) * max(size(one), floor)
     if torch.allclose(other, one.to(other.dtype), rtol=0.0, atol=allowed, equal_nan=True):
         return None
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return "has inf or nan in other places than the plain module's"
     apart = size(torch.where(one == other, torch.zeros_like(one), one - other))
     return f"differs from the plain module's by up to {apart:.3g} (largest element there: {size(one):.3g})"
 

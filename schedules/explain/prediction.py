@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from ..dependencies import Dependencies
 from ..ir import COMPUTE_OPS, Action, Op, Schedule
 from ..timing.costs import Costs
 from ..timing.inputs import Cause, Input, Values, calibrate, predicted_inputs
@@ -190,7 +191,7 @@ def _middle(steps: Sequence[Timeline]) -> list[Timeline]:
 def _refuse_others(schedule: Schedule, measured: Sequence[Timeline]) -> None:
     for each in measured:
         other = each.schedule
-        alike = ("placement", "owners", "num_microbatches", "weight_rule")
+        alike = ("placement", "owners", "num_microbatches", "num_slices", "weight_rule")
         if any(getattr(other, name) != getattr(schedule, name) for name in alike):
             raise ValueError(
                 f"measured under {other!r}, predicted for {schedule!r}: expected steps of the schedule that "
@@ -224,8 +225,15 @@ def _inputs(
 
 
 def _times(schedule: Schedule) -> Callable[[Input], float]:
-    """Occurrences of an input per step on the rank that has most."""
+    """Occurrences of an input per step on the rank that has most; of a message between its two ranks."""
     batches, groups = schedule.num_batches, max(1, schedule.groups_per_batch)
+    needs = Dependencies(schedule)
+    sent = Counter(
+        (one.sender, one.receiver)
+        for program in schedule.compute_programs
+        for action in program
+        for one in needs.departures(action)
+    )
     by_op: Counter[tuple[int, Op]] = Counter()
     by_stage: Counter[int] = Counter()
     for program in schedule.compute_programs:
@@ -241,7 +249,7 @@ def _times(schedule: Schedule) -> Callable[[Input], float]:
             case "overhead":
                 return by_stage[each.at[0]] / batches
             case "message":
-                return schedule.num_microbatches
+                return sent[each.at[0], each.at[1]] / batches
             case "sum" | "held" | "gather" | "update" | "norm" | "around":
                 return groups
         return by_op[each.at[0], Op(each.kind)] / batches

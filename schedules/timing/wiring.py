@@ -336,7 +336,7 @@ class ScheduleWiring:
                 if op in MOVE_OPS:
                     number = numbers[stage, rank] + (op is Op.RELOAD)
                     self.begins[rank].setdefault(lane, []).append((number, k))
-                elif op not in MOVE_OPS:
+                else:
                     lane += 1
 
     def _to_host(self, stage: int, rank: int, slots: tuple[int, int], table: CostTable) -> list[JointStep]:

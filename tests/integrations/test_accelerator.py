@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,3 +75,14 @@ def test_what_a_pipeline_cannot_follow_is_refused() -> None:
         model(torch.ones(4, 2))
     with pytest.raises(ValueError, match="gather_for_metrics of objects with a pipeline: expected tensors"):
         accelerator.gather_for_metrics(["a"])
+
+
+def test_sums_of_integers_stay_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale of 1.0 made float32 of them: 16,777,217 became 16,777,216."""
+    accelerator = pytest.importorskip("stagewright.integrations.accelerator", reason="needs accelerate: make extras")
+    one = torch.tensor([16_777_217])
+    monkeypatch.setattr(accelerator, "from_all", lambda tensor, replica: [tensor, tensor])
+    own = SimpleNamespace(_replica=(0, 2), device=torch.device("cpu"))
+    total = accelerator.PipelineAccelerator.reduce(own, one)
+    assert (total.item(), total.dtype) == (33_554_434, torch.int64)
+    assert accelerator.PipelineAccelerator.reduce(own, one.float(), "mean", scale=0.5).item() == 8_388_608

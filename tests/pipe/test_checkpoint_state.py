@@ -47,6 +47,8 @@ def test_values_come_back_with_their_types() -> None:
     assert isinstance(found[4], Counter)
     assert found[4][9] == 0
     assert math.isnan(decode(encode(math.nan, what="it")))
+    with pytest.raises(ValueError, match=r"it is .* of type ndarray, which a checkpoint cannot hold"):
+        encode(np.zeros(2, dtype=[("a", "f8")]), what="it")  # was saved, and could not be loaded
     assert type(decode(encode(np.float64(0.5), what="it"))) is float
     for name, dtype in DTYPES.items():
         tensor = torch.arange(6).reshape(2, 3).to(dtype)[:, :2]
@@ -236,7 +238,7 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", mkdir)
-        with pytest.raises(ValueError, match=r"no checkpoint was saved in .*: rank 0: .*Read-only file system\. Earlier"):
+        with pytest.raises(ValueError, match=r"no checkpoint was saved .*: rank 0: .*Read-only file system\. Earlier"):
             pipe.save(tmp_path / "c")
     pipe.train_step(X, Y)
     assert pipe.save(tmp_path / "c").path is not None

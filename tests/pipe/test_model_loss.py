@@ -223,3 +223,38 @@ def test_the_profiler_takes_keywords_and_a_models_own_loss() -> None:
         profile_model(model, {"tokens": WORDS}, loss_fn="model", target=LABELS)
     with pytest.raises(ValueError, match=r"have batch sizes \[3, 6\]: .*batch_dims="):
         profile_model(model, {"tokens": WORDS, "labels": LABELS[:3]})
+
+
+class MaskedMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.last(torch.tanh(self.first(x))).squeeze(-1)
+        return (y.square() * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "2bw"])
+def test_a_microbatch_without_items_has_no_gradients(schedule: str, recompute: str) -> None:
+    """Its own mean is 0/0: 0 times the infinity in its gradient made all weights nan, and the loss was finite."""
+    torch.manual_seed(0)
+    model = MaskedMean().double()
+    twin = copy.deepcopy(model)
+    x, mask = torch.randn(8, 4).double(), torch.tensor([1.0, 1, 0, 0, 1, 0, 1, 1]).double()
+    pipe = pipeline(
+        model,
+        schedule=schedule,
+        recompute=recompute,
+        loss_weight=lambda x, mask: mask.sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    loss = twin(x, mask)
+    loss.backward()
+    results = [pipe.train_step(x, mask), *(pipe.flush() if schedule == "2bw" else ())]
+    assert results[0].loss == pytest.approx(loss.item(), abs=1e-15)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    weights = pipe.full_state_dict()
+    for name, weight in twin.state_dict().items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-12, atol=1e-12)

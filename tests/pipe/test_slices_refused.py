@@ -126,6 +126,16 @@ def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
         pipe.forward_backward(*batch())
 
 
+def test_a_slice_whose_loss_is_nan() -> None:
+    tokens, targets = batch()
+    targets[:, 8:] = 0  # none of the last slice counts
+    pipe = PipelineModule(
+        chain(layers=1), schedule=Slices("seq1f1b", num_slices=3), num_microbatches=2, loss_fn=mean_of_some
+    )
+    with pytest.raises(ValueError, match=r"loss_fn makes .* of whole sequences and nan of their 3 slices"):
+        pipe.forward_backward(tokens, targets)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -197,3 +197,9 @@ def test_an_output_or_loss_that_is_rounding_alone_is_no_difference(
     assert told(loss=rounding) is None
     assert "output 1 of an evaluation" in (told(output=real) or "")
     assert "the loss is" in (told(loss=1 + 10_000 * real) or "")
+
+
+def test_an_infinity_differs_by_name() -> None:
+    said = differs(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, 2.0]), tolerance=1e-6)
+    assert said == "has inf or nan in other places than the plain module's"
+    assert differs(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.inf]), tolerance=1e-6) is None

@@ -300,6 +300,11 @@ def test_steps_of_another_schedule_are_refused() -> None:
     other = simulate(build("1f1b", num_ranks=2, num_microbatches=8), costs)
     with pytest.raises(ValueError, match="expected steps of the schedule that was predicted"):
         check_prediction(predicted, [other], costs=costs)
+    halves, quarters = (
+        simulate(build("seq1f1b", num_ranks=2, num_microbatches=4, num_slices=n), costs) for n in (2, 4)
+    )
+    with pytest.raises(ValueError, match="expected steps of the schedule that was predicted"):
+        check_prediction(halves, [quarters], costs=costs)
     with pytest.raises(ValueError, match="0 measured steps: expected at least one"):
         check_prediction(predicted, [], costs=costs)
 
@@ -334,3 +339,12 @@ def test_updates_beside_gathers_are_not_longer_updates() -> None:
     truth = simulate(schedule, costs, links)
     assert max(s.end - s.start for s in truth.ranks[0].compute if s.what.op is Op.U) > 0.5
     assert seconds_of(check_prediction(truth, [recorded(truth)], costs=costs, links=links)) == {}
+
+
+@pytest.mark.parametrize(("name", "options"), [("interleaved", {"num_chunks": 2}), ("seq1f1b", {"num_slices": 2})])
+def test_a_link_counts_the_messages_of_all_chunks_and_slices(name: str, options: dict[str, int]) -> None:
+    schedule = build(name, num_ranks=4, num_microbatches=8, **options)
+    steps = [simulate(schedule, Costs(latency=latency)) for latency in (0.1, 0.2)]
+    found = check_prediction(steps[0], steps[1:], costs=Costs(latency=0.1))
+    times = {each.what.at: each.times for each in found.inputs if each.what.kind == "message"}
+    assert times[0, 1] == 16

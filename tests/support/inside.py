@@ -158,7 +158,7 @@ _NAMES = {
     "pipe.shards.cutting": "cut_by_styles profile_cut",
     "pipe.shards.style": "uncut",
     "pipe.shards.shard": "Shard",
-    "pipe.shards.styles": "Column",
+    "pipe.shards.styles": "Column Sequence",
     "pipe.shards.tensor_group": "TensorGroup",
     "pipe.shards.tensor_option": "TensorParallelLike peers_in_parts read_tensor_parallel",
     "pipe.run.budget": "Budgets HeldMoments fit least",
