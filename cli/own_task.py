@@ -194,6 +194,8 @@ class OwnBatches(Iterator[Batch]):
             with self._random:
                 self._begin()
         within = self._made.state_dict() if isinstance(self._made, ReplicaLoader) else None
+        if within is not None and within["position"] == 0 and self._passed:  # it is at the next epoch
+            return {"epoch": self._epoch + 1, "passed": 0, "within": within}
         return {"epoch": self._epoch, "passed": self._passed, "within": within}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
