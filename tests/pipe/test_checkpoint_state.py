@@ -236,7 +236,8 @@ def test_a_folder_that_cannot_be_written_is_a_mistake(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", mkdir)
-        with pytest.raises(ValueError, match=r"no checkpoint was saved in .*: rank 0: .*Read-only file system\. Earlier"):
+        words = r"no checkpoint was saved in .*: rank 0: .*Read-only file system\. Earlier"
+        with pytest.raises(ValueError, match=words):
             pipe.save(tmp_path / "c")
     pipe.train_step(X, Y)
     assert pipe.save(tmp_path / "c").path is not None
