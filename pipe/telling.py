@@ -73,8 +73,8 @@ def tell_of_late_loss(schedule: str, *, rank: int) -> None:
 
 @contextmanager
 def told_if_slow(what: str, *, rank: int, silent: float | None = None) -> Iterator[None]:
-    """Context of work that may take long: reports after `silent` (SILENT_SECONDS) seconds, then each time after twice
-    as long."""
+    """Context of work that may take long: reports after `silent` seconds (None: SILENT_SECONDS), then each time after
+    twice as long."""
     if rank != 0:
         yield
         return
