@@ -128,9 +128,10 @@ def count_in_flight(schedule: Schedule, parts: Sequence[float] = ()) -> tuple[Mo
     for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True):
         # Replicas run the same actions of other microbatches, which all take as much.
         alike = program if parts or streams else tuple((stage, op) for stage, op, _ in program)
-        if (alike, version) not in known:
-            known[alike, version] = _of_program(program, stages, version, parts, streams=streams)
-        found.append(known[alike, version])
+        key = alike, tuple(stages), version
+        if key not in known:
+            known[key] = _of_program(program, stages, version, parts, streams=streams)
+        found.append(known[key])
     return tuple(found)
 
 

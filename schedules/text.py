@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 from .actions import COMPUTE_OPS, MOVE_OPS, Action, Op, ScheduleError
@@ -175,7 +176,7 @@ def _read_actions(rank: int, program: Any) -> tuple[Action, ...]:
         return _read_program(rank, program)
     try:
         return tuple(
-            Action.parse(given) if isinstance(given, str) else Action(int(given[0]), Op(given[1]), int(given[2]))
+            Action.parse(given) if isinstance(given, str) else Action(index(given[0]), Op(given[1]), index(given[2]))
             for given in program
         )
     except (ValueError, TypeError, IndexError) as error:

@@ -26,6 +26,8 @@ from ..schedules.timing.simulate import busy_seconds
 from ..schedules.timing.timeline import MeasuredStep
 from ..schedules.wording import duration, size
 
+_OF_PLAN = "predicted by the plan"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhibit:
@@ -82,7 +84,7 @@ class Exhibit:
         if timeline.measured and self.measured_peak is not None:
             return self.measured_peak, "measured"
         if self.predicted_peak is not None:
-            return self.predicted_peak, "predicted by the plan"
+            return self.predicted_peak, _OF_PLAN
         curves = self.curves(timeline)
         return (None, "") if curves is None else (tuple(curve.peak for curve in curves), "of the timeline")
 
@@ -91,7 +93,9 @@ class Exhibit:
         """Memory of the fullest rank, predicted and measured."""
         words = {}
         for caption, timeline in self.timelines:
-            peaks, _ = self.peaks(timeline)
+            peaks, how = self.peaks(timeline)
+            if timeline.measured and how == _OF_PLAN:  # the run has no figure of its own
+                continue
             held = f"{held_activations(timeline):.3g} activations of the model"
             words[caption.partition(",")[0]] = held if peaks is None else size(max(peaks, default=0.0))
         return words

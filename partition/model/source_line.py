@@ -50,10 +50,13 @@ def _fold(error: BaseException) -> None:
         if users and at < users[-1] and is_ours(entry.tb_frame.f_code.co_filename):
             left += 1
         else:
-            found = TracebackType(found, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            line = -1 if entry.tb_lineno is None else entry.tb_lineno  # None: generated code, as by dynamo
+            found = TracebackType(found, entry.tb_frame, entry.tb_lasti, line)
     if left and os.environ.get(_WHOLE) != "full":
         error.__traceback__ = found
-        error.add_note(f"({left} frames of stagewright are left out above; {_WHOLE}=full shows them)")
+        note = f"({left} frames of stagewright are left out above; {_WHOLE}=full shows them)"
+        if note not in getattr(error, "__notes__", ()):  # one error may be raised again and again
+            error.add_note(note)
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -379,10 +379,12 @@ class PlanSearch:
             for evaluated in choices:
                 if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
                     continue
-                can_win = evaluated.bound < self._best_seconds
-                if self._actions_left - cost < (0 if can_win else _REFINED_ACTIONS - _RUNNER_UP_ACTIONS):
+                if self._actions_left < cost:
                     yield from [best] * (best is not start)
                     return
+                can_win = evaluated.bound < self._best_seconds
+                if not can_win and self._actions_left - cost < _REFINED_ACTIONS - _RUNNER_UP_ACTIONS:
+                    continue
                 self._actions_left -= cost
                 with suppress(SizesError, MisfitError):  # too long, as no short batch replaces these cuts
                     simulated = self.evaluator.simulate(evaluated)

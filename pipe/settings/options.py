@@ -122,8 +122,10 @@ class Options(GivenOptions):
                 )
         if self.auto.trials is not None:
             option("trials", self.auto.trials, at_least(0, "a number of plans, 0 to try none"))
-        asked = self.auto.schedules or ()
-        for name in [asked] if isinstance(asked, str) else asked:
+        asked = self.auto.schedules
+        if asked is not None and not asked:
+            raise ValueError(f"schedules={asked!r}: expected at least one name, or None")
+        for name in [asked] if isinstance(asked, str) else asked or ():
             canonical_name(name)  # ValueError before anything is measured
         option("verify", self.verify, _VERIFY)
         _ = self.example  # ValueError where it is none

@@ -91,7 +91,12 @@ def _outside(name: str, function: Callable[..., Any]) -> Family:
 
     @wraps(function)
     def build(**asked: Any) -> Schedule:
-        schedule = replace(own.build(asked), name=name)
+        try:
+            schedule = replace(own.build(asked), name=name)
+        except UserCodeError as error:
+            if isinstance(error.__cause__, ValueError):  # sizes that do not fit, of which searches try others
+                raise ValueError(f"schedule {name!r} for {asked}: {error.__cause__}") from error.__cause__
+            raise
         sizes = sizes_of(schedule)
         wrong = [
             f"{size}={sizes[size]}, not {asked[size]}" for size in sizes if asked.get(size, sizes[size]) != sizes[size]

@@ -168,7 +168,7 @@
       return row[index % row.length];
     }
 
-    // The way of a joint; of one with a rank's host no change of links says anything.
+    // The route of a joint step; one with a rank's host is independent of changes of links.
     routeOf({ op, seconds, channels }, by) {
       return { seconds: op === "OFFLOAD" || op === "RELOAD" ? seconds : seconds / by.bandwidth, latency: 0, channels };
     }
@@ -186,7 +186,7 @@
       return now + route.latency;
     }
 
-    // A rank begins a joint; the slots that it fills, if it was the last to begin.
+    // A rank begins a joint step; the slots that it fills, if it was the last to begin.
     begin(number, group, rank, now) {
       const joint = this.jointSteps[number];
       if (!joint.begun.has(group)) joint.begun.set(group, new Map());
