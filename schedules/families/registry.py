@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -60,7 +61,7 @@ def register(name: str, function: Callable[..., Any]) -> None:
     Raises ValueError for a name that is taken and for what makes no schedule.
     """
     key, known = _key(name), _ADDED.get(_key(name))
-    if not key or is_own(key) or key == "auto":
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", key) or is_own(key) or key == "auto":
         raise ValueError(f"register({name!r}): expected a name of letters, digits and hyphens, such as 'zigzag'")
     if key in _NAMES or key in _offered() or (known is not None and not _is_again(known.build, function)):
         raise ValueError(
