@@ -46,12 +46,13 @@ def _check_numbers(options: type, argv: Sequence[str]) -> None:
         option, equals, value = word.partition("=")
         hint = hints.get(option.removeprefix("--").replace("-", "_")) if option.startswith("--") else None
         kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
-        if len(kinds) == 1 and (kind := kinds.pop()) in _NUMBERS and following != "None":
+        value = value if equals else following
+        if len(kinds) == 1 and (kind := kinds.pop()) in _NUMBERS and value != "None":
             try:
-                kind(value if equals else following)
+                kind(value)
             except ValueError:
                 what, such = _NUMBERS[kind]
-                given = f"{option} {value if equals else following}".rstrip()
+                given = f"{option} {value}".rstrip()
                 raise ValueError(f"{given}: expected {what}, such as {option} {such}") from None
 
 

@@ -305,8 +305,3 @@ def _of_own_trace(path: Path, data: Mapping[str, Any], name: str) -> Exhibit:
     left = f"{path}: {len(predicted)} predicted timelines: only the first one is shown"
     notes = (left,) if len(predicted) > 1 else ()
     return Exhibit(name=name, predicted=predicted[0] if predicted else None, measured=measured, notes=notes)
-
-
-# --- files that exhibits are written to ---
-
-_SUFFIXES = (".json", ".svg", ".png", ".html")
