@@ -193,7 +193,7 @@ class Ranks:
                 loss = read_loss(loss_fn(parts.output(flat, training=training), target), share)
             leaves.check(loss[0], ends)
             if training and isinstance(loss_fn, ModelLoss) and loss[1] is not None and loss_fn.is_empty(loss[1]):
-                loss = Empty.apply(loss[0], *inputs), loss[1]
+                loss = Empty.apply(loss[0], *inputs), loss[1]  # type: ignore[no-untyped-call]
             if training and torch.is_grad_enabled() and not (wants_gradient or loss[0].requires_grad):
                 raise untrained()
             return loss

@@ -100,7 +100,7 @@ class ModelLoss:
         """(weight * loss, weight); a microbatch of weight 0, whose mean is nan, counts as 0 with its gradients."""
         loss = mean_of_model(output)
         if self.is_empty(weight):
-            return Empty.apply(loss), weight
+            return Empty.apply(loss), weight  # type: ignore[no-untyped-call]
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight, weight
 
     def is_empty(self, weight: torch.Tensor) -> bool:

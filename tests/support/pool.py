@@ -62,11 +62,12 @@ class _Worker:
 class Pool:
     """Workers for cases of up to `max_ranks` ranks, started when first needed.
 
-    `filters` are warning filters in pytest's notation, set in each worker while it runs a case.
+    `filters` are warning filters in pytest's notation, set in each worker while it runs a case; `idle` [s] is how long
+    all ranks of one may do nothing.
     """
 
-    def __init__(self, *, max_ranks: int = 4, filters: Sequence[str] = ()) -> None:
-        self.max_ranks = max_ranks
+    def __init__(self, *, max_ranks: int = 4, filters: Sequence[str] = (), idle: float = IDLE) -> None:
+        self.max_ranks, self.idle = max_ranks, idle
         self.filters = tuple(filters)
         self._workers: list[_Worker] = []
         self._store: Any = None
@@ -159,7 +160,7 @@ class Pool:
             theirs.close()
             self._workers.append(_Worker(process=process, connection=ours, log=Path(log)))
             started.append(index)
-        watch = Watch([self._workers[index].process for index in started], limit=_START_LIMIT, idle=IDLE)
+        watch = Watch([self._workers[index].process for index in started], limit=_START_LIMIT, idle=self.idle)
         for index in started:  # the clock of a case starts when all its workers stand
             worker = self._workers[index]
             if not watch.wait([worker.connection]):
@@ -171,7 +172,7 @@ class Pool:
                 raise AssertionError("a worker's first word is not 'ready'")
 
     def _collect(self, ranks: int, *, timeout: float, grace: float | None) -> list[Reply]:
-        watch = Watch([worker.process for worker in self._workers[:ranks]], limit=timeout, idle=IDLE)
+        watch = Watch([worker.process for worker in self._workers[:ranks]], limit=timeout, idle=self.idle)
         replies: dict[int, Reply] = {}
         while waiting := {self._workers[r].connection: r for r in range(ranks) if r not in replies}:
             for connection in (ready := watch.wait(list(waiting))):

@@ -233,6 +233,7 @@ def test_a_pdf_has_its_fonts_in_it_and_no_date(tmp_path):
     assert b"CreationDate" not in content
 
 
+@pytest.mark.thorough
 def test_an_svg_keeps_its_text_and_has_no_date(tmp_path):
     """The same bytes each time; words can be searched for and set in the paper's own type."""
     timeline = example(latency=0.2)
