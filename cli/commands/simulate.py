@@ -189,7 +189,7 @@ def table(answer: Simulated, options: CostOptions) -> str:
             ("bubble", f"{timeline.bubble:10.2%}", f"   {steady}"),
         ]
     fullest, whole = max(timeline.peak_activations, default=0), schedule.num_stages * schedule.num_slices
-    held = f"   activations of stages on the fullest rank, {fullest / whole:.3g} of the whole model"
+    held = f"   most stage activations on a rank: {fullest / whole:.3g} models"
     figures.append(("held", f"{fullest:>10}", held))
     lines = [
         f"{schedule.name}: {count(schedule.num_ranks, 'rank')}, {count(answer.num_chunks, 'chunk')} a rank, "

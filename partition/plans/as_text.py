@@ -60,7 +60,7 @@ def _in_short(plan: PlanRecord, searched: Searched, chosen: Sequence[str]) -> li
         close = f"{near[0].label} ({seconds}){more} within {NEAR:.0%}, which only a trial can tell apart"
     return [
         f"in short: {'; '.join(chosen) or describe(plan)}, {duration(least)} a batch",
-        f"why: it takes least of {count(searched.simulated, 'configuration')} that were simulated; its ranks wait for "
+        f"why: fastest of {count(searched.simulated, 'configuration')} that were simulated; its ranks wait for "
         f"{plan.bubble:.0%} of a step",
         f"close: {close}",
         f"not searched: schedules that were not asked for, and the {len(OUTSIDE) - 1} kinds of layouts named above",

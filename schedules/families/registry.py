@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, wraps
-from importlib import import_module, metadata
+from importlib import import_module
 from pkgutil import iter_modules
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import families as builders
 from ..custom.user_code import UserCodeError, parameters_of
@@ -22,6 +22,9 @@ from ..kinds import at_least
 from ..placement import FAMILY_PLACEMENTS
 from ..wording import count
 from .family import Family
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 _IN_ORDER = (
     "gpipe 1f1b eager-1f1b interleaved looped-bfs pipedream 2bw paci zb-h1 zb-h2 zb-1p zb-2p interleaved-zb gis "
@@ -146,7 +149,9 @@ def _key(name: object) -> str:
 
 @cache
 def _offered() -> Mapping[str, list[metadata.EntryPoint]]:
-    """Schedules of installed packages, by name."""
+    """Schedules of installed packages, by name; looked for when a name is not known without them."""
+    from importlib import metadata
+
     offered: dict[str, list[metadata.EntryPoint]] = {}
     for each in metadata.entry_points(group=_GROUP):
         offered.setdefault(_key(each.name), []).append(each)
@@ -155,9 +160,9 @@ def _offered() -> Mapping[str, list[metadata.EntryPoint]]:
 
 @cache
 def _of_package(key: str) -> Family:
-    """The schedule that an installed package offers under this name; ValueError where the name is taken."""
+    """The schedule that an installed package offers under this name; ValueError where several do."""
     offers = _offered()[key]
-    if len(offers) > 1 or key in _NAMES:
+    if len(offers) > 1:
         whose = ", ".join(f"{each.value} of {each.dist.name if each.dist else 'a package'}" for each in offers)
         raise ValueError(
             f"schedule {key!r}: the entry point {whose} has the name of another schedule: expected another name in the "
@@ -173,9 +178,9 @@ def family(name: str) -> Family:
     'interleaved'
     """
     key = _key(name)
-    if key in _offered():
-        return _of_package(key)
     known = FAMILIES.get(_NAMES.get(key, ""), _ADDED.get(key))
+    if known is None and key in _offered():
+        return _of_package(key)
     if known is None:
         names = _NAMES | {added: added for added in (*_ADDED, *_offered())}
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
