@@ -18,7 +18,6 @@ import tyro
 from ...schedules import Costs, Schedule, check_lowered, lower, simulate
 from ...schedules.custom.user_schedules import is_own
 from ..options import plain_help, read
-from .outputs import check_picture
 from .schedule_options import NAME_HELP, SynthesisOptions, made_or_found, synthesis_data, synthesis_table
 from .simulate import Simulated, table
 
@@ -44,6 +43,8 @@ class ScheduleOptions(SynthesisOptions):
 def run(argv: Sequence[str]) -> int:
     options = read(ScheduleOptions, argv, "schedule")
     if options.png is not None:
+        from .outputs import check_picture  # loads what draws
+
         check_picture("--png", options.png)
     if options.json and options.format != "grid":
         raise ValueError(f"--json with --format {options.format}: expected one of the two")
