@@ -136,7 +136,10 @@ class _Probe:
                 spec = self.specs[ref.producer][ref.slot]
                 x = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=run.options.device)
                 self.inputs.append(x.normal_() if x.is_floating_point() else x.zero_())
-        targets = part.target if stage.index + 1 == mode.schedule.num_stages else None
+        is_last, loss = stage.index + 1 == mode.schedule.num_stages, run.options.loss_fn
+        targets = part.target if is_last else None
+        # All that its run may change: the stage cut for other shapes has no loss in it.
+        self.roots = [self.module.module, *([loss] if is_last and isinstance(loss, nn.Module) else [])]
         given = [x for ref, x in zip(self.module.inputs, self.inputs, strict=True) if ref.producer == MODEL_INPUT]
         self.given_bytes = bytes_of(tensors_in(given, targets))
         self._wants, self._target = mode.wants_grad[stage.index], part.target
@@ -302,7 +305,7 @@ class Budgets:
         why = [self._recomputed.parted(unit) for unit in probe.units]
         optimizer = self._optimizer_bytes(probe, s)
         left_alone = untouched(*run.options.user_code, device=run.options.device)
-        with slow, left_alone, profiled(probe.module.module, device=run.options.device):
+        with slow, left_alone, profiled(*probe.roots, device=run.options.device):
             every = [probe.reruns([0 if each else rule for each in why]) for rule in range(len(RULES))]
             traces = [probe.trace(every[0], LiveBytes())]
             always = self._held_always(probe, s, len(traces[0].units), optimizer)
@@ -335,12 +338,14 @@ class Budgets:
         return reruns
 
     def _held_always(self, probe: _Probe, s: int, num_calls: int, optimizer: tuple[int, int]) -> _HeldAlways:
-        run, schedule, stages, module = self._run, self._mode.schedule, self._mode.inference.stages, probe.module.module
-        local, trained = set(run.local_stages), [p for p in module.parameters() if p.requires_grad]
+        run, schedule, stages = self._run, self._mode.schedule, self._mode.inference.stages
+        parameters = dict.fromkeys(p for root in probe.roots for p in root.parameters())
+        buffers = dict.fromkeys(x for root in probe.roots for x in root.buffers())
+        local, trained = set(run.local_stages), [p for p in parameters if p.requires_grad]
         versions = max(count_in_flight(schedule)[rank].versions for rank in schedule.owners[s])
         late = run.options.correction is not None  # which keeps the last update
-        held = float(storage_bytes(module.parameters()) * versions + bytes_of(trained) * (1 + late) + optimizer[0])
-        held += storage_bytes(module.buffers()) + self._ranks.update.summing_bytes(s, trained)
+        held = float(storage_bytes(parameters) * versions + bytes_of(trained) * (1 + late) + optimizer[0])
+        held += storage_bytes(buffers) + self._ranks.update.summing_bytes(s, trained)
         inputs = list(zip(probe.module.inputs, probe.inputs, strict=True))
         received = bytes_of(x for ref, x in inputs if ref.producer not in (MODEL_INPUT, *local))
         # A stream copies batches, two of which are in flight; other batches are moved to the device as a whole.

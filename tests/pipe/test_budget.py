@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections import defaultdict
@@ -344,3 +345,36 @@ def test_a_number_is_no_budget() -> None:
 def test_a_budget_beside_what_it_does_not_count(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=rf"recompute=\{{'memory_budget': \.\.\.\}} with {what}"):
         make(recompute={"memory_budget": "1GB"}, max_grad_norm=1.0, example_inputs=(X,), **options)
+
+
+class LearnedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(out * self.scale, target)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_measuring_larger_microbatches_leaves_no_gradient_in_a_learned_loss(ranks: int) -> None:
+    """The stage for new shapes has no loss in it: its gradient from the measurement was added to the batch's."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), LearnedLoss()
+    plain, plain_loss = copy.deepcopy((model, loss))
+    pipe = PipelineModule(
+        model,
+        loss_fn=loss,
+        mesh={"pipe": ranks},
+        num_microbatches=1,
+        optimizer=torch.optim.AdamW,
+        recompute={"memory_budget": "1GiB"},
+    )
+    optimizer = torch.optim.AdamW([*plain.parameters(), *plain_loss.parameters()])
+    for samples in (1, 2, 2, 3):
+        x, y = torch.randn(samples, 4).double(), torch.randn(samples, 4).double()
+        pipe.train_step(x, y)
+        optimizer.zero_grad()
+        plain_loss(plain(x), y).backward()
+        optimizer.step()
+        torch.testing.assert_close(loss.scale, plain_loss.scale, rtol=1e-12, atol=0)
