@@ -8,7 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -82,6 +82,33 @@ class _Folding:
         self._inner.__exit__(kind, error, traceback)
         if isinstance(error, Exception):
             fold(error)
+
+
+class UntilBuilt:
+    """Context of each call: an error before the stages are built takes the edits back until the next call."""
+
+    def __init__(
+        self, edits: ExitStack, again: Callable[[], AbstractContextManager[object]], is_built: Callable[[], bool]
+    ) -> None:
+        self._edits = edits
+        self._again = again
+        self._is_built = is_built
+        self._are_undone = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._are_undone:
+            self._edits.enter_context(self._again())
+            self._are_undone = False
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_built():
+                self._edits.__exit__(type(error), error, error.__traceback__)
+                self._are_undone = True
+            raise
+        if self._is_built():
+            self._edits.close()
 
 
 class Building:

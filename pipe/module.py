@@ -19,10 +19,10 @@ from ..partition.model.forms import Arguments
 from ..partition.profiler.optimizers import OptimizerFactory
 from ..schedules.kinds import at_least, one_of, option
 from .batch.loader import Remainder, ReplicaBatches, ReplicaLoader, count_samples
-from .building import Building, meet
+from .building import Building, UntilBuilt, meet
 from .checkpoint.plain import take_weights
 from .context import choose_layout
-from .edits import Edits, UntilBuilt
+from .edits import Edits
 from .figures.run_figures import RunFigures
 from .results import EvalResult, StepRecord, StepResult
 from .settings.arguments import FIRST, AnySchedule, GivenOptions, Inputs, MeshLike, Precision, SchedulerFactory, Weights

@@ -1,5 +1,5 @@
 """Named edits of a model: changes inside its stages, listed, checked and undone."""
 
-from .listed import Edits, UntilBuilt, edit
+from .listed import Edits, edit
 
-__all__ = ["Edits", "UntilBuilt", "edit"]
+__all__ = ["Edits", "edit"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -437,30 +437,3 @@ def _parallelize(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
             raise ValueError(f"shard as {style!r}: expected PipelineModule(edits), or one of torch's ParallelStyle")
         for module in match(pattern, model, option="shard").values():
             parallelize_module(module, mesh, words[style]() if isinstance(style, str) else style)
-
-
-class UntilBuilt:
-    """Context of each call: an error before the stages are built takes the edits back until the next call."""
-
-    def __init__(
-        self, edits: ExitStack, again: Callable[[], AbstractContextManager[object]], is_built: Callable[[], bool]
-    ) -> None:
-        self._edits = edits
-        self._again = again
-        self._is_built = is_built
-        self._are_undone = False
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        if self._are_undone:
-            self._edits.enter_context(self._again())
-            self._are_undone = False
-        try:
-            yield
-        except BaseException as error:
-            if not self._is_built():
-                self._edits.__exit__(type(error), error, error.__traceback__)
-                self._are_undone = True
-            raise
-        if self._is_built():
-            self._edits.close()

@@ -6,10 +6,12 @@ import math
 import random
 from collections.abc import Iterator
 from itertools import combinations, pairwise, product
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from support.inside import LeastSeconds, MemoryRules, Model, Rows, Topology
+from support.inside import EvenCosts, LeastSeconds, MemoryRules, Model, Rows, Topology
 
 from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, partition, plan
 
@@ -174,3 +176,14 @@ def test_on_more_devices_layouts_are_moved(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(stages)
         assert len({*ranks}) == len(ranks)
         assert {*ranks} <= {*range(cluster.num_devices)}
+
+
+def test_bytes_of_a_place_follow_the_tensor_sizes_of_its_neighbours() -> None:
+    """With sizes (4, 4, 2) place 1 took the entry of place 0, whose messages are divided by 4 and not by 2."""
+    costs: Any = object.__new__(EvenCosts)
+    costs.counts, costs.flights, costs._parts = (1, 1, 1), [SimpleNamespace(versions=1)] * 3, {}
+    costs.sums, costs.rules = {4: None, 2: None}, SimpleNamespace(sharding=("none",), optimizer_ratio=2.0)
+    costs.place = SimpleNamespace(limits=[math.inf] * 3)
+    costs.c = SimpleNamespace(tensors=(4, 4, 2), num_chunks=1, schedule="1f1b", num_messages=lambda p: 8)
+    with mock.patch("stagewright.partition.search.cuts.stage_parts", lambda _, place, **__: (1 / place.tensor, 0, 0)):
+        assert [float(costs._bytes(p, 1, "none")) for p in range(3)] == [0.25, 0.5, 0.5]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.inside import Sequence
 from support.pool import Pool
 from support.records import records
 from support.tensor_models import WIDTH, WORDS_ALONE, make_batch, make_model, make_pipe
@@ -182,3 +183,22 @@ def test_in_one_process_there_is_no_tensor_axis() -> None:
     with pytest.raises(ValueError, match=r"order=\('pipe',\): expected the axes"):
         plain_pipe(plain_model(0), mesh={"pipe": 2}, order=("pipe",))
     assert math.isfinite(plain_pipe(plain_model(0), mesh={"pipe": 2}).train_step(*plain_batch(0)).loss or math.nan)
+
+
+class Mixes(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(self.dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_modules_that_mix_positions_are_not_cut_by_positions(dim: int) -> None:
+    """One that looks back alone gives the first positions as they are."""
+    style = Sequence(dim=dim)
+    with pytest.raises(ValueError, match="cannot be cut by 'sequence'"):
+        style.check("m", Mixes(dim), 2)
+    for module in (nn.LayerNorm(6), nn.Linear(6, 5), nn.Dropout(0.5)):
+        style.check("m", module, 2)

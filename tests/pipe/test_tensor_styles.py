@@ -17,7 +17,6 @@ from support.inside import (
     Column,
     GPTConfig,
     Heads,
-    Sequence,
     TensorGroup,
     TensorParallelLike,
     cut_by_styles,
@@ -482,22 +481,3 @@ def test_adapters_of_other_kinds_are_refused_by_name() -> None:
     message = r"'model.layers.1.self_attn.v_proj' is wrapped by an adapter of lora_A, .*expected .*merge_and_unload\(\)"
     with pytest.raises(ValueError, match=message):
         read("auto", model)
-
-
-class Mixes(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.cumsum(self.dim)
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_modules_that_mix_positions_are_not_cut_by_positions(dim: int) -> None:
-    """One that looks back alone gives the first positions as they are."""
-    style = Sequence(dim=dim)
-    with pytest.raises(ValueError, match="cannot be cut by 'sequence'"):
-        style.check("m", Mixes(dim), 2)
-    for module in (nn.LayerNorm(6), nn.Linear(6, 5), nn.Dropout(0.5)):
-        style.check("m", module, 2)

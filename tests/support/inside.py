@@ -247,6 +247,7 @@ _NAMES = {
 _ALIKE = {
     "comparison_table": ("cli.commands.compare", "table"),
     "CompareOutcome": ("pipe.verify.compare", "Outcome"),
+    "EvenCosts": ("partition.search.cuts", "_EvenCosts"),
     "GuardsChanges": ("partition.model.recorded.guards", "Changes"),
     "HostHost": ("experiments.backends.namespaces.host", "Host"),
     "JobChanges": ("experiments.jobs.job", "Changes"),
