@@ -189,10 +189,10 @@ def table(answer: Simulated, options: CostOptions) -> str:
             ("bubble", f"{timeline.bubble:10.2%}", f"   {steady}"),
         ]
     fullest, whole = max(timeline.peak_activations, default=0), schedule.num_stages * schedule.num_slices
-    held = f"   most stage activations on a rank: {fullest / whole:.3g} models"
+    held = f"   most stage activations on a rank: {fullest / whole:.3g} x model"
     figures.append(("held", f"{fullest:>10}", held))
     lines = [
-        f"{schedule.name}: {count(schedule.num_ranks, 'rank')}, {count(answer.num_chunks, 'chunk')} a rank, "
+        f"{schedule.name}: {count(schedule.num_ranks, 'rank')}, {count(answer.num_chunks, 'chunk')} per rank, "
         f"{count(schedule.num_microbatches, 'microbatch')}{batches} (simulated)",
         *(f"  {name:<16} {number}{meaning}" for name, number, meaning in figures),
         "",

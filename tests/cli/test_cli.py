@@ -234,7 +234,7 @@ def test_a_simulated_flush_has_none(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_of_a_stream(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("simulate", "2bw", "--ranks", "2", "--microbatches", "2")
     lines = answer(capsys, *words).splitlines()
-    assert lines[0] == "2bw: 2 ranks, 1 chunk a rank, 2 microbatches a batch, 8 batches (simulated)"
+    assert lines[0] == "2bw: 2 ranks, 1 chunk per rank, 2 microbatches a batch, 8 batches (simulated)"
     assert lines[4].split() == [
         "batch",
         "seconds",
