@@ -55,7 +55,7 @@ _NAMES = {
     "experiments.jobs.declaration": "Declaration catalog_names check_code check_layout find_declaration "
     "read_declaration",
     "experiments.jobs.figure": "How Judged Spread Target read_figures repeated write_figures",
-    "experiments.jobs.job": "State Status code_version jobs_of select",
+    "experiments.jobs.job": "State Status code_version jobs_of jobs_with",
     "experiments.jobs.report": "section_of with_section write_report",
     "experiments.jobs.results": "Origin Results gather",
     "experiments.jobs.runner": "alone intend run_jobs",
