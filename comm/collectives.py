@@ -24,6 +24,8 @@ T = TypeVar("T")
 _BACKEND_ERROR = re.compile(r"gloo|nccl|timed out|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 _EVER = timedelta(days=365)
+_FILLED = 1.25  # most of the bytes of parts that are filled up to equal sizes, times those of the parts
+_Options = dist.AllreduceOptions | dist.AllToAllOptions | dist.AllgatherOptions | dist.ReduceScatterOptions
 
 
 class Collectives:
@@ -196,6 +198,85 @@ class Collectives:
             return tensor
         return self._broadcast(tensor, self.tensor_members[0], self.tensor_members, what)
 
+    # Over ranks that divide tensors among themselves
+
+    def begin_reduce_scatter(
+        self,
+        parts: Sequence[Sequence[torch.Tensor]],
+        *,
+        what: str,
+        ranks: Sequence[int],
+        on_through: Callable[[], None] | None = None,
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to sum part i of all these ranks on the i-th of them; the returned function waits and returns this
+        rank's sum, flat.
+
+        NCCL sums along its rings, level by level. gloo's reduce-scatter is an all-reduce, of twice the bytes: there
+        each part is sent to its rank, which adds them in the order of the ranks: the same bits each time.
+
+        Arguments:
+            parts: by rank, tensors of one type; of the same sizes on all ranks. What is sent is copied at once.
+            on_through: as of `begin_all_reduce`.
+        """
+        processes = self._in_order(ranks)
+        own, sizes = processes.index(self.rank), [sum(piece.numel() for piece in part) for part in parts]
+        kind = parts[own][0].dtype
+        if kind.is_floating_point and self._has_rings(sizes):
+            wire = parts[own][0].new_zeros(len(ranks), max(sizes))
+            for row, at in enumerate(sorted(range(len(ranks)), key=processes.__getitem__)):
+                torch.cat([piece.reshape(-1) for piece in parts[at]], out=wire[row, : sizes[at]])
+            total, options = wire.new_empty(max(sizes)), dist.ReduceScatterOptions()  # of a sum
+            wait = self._begin(
+                lambda group: group._reduce_scatter_base(total, wire.view(-1), options),
+                options,
+                ranks,
+                what,
+                on_through,
+            )
+            return lambda: wait() or total[: sizes[own]]
+        mine = torch.cat([piece.reshape(-1) for piece in parts[own]])
+        received = self.exchange(parts, [sizes[own]] * len(ranks), what=what, ranks=ranks, on_through=on_through)
+
+        def added() -> torch.Tensor:
+            first, *others = [mine if at == own else its for at, its in enumerate(received())]
+            for its in others:
+                first.add_(its)
+            return first
+
+        return added
+
+    def begin_all_gather(
+        self,
+        own: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        *,
+        what: str,
+        ranks: Sequence[int],
+        on_through: Callable[[], None] | None = None,
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Begin to send this rank's tensors, of one type, to all these ranks; the returned function waits and returns
+        those of each rank, flat.
+
+        Arguments:
+            sizes: by rank, elements.
+            on_through: as of `begin_all_reduce`.
+        """
+        if not self._has_rings(sizes):
+            return self.exchange([own] * len(ranks), sizes, what=what, ranks=ranks, on_through=on_through)
+        processes, options = self._in_order(ranks), dist.AllgatherOptions()
+        wire = own[0].new_zeros(max(sizes))
+        torch.cat([piece.reshape(-1) for piece in own], out=wire[: sizes[processes.index(self.rank)]])
+        whole = wire.new_empty(len(ranks), max(sizes))
+        into, sent = whole.view(-1).view(torch.uint8), wire.view(torch.uint8)  # backends know few types
+        wait = self._begin(lambda group: group._allgather_base(into, sent, options), options, ranks, what, on_through)
+        row = {process: at for at, process in enumerate(sorted(processes))}
+
+        def received() -> list[torch.Tensor]:
+            wait()
+            return [whole[row[process], :size] for process, size in zip(processes, sizes, strict=True)]
+
+        return received
+
     def exchange(
         self,
         parts: Sequence[Sequence[torch.Tensor]],
@@ -206,18 +287,14 @@ class Collectives:
         on_through: Callable[[], None] | None = None,
     ) -> Callable[[], list[torch.Tensor]]:
         """Begin to send a different part to each of these ranks (all-to-all); the returned function waits and returns
-        what each of them sent.
-
-        Reduce-scatter and all-gather of parts of any sizes are made of it: gloo's reduce-scatter is an all-reduce
-        (twice the bytes), and neither takes unequal parts. What is sent is copied at once.
+        what each of them sent. What is sent is copied at once.
 
         Arguments:
             parts: by rank, tensors of one type that travel as one; this rank's own are ignored.
             sizes: by rank, the number of elements received from it; this rank's own is ignored.
             on_through: as of `begin_all_reduce`.
         """
-        processes = tuple(self._place.process_of(rank) for rank in ranks)
-        own = self.rank
+        processes, own = self._in_order(ranks), self.rank
         order = sorted(range(len(ranks)), key=processes.__getitem__)  # torch numbers the members of a group so
         kind, none = parts[0][0].dtype, parts[0][0].new_empty(0)
         pieces = [[piece.reshape(-1) for piece in parts[i]] if processes[i] != own else [] for i in order]
@@ -230,17 +307,12 @@ class Collectives:
         width, into = received.element_size(), received.view(torch.uint8)
         takes, gives = ([width * size for size in sizes] for sizes in (incoming, outgoing))
         options = dist.AllToAllOptions()
-        limit = self._in_the_background(options)
-
-        def begin(group: dist.ProcessGroup) -> dist.Work:
-            return group.alltoall_base(into, wire, takes, gives, options)
-
-        group_of = self._processes(ranks)
-        work = self._run(begin, group_of, what)
-        _tell(work, on_through)
+        arrived = self._begin(
+            lambda group: group.alltoall_base(into, wire, takes, gives, options), options, ranks, what, on_through
+        )
 
         def wait() -> list[torch.Tensor]:
-            self._run(lambda group: work.wait(*limit), group_of, what)
+            arrived()
             by_index = dict(zip(order, torch.split(received.to(self.device), incoming), strict=True))
             return [by_index[i] for i in range(len(ranks))]
 
@@ -262,6 +334,28 @@ class Collectives:
         self._groups.clear()
         self.groups.close()
 
+    def _begin(
+        self,
+        collective: Callable[[dist.ProcessGroup], dist.Work],
+        options: _Options,
+        ranks: Sequence[int],
+        what: str,
+        on_through: Callable[[], None] | None,
+    ) -> Callable[[], None]:
+        """Begin a collective over these ranks, given its own options; the returned function waits."""
+        limit, processes = self._in_the_background(options), self._processes(ranks)
+        work = self._run(collective, processes, what)
+        _tell(work, on_through)
+        return lambda: self._run(lambda _: work.wait(*limit), processes, what) and None
+
+    def _has_rings(self, sizes: Sequence[int]) -> bool:
+        """Whether parts of these sizes travel as equal ones, filled up with zeros, in the backend's own collectives."""
+        return self.groups.backend == "nccl" and len(sizes) * max(sizes) <= _FILLED * sum(sizes)
+
+    def _in_order(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The processes of these ranks, in their order."""
+        return tuple(self._place.process_of(rank) for rank in ranks)
+
     def _processes(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return _own(self.rank, self._place.groups(ranks))
 
@@ -271,7 +365,7 @@ class Collectives:
         missing = [each for each in dict.fromkeys(tuple(sorted(one)) for one in wanted) if each not in self._groups]
         self._groups.update(zip(missing, self.groups.make(*missing), strict=True))
 
-    def _in_the_background(self, options: dist.AllreduceOptions | dist.AllToAllOptions) -> list[timedelta]:
+    def _in_the_background(self, options: _Options) -> list[timedelta]:
         """Set options of an operation that only times out while it is waited for; returns the arguments of `wait`. With
         NCCL waiting does not block the host: its own watchdog ends what takes too long."""
         options.asyncOp = True

@@ -27,9 +27,12 @@ Two members have one connection for both ways, and what one asks for follows wha
 the last line has 1 / bandwidth once more. `tests/partition/test_flat_rings.py` carries gloo's allreduce.cc out step by
 step.
 
-Where the optimizer's state is divided, gradients and then weights are exchanged: each member sends every other one a
-part of its own, all at once, of b bytes b / N each (`Topology.exchange`). Those to members beyond a level's group cross
-it, one after the other from one device; in a flat ring's cluster all of a host's k members share its card:
+Where the optimizer's state is divided, gradients are reduce-scattered and weights all-gathered (`Topology.exchange`).
+By levels each is the half of an all-reduce that its name says, so that both together are never slower than it. gloo has
+no reduce-scatter of its own: there it is an all-to-all, and so is what experts send to each other
+(`Topology.all_to_all`): each member sends every other one a part of its own, all at once, of b bytes b / N each. Those
+to members beyond a level's group cross it, one after the other from one device; in a flat ring's cluster all of a
+host's k members share its card:
 
     seconds = latency + b / N sum over levels (members that it joins) / bandwidth        k times that outside of a host
 
@@ -267,10 +270,17 @@ class Topology:
         )
 
     def exchange(self, ranks: Sequence[int], *, tensor: int = 1) -> TransferTime:
-        """Each of these ranks sends every other one its part, by the bytes of all parts together; see above."""
-        return self._once(self._exchange, ranks, tensor=tensor)
+        """A reduce-scatter or an all-gather over these ranks, by the bytes of all parts together."""
+        if self.is_flat:
+            return self.all_to_all(ranks, tensor=tensor)
+        ring = self.ring(ranks, tensor=tensor)
+        return replace(ring, latency=ring.latency / 2, seconds_a_byte=ring.seconds_a_byte / 2)
 
-    def _exchange(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:
+    def all_to_all(self, ranks: Sequence[int], *, tensor: int = 1) -> TransferTime:
+        """Each of these ranks sends every other one its part, by the bytes of all parts together."""
+        return self._once(self._all_to_all, ranks, tensor=tensor)
+
+    def _all_to_all(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:
         members = np.unique(_indices(ranks))
         at_once = SUMS_AT_ONCE if self.is_flat else None
         if len(members) == 1:

@@ -140,7 +140,7 @@ class LayerFormulas:
         kv_bytes = 2 * VALUE_BYTES * self.wide * self.context * model.kv_part / tensor
         gathers = summing.rings_of_groups(self.context, stride=tensor)
         self.kv_seconds = max(each.seconds(kv_bytes) for each in gathers) / 2 if self.context > 1 else 0.0
-        ways = [summing.exchange(each) for each in summing.groups(self.expert, stride=tensor)]
+        ways = [summing.all_to_all(each) for each in summing.groups(self.expert, stride=tensor)]
         routed = VALUE_BYTES * self.whole * model.top_k
         self.routed_seconds = max(each.seconds(routed) for each in ways) if self.expert > 1 else 0.0
         self.topology = Topology(device.reached(cluster))

@@ -1,8 +1,8 @@
 """Parameters that the ranks of a stage divide among themselves, and this process's parts of them.
 
-gradients   [all of them] --exchange--> sum of this part                     (a reduce-scatter)
+gradients   [all of them] --reduce-scatter--> sum of this part
 optimizer   steps the part
-weights     the part --exchange--> [all of them] on every rank               (an all-gather)
+weights     the part --all-gather--> [all of them] on every rank
 
 Weights of which each rank keeps only a part are gathered for a program, and freed as soon as it needs them no more:
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...comm import Collectives
-from ...comm.buckets import buckets_of, flatten, unflatten
+from ...comm.buckets import buckets_of, unflatten
 from ...partition.profiler.clock import Stamp
 from ...schedules import Collective, Op, Schedule
 from ..settings.delay_correction import Feedback
@@ -48,7 +48,7 @@ def _begin_gather(
         own, ranks = parts[0].rank, parts[0].split.ranks
         views = {rank: [parts[i].of(wholes[i], rank=rank) for i in bucket] for rank in ranks}
         sizes = [sum(view.numel() for view in there) for there in views.values()]
-        wait = collectives.exchange([views[own]] * len(ranks), sizes, what=what, ranks=ranks, on_through=on_through)
+        wait = collectives.begin_all_gather(views[own], sizes, what=what, ranks=ranks, on_through=on_through)
 
         def finish() -> None:
             for (rank, there), received in zip(views.items(), wait(), strict=True):
@@ -69,7 +69,7 @@ def begin_sum(
     Arguments:
         parts: in the same order on all ranks.
         ranks: ascending.
-        on_through: as of `Collectives.exchange`, for the last exchange.
+        on_through: as of `Collectives.begin_all_reduce`, for the last bucket.
     """
 
     def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
@@ -77,17 +77,12 @@ def begin_sum(
         grads = [torch.zeros_like(p.whole) if p.whole.grad is None else p.whole.grad for p in some]
         for part in some:
             part.whole.grad = None
-        own = [part.of(grad).clone() for part, grad in zip(some, grads, strict=True)]  # the rest of `grads` is freed
+        own = [part.of(grad).to("meta") for part, grad in zip(some, grads, strict=True)]  # shapes: `grads` are freed
         sent = [[part.of(grad, rank=rank) for part, grad in zip(some, grads, strict=True)] for rank in ranks]
-        sizes = [sum(part.numel() for part in own)] * len(ranks)
-        wait = collectives.exchange(sent, sizes, what=what, ranks=ranks, on_through=on_through)
+        wait = collectives.begin_reduce_scatter(sent, what=what, ranks=ranks, on_through=on_through)
 
         def finish() -> None:
-            total: torch.Tensor | None = None
-            for rank, received in zip(ranks, wait(), strict=True):  # in their order: the same bits each time
-                flat = flatten(own) if rank == some[0].rank else received
-                total = flat if total is None else total.add_(flat)
-            assert total is not None
+            total = wait()
             for part, gradient in zip(some, unflatten(total, own), strict=True):
                 part.parameter.grad = None if part.is_empty else gradient
 

@@ -221,20 +221,38 @@ def test_a_flat_ring_goes_at_the_pace_of_its_slowest_hop() -> None:
         assert flat.ring(members).seconds(1e5) == pytest.approx(by_levels.ring(members).seconds(1e5))
 
 
-def test_an_exchange_sends_every_other_rank_its_part() -> None:
+def test_an_all_to_all_sends_every_other_rank_its_part() -> None:
     """Nothing is summed on the way: of two nodes with two ranks each, half of the bytes cross from each rank."""
     levels = (
         Level(name="in", size=2, bandwidth=8.0, latency=0.5),
         Level(name="out", size=2, bandwidth=2.0, latency=3.0),
     )
     topology, flat = Topology(Cluster(levels=levels)), Topology(Cluster(levels=levels, rings="flat"))
-    assert topology.exchange(range(4)).seconds(80.0) == pytest.approx(3.0 + 20 / 8 + 2 * 20 / 2)
-    assert topology.exchange((0, 1)).seconds(80.0) == pytest.approx(0.5 + 40 / 8) == flat.exchange((2, 3)).seconds(80.0)
-    assert topology.exchange((1, 2)).seconds(80.0) == pytest.approx(3.0 + 40 / 2)
-    assert topology.exchange((0, 1, 2)).seconds(90.0) == pytest.approx(3.0 + 2 * 30 / 2)  # the one that is alone
-    assert topology.exchange((2,)).seconds(80.0) == 0.0
-    assert flat.exchange(range(4)).seconds(80.0) == pytest.approx(3.0 + 20 / 8 + 2 * 2 * 20 / 2)  # one card a host
-    assert flat.exchange(range(4)).seconds(80.0, number=3) == pytest.approx(6.0 + 20 / 8 + 2 * 2 * 20 / 2)
+    assert topology.all_to_all(range(4)).seconds(80.0) == pytest.approx(3.0 + 20 / 8 + 2 * 20 / 2)
+    assert (
+        topology.all_to_all((0, 1)).seconds(80.0)
+        == pytest.approx(0.5 + 40 / 8)
+        == flat.all_to_all((2, 3)).seconds(80.0)
+    )
+    assert topology.all_to_all((1, 2)).seconds(80.0) == pytest.approx(3.0 + 40 / 2)
+    assert topology.all_to_all((0, 1, 2)).seconds(90.0) == pytest.approx(3.0 + 2 * 30 / 2)  # the one that is alone
+    assert topology.all_to_all((2,)).seconds(80.0) == 0.0
+    assert flat.all_to_all(range(4)).seconds(80.0) == pytest.approx(3.0 + 20 / 8 + 2 * 2 * 20 / 2)  # one card a host
+    assert flat.all_to_all(range(4)).seconds(80.0, number=3) == pytest.approx(6.0 + 20 / 8 + 2 * 2 * 20 / 2)
+
+
+def test_a_reduce_scatter_and_an_all_gather_take_what_their_all_reduce_takes() -> None:
+    """Level by level: 3 steps in a node with a fourth of the bytes each, then 1 between nodes with half of a fourth."""
+    topology = Topology(Cluster.parse("2x4:a=8B/s@1s,b=2B/s@5s"))
+    assert topology.exchange(range(8)).seconds(80.0) == pytest.approx(3 * (1 + 80 / 4 / 8) + 1 * (5 + 80 / 4 / 2 / 2))
+    assert topology.exchange((0, 4)).seconds(80.0) == pytest.approx(5 + 80 / 2 / 2)
+    assert topology.exchange((3,)).seconds(80.0) == 0.0
+    large = Topology(Cluster.parse("80x64:nvlink=900GB/s,net=50GB/s"))  # 1.9 to 13 times as long, once
+    for stride in (64, 32, 8, 1):
+        ranks = range(0, 640, stride)
+        assert 2 * large.exchange(ranks).seconds(1e10) == pytest.approx(large.ring(ranks).seconds(1e10))
+    flat = Topology(replace(large.cluster, rings="flat"))  # gloo sends each part on its own
+    assert flat.exchange(range(16)) == flat.all_to_all(range(16))
 
 
 def test_a_number_goes_round_a_flat_ring_hop_by_hop() -> None:

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.sharded import X, Y, even, halved, sgd
 from torch import Tensor, nn
 
 from stagewright import named
+from stagewright.comm import Collectives
 from stagewright.pipe import Mesh, PipelineModule
 
 WIDTH, VOCABULARY, STEPS = 6, 7, 4
@@ -186,6 +188,21 @@ def test_flush(gloo: Pool, kind: str, case: tuple[str, list[list[int]], dict[str
     for found in answers:
         assert [found["losses"][step] for step in range(STEPS)] == pytest.approx(wanted["losses"], abs=1e-12)
         assert found["norms"] == pytest.approx(wanted["norms"], abs=1e-12)
+        assert_same(found["gradients"], wanted["gradients"], tolerance=1e-12)
+        assert_same(found["state"], wanted["state"], tolerance=1e-10)
+
+
+def ringed(*args: Any) -> dict[str, Any]:
+    """`trained` by the backend's own collectives over equal parts, as under NCCL."""
+    with mock.patch.object(Collectives, "_has_rings", return_value=True):
+        return trained(*args)
+
+
+@pytest.mark.parametrize("kind", ["zero1", pytest.param("fsdp", marks=pytest.mark.thorough)])
+def test_rings_of_the_backend(gloo: Pool, kind: str) -> None:
+    options = {"schedule": "1f1b", "mesh": {"pipe": 1, "data": 2}, "num_microbatches": 2, "data_parallel": kind}
+    wanted = alone(2, "adamw", UNEVEN, None)
+    for found in gloo.run(ringed, ranks=2, args=(2, "adamw", UNEVEN, options)):
         assert_same(found["gradients"], wanted["gradients"], tolerance=1e-12)
         assert_same(found["state"], wanted["state"], tolerance=1e-10)
 
