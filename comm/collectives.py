@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
 from .groups import Groups
@@ -25,7 +26,7 @@ _BACKEND_ERROR = re.compile(r"gloo|nccl|timed out|connection (closed|reset|refus
 
 _EVER = timedelta(days=365)
 _FILLED = 1.25  # most of the bytes of parts that are filled up to equal sizes, times those of the parts
-_Options = dist.AllreduceOptions | dist.AllToAllOptions | dist.AllgatherOptions | dist.ReduceScatterOptions
+_Options = dist.AllreduceOptions | dist.AllToAllOptions | AllgatherOptions | dist.ReduceScatterOptions
 
 
 class Collectives:
@@ -263,7 +264,7 @@ class Collectives:
         """
         if not self._has_rings(sizes):
             return self.exchange([own] * len(ranks), sizes, what=what, ranks=ranks, on_through=on_through)
-        processes, options = self._in_order(ranks), dist.AllgatherOptions()
+        processes, options = self._in_order(ranks), AllgatherOptions()
         wire = own[0].new_zeros(max(sizes))
         torch.cat([piece.reshape(-1) for piece in own], out=wire[: sizes[processes.index(self.rank)]])
         whole = wire.new_empty(len(ranks), max(sizes))
