@@ -21,7 +21,7 @@ from typing import Any
 
 from ...partition import Cluster, GivenStage, Plan, Profile, ProfileSource, evaluate, plan
 from ...partition.analytic import Calibration, DeviceModel, Scales, TransformerSource, calibrate
-from ...partition.analytic.calibrate import LEAST_ROWS, NO_FIT
+from ...partition.analytic.calibrate import LEAST_PLANS, NO_FIT
 from ...partition.analytic.fit import read_number, read_rows
 from ...partition.plans.record import PlanStage, positions_of
 from ...schedules.families.registry import canonical_name
@@ -34,6 +34,7 @@ from .plan import SourceOptions, read_cluster, read_source
 _SIZES = {"P": None, "D": "1", "T": "1", "V": "1", "microbatch": None, "M": None}  # columns with what they are else
 _COLUMNS = (*_SIZES, "schedule", "recompute", "seconds")
 _FORM = f"plan,seconds or {','.join(_COLUMNS)}"
+_FAR = 100  # times as long as predicted: another unit, or another plan
 _Source = list[Profile] | ProfileSource
 
 
@@ -78,6 +79,12 @@ def run(argv: Sequence[str]) -> int:
     source, _ = read_source(options, cluster, _no_model)
     steps = read_file(options.calibrate, lambda path: read_steps(path, source, cluster))
     found = calibrated(steps, source, cluster)
+    for step, predicted in zip(steps, found.before, strict=True):
+        if not 1 / _FAR < step.seconds / predicted < _FAR:
+            raise ValueError(
+                f"{step.where}: column seconds: {step.seconds:g}: the plan is predicted to take {duration(predicted)}: "
+                f"expected seconds of one step, such as {predicted:.3g}"
+            )
     fitted = found.constants.of(cluster) if isinstance(found.constants, Scales) else found.constants
     if options.out is not None:
         write_out(options.out, fitted.to_json())
@@ -223,8 +230,8 @@ def _off(predicted: float, measured: float) -> str:
 def _said(options: CalibrateOptions, steps: Sequence[StepRow], found: Calibration[Any]) -> list[str]:
     if not found.left_out:
         return [
-            f"{count(len(steps), 'measured step')}: one scale is fitted, and no step is left out to judge it: "
-            f"expected at least {LEAST_ROWS}",
+            f"{count(len(steps), 'measured step')}: one scale is fitted, and nothing is left out to judge it: "
+            f"expected steps of at least {LEAST_PLANS} plans",
             *_next(options, found),
         ]
     off = {
@@ -233,7 +240,7 @@ def _said(options: CalibrateOptions, steps: Sequence[StepRow], found: Calibratio
     }
     parts = ", ".join(f"{kind} {each:.1%}" for kind, each in off.items())
     return [
-        f"each row predicted by the others, off on average: {parts}; taken: {found.choice}",
+        f"each row predicted by those of other plans, off on average: {parts}; taken: {found.choice}",
         *_next(options, found),
     ]
 

@@ -17,8 +17,8 @@ from .fit import FITTED, FREE, fit_device, with_values
 
 NOISE = 0.04  # by which equal runs differ, as a part
 SHRUNK = 0.8  # of the range before a fit, as a part: rows that leave less of it show a constant
-LEAST_ROWS = 3  # to judge a fit by rows that are left out
-LEAST_GAIN = 0.005  # on average over those rows, as a part: of less, equal runs differ
+LEAST_PLANS = 3  # to judge a fit by those that are left out
+LEAST_GAIN = 0.005  # on average over those, as a part: by less, equal runs differ
 _ADDED = ("wave_outputs", "kernel_seconds", "hop_seconds")  # a step grows with them; by the others it is divided
 
 
@@ -89,7 +89,8 @@ class Calibration(Generic[Constants]):
         choice: "no fit", "one scale" or "more constants".
         fitted: by name of each constant that was fitted.
         before, after: [rows] predicted without and with the fit [s].
-        left_out: by choice, [rows] each predicted by a fit to the others [s]; empty where there are too few.
+        left_out: by choice, [rows] each predicted by a fit to the rows of other plans [s]; empty where there are too
+            few.
     """
 
     constants: Constants
@@ -106,9 +107,10 @@ def calibrate(
     """The constants of `start` that measured steps show, as many as help to predict steps which are left out.
 
     Three choices are compared: `start` as it is; one scale (`matrix_efficiency`, or `Scales.compute`); and all
-    constants that the rows show: the others stay. Each row is predicted by fits to the other rows, and more constants
-    are taken where they come closer by more than the standard error of the gain. With fewer than three rows the scale
-    is fitted. Outliers hardly count. Constants that are ideal in `start`, 1 or 0 s, begin at typical values.
+    constants that the rows show: the others stay. Each row is predicted by fits to the rows of other plans (equal
+    predictions are of one), and more constants are taken where they come closer by more than the standard error of the
+    gain. With fewer than three plans the scale is fitted. Outliers hardly count. Constants that are ideal in `start`,
+    1 or 0 s, begin at typical values.
 
     Arguments:
         evaluate: seconds of a row's plan with these constants; called about 20 times a row.
@@ -118,7 +120,9 @@ def calibrate(
 
     >>> class Step(NamedTuple):
     ...     seconds: float
-    >>> found = calibrate(lambda row, scales: 1 / scales.compute, [Step(2.0), Step(1.9), Step(2.0)], Scales())
+    ...     profiled: float
+    >>> steps = [Step(2.0, 1.0), Step(3.9, 2.0), Step(6.0, 3.0)]
+    >>> found = calibrate(lambda row, scales: row.profiled / scales.compute, steps, Scales())
     >>> found.choice, round(found.constants.compute, 2)
     ('one scale', 0.5)
     """
@@ -129,11 +133,13 @@ def calibrate(
     some = {NO_FIT: (), SCALE: names[:1], MORE: names}
     tangents = {kind: _Tangent.at_fit(evaluate, rows, start, some[kind]) for kind in (SCALE, MORE)}
     choice, left_out = SCALE, {NO_FIT: np.array(before)}
-    if len(goal) >= LEAST_ROWS:
+    different, plans = np.unique(before, return_inverse=True)
+    if len(different) >= LEAST_PLANS:
         for kind, tangent in tangents.items():
-            each = [tangent.without(i).fit(start) for i in range(len(goal))]
-            left_out[kind] = np.array(list(map(evaluate, rows, each)))
-        choice = _closest({kind: abs(np.log(each / goal)) for kind, each in left_out.items()})
+            fits = [tangent.of(plans != one).fit(start) for one in range(len(different))]
+            left_out[kind] = np.array([evaluate(row, fits[one]) for row, one in zip(rows, plans, strict=True)])
+        off = {kind: abs(np.log(each / goal)) for kind, each in left_out.items()}
+        choice = _closest({kind: np.bincount(plans, each) / np.bincount(plans) for kind, each in off.items()})
     tangent = tangents.get(choice)
     found = start if tangent is None else tangent.fit(start)
     return Calibration(
@@ -147,7 +153,7 @@ def calibrate(
 
 
 def _closest(off: Mapping[str, Floats]) -> str:
-    """More constants where they come closer by more than the standard error of the gain. `off`: of each row, |log|."""
+    """More constants where they come closer by more than the standard error of the gain. `off`: of each plan, |log|."""
     best = NO_FIT
     for kind in (SCALE, MORE):
         gain = off[best] - off[kind]
@@ -198,11 +204,9 @@ class _Tangent(NamedTuple):
         found = self.seconds + self.slopes @ (_linear(model, self.names) - self.at)
         return np.maximum(found, 1e-3 * self.seconds)
 
-    def without(self, row: int) -> _Tangent:
-        seconds, measured, slopes = (
-            np.delete(each, row, axis=0) for each in (self.seconds, self.measured, self.slopes)
-        )
-        return self._replace(seconds=seconds, measured=measured, slopes=slopes)
+    def of(self, rows: Floats) -> _Tangent:
+        """Of some rows, by a mask."""
+        return self._replace(seconds=self.seconds[rows], measured=self.measured[rows], slopes=self.slopes[rows])
 
     @property
     def shown(self) -> tuple[str, ...]:

@@ -115,8 +115,8 @@ def test_one_run_is_not_judged(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     runs = csv_of(tmp_path / "runs.csv", "P,microbatch,M,seconds", "2,2,4,0.3")
     assert main(["plan", "--calibrate", runs, "--profile", path, "--ranks", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "1 measured step: one scale is fitted" in " ".join(printed.split())
-    assert "expected at least 3" in " ".join(printed.split())
+    assert "1 measured step: one scale is fitted, and nothing is left out" in " ".join(printed.split())
+    assert "expected steps of at least 3 plans" in " ".join(printed.split())
     assert "--out FILE.json writes it" in " ".join(printed.split())
 
 
@@ -133,6 +133,7 @@ MISTAKES: Sequence[tuple[str, str, str]] = (
     ("P,microbatch,M,seconds", "2,1,x,1", "runs.csv, line 2: column M: 'x': expected a whole number of at least 1"),
     ("P,microbatch,M,seconds", "2,1,0,1", "runs.csv, line 2: column M: '0': expected a whole number of at least 1"),
     ("P,microbatch,M,seconds", "2,1,4,0", "runs.csv, line 2: column seconds: '0': expected a finite number above 0"),
+    ("P,microbatch,M,seconds", "2,1,4,3210", "runs.csv, line 2: column seconds: 3210: the plan is predicted to take"),
     ("P,microbatch,M,seconds", "2,1,4,1,1", "runs.csv, line 2: 5: expected 4 cells, one a column: P,microbatch,M"),
     ("P,D,microbatch,M,seconds", "2,4,1,6,1", "runs.csv, line 2: column M: 6: expected a multiple of D=4"),
     ("P,D,microbatch,M,seconds", "4,4,1,8,1", "runs.csv, line 2: columns P, D, T: P D T = 16 devices, and the cluster"),

@@ -31,8 +31,8 @@ def closed_form(step: Step, scales: Scales) -> float:
 
 
 def steps(count: int, true: Scales, noise: Callable[[], float], *, links: float = 1.0) -> list[Step]:
-    """Steps with shares of links from none to most, times e^noise."""
-    plain = [Step(compute=1.0 + k % 3, links=links * k / 2) for k in range(count)]
+    """Steps with shares of links from none to most, times e^noise; no two are equal."""
+    plain = [Step(compute=1.0 + k % 3 + k / 100, links=links * k / 2) for k in range(count)]
     return [each._replace(seconds=closed_form(each, true) * 2.718281828 ** noise()) for each in plain]
 
 
@@ -94,11 +94,21 @@ def test_one_slow_run_moves_little() -> None:
 
 def test_left_out_rows_are_predicted_by_the_others() -> None:
     """Two rows whose middle is their mean, and one that took twice as long: what the two say of it, by hand."""
-    rows = [Step(1.0, 0.0, 2.0), Step(1.0, 0.0, 2.0), Step(1.0, 0.0, 4.0)]
+    rows = [Step(1.0, 0.0, 2.0), Step(2.0, 0.0, 4.0), Step(4.0, 0.0, 16.0)]
     found = calibrate(closed_form, rows, Scales())
-    assert found.left_out[SCALE][2] == pytest.approx(2.0, rel=1e-3)
+    assert found.left_out[SCALE][2] == pytest.approx(8.0, rel=1e-3)
     assert found.left_out[SCALE][0] == pytest.approx(8**0.5, rel=1e-3)
-    assert found.left_out[NO_FIT] == (1.0, 1.0, 1.0)
+    assert found.left_out[NO_FIT] == (1.0, 2.0, 4.0)
+
+
+def test_a_plan_measured_again_does_not_vouch_for_itself() -> None:
+    """Four runs of one plan and one of another: nothing to judge by. With a third plan each is left out with its own
+    runs, which would predict it exactly."""
+    same = [Step(1.0, 0.0, 2.0)] * 4
+    assert calibrate(closed_form, [*same, Step(2.0, 0.0, 2.0)], Scales()).left_out == {}
+    found = calibrate(closed_form, [*same, Step(2.0, 0.0, 2.0), Step(3.0, 0.0, 3.0)], Scales())
+    assert found.choice == NO_FIT
+    assert found.left_out[SCALE][:4] == pytest.approx([1.0] * 4, rel=1e-3)
 
 
 def test_scales_of_a_cluster() -> None:
