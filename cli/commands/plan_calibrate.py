@@ -156,9 +156,10 @@ def _of_sizes(where: str, row: Mapping[str, str], source: _Source, cluster: Clus
     if cluster.num_devices < P * D * T:
         devices = f"P D T = {P * D * T} devices, and the cluster has {cluster.num_devices}"
         raise ValueError(f"{where}: columns P, D, T: {devices}: expected a larger --cluster, or --ranks {P * D * T}")
-    recompute = row.get("recompute") or "none"
+    recompute, column = row.get("recompute") or "none", "column schedule: "
     try:
         schedule = canonical_name(row.get("schedule") or ("1f1b" if V == 1 else "interleaved"))
+        column = ""
         if isinstance(source, TransformerSource):
             stages: Sequence[GivenStage | PlanStage] = _equal_stages(source, (P, D, T, V), schedule, recompute)
         else:
@@ -177,7 +178,7 @@ def _of_sizes(where: str, row: Mapping[str, str], source: _Source, cluster: Clus
                 num_runners_up=0,
             ).stages
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{where}: {column}{error}") from None
     return stages, {"num_microbatches": M, "schedule": schedule, "microbatch_size": size}
 
 

@@ -62,7 +62,10 @@ def read_rows(
         set(names) - set(names if known is None else known),
     )
     if missing:
-        raise ValueError(f"{path}, line {at}: no column {', '.join(map(repr, missing))}: expected {','.join(needed)}")
+        raise ValueError(
+            f"{path}, line {at}: no column {', '.join(map(repr, missing))}: expected {','.join(needed)}, "
+            f"with commas between columns"
+        )
     if strange:
         fail(f"{path}, line {at}: column", min(strange), f"some of {','.join(known or ())}")
     if not body:
