@@ -6,6 +6,7 @@ stagewright plan --profile b1.json b2.json b4.json --cluster 4x8:nvlink=300GB/s,
 stagewright plan --transformer layers=100,hidden=8192,heads=64,vocabulary=51200,length=2048 --device a100 \\
     --cluster 128x8:nvlink=300GB/s,infiniband=25GB/s --batch 1536
 stagewright plan --check runs/gpt                         the plan of a run compared with its measurement
+stagewright plan --calibrate runs.csv --profile ..        measured steps correct what plans are computed from
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -60,8 +62,8 @@ _FORM = "layers=24,hidden=1024,heads=16,vocabulary=51200,length=1024"
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(OwnOptions):
-    """Plan the training of a profiled model, of your own (profiled here), of PipeDream's profile or a transformer."""
+class SourceOptions(OwnOptions):
+    """Where seconds and bytes come from, and the devices."""
 
     profile: tuple[Path, ...] = ()
     """Files of `stagewright profile`, one per microbatch size and tensor size."""
@@ -76,6 +78,13 @@ class PlanOptions(OwnOptions):
     """4x8:nvlink=300GB/s@2us,net=12GB/s@10us:80GB (links innermost first), or a JSON file."""
     ranks: int | None = None
     """Without --cluster: the number of devices, on links that cost nothing."""
+
+
+@plain_help
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(SourceOptions):
+    """Plan the training of a profiled model, of your own (profiled here), of PipeDream's profile or a transformer."""
+
     batch: int
     """Samples of a batch."""
     memory: str | None = None
@@ -114,6 +123,8 @@ class PlanOptions(OwnOptions):
     """Print the plan as JSON and no tables."""
     check: tuple[str, ...] = ()
     """A run: compare its plan with its measurement, by cause (`stagewright plan --check RUN --help`)."""
+    calibrate: Path | None = None
+    """Measured steps: fit the device or the cluster to them (`stagewright plan --calibrate RUNS.csv --help`)."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -121,12 +132,16 @@ def run(argv: Sequence[str]) -> int:
         from . import plan_check
 
         return plan_check.run(argv)
+    if any(word.partition("=")[0] == "--calibrate" for word in argv):
+        from . import plan_calibrate
+
+        return plan_calibrate.run(argv)
     options = read(PlanOptions, argv, "plan")
     options.check_own({})
     if not 0 <= options.order_seconds < math.inf:
         raise ValueError(f"--order-seconds {options.order_seconds}: expected seconds, at least 0")
-    cluster = _cluster(options)
-    source, default_memory = _source(options, cluster)
+    cluster = read_cluster(options)
+    source, default_memory = read_source(options, cluster, partial(_profiled, options, cluster))
     if isinstance(source, TransformerSource):
         cluster = source.device.reached(cluster)
     limit = _memory(options.memory) if options.memory is not None else None
@@ -249,7 +264,7 @@ def _print(found: Plan, taken: str, *, as_json: bool) -> None:
         print(wrapped(taken))
 
 
-def _cluster(options: PlanOptions) -> Cluster:
+def read_cluster(options: SourceOptions) -> Cluster:
     text = options.cluster
     if text is None:
         if options.ranks is None:
@@ -269,8 +284,10 @@ def _cluster(options: PlanOptions) -> Cluster:
     return cluster
 
 
-def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | ProfileSource, float | None]:
-    """Source of the profiles, and the memory of their device [bytes] if known."""
+def read_source(
+    options: SourceOptions, cluster: Cluster, profiled: Callable[[], list[Profile]]
+) -> tuple[list[Profile] | ProfileSource, float | None]:
+    """Source of the profiles, and the memory of their device [bytes] if known; `profiled`: those of --model."""
     given = [name for name in ("profile", "model", "pipedream", "transformer") if getattr(options, name)]
     if len(given) != 1:
         raise ValueError(
@@ -282,7 +299,7 @@ def _source(options: PlanOptions, cluster: Cluster) -> tuple[list[Profile] | Pro
             f"--device {options.device} with --{given[0]}: leave it away, it is the device of --transformer"
         )
     if options.model is not None:
-        return _profiled(options, cluster), None
+        return profiled(), None
     if options.transformer is not None:
         device = _device(options.device)
         shape = _transformer(options.transformer)

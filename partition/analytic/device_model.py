@@ -232,6 +232,6 @@ Of its constants
     kernel_seconds        is what vTrain's trainings within one node show, small models that wait for the host: with
                           4e-5 they are 8.9% off. Of the 55 on several nodes one alone waits for it (hidden=3072, T=8,
                           microbatches of two), as if for 1.1e-4, which doubles all those within one node
-    the other six         are fitted to those 55 (`fit_measured`), all of them: what halves of them say of the others is
+    the other six         are fitted to those 55 (`fit_device`), all of them: what halves of them say of the others is
                           held out in `tests/partition/test_vtrain.py`
 """

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import pytest
-from support.inside import DeviceModel, TransformerSource, estimated, fit_measured
+from support.inside import DeviceModel, TransformerSource
 from support.megatron_table import Run, simulated, table
+from support.trainings import estimated, fit_measured
 
 from stagewright.partition import Plan, plan
 

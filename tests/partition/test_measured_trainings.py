@@ -8,19 +8,16 @@ from dataclasses import replace
 import pytest
 from support.inside import (
     LAYER_KERNELS,
-    SHOWN,
     DeviceModel,
     Head,
     MeasuredSum,
-    MeasuredTraining,
     TransformerSource,
-    estimated,
     fit_device,
-    fit_measured,
     fit_sums,
     transformer_profile,
 )
 from support.inside import simulated_simulated as simulated_plan
+from support.trainings import SHOWN, MeasuredTraining, estimated, fit_measured
 
 from stagewright.partition import Cluster, Plan, Profile, plan
 

@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.inside import SHOWN, DeviceModel, MeasuredTraining, estimated, fit_measured, read_trainings
+from support.inside import DeviceModel
 from support.megatron_table import simulated
+from support.trainings import SHOWN, MeasuredTraining, estimated, fit_measured, read_trainings
 
 from .test_measured_trainings import TYPICAL
 

@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from stagewright.partition import GivenStage, evaluate
-from support.inside import DeviceModel, MeasuredTraining, TransformerSource
+from support.inside import DeviceModel, TransformerSource
+from support.trainings import MeasuredTraining
 
 _TABLE_1 = Path(__file__).parents[1] / "data" / "megatron_table1.json"
 

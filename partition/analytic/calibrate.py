@@ -1,0 +1,269 @@
+"""Steps that a user measured -> the constants that they show, if these help to predict other steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from ..cluster import Cluster
+from ..strict import check_figures, fail, number
+from ..topology import Floats
+from .device_model import DeviceModel
+from .fit import FITTED, FREE, fit_device, with_values
+
+NOISE = 0.04  # by which equal runs differ, as a part
+SHRUNK = 0.8  # of the range before a fit, as a part: rows that leave less of it show a constant
+LEAST_PLANS = 3  # to judge a fit by those that are left out
+LEAST_GAIN = 0.005  # on average over those, as a part: by less, equal runs differ
+_ADDED = ("wave_outputs", "kernel_seconds", "hop_seconds")  # a step grows with them; by the others it is divided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """How many times as fast a cluster is as its file and the profiles say: what `calibrate` fits to profiles.
+
+    Arguments:
+        compute: its devices, at F, B, I, W and updates.
+        links: messages and all-reduces, with their latencies.
+
+    >>> Scales(compute=0.5, links=2.0).of(Cluster.parse("2:net=1GB/s@2us")).levels[0].latency
+    1e-06
+    """
+
+    compute: float = 1.0
+    links: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_figures(self, "scales", positive=("compute", "links"))
+
+    def of(self, cluster: Cluster) -> Cluster:
+        """The cluster so many times as fast."""
+        by = self.links
+        levels = []
+        for level in cluster.levels:
+            sums, step = level.reduce_bandwidth, level.reduce_latency
+            slower = {
+                "bandwidth": level.bandwidth * by,
+                "latency": level.latency / by,
+                "reduce_bandwidth": None if sums is None else sums * by,
+                "reduce_latency": None if step is None else step / by,
+                "message_seconds": level.message_seconds / by,
+            }
+            levels.append(replace(level, **slower))  # type: ignore[arg-type]
+        kinds = tuple(replace(kind, speed=kind.speed * self.compute) for kind in cluster.kinds)
+        ways = tuple((src, dst, bandwidth * by, latency / by) for src, dst, bandwidth, latency in cluster.ways)
+        return replace(cluster, levels=tuple(levels), kinds=kinds, ways=ways)
+
+
+Constants = TypeVar("Constants", bound=DeviceModel | Scales)
+
+
+class _Row(Protocol):
+    @property
+    def seconds(self) -> float: ...
+
+
+Row = TypeVar("Row", bound=_Row)
+NO_FIT, SCALE, MORE = "no fit", "one scale", "more constants"
+
+
+class FittedConstant(NamedTuple):
+    """A constant before and after the fit, and the ends of its 95% range."""
+
+    before: float
+    after: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration(Generic[Constants]):
+    """What `calibrate` finds.
+
+    Arguments:
+        constants: as fitted, or as they were given where no fit helps.
+        choice: "no fit", "one scale" or "more constants".
+        fitted: by name of each constant that was fitted.
+        before, after: [rows] predicted without and with the fit [s].
+        left_out: by choice, [rows] each predicted by a fit to the rows of other plans [s]; empty where there are too
+            few.
+    """
+
+    constants: Constants
+    choice: str
+    fitted: Mapping[str, FittedConstant]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    left_out: Mapping[str, tuple[float, ...]]
+
+
+def calibrate(
+    evaluate: Callable[[Row, Constants], float], rows: Sequence[Row], start: Constants
+) -> Calibration[Constants]:
+    """The constants of `start` that measured steps show, as many as help to predict steps which are left out.
+
+    Three choices are compared: `start` as it is; one scale (`matrix_efficiency`, or `Scales.compute`); and all
+    constants that the rows show: the others stay. Each row is predicted by fits to the rows of other plans (equal
+    predictions are of one), and more constants are taken where they come closer by more than the standard error of the
+    gain. With fewer than three plans the scale is fitted. Outliers hardly count. Constants that are ideal in `start`,
+    1 or 0 s, begin at typical values.
+
+    Arguments:
+        evaluate: seconds of a row's plan with these constants; called about 20 times a row.
+        rows: each with its measured `seconds`.
+
+    Raises ValueError for no rows, and for seconds that are no finite numbers above 0.
+
+    >>> class Step(NamedTuple):
+    ...     seconds: float
+    ...     profiled: float
+    >>> steps = [Step(2.0, 1.0), Step(3.9, 2.0), Step(6.0, 3.0)]
+    >>> found = calibrate(lambda row, scales: row.profiled / scales.compute, steps, Scales())
+    >>> found.choice, round(found.constants.compute, 2)
+    ('one scale', 0.5)
+    """
+    goal = np.array([number(f"rows[{i}].seconds", row.seconds, positive=True) for i, row in enumerate(rows)])
+    if not len(goal):
+        fail("rows", rows, "at least one measured step")
+    names, before = [name for name in FITTED if hasattr(start, name)], [evaluate(row, start) for row in rows]
+    some = {NO_FIT: (), SCALE: names[:1], MORE: names}
+    tangents = {kind: _Tangent.at_fit(evaluate, rows, start, some[kind]) for kind in (SCALE, MORE)}
+    choice, left_out = SCALE, {NO_FIT: np.array(before)}
+    different, plans = np.unique(before, return_inverse=True)
+    if len(different) >= LEAST_PLANS:
+        for kind, tangent in tangents.items():
+            fits = [tangent.of(plans != one).fit(start) for one in range(len(different))]
+            left_out[kind] = np.array([evaluate(row, fits[one]) for row, one in zip(rows, plans, strict=True)])
+        off = {kind: abs(np.log(each / goal)) for kind, each in left_out.items()}
+        choice = _closest({kind: np.bincount(plans, each) / np.bincount(plans) for kind, each in off.items()})
+    tangent = tangents.get(choice)
+    found = start if tangent is None else tangent.fit(start)
+    return Calibration(
+        constants=found,
+        choice=choice,
+        fitted={} if tangent is None else tangent.ranges(start, found),
+        before=tuple(before),
+        after=tuple(evaluate(row, found) for row in rows),
+        left_out={kind: tuple(each.tolist()) for kind, each in left_out.items()} if len(left_out) > 1 else {},
+    )
+
+
+def _closest(off: Mapping[str, Floats]) -> str:
+    """More constants where they come closer by more than the standard error of the gain. `off`: of each plan, |log|."""
+    best = NO_FIT
+    for kind in (SCALE, MORE):
+        gain = off[best] - off[kind]
+        if gain.mean() > gain.std(ddof=1) / math.sqrt(len(gain)) + LEAST_GAIN:
+            best = kind
+    return best
+
+
+class _Tangent(NamedTuple):
+    """Seconds of rows near one model: linear functions of its constants, or of 1 / constant where steps are divided by
+    it. Names and values [n] of the constants, in that form; seconds [rows], measured [rows], slopes [rows, n]."""
+
+    names: tuple[str, ...]
+    at: Floats
+    seconds: Floats
+    measured: Floats
+    slopes: Floats
+
+    @classmethod
+    def near(
+        cls,
+        evaluate: Callable[[Row, Constants], float],
+        rows: Sequence[Row],
+        model: Constants,
+        names: Sequence[str],
+    ) -> _Tangent:
+        at, seconds = _linear(model, names), np.array([evaluate(row, model) for row in rows])
+        slopes = []
+        for k, name in enumerate(names):
+            moved = replace(model, **{name: 0.95 * getattr(model, name)})  # type: ignore[arg-type]
+            change = np.array([evaluate(row, moved) for row in rows]) - seconds
+            slopes.append(change / (_linear(moved, names)[k] - at[k]))
+        return cls(tuple(names), at, seconds, np.array([row.seconds for row in rows]), np.array(slopes).T)
+
+    @classmethod
+    def at_fit(
+        cls,
+        evaluate: Callable[[Row, Constants], float],
+        rows: Sequence[Row],
+        start: Constants,
+        names: Sequence[str],
+    ) -> _Tangent:
+        """Near the fit that is found from near the start. Of a row's measured seconds the place alone is in it."""
+        begin = _typical(start, names)
+        return cls.near(evaluate, rows, cls.near(evaluate, rows, begin, names).fit(begin), names)
+
+    def __call__(self, model: DeviceModel | Scales) -> Floats:
+        found = self.seconds + self.slopes @ (_linear(model, self.names) - self.at)
+        return np.maximum(found, 1e-3 * self.seconds)
+
+    def of(self, rows: Floats) -> _Tangent:
+        """Of some rows, by a mask."""
+        return self._replace(seconds=self.seconds[rows], measured=self.measured[rows], slopes=self.slopes[rows])
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The scale, and the other constants that these rows show."""
+        spread = np.array([FITTED[name].spread for name in self.names])
+        left = self._spreads(self.names, NOISE, np.ones(len(self.seconds)))
+        return tuple(name for k, name in enumerate(self.names) if k == 0 or left[k] < SHRUNK * spread[k])
+
+    def fit(self, start: Constants) -> Constants:
+        """From the scale that the rows show in the middle, in which outliers do not count."""
+        names = self.shown
+        scaled = found = self._scaled(_typical(start, names))
+        for _ in range(2):  # what the scale leaves is not all noise
+            noise = self._noise(found)
+            found = fit_device(scaled, self.measured, self, constants=names, noise=noise, free=names[0])
+        return found
+
+    def _noise(self, model: DeviceModel | Scales) -> float:
+        return max(NOISE, 1.48 * float(np.median(abs(np.log(self(model) / self.measured)))))
+
+    def _scaled(self, start: Constants) -> Constants:
+        """With the median of the scales that make each row exact, weighted by the share of the row that scales."""
+        name, slopes = self.names[0], self.slopes[:, 0]
+        least, most, (rows,) = *FITTED[name][:2], np.nonzero(slopes > 0)
+        if not len(rows):
+            return start
+        wanted = _linear(start, (name,)) + (self.measured - self(start))[rows] / slopes[rows]
+        logs, weights = np.log(np.clip(wanted, 1 / most, 1 / least)), (slopes / self.seconds)[rows]
+        order = np.argsort(logs)
+        middles = np.cumsum(weights[order]) - weights[order] / 2
+        return with_values(start, (name,), np.exp([-np.interp(weights.sum() / 2, middles, logs[order])]))
+
+    def ranges(self, start: Constants, found: Constants) -> dict[str, FittedConstant]:
+        noise, names, ranges = self._noise(found), self.shown, {}
+        weights = 1 / (1 + (np.log(self(found) / self.measured) / noise) ** 2)
+        for name, spread in zip(names, self._spreads(names, noise, weights), strict=True):
+            limits, after = FITTED[name], getattr(found, name)
+            low, high = (after * math.exp(sign * 1.96 * spread) for sign in (-1, 1))
+            ranges[name] = FittedConstant(getattr(start, name), after, max(low, limits.least), min(high, limits.most))
+        return ranges
+
+    def _spreads(self, names: Sequence[str], noise: float, weights: Floats) -> Floats:
+        """[names] standard deviation of the logarithm of each constant, fitted together; of the scale little is known
+        before."""
+        columns = [self.names.index(name) for name in names]
+        shares = (self.slopes * self.at / self.seconds[:, None])[:, columns]
+        before = np.array([FITTED[name].spread * (FREE if name == self.names[0] else 1) for name in names])
+        found: Floats = np.linalg.inv(shares.T @ (shares * weights[:, None]) / noise**2 + np.diag(before**-2.0))
+        return np.sqrt(np.diag(found))
+
+
+def _typical(model: Constants, names: Sequence[str]) -> Constants:
+    """With what devices typically have where it was ideal: all of a data sheet's figure, or no seconds at all."""
+    found = {name: FITTED[name].start for name in names if getattr(model, name, None) in (0.0, 1.0)}
+    return replace(model, **found)  # type: ignore[arg-type]
+
+
+def _linear(model: DeviceModel | Scales, names: Sequence[str]) -> Floats:
+    values = [getattr(model, name) for name in names]
+    return np.array([value if name in _ADDED else 1 / value for name, value in zip(names, values, strict=True)])
