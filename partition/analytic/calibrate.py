@@ -55,8 +55,8 @@ class Scales:
             }
             levels.append(replace(level, **slower))  # type: ignore[arg-type]
         kinds = tuple(replace(kind, speed=kind.speed * self.compute) for kind in cluster.kinds)
-        ways = tuple((src, dst, bandwidth * by, latency / by) for src, dst, bandwidth, latency in cluster.ways)
-        return replace(cluster, levels=tuple(levels), kinds=kinds, ways=ways)
+        links = tuple((src, dst, bandwidth * by, latency / by) for src, dst, bandwidth, latency in cluster.node_links)
+        return replace(cluster, levels=tuple(levels), kinds=kinds, node_links=links)
 
 
 Constants = TypeVar("Constants", bound=DeviceModel | Scales)
