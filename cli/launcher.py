@@ -30,7 +30,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from .host import loopback, num_cores
-from .processes import POLL, all_ended, die_with_parent, end, exit_with_stdin
+from .processes import Supervision, all_ended, die_with_parent, end, exit_with_stdin
 from .rank_process import SILENT, WHERE, RankProcess
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class LaunchResult:
     """
 
     status: int
-    first_failed: int | None
-    report: str
+    first_failed: int | None = None
+    report: str = ""
 
 
 def launch(
@@ -178,9 +178,7 @@ class _Watchdog:
         running = [rank for rank in self._ranks if not rank.poll()]
         asked = [rank for rank in running if rank.ask_where()]
         before: list[str] = []
-        until = time.monotonic() + _ANSWER_S
-        while time.monotonic() < until:  # until all stacks are written, and no longer change
-            time.sleep(_GLANCE_S)
+        for _ in Supervision(_ANSWER_S, pause=_GLANCE_S):  # until all stacks are written, and no longer change
             said = [rank.where() for rank in asked]
             if said == before and SILENT not in said:
                 break
@@ -240,26 +238,18 @@ def _see_through(
     ranks: list[RankProcess], judge: _Judge, *, grace: float, timeout: float | None, stall: float | None
 ) -> LaunchResult:
     watchdog = _Watchdog(ranks, stall)
-    started = time.monotonic()
-    overdue_at = None if timeout is None else started + timeout
-    grace_until: float | None = None
-    while not all_ended(ranks):
-        judge.look()
-        now = time.monotonic()
-        if overdue_at is not None and now > overdue_at and grace_until is None:
-            late = ", ".join(str(rank.number) for rank in ranks if not rank.poll())
-            return LaunchResult(
-                status=1, first_failed=None, report=f"rank {late}: not done after {timeout:g} s; stopped"
-            )
-        if grace_until is None and watchdog.is_stalled():
-            return LaunchResult(status=1, first_failed=None, report=watchdog.report())
-        if grace_until is None and (judge.someone_failed() or all(_over(rank) for rank in ranks)):
-            grace_until = now + grace
-        if grace_until is not None and now > grace_until:
+    for _ in (looks := Supervision(timeout)):
+        ended = all_ended(ranks)
+        judge.look()  # also at one that was killed as the last one ended
+        if ended:
             break
-        time.sleep(POLL)
-    else:
-        judge.look()  # at one that was killed as the last one ended
+        if not looks.in_grace and watchdog.is_stalled():
+            return LaunchResult(status=1, report=watchdog.report())
+        if judge.someone_failed() or all(_over(rank) for rank in ranks):
+            looks.begin_grace(grace)
+    if looks.is_late:
+        late = ", ".join(str(rank.number) for rank in ranks if not rank.poll())
+        return LaunchResult(status=1, report=f"rank {late}: not done after {timeout:g} s; stopped")
     return _judge(ranks)
 
 
@@ -278,13 +268,9 @@ def _judge(ranks: list[RankProcess]) -> LaunchResult:
         lines = [f"rank {rank.number}: {how} and was started again" for rank in ranks for how in rank.lives]
         errors = [f"; its last line: {_last_line(rank)}" if rank.failed_by_itself else "" for rank in odd]
         lines += [f"rank {r.number}: {r.how_it_ended} {so[r.is_spared]}{e}" for r, e in zip(odd, errors, strict=True)]
-        report = "\n".join(lines)
-        return LaunchResult(status=0, first_failed=None, report=report)
-    return LaunchResult(
-        status=failed[0].status or 1,
-        first_failed=failed[0].number,
-        report=_failure_report(ranks, failed),
-    )
+        return LaunchResult(status=0, report="\n".join(lines))
+    report = _failure_report(ranks, failed)
+    return LaunchResult(status=failed[0].status or 1, first_failed=failed[0].number, report=report)
 
 
 def _failure_report(ranks: list[RankProcess], failed: list[RankProcess]) -> str:

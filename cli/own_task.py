@@ -18,14 +18,11 @@ changes.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -33,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..partition.model.batch_dims import TARGET
-from ..pipe.batch.loader import ReplicaBatches, ReplicaLoader, count_samples, seed_generators
+from ..pipe.batch.loader import OwnRandomState, ReplicaBatches, ReplicaLoader, count_samples, seed_generators
 from ..schedules.custom.user_code import UserCodeError, call, load, takes
 from .options import OwnOptions
 
@@ -178,7 +175,7 @@ class OwnBatches(Iterator[Batch]):
         self._function = load("data", self._value)
         self._batch_size, self._default_size = batch_size, default_size
         self._seed, self._workers = seed, workers
-        self._random = _RandomState()
+        self._random = OwnRandomState()
         self._made: Iterable[Any] | None = None
         self._epoch, self._passed = 0, 0  # number of the epoch, and of its batches so far
         self._is_begun = False  # whether generators are seeded for an epoch that `_stream` has yet to read
@@ -290,33 +287,6 @@ class OwnBatches(Iterator[Batch]):
             f"--data {self._value} returned {type(made).__name__}: expected a torch Dataset, or an iterable of batches "
             f"(inputs..., target), such as a DataLoader, a list or a generator"
         )
-
-
-class _RandomState:
-    """A random state of its own, which is the process's inside the context."""
-
-    def __init__(self) -> None:
-        self._own: tuple[Any, ...] | None = None  # None: the process's, to begin with
-        self._process: tuple[Any, ...] = ()
-
-    def __enter__(self) -> None:
-        self._process = _random_states()
-        if self._own is not None:
-            _set_random_states(self._own)
-
-    def __exit__(self, *_: object) -> None:
-        self._own = _random_states()
-        _set_random_states(self._process)
-
-
-def _random_states() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
 
 
 def _run(value: str, made: Iterable[Any]) -> Iterator[Any]:

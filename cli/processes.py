@@ -1,24 +1,27 @@
 """Processes that this one starts, each in its own session: their output, their exit status, and their end.
 
-Process.begin --> poll, poll, ... --> end([...])     SIGTERM to each session, then SIGKILL, then its streams
+Process.begin --> poll at each look of a Supervision --> end      SIGTERM to each session, then SIGKILL
+                                                         let_go   the end of its stdin, then the same
 in the process itself: die_with_parent, exit_with_stdin
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import select
 import signal
 import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, Self
 
-POLL = 0.02  # [s] between looks at what runs
+_POLL = 0.02  # [s] between looks at what runs
 _TAIL = 200  # lines that are remembered
 _DRAIN = 1.0  # [s] to read a process's output after its end
 _LIBC = ctypes.CDLL(None)
@@ -65,10 +68,21 @@ class Process:
         return True
 
     @property
-    def status(self) -> int:
-        """Exit status after its end; 128 + the signal if one killed it."""
-        code: int = self.process.returncode
-        return code if code >= 0 else 128 - code
+    def status(self) -> int | None:
+        """Exit status once its end was noticed, else None; 128 + the signal if one killed it."""
+        code: int | None = self.process.returncode
+        return code if code is None or code >= 0 else 128 - code
+
+    @property
+    def how_it_ended(self) -> str:
+        code = self.process.returncode
+        if code is None:
+            return "stopped before it had ended"
+        if code >= 0:
+            return f"exit status {code}"
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+        return f"killed by signal {-code}"
 
     def last_lines(self) -> list[str]:
         """Its last lines, after waiting a moment for its streams to drain."""
@@ -90,17 +104,48 @@ class Process:
                     stream.close()
 
 
+class Supervision:
+    """Looks at what runs, every `pause` [s], until `limit` [s] have passed (None: no limit).
+
+        for _ in (looks := Supervision(limit)):
+            if all_ended(processes):
+                break
+            if any(process.status for process in processes):
+                looks.begin_grace(10.0)      for the others
+        looks.is_late                        neither was the case within the limit
+
+    There is one more look after the limit or the grace.
+    """
+
+    def __init__(self, limit: float | None, *, pause: float = _POLL) -> None:
+        self._until = math.inf if limit is None else time.monotonic() + limit
+        self._pause = pause
+        self.in_grace = self.is_late = False
+
+    def __iter__(self) -> Iterator[None]:
+        while True:
+            now = time.monotonic()
+            yield
+            if now >= self._until:
+                self.is_late = not self.in_grace
+                return
+            time.sleep(self._pause)
+
+    def begin_grace(self, seconds: float) -> None:
+        """Look for so long from now on, without the limit; later calls change nothing."""
+        if not self.in_grace:
+            self.in_grace, self._until = True, time.monotonic() + seconds
+
+
 def all_ended(processes: Sequence[Process]) -> bool:
     ended = [process.poll() for process in processes]  # each one, so that the first to end is noted first
     return all(ended)
 
 
-def await_end(processes: Sequence[Process], seconds: float) -> bool:
-    """Wait for all to end, at most so long. Returns whether they have."""
-    until = time.monotonic() + seconds
-    while not (ended := all_ended(processes)) and time.monotonic() < until:
-        time.sleep(POLL)
-    return ended
+def _await_end(processes: Sequence[Process], seconds: float) -> None:
+    for _ in Supervision(seconds):
+        if all_ended(processes):
+            return
 
 
 def end(processes: Sequence[Process], *, patience: float = 3.0) -> None:
@@ -109,9 +154,19 @@ def end(processes: Sequence[Process], *, patience: float = 3.0) -> None:
         for process in processes:
             if not process.poll():
                 process.kill(number)
-        await_end(processes, patience)
+        _await_end(processes, patience)
     for process in processes:
         process.close()
+
+
+def let_go(processes: Sequence[Process], *, patience: float) -> None:
+    """End processes that end when their stdin closes; by `end` those that haven't after `patience` [s]."""
+    for process in processes:
+        assert process.process.stdin is not None
+        with suppress(OSError):
+            process.process.stdin.close()
+    _await_end(processes, patience)
+    end(processes)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -120,19 +175,12 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         _LIBC.prctl(_PARENT_DEATH, number)
 
 
-def exit_with_stdin() -> None:
-    """End this process when its standard input closes: its parent is gone."""
+def exit_with_stdin(leave: Callable[[], object] = lambda: os._exit(1), *, silence: float = 0.0) -> None:
+    """Call `leave` when standard input closes, or is silent for `silence` [s] (0: no limit): the parent is gone."""
 
     def wait() -> None:
-        while os.read(0, 4096):
+        while select.select([0], [], [], silence or None)[0] and os.read(0, 4096):
             pass
-        os._exit(1)
+        leave()
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

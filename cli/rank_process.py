@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from .processes import Process, signal_name
+from .processes import Process
 
 WHERE = signal.SIGUSR1  # asks a rank for its stack
 SILENT = "it does not say where"
@@ -75,12 +75,8 @@ class RankProcess(Process):
 
     @property
     def how_it_ended(self) -> str:
-        code = self.process.returncode
-        if code is None:
-            return "stopped before it had ended"
-        if self._left:
-            return "exit status 0 before its work was done"
-        return f"exit status {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+        end = super(RankProcess, self).how_it_ended  # the dataclass is another class than the one here
+        return f"{end} before its work was done" if self._left else end
 
     def computing(self) -> tuple[float, bool]:
         """CPU time used so far [s], and whether it wants a core; 0 and False on systems without /proc."""

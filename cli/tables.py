@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..schedules.wording import duration
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -27,3 +29,8 @@ def table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     for name in right:
         made.add_column(name, justify="right", no_wrap=True)
     return made
+
+
+def signed(seconds: float) -> str:
+    """A change in time, with its sign."""
+    return f"{'+' if seconds > 0 else ''}{duration(seconds)}"

@@ -18,8 +18,8 @@ from ...schedules.traces.trace_reader import find_traces, newest_cut_since, proc
 from ...schedules.wording import count
 from ...viz import Exhibit
 from ..options import read_file
-from ..train.run_folder import find_run
-from ..train.traces import read_run, read_summary
+from ..train.run_folder import find_run, read_whole
+from ..train.traces import read_run
 
 _SAME = ("schedule", "num_chunks", "num_microbatches", "microbatch_size")  # of two plans that one run may carry out
 _SAME_STAGE = ("nodes", "ranks", "tensor", "recompute", "optimizer_shards")
@@ -69,7 +69,7 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
     promised = simulated(plan, num_microbatches=ran.num_microbatches if plan.num_microbatches is None else None)
     since = newest_cut_since(find_traces(folders))
     steps, notes = _steps(exhibit, promised.timeline.schedule, since)
-    summary = next((found for folder in folders if (found := read_summary(folder))), {})
+    summary = next((found for folder in folders if (found := read_whole(folder / "summary.json"))), {})
     step_seconds = _step_seconds(folders, since) if since else summary.get("step_seconds")
     check = check_prediction(
         promised.timeline,
@@ -186,11 +186,5 @@ def _tensor_bytes(plan: Plan, summary: Mapping[str, Any]) -> tuple[tuple[float, 
 
 
 def _config(folders: Sequence[Path]) -> Mapping[str, Any]:
-    for folder in folders:
-        try:
-            found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict) and isinstance(found.get("config"), dict):
-            return dict(found["config"])
-    return {}
+    found = (read_whole(folder / "manifest.json").get("config") for folder in folders)
+    return next((config for config in found if isinstance(config, dict)), {})

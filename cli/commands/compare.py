@@ -21,6 +21,7 @@ from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit
 from ...viz.exhibit import HeadFigure, headline, held_activations
 from ..options import plain_help, read
+from ..tables import signed
 from ..train.run_folder import RUNS, find_run, read_manifest
 from .exhibits import read_exhibits
 from .outputs import PictureOptions, check_output, write_output
@@ -188,11 +189,7 @@ def _row(name: str, before: str, after: str, change: str = "", share: str = "") 
 
 def _seconds(change: Change) -> tuple[str, str, str, str]:
     share = f"{change.seconds / change.before:+.1%}" if change.before > 0 else ""
-    return duration(change.before), duration(change.after), _signed(change.seconds), share
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds > 0 else ''}{duration(seconds)}"
+    return duration(change.before), duration(change.after), signed(change.seconds), share
 
 
 def _figures(comparison: Comparison) -> list[str]:
@@ -249,7 +246,7 @@ def _why(comparison: Comparison) -> list[str]:
     change = held[1] / held[0] - 1 if held[0] > 0 else 0.0
     rows = [
         f"the {_makespan(found)} is {duration(abs(found.makespan.seconds))} {word}, most of all for "
-        f"{largest.name.replace('_', ' ')} ({_signed(largest.seconds)})"
+        f"{largest.name.replace('_', ' ')} ({signed(largest.seconds)})"
     ]
     if abs(change) >= _DEPARTS:
         rows.append(
@@ -348,14 +345,11 @@ def _side(exhibit: Exhibit, source: str, which: str) -> Side:
 def _configuration_of(source: str, timeline: Timeline) -> dict[str, str]:
     """Configuration by name: of the schedule; of a plan, cuts, recomputation and shards; of a run, options, versions
     and machine. Raises ValueError for an unreadable manifest or plan."""
-    found = _of_schedule(timeline)
     folder = _folder(source)
-    if folder is None:
-        plan = _plan(Path(source)) if Path(source).is_file() else None
-        return found | ({} if plan is None else _of_plan(plan))
-    plan = _plan(folder / _PLAN) if (folder / _PLAN).is_file() else None
-    manifest = read_manifest(folder)
-    return found | ({} if plan is None else _of_plan(plan)) | ({} if manifest is None else _of_run(manifest))
+    path = Path(source) if folder is None else folder / _PLAN
+    plan = _plan(path) if path.is_file() else None
+    manifest = None if folder is None else read_manifest(folder)
+    return _of_schedule(timeline) | (_of_plan(plan) if plan else {}) | (_of_run(manifest) if manifest else {})
 
 
 def _folder(source: str) -> Path | None:

@@ -27,12 +27,7 @@ from ...schedules import FAMILIES, Costs, Schedule, Timeline, simulate
 from ...schedules.custom.user_schedules import FORMS, is_own
 from ...schedules.families.registry import family
 from ...schedules.traces.trace_reader import find_traces, is_trace_file
-from ...viz import (
-    Exhibit,
-    MeasuredStep,
-    exhibit_of_traces,
-    read_perfetto,
-)
+from ...viz import Exhibit, MeasuredStep, exhibit_of_traces, read_perfetto
 from ...viz.foreign import is_trace, rank_in, read_text
 from ...viz.perfetto import OWN_KEY
 from ..options import read_file

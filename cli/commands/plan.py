@@ -161,8 +161,9 @@ def run(argv: Sequence[str]) -> int:
     taken = f"planned in {duration(time.perf_counter() - started)}"
     if options.out is not None:
         write_out(options.out, found.to_json())
-    lines = [*_origin(options, source, cluster, limit), *_norm(options, source, found), taken]
-    _print(found, "\n".join(lines), as_json=options.json)
+    taken = "\n".join([*_origin(options, source, cluster, limit), *_norm(options, source, found), taken])
+    print(found.to_json() if options.json else found.explain())
+    print(taken if options.json else wrapped(taken), file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
@@ -253,15 +254,6 @@ def as_typed(message: str) -> str:
         message = re.sub(rf"\b{name}: (?=-?\d)|\b{name}=\b", f"{option} ", message)
         message = re.sub(rf"\b{name}(?=[:=])|\b{name}$|(?<=with ){name}\b", option, message)
     return message
-
-
-def _print(found: Plan, taken: str, *, as_json: bool) -> None:
-    if as_json:
-        print(found.to_json())
-        print(taken, file=sys.stderr)
-    else:
-        print(found.explain())
-        print(wrapped(taken))
 
 
 def read_cluster(options: SourceOptions) -> Cluster:

@@ -26,7 +26,7 @@ from ...schedules.wording import count, duration, size, wrapped
 from ...viz import write_figure
 from ...viz.figures import waterfall_figure
 from ..options import plain_help, read
-from ..tables import console
+from ..tables import console, signed
 from ..tables import table as new_table
 from ..train.options import DEFAULT_CLIP
 from .checked_run import CheckedRun, check_run
@@ -145,10 +145,10 @@ def advice(found: CheckedRun) -> list[Advice]:
 def _why(each: InputCheck, check: PredictionCheck) -> str:
     what, own = (
         each.what,
-        f"; with the other inputs of its cause {_signed(check.cause(each.what.cause).seconds)} a step",
+        f"; with the other inputs of its cause {signed(check.cause(each.what.cause).seconds)} a step",
     )
     if check.matters_alone(each):
-        own = f"; alone {_signed(each.alone or 0.0)} a step"
+        own = f"; alone {signed(each.alone or 0.0)} a step"
     plural = what.kind == "message"
     if each.ratio is None:
         words = f"{what} {'take' if plural else 'takes'} {duration(each.measured)}, and the plan knows nothing of that"
@@ -216,7 +216,7 @@ def _told(found: CheckedRun) -> Iterable[str]:
     spread = check.cause(Cause.SPREAD).seconds
     if spread > 0.01 * check.predicted:
         yield (
-            f"spread: durations vary, and ranks wait for the longest: {_signed(spread)} a step over what their medians "
+            f"spread: durations vary, and ranks wait for the longest: {signed(spread)} a step over what their medians "
             f"give; no input says that"
         )
     if found.sampled is not None:
@@ -235,7 +235,7 @@ def _causes(predicted: float, causes: Sequence[Change]) -> Table:
     rows.add_row("predicted", "", "", duration(predicted))
     for each in causes:
         share = f"{each.seconds / predicted:+.1%}" if predicted > 0 else ""
-        rows.add_row(f"  {each.name}", _signed(each.seconds), share, duration(each.after))
+        rows.add_row(f"  {each.name}", signed(each.seconds), share, duration(each.after))
         if each.name == Cause.UNEXPLAINED:
             rows.add_row("actions as measured", "", "", duration(each.after))
     if causes[-1].name == Cause.OUTSIDE:
@@ -259,7 +259,7 @@ def _inputs(inputs: Sequence[InputCheck], predicted: float) -> Table:
             duration(each.predicted),
             duration(each.measured),
             f"x{each.times:g}",
-            _signed(each.seconds),
+            signed(each.seconds),
             "" if each.alone is None else f"{each.alone / predicted:+.1%}",
         )
     return rows
@@ -290,7 +290,3 @@ def _memory(pairs: Sequence[tuple[float, float]]) -> Table:
         ratio = f"{expected / there - 1:+.1%}" if there > 0 else ""
         rows.add_row(str(number), size(expected), size(there), ratio)
     return rows
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{duration(abs(seconds))}"

@@ -202,30 +202,22 @@ def _show(profile: Profile) -> None:
     of += f", one of {profile.tensor} tensor ranks" if profile.tensor > 1 else ""
     heading = f"{len(profile.nodes)} parts on {profile.device}, {profile.dtype}{of} ({profile.origin})"
     out.print(heading, markup=False, soft_wrap=True)
-    out.print(_seconds_table(profile))
-    out.print(_bytes_table(profile))
+    for rows in _tables(profile):
+        out.print(rows)
     for line in summary(profile):
         out.print(wrapped(line), markup=False, highlight=False)
 
 
-def _name(node: Node, number: int) -> str:
-    return f"{node.name} x{number}" if number > 1 else node.name
-
-
-def _seconds_table(profile: Profile) -> Table:
-    rows = table("", ("part",), ("F", "B", "I", "W", "update", "spread"))
+def _tables(profile: Profile) -> tuple[Table, Table]:
+    seconds = table("", ("part",), ("F", "B", "I", "W", "update", "spread"))
+    sizes = table("", ("part",), ("stash", "output", "workspace", "parameters"))
     for node, number in folded(profile.nodes):
+        name = f"{node.name} x{number}" if number > 1 else node.name
         times = (node.forward_seconds, node.backward_seconds, node.input_grad_seconds, node.weight_grad_seconds)
-        rows.add_row(_name(node, number), *map(duration, (*times, node.update_seconds)), f"{node.spread:.1%}")
-    return rows
-
-
-def _bytes_table(profile: Profile) -> Table:
-    rows = table("", ("part",), ("stash", "output", "workspace", "parameters"))
-    for node, number in folded(profile.nodes):
-        sizes = (node.stash_bytes, node.activation_bytes, node.workspace_bytes, node.parameter_bytes)
-        rows.add_row(_name(node, number), *map(size, sizes))
-    return rows
+        seconds.add_row(name, *map(duration, (*times, node.update_seconds)), f"{node.spread:.1%}")
+        held = (node.stash_bytes, node.activation_bytes, node.workspace_bytes, node.parameter_bytes)
+        sizes.add_row(name, *map(size, held))
+    return seconds, sizes
 
 
 def summary(profile: Profile) -> list[str]:

@@ -16,7 +16,7 @@ from ...partition.plans.plan import Plan
 from ...schedules import FAMILIES, Schedule, build, check
 from ...schedules.custom.user_schedules import FORMS, is_own
 from ...schedules.wording import count
-from ..options import GptOptions, given, is_function, plain_help, read_schedule, read_tensor_parallel
+from ..options import GptOptions, given, is_function, plain_help, read_file, read_schedule, read_tensor_parallel
 from .run_folder import LATEST, RUNS
 
 if TYPE_CHECKING:
@@ -336,10 +336,7 @@ def _load(name: str) -> Plan:
         raise ValueError(
             f"--plan {name}: no such file{where}: expected one that `stagewright plan --out FILE` wrote, or auto"
         )
-    try:
-        return Plan.load(path)
-    except OSError as error:
-        raise ValueError(f"--plan {name}: cannot read: {error.strerror or error}: expected a readable file") from None
+    return read_file(path, Plan.load)
 
 
 def make_schedule(options: TrainOptions) -> Schedule:

@@ -106,10 +106,9 @@ def gather(own: T) -> tuple[T, ...]:
     return tuple(found)
 
 
-def first(text: str) -> str:
-    """The text of process 0, in each process; collective."""
-    if not dist.is_initialized():
-        return text
-    texts = [text]
-    dist.broadcast_object_list(texts)
-    return texts[0]
+def first(own: T) -> T:
+    """The value of process 0, in each process; collective."""
+    found = [own]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    return found[0]

@@ -28,7 +28,6 @@ def make_optimizer(
     beta1: float = 0.9,
     momentum: float = MOMENTUM,
     ends: float = ENDS,
-    ns_steps: int = 5,
 ) -> NamedFactory:
     """Optimizers of a stage of the GPT, for `PipelineModule(optimizer=)`.
 
@@ -54,7 +53,7 @@ def make_optimizer(
         adam: Callable[..., Optimizer] = AdamW
         if name == "nadam":
             adam = partial(NAdam, momentum_decay=_SETTLED, decoupled_weight_decay=True)
-        muon = partial(Muon, lr=lr, momentum=momentum, weight_decay=WEIGHT_DECAY, ns_steps=ns_steps)
+        muon = partial(Muon, lr=lr, momentum=momentum, weight_decay=WEIGHT_DECAY)
         return [
             muon(inner, adjust_lr_fn="match_rms_adamw") if inner else None,
             adam(groups, lr=rate, betas=(beta1, BETA2)) if groups else None,

@@ -300,6 +300,15 @@ def write_whole(path: Path, text: str) -> None:
             raise
 
 
+def read_whole(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; {} if it is missing or unreadable, as after a kill."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Raises ValueError that names the file, for errors of the disk inside."""

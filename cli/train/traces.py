@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from ...schedules.traces.clocks import clock_note
 from ...schedules.traces.run_file import NAME, RunFile
 from ...schedules.traces.trace_reader import find_traces, read_traces, starts_of
 from ...viz.exhibit import Exhibit
+from .run_folder import read_whole
 
 TRACE_NAMES = "trace.rankN.jsonl"
 
@@ -35,7 +35,7 @@ def read_run(*folders: Path) -> Exhibit:
     notes += traces.notes
     measured = traces.steps
     first = next((folder for folder in folders if (folder / NAME).exists()), folders[0])
-    summary = read_summary(first)
+    summary = read_whole(first / "summary.json")
     if file is None and not measured:
         why = "; ".join(notes)
         raise ValueError(f"nothing to show in {_told(folders)}: {why}; expected the folder of a run that traced steps")
@@ -102,15 +102,6 @@ def _prediction(file: RunFile, measured: Sequence[MeasuredStep]) -> Timeline:
     if not measured or file.costs is None or not file.predicted.schedule.is_asynchronous:
         return file.predicted
     return simulate(measured[-1].timeline.schedule, file.costs)
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """Content of summary.json, or {} without a readable one: a killed run has none."""
-    try:
-        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _measured_peak(summary: dict[str, Any], measured: Sequence[MeasuredStep]) -> tuple[float, ...] | None:

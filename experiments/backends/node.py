@@ -15,21 +15,18 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import threading
-import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...cli.processes import die_with_parent
+from ...cli.processes import Supervision, die_with_parent, exit_with_stdin
 from .facts import NodeFacts
 from .preflight import Meeting, PreflightError, meet
-from .records import Nodes, Work
+from .records import Nodes, Shape, Work
 from .torchrun import torchrun_words
 
 STARTER = (sys.executable, "-P", "-m", "stagewright.experiments.backends.node")
@@ -60,22 +57,17 @@ class Order:
     silence: float = 0.0
 
     def to_json(self) -> str:
-        work = asdict(replace(self.work, environment=dict(self.work.environment))) | {"folder": str(self.work.folder)}
-        nodes = [self.nodes.num_nodes, self.nodes.ranks_per_node]
-        rest = {"folder": self.folder, "interface": self.interface, "silence": self.silence}
-        return json.dumps({"work": work, "nodes": nodes, "meeting": asdict(self.meeting), **rest})
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_json(cls, line: str) -> Order:
         read = json.loads(line)
-        work, meeting, (num_nodes, ranks_per_node) = read["work"], read["meeting"], read["nodes"]
+        work, nodes, meeting = (read.pop(name) for name in ("work", "nodes", "meeting"))
         return cls(
             work=Work(**work | {"arguments": tuple(work["arguments"]), "folder": Path(work["folder"])}),
-            nodes=Nodes(num_nodes=num_nodes, ranks_per_node=ranks_per_node),
+            nodes=Nodes(**nodes | {"shape": Shape(**nodes["shape"])}),
             meeting=Meeting(**meeting | {"names": tuple(meeting["names"])}),
-            folder=read["folder"],
-            interface=read["interface"],
-            silence=read["silence"],
+            **read,
         )
 
 
@@ -86,7 +78,7 @@ def main() -> int:
     if not line:
         return 128 + signal.SIGHUP
     order = Order.from_json(line.decode())
-    threading.Thread(target=_hang_up_with_stdin, args=(order.silence,), daemon=True).start()
+    exit_with_stdin(lambda: os.kill(os.getpid(), signal.SIGHUP), silence=order.silence)
     try:
         words = _prepared(order, facts)
     except PreflightError as error:
@@ -98,12 +90,6 @@ def main() -> int:
         return _run(words, order, wake)
     finally:
         _end_descendants()
-
-
-def _hang_up_with_stdin(silence: float) -> None:
-    while select.select([0], [], [], silence or None)[0] and os.read(0, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGHUP)
 
 
 def _prepared(order: Order, facts: NodeFacts) -> tuple[str, ...]:
@@ -166,9 +152,10 @@ def _wake_on_signals() -> int:
 
 def _end_descendants() -> None:
     for number, patience in ((signal.SIGTERM, _ASKED), (signal.SIGKILL, _KILLED)):
-        until = time.monotonic() + patience
         asked: set[int] = set()
-        while (left := descendants(os.getpid())) and time.monotonic() < until:
+        for _ in Supervision(patience):
+            if not (left := descendants(os.getpid())):
+                return
             for process in left - asked:
                 with suppress(ProcessLookupError):
                     os.kill(process, number)
@@ -176,7 +163,6 @@ def _end_descendants() -> None:
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-            time.sleep(0.02)
 
 
 def descendants(process: int) -> set[int]:

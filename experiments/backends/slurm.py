@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from ...cli.launcher import sigterm_as_interrupt
+from ...cli.processes import Supervision
 from .local import refuse_shape
 from .node import TIMED_OUT, TOKEN, UNAVAILABLE
 from .records import Nodes, Outcome, Work
 from .slurm_task import run_task
-from .supervise import Say, failure, hear, outcome, stories_of, to_stderr
+from .supervise import Say, failed_of, failure, hear, late, outcome, stories_of, to_stderr
 
 _LOOK = 1.0  # [s] between requests to Slurm
 _POLL = 0.05  # [s] between reads of the files
@@ -126,24 +127,26 @@ class SlurmBackend:
         return executor
 
     def _follow(self, job: Any, work: Work, nodes: Nodes) -> Outcome:
-        files = [_NodeFiles(rank=rank, folder=work.folder, say=self._say) for rank in range(nodes.num_nodes)]
+        ranks, folder, say = range(nodes.num_nodes), work.folder, self._say
+        files = [_NodeFiles(rank=rank, name=f"node {rank}", folder=folder, say=say) for rank in ranks]
         watch = _Watch(job, self._cluster, self._say)
-        grace_until = math.inf
-        while not watch.is_over() and time.monotonic() < grace_until:
+        for _ in Supervision(None, pause=_POLL):
+            if watch.is_over() or watch.running_since:
+                break
+        for _ in (looks := Supervision(work.timeout, pause=_POLL)):
+            if watch.is_over():
+                break
             for node in files:
                 node.read()
-            if grace_until == math.inf and any(node.status for node in files):
-                grace_until = time.monotonic() + _GRACE
-            if watch.running_since and time.monotonic() > watch.running_since + work.timeout:
-                late = ", ".join(node.name for node in files if node.status is None)
-                report = f"{late}: not done after {work.timeout:g} s; stopped"
-                return outcome(files, status=TIMED_OUT, timed_out=True, report=report)
-            time.sleep(_POLL)
-        until = time.monotonic() + (_ENDED if watch.state == "COMPLETED" else _LOOK)
-        while any(node.status is None for node in files) and time.monotonic() < until:
+            if failed_of(files):
+                looks.begin_grace(_GRACE)
+        if looks.is_late:
+            return late(files, work)
+        for _ in Supervision(_ENDED if watch.state == "COMPLETED" else _LOOK, pause=_POLL):
             for node in files:
                 node.read()
-            time.sleep(_POLL)
+            if all(node.status is not None for node in files):
+                break
         return _judge(files, watch, work.folder)
 
     def _end(self, job: Any) -> None:
@@ -156,9 +159,9 @@ class SlurmBackend:
             return
         with suppress(OSError, subprocess.SubprocessError):
             job.cancel(check=False)
-        until = time.monotonic() + _ENDED
-        while not watch.is_over() and time.monotonic() < until:
-            time.sleep(_POLL)
+        for _ in Supervision(_ENDED, pause=_POLL):
+            if watch.is_over():
+                break
 
 
 class _Watch:
@@ -202,15 +205,12 @@ class _NodeFiles:
     rank: int
     folder: Path
     say: Say
-    name: str = ""
+    name: str
     words: tuple[str, ...] = ()
     problem: str = ""
     status: int | None = None
     ended_at: float = 0.0
     _at: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.name = self.name or f"node {self.rank}"
 
     def read(self) -> None:
         for line in self._new("events"):
@@ -228,7 +228,7 @@ class _NodeFiles:
         return self.folder / f"node{self.rank}.log"
 
     def story(self) -> str:
-        return failure(self.name, self.status or 0, self.log, self.log.read_text(errors="replace").splitlines())
+        return failure(self.name, self.status, self.log, self.log.read_text(errors="replace").splitlines())
 
     def _new(self, ending: str) -> list[str]:
         with suppress(FileNotFoundError), (self.folder / f"node{self.rank}.{ending}").open("rb") as file:
@@ -241,7 +241,7 @@ class _NodeFiles:
 
 def _judge(files: list[_NodeFiles], watch: _Watch, folder: Path) -> Outcome:
     problems = list(dict.fromkeys(node.problem for node in files if node.problem))
-    failed = sorted((node for node in files if node.status), key=lambda node: node.ended_at)
+    failed = failed_of(files)
     silent = [node for node in files if node.status is None]
     if watch.state == "TIMEOUT":
         return outcome(files, status=TIMED_OUT, timed_out=True, report="Slurm ended the job: its time limit was over")

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import time
 
+from ...cli.processes import Process, let_go
 from .node import STARTER, Order
 from .preflight import Meeting
 from .records import Nodes, Work
@@ -54,18 +55,14 @@ def run_task(work: Work, nodes: Nodes, folder: str, interface: str, token: str) 
 
 
 def _run_starter(order: Order, said: int, told: int) -> int:
-    process = subprocess.Popen(STARTER, stdin=subprocess.PIPE, stdout=told, stderr=said)
-    assert process.stdin is not None
+    starter = Process.begin(STARTER, None, out=told, err=said)
+    assert starter.process.stdin is not None
     try:
-        process.stdin.write(order.to_json().encode() + b"\n")
-        process.stdin.flush()
-        return process.wait()
+        starter.process.stdin.write(order.to_json().encode() + b"\n")
+        starter.process.stdin.flush()
+        return starter.process.wait()
     finally:
-        process.stdin.close()
-        try:
-            process.wait(timeout=_LET_GO)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        let_go([starter], patience=_LET_GO)
 
 
 def port_of(job_id: str) -> int:

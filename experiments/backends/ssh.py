@@ -33,7 +33,6 @@ class SshBackend:
     Arguments:
         hosts: in the order of their node ranks.
         interface: for gloo, on each host; empty: the one through which it reaches node 0.
-        port: of node 0, for the preflight; 0: one that is free there.
         options: of ssh, such as ("-i", "key").
         say: prints lines.
     """
@@ -45,13 +44,11 @@ class SshBackend:
         hosts: Sequence[RemoteHost],
         *,
         interface: str = "",
-        port: int = 0,
         options: Sequence[str] = (),
         say: Say = to_stderr,
     ) -> None:
         self._hosts = tuple(hosts)
         self._interface = interface
-        self._port = port
         self._options = tuple(options)
         self._say = say
 
@@ -88,7 +85,7 @@ class SshBackend:
             for rank, host in enumerate(hosts)
         ]
         address = hosts[0].address or self._address(hosts[0])
-        return run_nodes(starts, work, nodes, address=address, port=self._port, say=self._say)
+        return run_nodes(starts, work, nodes, address=address, say=self._say)
 
     def command(self, host: RemoteHost) -> tuple[str, ...]:
         """Command line that runs the starter on a host."""

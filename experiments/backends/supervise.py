@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from ... import __version__
 from ...cli.launcher import sigterm_as_interrupt
-from ...cli.processes import POLL, Process, all_ended, await_end, end
+from ...cli.processes import Process, Supervision, all_ended, let_go
 from .facts import NodeFacts, code_digest, differences
 from .node import TIMED_OUT, TOKEN, UNAVAILABLE, Order
 from .preflight import Meeting
@@ -44,7 +44,7 @@ _AGENT = re.compile(
 )  # what follows is its own stack
 
 
-def failure(name: str, status: int, log: Path, lines: Sequence[str]) -> str:
+def failure(name: str, status: int | None, log: Path, lines: Sequence[str]) -> str:
     """Report of a failed node with its last lines: those of its ranks, and the agent's summary."""
     kept: list[str] = []
     for line in lines:
@@ -69,7 +69,6 @@ class NodeStart:
         name: as shown: "node 1 (host b)".
         command: runs the starter there, such as `STARTER` with a prefix.
         interface: for gloo; empty: the one through which the node reaches node 0.
-        environment: variables of the command here; None: this process's own.
         silence: without signs of life for so long the node ends its ranks [s]; 0: it relies on the end of its stdin,
             which a failed network does not show.
         hint: what to type if it does not start.
@@ -78,7 +77,6 @@ class NodeStart:
     name: str
     command: tuple[str, ...]
     interface: str = ""
-    environment: Mapping[str, str] | None = None
     silence: float = 0.0
     hint: str = ""
 
@@ -107,7 +105,8 @@ def run_nodes(
             if failure := _gather(running, work):
                 return failure
             names = tuple(start.name for start in starts)
-            port = port or running[0].free_port
+            assert running[0].facts is not None
+            port = port or running[0].facts.free_port
             for rank, (start, node) in enumerate(zip(starts, running, strict=True)):
                 meeting = Meeting(
                     node_rank=rank, names=names, address=address, port=port, limit=work.join_timeout, token=token
@@ -130,6 +129,7 @@ def run_nodes(
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Running(Process):
     start: NodeStart
+    name: str
     say: Say
     log: Path
     words: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ class _Running(Process):
     @classmethod
     def of(cls, start: NodeStart, log: Path, say: Say) -> _Running:
         pipe = subprocess.PIPE
-        node = cls.begin(start.command, start.environment, out=pipe, err=pipe, start=start, say=say, log=log)
+        node = cls.begin(start.command, None, out=pipe, err=pipe, start=start, name=start.name, say=say, log=log)
         node.read(node.process.stdout, node._events)
         node.read(node.process.stderr, node._lines)
         return node
@@ -152,19 +152,6 @@ class _Running(Process):
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
         self.told_at = time.monotonic()
-
-    @property
-    def name(self) -> str:
-        return self.start.name
-
-    @property
-    def free_port(self) -> int:
-        assert self.facts is not None
-        return self.facts.free_port
-
-    @property
-    def has_started(self) -> bool:
-        return bool(self.words)
 
     def poll(self) -> bool:
         was_known = self.ended_at
@@ -205,58 +192,46 @@ class _Running(Process):
 
 
 def _gather(running: list[_Running], work: Work) -> Outcome | None:
-    until = time.monotonic() + work.join_timeout
-    while any(node.facts is None for node in running):
-        if any(node.poll() for node in running):
+    for _ in Supervision(work.join_timeout):
+        absent = [node for node in running if node.facts is None]
+        ended = [node for node in running if node.poll()]
+        if not absent:
+            break
+        if ended:
             return _judge(running)
-        if time.monotonic() > until:
-            absent = [node for node in running if node.facts is None]
-            report = [f"{node.name}: not up after {work.join_timeout:g} s ({node.last_words})" for node in absent]
-            return outcome(running, status=UNAVAILABLE, report="\n".join(report))
-        time.sleep(POLL)
-    wrong = []
+    wrong = [f"{node.name}: not up after {work.join_timeout:g} s ({node.last_words})" for node in absent]
     for node in running:
-        assert node.facts is not None
-        if (node.facts.stagewright, node.facts.code) != (__version__, code_digest()):
+        if node.facts and (node.facts.stagewright, node.facts.code) != (__version__, code_digest()):
             wrong += [f"{node.name}: {told} as here" for told in differences(node.facts, NodeFacts.here())]
     return outcome(running, status=UNAVAILABLE, report="\n".join(wrong)) if wrong else None
 
 
 def _see_through(running: list[_Running], work: Work) -> Outcome:
     started = time.monotonic()
-    met_until = started + 2 * work.join_timeout + _SLACK  # for all to connect, and for node 0 to report missing ones
-    grace_until: float | None = None
-    while not all_ended(running):
-        now = time.monotonic()
-        failed = [node for node in running if node.poll() and node.status != 0]
-        if grace_until is None and failed:
-            grace_until = now + (_GRACE if any(node.has_started for node in running) else _SAME)
-        if grace_until is not None and now > grace_until:
+    patience = 2 * work.join_timeout + _SLACK  # [s] for all to connect, and for node 0 to report missing ones
+    for _ in (looks := Supervision(work.timeout)):
+        if all_ended(running):
             break
-        if now > started + work.timeout and grace_until is None:
-            late = ", ".join(node.name for node in running if not node.poll())
-            report = f"{late}: not done after {work.timeout:g} s; stopped"
-            return outcome(running, status=TIMED_OUT, timed_out=True, report=report)
-        absent = [node for node in running if not node.has_started and not node.poll()]
-        if now > met_until and absent and grace_until is None:
+        if failed_of(running):
+            looks.begin_grace(_GRACE if any(node.words for node in running) else _SAME)
+        now = time.monotonic()
+        absent = [node for node in running if not node.words and not node.poll()]
+        if absent and not looks.in_grace and now > started + patience:
             report = "\n".join(f"{node.name}: does not say after {now - started:.0f} s whom it met" for node in absent)
             return outcome(running, status=UNAVAILABLE, report=report)
         for node in running:
             if node.start.silence and now > node.told_at + node.start.silence / _SIGNS:
                 node.tell()
-        time.sleep(POLL)
-    return _judge(running)
+    return late(running, work) if looks.is_late else _judge(running)
 
 
 def _judge(running: list[_Running]) -> Outcome:
-    failed = sorted((node for node in running if node.poll() and node.status != 0), key=lambda node: node.ended_at)
+    failed = failed_of(running)
     if not failed:
         return outcome(running, status=0)
     stories = list(dict.fromkeys(node.problem for node in failed if node.problem)) or stories_of(failed)
     stories += [
-        f"{node.name}: still ran {_GRACE:g} s later; stopped"
-        for node in running
-        if node.has_started and not node.poll()
+        f"{node.name}: still ran {_GRACE:g} s later; stopped" for node in running if node.words and not node.poll()
     ]
     return outcome(running, status=failed[0].status, report="\n".join(stories))
 
@@ -273,10 +248,22 @@ def hear(node: Any, event: Mapping[str, Any]) -> None:
             node.problem = event["report"]
 
 
+def failed_of(nodes: Sequence[Any]) -> list[Any]:
+    """Failed nodes in the order of failure."""
+    return sorted((node for node in nodes if node.status), key=lambda node: node.ended_at)
+
+
 def stories_of(failed: Sequence[Any]) -> list[str]:
     """Reports of failed nodes in the order of failure, the first one in full."""
     others = [f"{node.name}: failed after it (exit status {node.status})" for node in failed[1:]]
     return [*(node.story() for node in failed[:1]), *others]
+
+
+def late(nodes: Sequence[Any], work: Work) -> Outcome:
+    """Outcome of a run that the time limit ended."""
+    names = ", ".join(node.name for node in nodes if node.status is None)
+    report = f"{names}: not done after {work.timeout:g} s; stopped"
+    return outcome(nodes, status=TIMED_OUT, timed_out=True, report=report)
 
 
 def outcome(nodes: Sequence[Any], *, status: int, timed_out: bool = False, report: str = "") -> Outcome:
@@ -287,15 +274,10 @@ def outcome(nodes: Sequence[Any], *, status: int, timed_out: bool = False, repor
 
 def _end(running: list[_Running]) -> None:
     for node in running:
-        with suppress(OSError):
-            assert node.process.stdin is not None
-            node.process.stdin.close()
-        if node.facts is None:  # the starter does not read its stdin there
+        if node.facts is None and not node.poll():  # the starter does not read its stdin there
             node.kill(signal.SIGTERM)
-    await_end(running, _LET_GO)
+    let_go(running, patience=_LET_GO)
     for node in running:
-        if not node.poll():
-            node.kill(signal.SIGKILL)
         for reader in node.readers:
             reader.join(timeout=_LET_GO)  # its stream ends with the last process that may write to it
-    end(running)
+        node.close()

@@ -123,19 +123,13 @@ def _read_value(word: str) -> tuple[str, Value]:
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOptions:
+class ReportOptions(ShowOptions):
     """Write the report of an experiment: results as JSONL, pictures, and a section of a README between markers."""
 
-    name: tyro.conf.Positional[str]
-    """Name of an experiment, or a TOML file of your own."""
-    folder: Path = Path("runs/experiments")
-    """Jobs are in FOLDER/NAME/jobs."""
     into: Path | None = None
     """Write to INTO/NAME, such as experiments/results (default: FOLDER/NAME/report)."""
     results: Path | None = None
     """Read RESULTS/NAME/results.jsonl instead of jobs, and write the report there (or to --into)."""
-    json: bool = False
-    """Print one JSON object."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -144,13 +138,9 @@ def run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(wrapped(_help()))
         return 0
-    if argv[0] in words:
-        return words[argv[0]](argv[1:])
-    if argv[0] in catalog_names():
-        return _run(argv)
     known = dict.fromkeys([*words, *catalog_names()])
     check_known("unknown experiment", argv[0], known, listed="words and experiments")
-    raise AssertionError(argv[0])
+    return words[argv[0]](argv[1:]) if argv[0] in words else _run(argv)
 
 
 def _help() -> str:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ...cli.options import plain_help, read
+from ...cli.options import plain_help, read, read_file
 from ...cli.tables import console, table
 from ...partition import Cluster, DeviceKind, Level, Profile, plan
 from ...partition.quantities import bandwidth, size
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
 
 def read_fleet(path: Path) -> tuple[list[dict[str, Any]], list[FleetJob]]:
     """Kinds and jobs of a file. Raises ValueError that names file, job and field."""
-    content = parse_object(read_text(path), source=str(path))
+    content = parse_object(read_file(path, read_text), source=str(path))
     kinds = []
     for each in content.objects("kinds"):
         memory, link = each.optional_text("memory"), each.optional_text("link")
@@ -108,7 +108,7 @@ def _job(record: Fields, kinds: Sequence[dict[str, Any]], folder: Path) -> Fleet
         own.done()
     else:
         files, batch = record.items("profile"), record.count("batch")
-        profiles = [Profile.load(folder / str(file)) for file in files]
+        profiles = [read_file(folder / str(file), Profile.load) for file in files]
         rates = [_planned(profiles, kind, devices, batch) for kind in kinds]
     given = {
         "name": record.text("name"),

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from ...cli.options import plain_help, read
+from ...cli.options import plain_help, read, read_file
 from ...cli.tables import console, table
 from ...partition import Plan
 from ...partition.strict import Fields, parse_object, read_text
@@ -50,8 +50,8 @@ class PriceOptions:
 
 def run(argv: Sequence[str]) -> int:
     options = read(PriceOptions, argv, "price")
-    trace = PriceTrace.parse(read_text(options.prices), source=str(options.prices))
-    content = parse_object(read_text(options.plans), source=str(options.plans))
+    trace = PriceTrace.parse(read_file(options.prices, read_text), source=str(options.prices))
+    content = parse_object(read_file(options.plans, read_text), source=str(options.plans))
     plans = [_plan(each, options.plans.parent) for each in content.objects("plans")]
     content.done()
     unknown = [each for each in plans if each.kind not in trace.prices]
@@ -88,7 +88,7 @@ def _plan(record: Fields, folder: Path) -> PricedPlan:
     if file is None:
         devices, rate = record.count("devices"), record.number("rate", positive=True)
     else:
-        found, batch = Plan.load(folder / file), record.count("batch")
+        found, batch = read_file(folder / file, Plan.load), record.count("batch")
         if found.simulated_step_time is None:
             raise ValueError(f"{record.at('plan')}: {file!r} has no simulated step: expected one of `stagewright plan`")
         devices, rate = found.num_devices, batch / found.simulated_step_time

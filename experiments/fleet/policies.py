@@ -125,11 +125,6 @@ class Shares:
 
     def of(self, policy: str) -> Floats:
         """[m, K] the policy's shares. Raises ValueError for an unknown policy."""
-        found = self._found(policy)
-        assert found is not None
-        return found
-
-    def _found(self, policy: str) -> Floats | None:
         match policy:
             case "max-min":
                 return self._most_of_least(self.rate(self.equal))
@@ -138,7 +133,9 @@ class Shares:
             case "finish-time":
                 return self._finish_time()
             case "cost":
-                return self._for_least_money(self.rate(self.equal))
+                found = self._for_least_money(self.rate(self.equal))
+                assert found is not None
+                return found
             case "deadline":
                 return self._deadlines()
             case "equal":

@@ -134,15 +134,6 @@ def _folder_name(part: str, shared: Case) -> str:
     return f"{words[:_LONGEST_NAME]}-{hashlib.sha256(str(shared).encode()).hexdigest()[:8]}"
 
 
-def read_config(folder: Path) -> dict[str, object]:
-    """The configuration in a job's folder; empty if missing or unreadable."""
-    try:
-        found = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     """The keys in which two configurations differ, as text; empty: none."""
     return ", ".join(key for key in now if before.get(key) != now[key])

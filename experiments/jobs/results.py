@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ...cli.train.run_folder import write_whole
+from ...cli.options import read_file
+from ...cli.train.run_folder import read_whole, write_whole
 from ...partition.strict import parse_object, read_text
 from ...schedules.wording import count
 from .declaration import Declaration
 from .figure import Figure, read_figures, write_figures
-from .job import State, Status, difference, jobs_of, read_config
+from .job import State, Status, difference, jobs_of
 
 _NAMED = 3  # names of missing jobs, for each reason
 FIGURES_FILE, ORIGIN_FILE = "results.jsonl", "origin.json"
@@ -57,7 +58,7 @@ class Results:
     def read(cls, folder: Path) -> Results:
         """Results in a folder that `write` wrote. Raises ValueError for another folder."""
         figures = read_figures(folder / FIGURES_FILE)
-        record = parse_object(read_text(folder / ORIGIN_FILE), source=str(folder / ORIGIN_FILE))
+        record = parse_object(read_file(folder / ORIGIN_FILE, read_text), source=str(folder / ORIGIN_FILE))
         words = {key: tuple(map(str, record.items(key))) for key in Origin.__slots__ if key != "num_jobs"}
         origin = Origin(num_jobs=record.count("num_jobs"), **words)
         record.done()
@@ -77,7 +78,7 @@ def gather(declaration: Declaration, folder: Path) -> Results:
     changes: list[str] = []
     missing: dict[str, list[str]] = {}
     for name in [*declared, *sorted(others)]:
-        status, config = Status.read(folder / name), read_config(folder / name)
+        status, config = Status.read(folder / name), read_whole(folder / name / "job.json")
         changed = str(config.get("changed", ""))
         if status.state is not State.DONE:
             if name in declared or config:

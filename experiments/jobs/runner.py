@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TextIO
 
 from ...cli.host import num_cores, processor
-from ...cli.processes import POLL, Process, end, signal_name
+from ...cli.processes import Process, Supervision, end
 from ...cli.progress import Progress
-from ...cli.train.run_folder import write_whole
+from ...cli.train.run_folder import read_whole, write_whole
 from ...schedules.wording import duration
 from ..backends.records import Backend, Work
 from .figure import read_figures
-from .job import Job, State, Status, code_version, difference, read_config
+from .job import Job, State, Status, code_version, difference
 
 _WORKER = "stagewright.experiments.jobs.worker"
 _TAIL_LINES = 12  # of a log, in the reason of a failure
@@ -76,22 +76,21 @@ class Intent:
 
 def intend(job: Job, folder: Path, *, fresh: bool = False, any_code: bool = False) -> Intent:
     """Whether a job is to run, by its folder; `fresh`: in any case; `any_code`: keep figures of other code versions."""
-    status, before = Status.read(folder), read_config(folder)
-    changed = difference(before, job.config)
+    status, code, why = Status.read(folder), code_version(job.part.work), ""
     if status.state is State.PENDING:
         return Intent(job=job, folder=folder, runs=True)
-    if status.state is not State.DONE:
-        said = "was interrupted" if status.state is State.RUNNING else status.state.value
-        return Intent(job=job, folder=folder, runs=True, why=said)
-    if fresh:
-        return Intent(job=job, folder=folder, runs=True, why="as requested")
-    if changed:
-        return Intent(job=job, folder=folder, runs=True, why=f"its configuration changed: {changed}")
-    code = code_version(job.part.work)
+    if status.state is State.RUNNING:
+        why = "was interrupted"
+    elif status.state is not State.DONE:
+        why = status.state.value
+    elif fresh:
+        why = "as requested"
+    elif changed := difference(read_whole(folder / "job.json"), job.config):
+        why = f"its configuration changed: {changed}"
     # The digest of the source is last; another commit alone does not count.
-    if not any_code and status.code.rpartition(" ")[2] != code.rpartition(" ")[2]:
-        return Intent(job=job, folder=folder, runs=True, why=f"the code changed: {status.code} -> {code}")
-    return Intent(job=job, folder=folder, runs=False)
+    elif not any_code and status.code.rpartition(" ")[2] != code.rpartition(" ")[2]:
+        why = f"the code changed: {status.code} -> {code}"
+    return Intent(job=job, folder=folder, runs=bool(why), why=why)
 
 
 @contextmanager
@@ -233,22 +232,23 @@ def _in_process(intent: Intent, progress: JobProgress, stop: threading.Event) ->
         return Status()
     begun = _begun(intent, progress)
     command = [sys.executable, "-P", "-m", _WORKER, str(intent.folder), "--watch"]
-    limit = time.monotonic() + intent.job.part.timeout
     with (intent.folder / "log.txt").open("wb") as log:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **dict(intent.job.part.environment)}
         process = Process.begin(command, environment, out=log, err=subprocess.STDOUT)
         try:
-            while not (has_ended := process.poll()) and time.monotonic() < limit and not stop.wait(POLL):
-                pass
+            for _ in (looks := Supervision(intent.job.part.timeout)):
+                if process.poll() or stop.is_set():
+                    break
         finally:
             end([process], patience=_END_GRACE)
-    if not has_ended:
-        return Status() if stop.is_set() else _finished(begun, State.TIMED_OUT, _limit(intent))
-    if code := process.process.returncode:
-        how = f"signal {signal_name(-code)}" if code < 0 else f"exit status {code}"
+    if stop.is_set():
+        return Status()
+    if looks.is_late:
+        return _finished(begun, State.TIMED_OUT, _limit(intent))
+    if process.status:
         lines = (intent.folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
         tail = "\n".join(lines[-_TAIL_LINES:]) or "(nothing)"
-        return _finished(begun, State.FAILED, f"{how}; the log's last lines:\n{tail}")
+        return _finished(begun, State.FAILED, f"{process.how_it_ended}; the log's last lines:\n{tail}")
     return _finished(begun, State.DONE)
 
 

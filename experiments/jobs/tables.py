@@ -212,8 +212,12 @@ def shown(value: float, unit: str) -> str:
 
     >>> shown(0.1234, "fraction"), shown(1.0329, "ratio"), shown(0.0123, "s"), shown(2e9, "bytes"), shown(148, "F/s")
     ('12.3%', '1.033', '12.3 ms', '2.00 GB', '148 F/s')
+    >>> shown(0.0123, "error")
+    '1.23%'
     """
     match unit:
+        case "error":
+            return f"{value:.2%}"
         case "fraction":
             return f"{value:.1%}"
         case "ratio":

@@ -1,6 +1,6 @@
 """Pipelines of stages that sleep, and actions that sleep, for given seconds.
 
-Any number of ranks so run on a few cores, with real processes and real messages. In `SleepingPipe` the stages sleep in
+Any number of ranks so run on a few cores, with real processes and real messages. In `sleeping_side` the stages sleep in
 their forward and backward. `ours_asleep` and `put_asleep` make the actions of both sides sleep around almost no work,
 so that I and W have separate seconds: each action of this runtime's worker, and the three calls of a stage of
 torch.distributed.pipelining.
@@ -19,49 +19,28 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage
 
-from ...pipe import PipelineModule
-from ...pipe.results import StepResult
 from ...pipe.run.worker import TrainingWorker
 from ...schedules import Action, Costs, Op, Schedule
 from ...schedules.timing.costs import CostTable
 from .equal_stages import costs_of
-from .models import TINY_WIDTH, SleepingStage, drop_gradients, sleep_until
+from .models import TINY_WIDTH, SleepingStage, StagesProblem, sleep_until
+from .sides import OurSide
 
 
-class SleepingPipe:
+def sleeping_side(schedule: Schedule, given: Costs | None = None) -> OurSide:
     """A pipeline of sleeping stages over the processes of this job, with its batch; `given`: costs (None: equal)."""
-
-    def __init__(self, schedule: Schedule, given: Costs | None = None) -> None:
-        costs = (given or costs_of(schedule)).table(num_stages=schedule.num_stages)
-        self.schedule = schedule
-        self._batch = (torch.ones(schedule.num_microbatches, TINY_WIDTH),) * 2
-        self.pipe = PipelineModule(
-            [SleepingStage(f, b) for f, b in zip(costs.column(Op.F), costs.column(Op.B), strict=True)],
-            schedule=schedule,
-            loss_fn=F.mse_loss,
-            # a stream updates inside the pipeline, here with the cheapest optimizer
-            optimizer=partial(torch.optim.SGD, lr=1e-6) if schedule.is_asynchronous else None,
-            example_inputs=self._batch[:1],
-            verify=False,
-        )
-
-    def step(self) -> StepResult:
-        if self.schedule.is_asynchronous:
-            return self.pipe.train_step(*self._batch)
-        result = self.pipe.forward_backward(*self._batch)
-        drop_gradients(self.pipe.parameters())
-        return result
-
-    def run(self, num_batches: int) -> float:
-        """Seconds per batch of many in a row, from this rank's return from one step to its last return."""
-        self.step()
-        began = time.perf_counter()
-        for _ in range(num_batches):
-            self.step()
-        return (time.perf_counter() - began) / num_batches
-
-    def close(self) -> None:
-        self.pipe.close()
+    costs = (given or costs_of(schedule)).table(num_stages=schedule.num_stages)
+    batch = torch.ones(schedule.num_microbatches, TINY_WIDTH)
+    problem = StagesProblem(
+        stages=[SleepingStage(f, b) for f, b in zip(costs.column(Op.F), costs.column(Op.B), strict=True)],
+        inputs=batch,
+        target=batch,
+        loss_fn=F.mse_loss,
+        # a stream updates inside the pipeline, here with the cheapest optimizer
+        optimizer=partial(torch.optim.SGD, lr=1e-6) if schedule.is_asynchronous else None,
+        boundary=batch[:1],
+    )
+    return OurSide.of_schedule(schedule, problem)
 
 
 @contextmanager

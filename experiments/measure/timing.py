@@ -15,16 +15,15 @@ from ...schedules.wording import duration
 from ..jobs.figure import Figure, repeated
 from .models import SPIN, sleep_until
 
-_AHEAD = 0.005  # [s] from rank 0's message to the common start
+_AHEAD = 0.005  # [s] from rank 0's message to the common start, longer than the message takes
 
 
-def timed(step: Callable[[], object], *, ahead: float = _AHEAD) -> float:
-    """Run a step on all ranks from a common start. Returns seconds to the end of the last rank. `ahead`: from rank 0's
-    message to the start, longer than the message takes [s]."""
+def timed(step: Callable[[], object]) -> float:
+    """Run a step on all ranks from a common start. Returns seconds to the end of the last rank."""
     instant = torch.zeros((), dtype=torch.float64)
     dist.barrier()
     if dist.get_rank() == 0:
-        instant.fill_(time.perf_counter() + ahead + SPIN)
+        instant.fill_(time.perf_counter() + _AHEAD + SPIN)
     dist.broadcast(instant, src=0)
     start = float(instant)
     sleep_until(start)
@@ -53,11 +52,6 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
-def errors(predicted: float, measured: Sequence[float]) -> list[float]:
-    """(predicted - measured) / measured, for each measured value."""
-    return [predicted / value - 1 for value in measured]
-
-
 def typical(samples: Sequence[float]) -> str:
     """The median as text.
 
@@ -80,9 +74,9 @@ def compared(sides: tuple[Sequence[float], Sequence[float]], *, note: str = "", 
 
 
 def off(predicted: float, measured: Sequence[float], *, note: str = "", **figure: Any) -> Iterator[Figure]:
-    """Error of predicted seconds; `note` follows the predicted and the measured ones."""
+    """Error of predicted seconds, as a share of the measured ones; `note` follows both."""
     told = f"{duration(predicted)} / {typical(measured)}{note}"
-    return repeated(errors(predicted, measured), unit="error", note=told, **figure)
+    return repeated([predicted / value - 1 for value in measured], unit="error", note=told, **figure)
 
 
 def in_turn(

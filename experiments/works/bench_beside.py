@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...cli.train.corpus import loss_fn
-from ...cli.train.gpt import GPT, GPTConfig
+from ...cli.train.gpt import GPTConfig
+from ...cli.train.pipeline import first
 from ...pipe import PipelineModule
 from ...pipe.build import Pipeline
 from ...pipe.update.flush import FlushUpdate
@@ -30,7 +30,8 @@ from ...schedules import Collective, Costs, Schedule, simulate
 from ...schedules.program import Step
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated
-from ..measure.models import TINY_WIDTH, SleepingStage, drop_gradients
+from ..measure.models import TINY_WIDTH, SleepingStage, drop_gradients, gpt_problem
+from ..measure.sides import OurSide
 from ..measure.timing import compared, in_turn, off, say, timed, typical
 
 NUM_PIPE, NUM_DATA, NUM_CHUNKS, NUM_MICROBATCHES = 2, 2, 2, 4
@@ -191,7 +192,8 @@ def checkpoints(case: Case, repetitions: int) -> Iterator[Figure]:
     size = GPTConfig(length=case.count("length"), layers=case.count("layers"), width=case.count("width"))
     steps, name = case.count("steps"), case.text("case")
     with _shared_folder() as folder:
-        pipe, step = _pipeline(size)
+        side = OurSide.of_model(gpt_problem(size, batch=BATCH), schedule="1f1b", num_microbatches=MICROBATCHES)
+        pipe, step = side.pipe, side.step
         for _ in range(_WARM_UP_STEPS):
             step()
         saver = pipe.checkpointer(folder / "beside", every=steps)
@@ -246,31 +248,8 @@ def checkpoints(case: Case, repetitions: int) -> Iterator[Figure]:
     )
 
 
-def _pipeline(model: GPTConfig) -> tuple[PipelineModule, Callable[[], None]]:
-    torch.manual_seed(0)
-    tokens = torch.randint(256, (BATCH, model.length + 1))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
-    pipe = PipelineModule(
-        GPT(model),
-        schedule="1f1b",
-        num_microbatches=MICROBATCHES,
-        mesh={"pipe": 2},
-        loss_fn=loss_fn,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
-        example_inputs=(inputs,),
-        verify=False,
-    )
-
-    def step() -> None:
-        pipe.train_step(inputs, targets)
-
-    return pipe, step
-
-
 @contextmanager
 def _shared_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="stagewright-bench-") as own:
-        name = [own]
-        dist.broadcast_object_list(name, src=0)
-        yield Path(name[0])
+        yield Path(first(own))
         dist.barrier()

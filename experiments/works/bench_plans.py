@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
@@ -26,6 +27,7 @@ from torch import nn
 
 from ...cli.host import MemoryMeter
 from ...cli.train.gpt import GPTConfig
+from ...cli.train.pipeline import first, gather
 from ...partition import Cluster, Node, Profile, partition, plan
 from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
@@ -46,7 +48,7 @@ from ..measure.models import (
     sleeping_layers,
 )
 from ..measure.sides import TIMEOUT, WARM_UP_STEPS, DataParallelSide, OurSide, Side, TorchSide, warm_up
-from ..measure.sleeping import SleepingPipe
+from ..measure.sleeping import sleeping_side
 from ..measure.suite import layered
 from ..measure.timing import compared, in_turn, median_of, off, say, timed, typical
 from .zero_bubble import THEIRS
@@ -146,14 +148,14 @@ def regret(case: Case, repetitions: int) -> Iterator[Figure]:
     if len(others) < 4:
         raise ValueError(f"{case.count('layers')} layers have {1 + len(others)} plans: expected 5, as 20 layers have")
     with ExitStack() as stack:
-        pipes = [
-            stack.enter_context(closing(SleepingPipe(each.build_schedule(), each.costs))) for each in (chosen, *others)
-        ]
-        named = {f"{n}: {each.schedule} V={each.num_chunks}": pipes[n] for n, each in enumerate((chosen, *others))}
-        for pipe in pipes:
-            pipe.run(1)
-        name = f"{case.text('case')} seed {case.count('seed')}"
-        seconds = in_turn(name, {key: partial(pipe.run, 2) for key, pipe in named.items()}, repetitions=repetitions)
+        runs: dict[str, Callable[[], float]] = {}
+        for number, each in enumerate((chosen, *others)):
+            side = sleeping_side(each.build_schedule(), each.costs)
+            stack.enter_context(side.pipe)
+            runs[f"{number}: {each.schedule} V={each.num_chunks}"] = partial(_batch_seconds, side.step, 2)
+        for run in runs.values():  # connects groups, finds shapes
+            run()
+        seconds = in_turn(f"{case.text('case')} seed {case.count('seed')}", runs, repetitions=repetitions)
     typically = [median(each) for each in seconds.values()]
     yield Figure(
         case=Case.of({"case": case.text("case"), "run": f"{ranks} ranks, seed {case.count('seed')}"}),
@@ -164,6 +166,15 @@ def regret(case: Case, repetitions: int) -> Iterator[Figure]:
         target=Target(limit=case.number("limit")),
         note="; ".join(f"{key} {value * 1e3:.1f} ms" for key, value in zip(seconds, typically, strict=True)),
     )
+
+
+def _batch_seconds(step: Callable[[], object], number: int) -> float:
+    """Seconds per batch of a number in a row, from this rank's return from one step to its last return."""
+    step()
+    began = time.perf_counter()
+    for _ in range(number):
+        step()
+    return (time.perf_counter() - began) / number
 
 
 def memory(case: Case, repetitions: int) -> Iterator[Figure]:
@@ -189,7 +200,7 @@ def memory(case: Case, repetitions: int) -> Iterator[Figure]:
         )
 
 
-def resident_peaks(make: Callable[[], OurSide]) -> list[int]:
+def resident_peaks(make: Callable[[], OurSide]) -> tuple[int, ...]:
     """By rank, growth of resident memory in a few steps [bytes], in new processes.
 
     A step of a tiny GPT runs first, which loads modules, threads and tables.
@@ -203,8 +214,7 @@ def resident_peaks(make: Callable[[], OurSide]) -> list[int]:
     side = make()
     for _ in range(_MEMORY_STEPS):
         side.step()
-    peaks: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(peaks, meter.peak())
+    peaks = gather(meter.peak())
     side.pipe.close()
     return peaks
 
@@ -245,16 +255,15 @@ def auto(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def _equal_cut(problem: WholeProblem, num_stages: int, samples: int) -> list[int]:
-    found: list[Any] = [None]
+    found: list[int] = []
     if dist.get_rank() == 0:
         model = problem.make_model()
         profile = profile_model(
             model, (problem.inputs[:samples],), loss_fn=problem.loss_fn, target=problem.target[:samples]
         )
         cut = partition(profile, Cluster.from_levels([(num_stages, 1e12)]), straight=True, num_microbatches=8)
-        found = [[int(stage.nodes[0]) for stage in cut.stages]]
-    dist.broadcast_object_list(found)
-    return [*found[0], sum(1 for _ in problem.make_model().children())]
+        found = [int(stage.nodes[0]) for stage in cut.stages]
+    return [*first(found), sum(1 for _ in problem.make_model().children())]
 
 
 def _in_stages(problem: WholeProblem, cut: Sequence[int]) -> StagesProblem:

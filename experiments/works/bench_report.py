@@ -14,6 +14,7 @@ from ... import __version__
 from ...cli.host import num_cores, processor
 from ...cli.tables import table
 from ..jobs.figure import Figure, Judged, Spread, Target
+from ..jobs.tables import shown
 
 CASES = {
     "overhead-1f1b": "step time at no compute, 1F1B: at most 1.1 of torch's",
@@ -186,19 +187,6 @@ def _breakdown(run: str, seconds: Mapping[str, float]) -> Iterator[tuple[str, fl
     tight, paced = seconds["message, tight"], seconds["message, paced"]
     yield "a message, tight", tight, f"one way; {messages} a microbatch, partly at the same time"
     yield "a message, paced", paced, "one way to a receiver that slept 2 ms: gloo's wake-up"
-
-
-def shown(value: float, unit: str) -> str:
-    """A value in its unit.
-
-    >>> shown(0.0123, "error"), shown(1.02, "ratio"), shown(250000.0, "actions/s")
-    ('1.23%', '1.020', '250,000')
-    """
-    if unit == "error":
-        return f"{value:.2%}"
-    if unit in ("actions/s", "ms"):
-        return f"{value:,.0f}" if unit == "actions/s" else f"{value:.1f} ms"
-    return f"{value:.3f}" if unit == "ratio" else f"{value:.2f} {unit}"
 
 
 def _shown_target(line: Line) -> str:

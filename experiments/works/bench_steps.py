@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ...cli.train.pipeline import gather
 from ...comm import ProcessGroupTransport, TensorSpec
 from ...schedules import Message, Op, simulate
 from ...schedules.messages import AHEAD_BYTES
@@ -228,8 +229,7 @@ def _one_way_times(group: dist.ProcessGroup, tensor: torch.Tensor, *, rounds: in
                     stamps.append(time.perf_counter())
             send.wait()
         del stamps[: 2 * warm_up]
-    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, stamps)
+    everyone = gather(stamps)
     return [abs(a - b) for a, b in zip(everyone[0], everyone[1], strict=True)]
 
 

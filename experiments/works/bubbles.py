@@ -53,25 +53,23 @@ def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """
     import torch.distributed as dist
 
-    from ..measure.sleeping import SleepingPipe
+    from ..measure.sleeping import sleeping_side
 
     case = sized(case)
-    pipe = SleepingPipe(schedule_of(case))
-    ideal = simulate(pipe.schedule, costs_of(pipe.schedule)).batch_seconds
+    schedule = schedule_of(case)
+    side = sleeping_side(schedule)
+    ideal = simulate(schedule, costs_of(schedule)).batch_seconds
     bubbles, slower = [], []
-    try:
-        pipe.step()  # connects groups, finds shapes
+    with side.pipe:
+        side.step()  # connects groups, finds shapes
         for _ in range(repetitions):
-            pipe.pipe.forget_measurements()
-            if not pipe.schedule.is_asynchronous:
+            side.pipe.forget_measurements()
+            if not schedule.is_asynchronous:
                 dist.barrier()
-            for _ in range(_BATCHES if pipe.schedule.is_asynchronous else 1):
-                result = pipe.step()
-            timeline = result.timeline()
-            bubbles.append(timeline.bubble)
-            slower.append(timeline.batch_seconds / ideal)
-    finally:
-        pipe.close()
+            for _ in range(_BATCHES if schedule.is_asynchronous else 1):
+                side.step()
+            bubbles.append(side.timeline.bubble)
+            slower.append(side.timeline.batch_seconds / ideal)
     yield from repeated(bubbles, case=case, name="bubble", unit="fraction", how=How.EMULATED)
     yield from repeated(slower, case=case, name="batch, emulated / simulated", unit="ratio", how=How.EMULATED)
 

@@ -46,7 +46,6 @@ class Setting:
             delay were one.
         rate: peak rate; momentum: of Muon, or AdamW's first one (0: the optimizer's usual).
         ends: AdamW's rate over Muon's.
-        ns_steps: of Muon's Newton-Schulz iteration.
         warmup: share of the steps in which the rate rises.
         flush_first: number of first updates with a flush (`PipelineModule(flush_first=)`), corrected by lambda 1 if the
             others are corrected.
@@ -65,7 +64,6 @@ class Setting:
     rate: float = 2e-3
     momentum: float = 0.0
     ends: float = 1.0
-    ns_steps: int = 5
     warmup: float = 0.1
     seed: int = 0
     flush_first: int = 0
@@ -203,7 +201,7 @@ def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:
     by_optimizer: dict[str, dict[str, Any]] = {
         "adamw": {"beta1": momentum or 0.9},
         "nadam": {"beta1": momentum or NESTEROV},
-        "muon": {"momentum": momentum or MOMENTUM, "ends": setting.ends, "ns_steps": setting.ns_steps},
+        "muon": {"momentum": momentum or MOMENTUM, "ends": setting.ends},
     }
     rates = learning_rate_curve(setting.total_updates, warmup_part=setting.warmup)
     return PipelineModule(

@@ -49,11 +49,11 @@ def measured(case: Case, repetitions: int) -> Iterator[Figure]:
 
 def emulated(case: Case, repetitions: int) -> Iterator[Figure]:
     """Stages that sleep, on all of the case's ranks."""
-    from ..measure.sleeping import SleepingPipe
+    from ..measure.sleeping import sleeping_side
 
-    sleeping = SleepingPipe(schedule_of(case))
-    with sleeping.pipe:
-        yield from figures_of(case, sleeping.pipe, sleeping.step, How.EMULATED, repetitions=repetitions)
+    side = sleeping_side(schedule_of(case))
+    with side.pipe:
+        yield from figures_of(case, side.pipe, side.step, How.EMULATED, repetitions=repetitions)
 
 
 def figures_of(

@@ -27,6 +27,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     """Figures of a `model` in `microbatches` of `samples` samples, a step per repetition; runs on all ranks."""
     import torch.distributed as dist
 
+    from ...cli.train.pipeline import gather
     from ...partition.plans.as_schedule import expected
     from ...partition.plans.as_text import describe
     from ..measure.sides import OurSide
@@ -47,8 +48,7 @@ def trained(case: Case, repetitions: int) -> Iterator[Figure]:
     for _ in range(repetitions):
         seconds.append(timed(side.step))
         lines.append(side.timeline)
-    held: list[Any] = [None] * ranks
-    dist.all_gather_object(held, memory(side))
+    held = gather(memory(side))
     side.pipe.close()
 
     work = len(problem.inputs) * per_sample

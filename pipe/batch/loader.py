@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -263,7 +263,7 @@ class ReplicaLoader:
         """The rest of the epoch from the DataLoader, which does not change this process's random state."""
         loaded = iter(self.within)
         while True:
-            with _own_random_state(), self._waiting():
+            with OwnRandomState(), self._waiting():
                 try:
                     batch = next(loaded)
                 except StopIteration:
@@ -335,16 +335,31 @@ def seed_generators(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-@contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Context after which the generators have this process's state again."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+class OwnRandomState:
+    """A random state of its own, at first the process's: that of the generators inside the context, and only there."""
+
+    def __init__(self) -> None:
+        self._own: tuple[Any, ...] | None = None
+        self._process: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._process = _states()
+        if self._own is not None:
+            _set_states(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._own = _states()
+        _set_states(self._process)
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
 
 
 def count_samples(dataset: Dataset[Any]) -> int:

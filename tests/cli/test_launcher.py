@@ -109,6 +109,16 @@ with report_to_launcher():
 
 @pytest.mark.gloo
 @pytest.mark.thorough
+def test_a_rank_that_failed_and_does_not_end_is_stopped() -> None:
+    """Without an exit status yet: the launcher itself failed of that."""
+    hangs = "import atexit\natexit.register(time.sleep, 400)\nwith report_to_launcher(): raise RuntimeError('lost')"
+    result = run(hangs, num_ranks=1, grace=0.2)
+    assert (result.status, result.first_failed) == (1, 0)
+    assert "rank 0 failed first (stopped before it had ended)" in result.report
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
     result = run("import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(400)", grace=0.2)
     assert result.first_failed == 1

@@ -297,6 +297,7 @@ _MODULES = {
     "supervise": "experiments.backends.supervise",
     "bench_command": "experiments.commands.bench",
     "launcher": "cli.launcher",
+    "processes": "cli.processes",
     "rank_process": "cli.rank_process",
     "pipeline": "cli.train.pipeline",
     "bench_beside": "experiments.works.bench_beside",

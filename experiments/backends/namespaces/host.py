@@ -16,10 +16,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO
+
+from ....cli.processes import Process, let_go
 
 # The shell reads its process id from the launcher's /proc, before it mounts the node's own.
 # /sys lists interfaces; segments of shared memory belong to the node, and end with it.
@@ -53,13 +53,9 @@ class Host:
     def __init__(self, name: str, *, hosts_file: Path | None = None, prefix: Sequence[str] = ()) -> None:
         self.name = name
         self._prefix = tuple(prefix)
-        self._holder = subprocess.Popen(
-            [*_UNSHARE, "sh", "-c", _SET_UP, "sh", name, str(hosts_file or "")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher
-        )
+        command = [*_UNSHARE, "sh", "-c", _SET_UP, "sh", name, str(hosts_file or "")]
+        self._started = Process.begin(command, None, out=subprocess.PIPE, err=subprocess.PIPE)
+        self._holder = self._started.process
         try:
             self.pid = self._await_pid()
         except BaseException:
@@ -69,23 +65,11 @@ class Host:
     def __enter__(self) -> Host:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        holder = self._holder
-        assert holder.stdin is not None
-        assert holder.stdout is not None
-        assert holder.stderr is not None
-        with suppress(BrokenPipeError):
-            holder.stdin.close()
-        try:
-            holder.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            holder.kill()  # --kill-child: process 1 goes with it
-            holder.wait()
-        holder.stdout.close()
-        holder.stderr.close()
+        let_go([self._started], patience=_PATIENCE)  # --kill-child: process 1 ends with the holder, too
 
     def words(self, command: Sequence[str]) -> tuple[str, ...]:
         """The command line that runs `command` on this node, in this process's working folder."""

@@ -44,12 +44,11 @@ def needs_wire(shape: Shape, *, has_netem: bool) -> bool:
     return shape.latency > 0 and not has_netem
 
 
-def near_link(shape: Shape) -> Link:
-    return Link(latency=shape.latency, seconds_per_byte=_seconds_per_byte(shape.bandwidth))
-
-
-def far_link(shape: Shape) -> Link:
-    return Link(latency=shape.site_latency, seconds_per_byte=_seconds_per_byte(shape.site_bandwidth))
+def wire_links(shape: Shape) -> tuple[Link, Link]:
+    """Links within a site and between sites."""
+    pairs = ((shape.latency, shape.bandwidth), (shape.site_latency, shape.site_bandwidth))
+    near, far = (Link(latency=latency, seconds_per_byte=1 / rate if rate else 0.0) for latency, rate in pairs)
+    return near, far
 
 
 def wire_room(shape: Shape, num_nodes: int) -> int:
@@ -135,10 +134,6 @@ def _small_burst(bandwidth: float) -> int:
 
 def _large_burst(bandwidth: float) -> int:
     return max(1 << 17, round(bandwidth * 5 * _SENT_AT_ONCE))
-
-
-def _seconds_per_byte(bandwidth: float | None) -> float:
-    return 0.0 if bandwidth is None else 1 / bandwidth
 
 
 def _rate(bandwidth: float) -> str:

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import TracebackType
 
+from ....cli.processes import Process, end
 from ..records import Nodes, Shape
 from . import links
 from .host import Host, read_line
@@ -27,23 +27,19 @@ class Wire:
     """
 
     def __init__(self, hosts: Sequence[Host], shape: Shape) -> None:
-        nodes = range(len(hosts))
+        nodes, (near, far) = range(len(hosts)), links.wire_links(shape)
         spec = WireSpec(
             processes=tuple(host.pid for host in hosts),
             addresses=tuple(links.address(node, shape) for node in nodes),
             sites=tuple(links.site(node, shape) for node in nodes),
-            near=links.near_link(shape),
-            far=links.far_link(shape),
+            near=near,
+            far=far,
             room=links.wire_room(shape, len(hosts)),
         )
         self.record: WireRecord | None = None
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{__package__}.wire", spec.to_json()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-P", "-m", f"{__package__}.wire", spec.to_json()]
+        self._started = Process.begin(command, None, out=subprocess.PIPE, err=subprocess.PIPE)
+        self._process = self._started.process
         assert self._process.stdout is not None
         if read_line(self._process.stdout, _PATIENCE) != b"ready\n":
             self._process.kill()
@@ -55,7 +51,7 @@ class Wire:
     def __enter__(self) -> Wire:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def broken(self) -> str:
@@ -71,17 +67,12 @@ class Wire:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
-        assert process.stderr is not None
         with suppress(BrokenPipeError):
             process.stdin.close()
         said = read_line(process.stdout, _PATIENCE)
         if said.endswith(b"}\n"):
             self.record = WireRecord(**json.loads(said))
-        else:
-            process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+        end([self._started])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
