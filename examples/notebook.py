@@ -36,9 +36,9 @@ points = torch.stack([angle.cos(), angle.sin()], dim=1) * (angle * (1 - 2 * arm)
 
 # %%
 schedule = build("interleaved", num_ranks=4, num_microbatches=8, num_chunks=2)
-predicted = simulate(schedule, Costs(forward=1.0, backward=2.0))
-print(f"idle {predicted.makespan_bubble:.1%} of {predicted.makespan:g} units of time")
-render_timeline(predicted, out / "predicted.png")
+simulated = simulate(schedule, Costs(forward=1.0, backward=2.0))
+print(f"idle {simulated.makespan_bubble:.1%} of {simulated.makespan:g} units of time")
+render_timeline(simulated, out / "simulated.png")
 
 # %% [markdown]
 # ## Train, and compare the first batch with the plain model
@@ -64,7 +64,7 @@ for step in range(60):
 
 # %%
 measured = result.timeline()
-render_comparison(simulate(pipe.schedule, pipe.measured_costs()), measured, out / "predicted-measured.png")
+render_comparison(simulate(pipe.schedule, pipe.measured_costs()), measured, out / "simulated-measured.png")
 print(f"pictures in {out}")
 
 # %% [markdown]

@@ -6,7 +6,8 @@ A view draws the parts that are not None; `notes` report to people what is missi
 figures above it:
 
         per step    bubble
-predicted   33.4 ms      28.1%
+simulated   33.2 ms      27.8%      durations as given, or at their medians
+predicted   33.6 ms      28.4%      where durations vary: the median of simulated steps
 measured    35.1 ms      31.6%
 lower bound 33.0 ms      27.3%
 """
@@ -26,6 +27,7 @@ from ..schedules.timing.simulate import busy_seconds
 from ..schedules.timing.timeline import MeasuredStep
 from ..schedules.wording import duration, size
 
+SIMULATED, PREDICTED = "simulated", "predicted"  # captions, and labels of figures
 _OF_PLAN = "predicted by the plan"
 
 
@@ -35,10 +37,11 @@ class Exhibit:
 
     Arguments:
         name: for headings: the run's, the schedule's or the file's.
-        predicted: simulated; None without a prediction.
+        simulated: None without a simulation.
         measured: traced steps, in ascending order.
-        costs, links: under which `predicted` was simulated; None: not known, and nothing can be varied.
-        sampled: steps simulated with varying durations; None if their variation is not known.
+        costs, links: of `simulated`; None: not known, and nothing can be varied.
+        sampled: steps simulated with varying durations, whose median is predicted; None if their variation is not
+            known.
         memory: [S] bytes of each stage, from which `curves` makes memory over time; empty if not known.
         memory_limit: [P] of each rank's device [bytes]; None if not known.
         predicted_peak, measured_peak: [P] bytes of tensors that a plan predicted and that a run had at its peak; None
@@ -47,7 +50,7 @@ class Exhibit:
     """
 
     name: str
-    predicted: Timeline | None = None
+    simulated: Timeline | None = None
     measured: tuple[MeasuredStep, ...] = ()
     costs: Costs | None = None
     links: Links | None = None
@@ -59,23 +62,23 @@ class Exhibit:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.predicted is None and not self.measured:
-            raise ValueError(f"nothing to show of {self.name!r}: expected a prediction or a measured step")
+        if self.simulated is None and not self.measured:
+            raise ValueError(f"nothing to show of {self.name!r}: expected a simulated or a measured step")
 
     @property
     def timelines(self) -> tuple[tuple[str, Timeline], ...]:
-        """Captions and timelines: the predicted one, then the newest step."""
-        found = [] if self.predicted is None else [("predicted", self.predicted)]
+        """Captions and timelines: the simulated one, then the newest step."""
+        found = [] if self.simulated is None else [(SIMULATED, self.simulated)]
         found += [(step.caption, step.timeline) for step in self.measured[-1:]]
         return tuple(found)
 
     def curves(self, timeline: Timeline) -> tuple[MemoryCurve, ...] | None:
         """[P] memory over time of one of its timelines; None if its stages' bytes are not known.
 
-        Bytes are those of the predicted stages: a step measured with others, or on other ranks, has none.
+        Bytes are those of the simulated stages: a step measured with others, or on other ranks, has none.
         """
-        predicted = timeline if self.predicted is None else self.predicted
-        if not self.memory or timeline.schedule.placement != predicted.schedule.placement:
+        simulated = timeline if self.simulated is None else self.simulated
+        if not self.memory or timeline.schedule.placement != simulated.schedule.placement:
             return None
         return memory_curves(timeline, self.memory)
 
@@ -90,14 +93,15 @@ class Exhibit:
 
     @property
     def memory_words(self) -> dict[str, str]:
-        """Memory of the fullest rank, predicted and measured."""
+        """Memory of the fullest rank: simulated, or predicted by the plan, and measured."""
         words = {}
         for caption, timeline in self.timelines:
             peaks, how = self.peaks(timeline)
             if timeline.measured and how == _OF_PLAN:  # the run has no figure of its own
                 continue
             held = f"{held_activations(timeline):.3g} activations of the model"
-            words[caption.partition(",")[0]] = held if peaks is None else size(max(peaks, default=0.0))
+            label = PREDICTED if how == _OF_PLAN else caption.partition(",")[0]
+            words[label] = held if peaks is None else size(max(peaks, default=0.0))
         return words
 
 
@@ -111,7 +115,7 @@ def held_activations(timeline: Timeline) -> float:
 class HeadFigure(NamedTuple):
     """Seconds from batch to batch, and the idle fraction of the ranks at that pace.
 
-    label: "predicted", "measured" or "lower bound".
+    label: "simulated", "predicted", "measured" or "lower bound".
     how: its conditions, for people.
     """
 
@@ -122,9 +126,9 @@ class HeadFigure(NamedTuple):
 
 
 def headline(exhibit: Exhibit) -> tuple[HeadFigure, ...]:
-    """Prediction, measurement and lower bound, as far as known, for all views.
+    """What is simulated, predicted and measured, and the lower bound, as far as known, for all views.
 
-    The bound is under the costs of the prediction; if these are not known, under the medians of the timeline's own
+    The bound is under the costs of the simulation; if these are not known, under the medians of the timeline's own
     actions.
     """
     return tuple(_figures(exhibit))
@@ -134,17 +138,18 @@ def _figures(exhibit: Exhibit) -> Iterator[HeadFigure]:
     _, shown = exhibit.timelines[0]
     schedule = shown.schedule
     costs = median_costs(shown) if exhibit.costs is None else exhibit.costs
-    whose = "medians of its own actions" if exhibit.costs is None else "costs of the prediction"
+    whose = "medians of its own actions" if exhibit.costs is None else "costs of the simulation"
 
     def bubble(seconds: float) -> float:
         return 1 - busy_seconds(schedule, costs) / (schedule.num_ranks * seconds)
 
-    if exhibit.predicted is not None and (sampled := exhibit.sampled) is not None:
+    if exhibit.simulated is not None:
+        durations = "durations as given" if exhibit.sampled is None else "durations at their medians"
+        yield HeadFigure(SIMULATED, exhibit.simulated.batch_seconds, exhibit.simulated.bubble, durations)
+    if (sampled := exhibit.sampled) is not None:
         low, high = map(duration, sampled.range())
         how = f"{SHARE:.0%}: {low} .. {high}; median of {len(sampled.seconds)} steps with durations drawn as they vary"
-        yield HeadFigure("predicted", sampled.median, sampled.bubble, how)
-    elif exhibit.predicted is not None:
-        yield HeadFigure("predicted", exhibit.predicted.batch_seconds, exhibit.predicted.bubble, "simulated")
+        yield HeadFigure(PREDICTED, sampled.median, sampled.bubble, how)
     if steps := [step.timeline for step in exhibit.measured]:
         how = f"median of {len(steps)} steps" if len(steps) > 1 else f"step {exhibit.measured[0].number}"
         taken, idle = median(step.batch_seconds for step in steps), median(step.bubble for step in steps)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..schedules import Change, Op, PredictionCheck, Timeline
 from ..schedules.wording import duration
-from .exhibit import Exhibit
+from .exhibit import PREDICTED, SIMULATED, Exhibit
 from .palette import OP_HUES
 from .panels import TimelinePanel, panels_of, time_unit
 from .sheet import FigureStyle, Sheet
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .shown_figure import ShownFigure
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
-_USUAL, _WATERFALL = FigureStyle(), FigureStyle(width=9.0)
+WATERFALL = FigureStyle(width=9.0)
+_USUAL = FigureStyle()
 _MORE, _LESS, _WHOLE, _EDGE = "#D55E00", OP_HUES[Op.I], OP_HUES[Op.F], "#5C5C5C"
 _WORDS = 1.65  # room for the words after a bar [inch]
 _ROW = 0.34  # height of a bar with its margins [inch]
@@ -37,7 +38,7 @@ def timeline_figure(timeline: Timeline, *, caption: str | None = None, style: Fi
     Arguments:
         caption: before its figures; "measured" or "simulated" by default.
     """
-    usual = "measured" if timeline.measured else "simulated"
+    usual = "measured" if timeline.measured else SIMULATED
     return Sheet([TimelinePanel(caption=usual if caption is None else caption, timeline=timeline)], style).draw()
 
 
@@ -58,23 +59,21 @@ def render_timeline(timeline: Timeline, path: str | Path, *, style: FigureStyle 
 
 
 def render_comparison(
-    predicted: Timeline | None, measured: Timeline | None, path: str | Path, *, style: FigureStyle = _USUAL
+    simulated: Timeline | None, measured: Timeline | None, path: str | Path, *, style: FigureStyle = _USUAL
 ) -> None:
-    """Draw `predicted` above `measured` on one time scale, each from its own first start, to a file.
+    """Draw `simulated` above `measured` on one time scale, each from its own first start, to a file.
 
     Arguments:
-        predicted, measured: one of them may be None.
+        simulated, measured: one of them may be None.
 
     Raises ValueError if both are None.
     """
-    first = None if predicted is None else TimelinePanel(caption="predicted", timeline=predicted)
+    first = None if simulated is None else TimelinePanel(caption=SIMULATED, timeline=simulated)
     panels = [] if first is None else [first]
     if measured is not None:
-        panels.append(
-            TimelinePanel(caption="measured", timeline=measured, reference=first, is_predicted=first is not None)
-        )
+        panels.append(TimelinePanel(caption="measured", timeline=measured, reference=first, is_own=first is not None))
     if not panels:
-        raise ValueError("predicted=None, measured=None: expected at least one Timeline")
+        raise ValueError("simulated=None, measured=None: expected at least one Timeline")
     write_figure(Sheet(panels, style).draw(), path)
 
 
@@ -89,7 +88,7 @@ def write_figure(figure: ShownFigure, path: str | Path) -> None:
 # --- from a prediction to what was measured ---
 
 
-def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureStyle = _WATERFALL) -> ShownFigure:
+def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureStyle = WATERFALL) -> ShownFigure:
     """A predicted step and a measured one as bars, and between them the contribution of each cause.
 
         predicted |==============================|
@@ -103,7 +102,7 @@ def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureSt
     """
     from .shown_figure import ShownFigure
 
-    bars = [("predicted", 0.0, check.predicted), *check.causes, ("measured", 0.0, check.step_seconds)]
+    bars = [(PREDICTED, 0.0, check.predicted), *check.causes, ("measured", 0.0, check.step_seconds)]
     scale = style.font / FigureStyle().font
     height = (_ROW * len(bars) + 1.0) * scale
     figure = ShownFigure.of_size(style.width, height, dpi=style.dpi)

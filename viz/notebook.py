@@ -39,11 +39,11 @@ def _exhibit_of(shown: Displayable) -> Exhibit:
         case Schedule():
             costs = Costs()
             note = f"{shown.name}: a forward takes 1 s here and a backward 2 s, with free links"
-            return Exhibit(name=shown.name, predicted=simulate(shown, costs), costs=costs, notes=(note,))
+            return Exhibit(name=shown.name, simulated=simulate(shown, costs), costs=costs, notes=(note,))
         case Timeline(measured=True):
             return Exhibit(name=shown.schedule.name, measured=(MeasuredStep(0, shown),))
         case Timeline():
-            return Exhibit(name=shown.schedule.name, predicted=shown)
+            return Exhibit(name=shown.schedule.name, simulated=shown)
     return shown.exhibit()
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..schedules import CriticalPath, MemoryCurve, MemoryPart, Op, StepSamples, Timeline, critical_path
 from ..schedules.wording import size
-from .exhibit import Exhibit
+from .exhibit import PREDICTED, SIMULATED, Exhibit
 from .palette import MEMORY_HUES
 from .rows import TOP, Scale, batch_of, num_chunks, ops_of
 
@@ -128,14 +128,14 @@ class TimelinePanel:
 
     Arguments:
         reference: the panel with which it is compared, if any.
-        is_predicted: whether the reference is its own prediction, whose end is marked.
-        sampled: of a prediction: steps simulated with varying durations; `timeline` has their medians.
+        is_own: whether the reference is its own simulation, whose end is marked.
+        sampled: of a simulation: steps with varying durations; `timeline` has their medians.
     """
 
     caption: str
     timeline: Timeline
     reference: TimelinePanel | None = None
-    is_predicted: bool = False
+    is_own: bool = False
     sampled: StepSamples | None = None
 
     @property
@@ -144,8 +144,13 @@ class TimelinePanel:
 
     @property
     def seconds(self) -> float:
-        """From batch to batch, as printed [s]."""
+        """From batch to batch [s], with which others are compared: as predicted, else as simulated or measured."""
         return self.timeline.batch_seconds if self.sampled is None else self.sampled.median
+
+    @property
+    def seconds_are(self) -> str:
+        """Name of `seconds`: the caption, or the same with "predicted"."""
+        return self.caption if self.sampled is None else f"{self.caption.removesuffix(SIMULATED)}{PREDICTED}"
 
     @property
     def num_rows(self) -> int:
@@ -167,16 +172,17 @@ class TimelinePanel:
         t = self.timeline
         if not ops_of(t):
             return f"{self.caption}:  nothing ran"
-        drawn = "" if self.sampled is None else f"{self.sampled},  drawn with durations at their medians: "
+        predicted = "" if self.sampled is None else f";  predicted {self.sampled}"
         if t.schedule.is_asynchronous:
-            return f"{self.caption}:  {drawn}{self._steady_state(unit_name, unit)}"
+            return f"{self.caption}:  {self._steady_state(unit_name, unit)}{predicted}"
         ratio = ""
         if (other := self.reference) is not None:
-            before = other.timeline.makespan if other.timeline.schedule.is_asynchronous else other.seconds
-            ratio = _times(t.batch_seconds, before, other)
+            is_stream = other.timeline.schedule.is_asynchronous
+            before, name = (other.timeline.makespan, other.caption) if is_stream else (other.seconds, other.seconds_are)
+            ratio = _times(t.batch_seconds, before, name)
         return (
-            f"{self.caption}:  {drawn}makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
-            f"makespan bubble {t.makespan_bubble:.1%},  span bubble {t.span_bubble:.1%}"
+            f"{self.caption}:  makespan {t.makespan / unit:.4g} {unit_name}{ratio},  "
+            f"makespan bubble {t.makespan_bubble:.1%},  span bubble {t.span_bubble:.1%}{predicted}"
         )
 
     def _steady_state(self, unit_name: str, unit: float) -> str:
@@ -184,7 +190,7 @@ class TimelinePanel:
         t, ratio = self.timeline, ""
         forwards = (span.what for rank in t.ranks for span in rank.compute if span.what.op is Op.F)
         if self.reference is not None and self.reference.timeline.schedule.is_asynchronous:
-            ratio = _times(t.batch_seconds, self.reference.seconds, self.reference)
+            ratio = _times(t.batch_seconds, self.reference.seconds, self.reference.seconds_are)
         return (
             f"a batch every {t.batch_seconds / unit:.4g} {unit_name}{ratio},  steady-state bubble {t.bubble:.1%},  "
             f"{len({batch_of(t, a) for a in forwards})} batches in {t.makespan / unit:.4g} {unit_name}"
@@ -195,9 +201,9 @@ class TimelinePanel:
         return critical_path(self.timeline)
 
     @property
-    def predicted_end(self) -> float | None:
-        """Its predicted end [s]; None for a stream, which continues."""
-        if not self.is_predicted or self.reference is None:
+    def expected_end(self) -> float | None:
+        """Its predicted, else simulated end [s]; None for a stream, which continues."""
+        if not self.is_own or self.reference is None:
             return None
         before = self.reference
         if before.length <= 0 or before.timeline.schedule.is_asynchronous:
@@ -207,22 +213,22 @@ class TimelinePanel:
     @property
     def predicted_ends(self) -> tuple[float, float] | None:
         """The interval with 90% of predicted ends [s]; None if not known."""
-        if self.predicted_end is None or self.reference is None or self.reference.sampled is None:
+        if self.expected_end is None or self.reference is None or self.reference.sampled is None:
             return None
         low, high = self.reference.sampled.range()
         return low - self.reference.timeline.around, high - self.reference.timeline.around
 
 
-def _times(seconds: float, before: float, reference: TimelinePanel) -> str:
-    return f" ({seconds / before:.3f} times {reference.caption})" if before > 0 else ""
+def _times(seconds: float, before: float, name: str) -> str:
+    return f" ({seconds / before:.3f} times {name})" if before > 0 else ""
 
 
 Panel = TimelinePanel | MemoryPanel
 
 
 def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Panel]:
-    """Panels of all exhibits, from the top. A measured one is compared with its own prediction, others with the first
-    of all.
+    """Panels of all exhibits, from the top. A measured one is compared with its own prediction or simulation, others
+    with the first of all.
 
     Arguments:
         memory: whether each timeline's memory is below it, if its stages' bytes are known.
@@ -233,8 +239,8 @@ def panels_of(exhibits: Sequence[Exhibit], *, memory: bool = False) -> list[Pane
         own: TimelinePanel | None = None
         for caption, timeline in exhibit.timelines:
             name = caption if len(exhibits) == 1 else f"{exhibit.name}, {caption}"
-            panel = TimelinePanel(caption=name, timeline=timeline, reference=own or first, is_predicted=own is not None)
-            if timeline is exhibit.predicted:
+            panel = TimelinePanel(caption=name, timeline=timeline, reference=own or first, is_own=own is not None)
+            if timeline is exhibit.simulated:
                 panel = replace(panel, sampled=exhibit.sampled)
             panels.append(panel)
             if memory and exhibit.memory:

@@ -1,9 +1,9 @@
 """Timelines as trace files for ui.perfetto.dev (and chrome://tracing).
 
-    process "predicted rank 0"   thread "compute"     | F 0 | F 1 |      | B 0 |
+    process "simulated rank 0"   thread "compute"     | F 0 | F 1 |      | B 0 |
                                  thread "receive"              | grad 0 |          flow arrows go from the
                                  thread "receive 2"                 | grad 1 |     maker to the consumer
-    process "predicted rank 1"   ...
+    process "simulated rank 1"   ...
 
 Format: "Trace Event Format" (Duffy et al., the Catapult project). Perfetto picks a slice's colour from its
 name without the digits, hence `F 3`; slices of one thread that overlap must nest, hence the lanes.
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from ..schedules import Action, Collective, Idle, Message, Op, Span, Timeline
-from ..schedules.messages import STAGE_KINDS
 from ..schedules.timing.timeline import What
 from ..schedules.timing.waits import find_gaps
 from ..schedules.versions import derive_versions
@@ -40,7 +39,7 @@ def write_perfetto(timelines: Timeline | Sequence[tuple[str, Timeline]], path: s
     The same timelines always give the same bytes. O(actions + messages).
 
     Arguments:
-        timelines: one, or several as (name, timeline) such as ("predicted", t), one below the other.
+        timelines: one, or several as (name, timeline) such as ("simulated", t), one below the other.
         path: of the JSON file.
 
     Raises ValueError for an empty sequence or a repeated name.
@@ -204,10 +203,8 @@ class _Trace:
         return args
 
     def _message_args(self, message: Message) -> Event:
-        kind, src, dst, index = message
-        if kind in STAGE_KINDS:
-            return {"message": str(message), "from_stage": src, "to_stage": dst, **self._part(index)}
-        return {"message": str(message), "from_rank": src, "to_rank": dst, "update_group": index}
+        _, src, dst, index = message  # an activation or a gradient: sums are collectives
+        return {"message": str(message), "from_stage": src, "to_stage": dst, **self._part(index)}
 
     def _part(self, index: int) -> Event:
         """The microbatch of an index, and its slice of the sequence if there are several."""

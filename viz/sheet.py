@@ -2,7 +2,7 @@
 
     +-----------------------------------------------------------------+
     | 1f1b: P=4 V=1 M=8                                               |  title
-    | predicted: makespan 33 s, makespan bubble 27%     idle by cause |
+    | simulated: makespan 33 s, makespan bubble 27%     idle by cause |
     | rank 0 |0|1|2|3|    | 0 | ...                     |====         |  a row per rank
     | measured: makespan 35 s (1.06 times ...) ...                    |
     | rank 0 |0|1|2|3|     | 0 | ...                    |=====        |
@@ -22,6 +22,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..schedules import Idle, MemoryPart, MessageKind, Op
+from .exhibit import PREDICTED, SIMULATED
 from .gantt import PATH_INK, draw_path, draw_timeline, name_rows, path_words, plan_labels, shows_versions
 from .idle import IdleFill, causes_of, draw_idle_bars, idle_shares, is_window
 from .palette import (
@@ -174,10 +175,10 @@ class Sheet:
 
     @staticmethod
     def _end_of(panel: Panel) -> float:
-        """Seconds that the time axis needs for a panel, including the predicted end."""
+        """Seconds that the time axis needs for a panel, including the end that was expected."""
         if not isinstance(panel, TimelinePanel):
             return panel.length
-        return max(panel.length, panel.predicted_end or 0.0, *(panel.predicted_ends or ()))
+        return max(panel.length, panel.expected_end or 0.0, *(panel.predicted_ends or ()))
 
     def _legend(self) -> list[tuple[str, list[Key]]]:
         """Lines of keys, the first ones of a group after its heading."""
@@ -220,8 +221,10 @@ class Sheet:
             words = COLLECTIVE_WORDS.get(op, op.value)
             yield Line2D([], [], color=COLLECTIVE_HUES.get(op, OTHER_HUE), linewidth=3), words
         compared = [panel for panel in self.panels if isinstance(panel, TimelinePanel)]
-        if any(panel.predicted_end is not None for panel in compared):
-            yield Line2D([], [], color="#202020", linestyle="--", linewidth=0.9), "predicted end"
+        ends = {panel.predicted_ends is not None for panel in compared if panel.expected_end is not None}
+        if ends:
+            name = f"{' or '.join(PREDICTED if each else SIMULATED for each in sorted(ends))} end"
+            yield Line2D([], [], color="#202020", linestyle="--", linewidth=0.9), name
         if any(panel.predicted_ends is not None for panel in compared):
             yield Patch(**_RANGE_BAND), "90% of predicted ends"
 
@@ -275,8 +278,8 @@ class Sheet:
         if panel.predicted_ends is not None:
             low, high = panel.predicted_ends  # a bar on the time axis: actions keep their colours
             axes.axvspan(low / self.unit, high / self.unit, ymax=_RANGE_HEIGHT, zorder=3, **_RANGE_BAND)
-        if panel.predicted_end is not None:
-            axes.axvline(panel.predicted_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
+        if panel.expected_end is not None:
+            axes.axvline(panel.expected_end / self.unit, color="#202020", linestyle="--", linewidth=0.9)
 
     def _draw_bars(self, bars: Axes, panel: TimelinePanel) -> None:
         longest = max(sum(idle) for timeline in self.timelines for idle in idle_shares(timeline))

@@ -1,6 +1,6 @@
 """Timelines in a terminal: a row per rank, a column per interval of time, exhibits below each other on one scale.
 
-    predicted:  makespan 27 s,  makespan bubble 33.3%
+    simulated:  makespan 27 s,  makespan bubble 33.3%
     rank 0 |F0F1....::::B0----F2B1----...B2----| 33%  late peer 22, drain 11     without colours
     rank 1 |  ..F0F1B0----
 

@@ -1,6 +1,6 @@
 """`stagewright compare runs/gpt runs/gpt-2`: what changed, and the causes of the difference in time.
 
-stagewright compare runs/gpt                              a run's prediction with its measurement
+stagewright compare runs/gpt                              a run, simulated, with its measurement
 stagewright compare runs/gpt plan.json -o both.html       any two sources that `stagewright timeline` reads
 stagewright compare gpipe zb-h1 --ranks 4 --microbatches 8
 """
@@ -19,12 +19,13 @@ from ...partition import Plan
 from ...schedules import Change, Difference, Timeline, compare
 from ...schedules.wording import count, duration, size, wrapped
 from ...viz import Exhibit
-from ...viz.exhibit import HeadFigure, headline, held_activations
+from ...viz.exhibit import PREDICTED, SIMULATED, HeadFigure, headline, held_activations
 from ..options import plain_help, read
 from ..tables import signed
 from ..train.run_folder import RUNS, find_run, read_manifest
 from .exhibits import read_exhibits
-from .outputs import PictureOptions, check_output, write_output
+from .outputs import TimelinePictureOptions, check_output, write_output
+from .schedule_options import CostOptions
 
 _WIDTH = 22  # of the first column
 _LEAST = 0.0005  # share of the makespan: smaller changes are not listed
@@ -39,8 +40,8 @@ _PLAN = "plan.json"
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions(PictureOptions):
-    """Compare two runs, plans or schedules; or, for one run, the prediction with the measurement.
+class CompareOptions(TimelinePictureOptions, CostOptions):
+    """Compare two runs, plans or schedules; or one run, simulated, with its measurement.
 
     Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own. Schedules with
     more stages than others cut the same model: equal work.
@@ -60,7 +61,7 @@ class Side:
 
     Arguments:
         name: as shown.
-        caption: of the compared timeline: "predicted", "measured, step 43".
+        caption: of the compared timeline: "simulated", "measured, step 43".
         peaks: [P] peak bytes of each rank, None if unknown; peaks_are: how they were found.
         configuration: options and sizes by name.
     """
@@ -94,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
     options = read(CompareOptions, argv, "compare")
     if not 1 <= len(options.inputs) <= 2:
         raise ValueError(
-            f"{len(options.inputs)} inputs: expected two to compare, or a run alone, whose prediction is compared with "
+            f"{len(options.inputs)} inputs: expected two to compare, or a run alone, whose simulation is compared with "
             f"what was measured: `stagewright compare runs/gpt runs/gpt-2`"
         )
     for path in options.out:
@@ -199,8 +200,7 @@ def _figures(comparison: Comparison) -> list[str]:
     rows.append(_row("bubble", f"{found.bubble.before:.1%}", f"{found.bubble.after:.1%}", points))
     figures = [{each.label: each for each in side.figures} for side in (comparison.before, comparison.after)]
     measured = comparison.before.timeline.measured or comparison.after.timeline.measured
-    varies = any(side.caption.startswith("predicted,") for side in (comparison.before, comparison.after))
-    for label in (*(("predicted",) if measured or varies else ()), "lower bound"):
+    for label in (*((SIMULATED,) if measured else ()), PREDICTED, "lower bound"):
         before, after = ("" if label not in each else duration(each[label].seconds) for each in figures)
         rows += [_row(label, before, after)] if before or after else []
     return rows + _memory(comparison.before, comparison.after)
@@ -287,29 +287,29 @@ def _stragglers(comparison: Comparison) -> Sequence[str]:
     return ["", "stragglers in B", *rows, ""] if rows else [""]
 
 
-# --- two exhibits, or the prediction and the measurement of one ---
+# --- two exhibits, or the simulation and the measurement of one ---
 
 
 def compare_exhibits(exhibits: Sequence[Exhibit], sources: Sequence[str]) -> Comparison:
-    """Comparison of two exhibits, or of one's prediction with its measurement; `sources`: what they were read from.
+    """Comparison of two exhibits, or of one's simulation with its measurement; `sources`: what they were read from.
 
-    Raises ValueError for an exhibit without a prediction or a measurement to compare.
+    Raises ValueError for an exhibit without a simulation or a measurement to compare.
     """
     notes = [note for exhibit in exhibits for note in exhibit.notes]
     first, last = exhibits[0], exhibits[-1]
     if len(exhibits) == 1:
-        captions = ("predicted", "measured")
-        lacking = "prediction" if first.predicted is None else "measurement" if not first.measured else ""
+        captions = (SIMULATED, "measured")
+        lacking = "simulation" if first.simulated is None else "measurement" if not first.measured else ""
         if lacking:
             raise ValueError(f"{first.name} has no {lacking} to compare with: expected a second run, plan or schedule")
     elif first.measured and last.measured:
         captions = ("measured", "measured")
-    elif first.predicted is not None and last.predicted is not None:
-        captions = ("predicted", "predicted")
+    elif first.simulated is not None and last.simulated is not None:
+        captions = (SIMULATED, SIMULATED)
         alone = [each.name for each in exhibits if each.measured]
-        notes += [f"only {alone[0]} was measured: what was predicted of both is compared"] if alone else []
+        notes += [f"only {alone[0]} was measured: what is simulated of both is compared"] if alone else []
     else:
-        captions = ("measured", "predicted") if first.measured else ("predicted", "measured")
+        captions = ("measured", SIMULATED) if first.measured else (SIMULATED, "measured")
         notes.append(f"{captions[0]} figures of {first.name} with {captions[1]} ones of {last.name}")
     before = _side(first, sources[0], captions[0])
     after = _side(last, sources[-1], captions[1])
@@ -318,7 +318,7 @@ def compare_exhibits(exhibits: Sequence[Exhibit], sources: Sequence[str]) -> Com
 
 
 def _side(exhibit: Exhibit, source: str, which: str) -> Side:
-    caption, timeline = which, exhibit.predicted
+    caption, timeline = which, exhibit.simulated
     if which == "measured":
         # The step in the middle: the newest may be an odd one. The first ones may have had a flush, and later ones not.
         schedules = [step.timeline.schedule for step in exhibit.measured]
@@ -327,8 +327,6 @@ def _side(exhibit: Exhibit, source: str, which: str) -> Side:
         steps = sorted(same, key=lambda step: step.timeline.batch_seconds)
         number, timeline = steps[(len(steps) - 1) // 2]
         caption = f"measured, step {number}" + (f", the median of {len(steps)}" if len(steps) > 1 else "")
-    elif exhibit.sampled is not None:
-        caption = "predicted, with durations at their medians"
     assert timeline is not None
     peaks, peaks_are = exhibit.peaks(timeline)
     return Side(

@@ -1,6 +1,6 @@
 """Sources that a user names, read into Exhibits for every command that shows or compares timelines.
 
-runs/gpt, gpt          a run's folder, or its name           its predicted and measured steps
+runs/gpt, gpt          a run's folder, or its name           its simulated and measured steps
 plan.json              a plan                                its own schedule, simulated with its costs
 1f1b, mine.csv, mine.json, mine.py:zigzag      a schedule    simulated with the costs of the options
 auto                                           a schedule    the best one found for these costs
@@ -224,7 +224,7 @@ def _simulated(made: _Made, fewest: int | None, options: CostOptions) -> Exhibit
         notes = (f"{schedule.name}: equal work: the model of {fewest} stages is cut into {schedule.num_stages}",)
     if name and options.made_for() is not None:
         schedule = options.make(name, command="", costs=costs)
-    return Exhibit(name=schedule.name, predicted=simulate(schedule, costs), costs=costs, notes=notes)
+    return Exhibit(name=schedule.name, simulated=simulate(schedule, costs), costs=costs, notes=notes)
 
 
 def _read_file(path: Path, options: CostOptions) -> Exhibit | _Made:
@@ -248,7 +248,7 @@ def _read_file(path: Path, options: CostOptions) -> Exhibit | _Made:
     timeline = _from(path, text)
     if timeline.measured:
         return Exhibit(name=name, measured=(MeasuredStep(0, timeline),))
-    return Exhibit(name=name, predicted=timeline)
+    return Exhibit(name=name, simulated=timeline)
 
 
 def _load(path: Path) -> tuple[str, Any]:
@@ -276,7 +276,7 @@ def _kind(path: Path, data: Any) -> str:
         ("trace", {"traceEvents"}),
         ("schedule", {"programs", "placement"}),
         ("plan", {"stages", "num_devices"}),
-        ("run", {"predicted"}),
+        ("run", {"spread", "sampled"}),
         ("timeline", {"ranks", "schedule"}),
     ):
         if required <= keys:
@@ -293,10 +293,10 @@ def _from(path: Path, text: str) -> Timeline:
 
 
 def _of_own_trace(path: Path, data: Mapping[str, Any], name: str) -> Exhibit:
-    """The first predicted timeline of the file and all measured ones."""
+    """The first simulated timeline of the file and all measured ones."""
     named = read_perfetto(data, source=str(path)) or []
-    predicted = [timeline for _, timeline in named if not timeline.measured]
+    simulated = [timeline for _, timeline in named if not timeline.measured]
     measured = tuple(MeasuredStep(number, t) for number, t in enumerate(t for _, t in named if t.measured))
-    left = f"{path}: {len(predicted)} predicted timelines: only the first one is shown"
-    notes = (left,) if len(predicted) > 1 else ()
-    return Exhibit(name=name, predicted=predicted[0] if predicted else None, measured=measured, notes=notes)
+    left = f"{path}: {len(simulated)} simulated timelines: only the first one is shown"
+    notes = (left,) if len(simulated) > 1 else ()
+    return Exhibit(name=name, simulated=simulated[0] if simulated else None, measured=measured, notes=notes)

@@ -24,13 +24,13 @@ from ...schedules.timing.inputs import Cause
 from ...schedules.timing.sampling import SHARE
 from ...schedules.wording import count, duration, size, wrapped
 from ...viz import write_figure
-from ...viz.figures import waterfall_figure
+from ...viz.figures import WATERFALL, waterfall_figure
 from ..options import plain_help, read
 from ..tables import console, signed
 from ..tables import table as new_table
 from ..train.options import DEFAULT_CLIP
 from .checked_run import CheckedRun, check_run
-from .outputs import check_picture
+from .outputs import PictureOptions, check_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +44,7 @@ _OWN = ("model", "data", "loss", "optimizer")
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckOptions:
+class CheckOptions(PictureOptions):
     """Compare a plan with the run that carried it out: the causes of the difference between the steps, and which inputs
     of the plan to measure again."""
 
@@ -59,10 +59,10 @@ class CheckOptions:
 def run(argv: Sequence[str]) -> int:
     options = read(CheckOptions, argv, "plan")
     for path in options.out:
-        check_picture("-o", path)
+        check_picture(path)
     found = check_run(options.check)
     for path in options.out:
-        write_figure(waterfall_figure(found.check, title=heading(found)), path)
+        write_figure(waterfall_figure(found.check, title=heading(found), style=options.style(WATERFALL)), path)
     if options.json:
         print(json.dumps(as_json(found) | {"written": list(map(str, options.out))}))
         return 0

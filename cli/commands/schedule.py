@@ -2,7 +2,7 @@
 
 stagewright schedule mine.csv                     a table or JSON: checked, shown, simulated
 stagewright schedule auto --memory 6 ...          the best one found, and its gap to the lower bound
-stagewright schedule mine.py:zigzag --png z.png   what a function returns, with a picture
+stagewright schedule mine.py:zigzag -o z.png      what a function returns, with a picture
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from ...schedules import Costs, Schedule, check_lowered, lower, simulate
+from ...schedules import check_lowered, lower, simulate
 from ...schedules.custom.user_schedules import is_own
 from ..options import plain_help, read
+from .outputs import TimelinePictureOptions, check_output, write_output
 from .schedule_options import NAME_HELP, SynthesisOptions, made_or_found, synthesis_data, synthesis_table
 from .simulate import Simulated, table
 
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleOptions(SynthesisOptions):
+class ScheduleOptions(TimelinePictureOptions, SynthesisOptions):
     """Print a schedule as a grid (a row per rank, a column per unit of time), or export it.
 
     One of your own is checked, and simulated with the costs: seconds of ONE stage action, one number or one per stage.
@@ -34,37 +35,36 @@ class ScheduleOptions(SynthesisOptions):
     schedule: Annotated[tyro.conf.Positional[str], NAME_HELP]
     format: Literal["grid", "csv", "json"] = "grid"
     """grid: for people. csv: the table of torch.distributed.pipelining (flush schedules). json: everything."""
-    png: Annotated[Path | None, tyro.conf.arg(aliases=["-o"], metavar="PATH", help_behavior_hint="")] = None
-    """Draw it, simulated with the costs, to this file: .png, .svg or .pdf."""
-    json: bool = False
+    out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
+    """File to draw it in, simulated with the costs, by its suffix, as with `stagewright timeline`; may be given several
+    times."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object: the schedule and its figures, and of `auto` bound, gap and the search."""
 
 
 def run(argv: Sequence[str]) -> int:
     options = read(ScheduleOptions, argv, "schedule")
-    if options.png is not None:
-        from .outputs import check_picture  # loads what draws
-
-        check_picture("--png", options.png)
+    for path in options.out:
+        check_output(path)
     if options.json and options.format != "grid":
         raise ValueError(f"--json with --format {options.format}: expected one of the two")
     schedule, costs, found = made_or_found(options.schedule, options, command=f"schedule {options.schedule}")
-    if options.png is not None:
-        from ...viz import render_timeline
-
-        render_timeline(simulate(schedule, costs), options.png)
+    answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs))
+    opens = _draw(answer, options) if options.out else []
     if options.json:
-        answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs))
         search = {} if found is None else {"search": synthesis_data(found)}
-        print(json.dumps({"schedule": schedule.to_data(), "figures": answer.to_data(), **search}))
+        data = {"schedule": schedule.to_data(), "figures": answer.to_data(), **search}
+        print(json.dumps(data | {"written": list(map(str, options.out))}))
         return 0
     match options.format:
         case "grid":
             print(schedule.grid())
             if found is not None or is_own(options.schedule):
-                print(f"\n{_simulated(schedule, costs, options)}")
+                print(f"\n{_checked(answer, options)}")
             if found is not None:
                 print(f"\n{synthesis_table(found)}")
+            for path, how in zip(options.out, opens, strict=True):
+                print(f"{path}{how}")
         case "csv":
             print(schedule.to_csv(), end="")
         case "json":
@@ -72,10 +72,16 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _simulated(schedule: Schedule, costs: Costs, options: ScheduleOptions) -> str:
+def _draw(answer: Simulated, options: ScheduleOptions) -> list[str]:
+    from ...viz import Exhibit
+
+    exhibit = Exhibit(name=answer.schedule.name, simulated=answer.timeline, costs=answer.costs)
+    return [write_output([exhibit], path, options.style()) for path in options.out]
+
+
+def _checked(answer: Simulated, options: ScheduleOptions) -> str:
     lines = ["checked: complete, in an order that ends"]
-    held = check_lowered(lower(schedule)).held
+    held = check_lowered(lower(answer.schedule)).held
     if held is not None:
         lines.append(f"not so over links that hold a sender until it is received, as NCCL's may: {held}")
-    answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs))
     return "\n".join([*lines, table(answer, options)])

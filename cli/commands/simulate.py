@@ -49,7 +49,7 @@ class SimulateOptions(SynthesisOptions):
     Spread's JSON file. Then the median and the range of many simulated steps are printed, too."""
     following: int = 0
     """Simulate the N steps after the last that the run of --spread measured, not steps like those: the pace wanders."""
-    json: bool = False
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
 
@@ -71,7 +71,7 @@ class Simulated:
         return max(map(len, self.schedule.placement))
 
     def to_data(self) -> dict[str, object]:
-        """Figures for JSON. `sampled_range` holds 90% of the sampled steps."""
+        """Figures for JSON. `predicted_range` holds 90% of the steps whose median is predicted."""
         schedule, timeline, sampled = self.schedule, self.timeline, self.sampled
         return {
             "schedule": schedule.name,
@@ -94,8 +94,8 @@ class Simulated:
             "staleness": timeline.staleness,
             "busy": [rank.busy for rank in timeline.ranks],
             "idle": [idle._asdict() for idle in attribute_idle(timeline)],
-            "sampled_seconds": None if sampled is None else sampled.median,
-            "sampled_range": None if sampled is None else sampled.range(),
+            "predicted_seconds": None if sampled is None else sampled.median,
+            "predicted_range": None if sampled is None else sampled.range(),
         }
 
 

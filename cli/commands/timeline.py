@@ -19,17 +19,18 @@ import tyro
 
 from ...schedules.wording import count, duration
 from ...viz import Exhibit, FigureStyle
-from ...viz.exhibit import held_activations
+from ...viz.exhibit import PREDICTED, SIMULATED, held_activations
 from ..options import plain_help, read
 from .exhibits import read_exhibits
-from .outputs import PictureOptions, check_output, write_output
+from .outputs import TimelinePictureOptions, check_output, write_output
+from .schedule_options import CostOptions
 
 _FIRST, _STYLE = "timeline", FigureStyle()
 
 
 @plain_help
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineOptions(PictureOptions):
+class TimelineOptions(TimelinePictureOptions, CostOptions):
     """Draw runs, plans, schedules and traces, one below the other on one scale.
 
     Sizes and costs are for schedules, in seconds of ONE stage action; a run and a plan bring their own. Schedules with
@@ -80,8 +81,8 @@ def run(argv: Sequence[str]) -> int:
     for exhibit in () if options.terminal else exhibits:
         for caption, timeline in exhibit.timelines:
             taken = f"{duration(timeline.batch_seconds)} a batch, bubble {timeline.bubble:.1%}"
-            if timeline is exhibit.predicted and (sampled := exhibit.sampled) is not None:
-                taken = f"{sampled} a batch, bubble {sampled.bubble:.1%}"
+            if timeline is exhibit.simulated and (sampled := exhibit.sampled) is not None:
+                taken += f"; predicted {sampled}, bubble {sampled.bubble:.1%}"
             print(f"{exhibit.name}, {caption}: {taken}")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
@@ -118,13 +119,14 @@ def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
 
 
 def _facts(exhibit: Exhibit) -> dict[str, object]:
+    """Figures for JSON. `predicted`, where durations vary: the median of the simulated steps, and the range of 90%."""
     newest, sampled = exhibit.measured[-1].timeline if exhibit.measured else None, exhibit.sampled
     found: dict[str, object] = {"name": exhibit.name}
-    for name, timeline in (("predicted", exhibit.predicted), ("measured", newest)):
+    for name, timeline in ((SIMULATED, exhibit.simulated), ("measured", newest)):
         if timeline is not None:
             figures = {"step_seconds": timeline.batch_seconds, "makespan": timeline.makespan, "bubble": timeline.bubble}
             found[name] = figures | {"activations_held": held_activations(timeline)}
-            if sampled is not None and name == "predicted":
-                varied = {"step_seconds": sampled.median, "step_range": sampled.range(), "bubble": sampled.bubble}
-                found |= {"predicted": varied, "predicted_at_medians": found[name]}
+    if sampled is not None:
+        ends = sampled.range()
+        found[PREDICTED] = {"step_seconds": sampled.median, "step_range": ends, "bubble": sampled.bubble}
     return found

@@ -56,7 +56,7 @@ def train(options: TrainOptions, what: Schedule | Plan | None) -> int:
 class _Bubble(NamedTuple):
     step: int
     measured: float
-    predicted: float
+    simulated: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class _Record:
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     bubbles: dict[int, _Bubble] = field(default_factory=dict)  # by step
-    predicted: Timeline | None = None
+    simulated: Timeline | None = None
     measured: Timeline | None = None  # step
     sampled: StepSamples | None = None  # steps drawn from the spread of durations, in process 0
     samples: int = 0
@@ -81,16 +81,16 @@ class _Record:
             seconds=sum(one.step_seconds for one in steps),
         )
         for one in steps:
-            if one.bubble is not None and one.predicted_bubble is not None:
+            if one.bubble is not None and one.simulated_bubble is not None:
                 at = one.step if one.bubble_step is None else one.bubble_step
-                record.bubbles[at] = _Bubble(at, one.bubble, one.predicted_bubble)
+                record.bubbles[at] = _Bubble(at, one.bubble, one.simulated_bubble)
         return record
 
     def since(self, step: int) -> tuple[list[float], list[float], list[float]]:
-        """Seconds, measured bubbles and predicted bubbles of the steps since `step`; of all if there are none."""
+        """Seconds, measured bubbles and simulated bubbles of the steps since `step`; of all if there are none."""
         bubbles = [each for each in self.bubbles.values() if each.step >= step] or self.bubbles.values()
         seconds = self.step_seconds[step:] or self.step_seconds
-        return seconds, [each.measured for each in bubbles], [each.predicted for each in bubbles]
+        return seconds, [each.measured for each in bubbles], [each.simulated for each in bubbles]
 
 
 class _Training:
@@ -234,11 +234,11 @@ class _Training:
 
     def _gather(self, step: int, result: StepResult) -> None:
         measured, costs = result.timeline(), self.pipe.measured_costs()
-        predicted = simulate(measured.schedule, costs)
-        if self.record.predicted is None:
-            self.tracer.write_prediction(costs)  # for a run that is ended before its end
-        self.record.predicted, self.record.measured = predicted, measured
-        self.record.bubbles[step] = _Bubble(step, measured.bubble, predicted.bubble)
+        simulated = simulate(measured.schedule, costs)
+        if self.record.simulated is None:
+            self.tracer.write_simulation(costs)  # for a run that is ended before its end
+        self.record.simulated, self.record.measured = simulated, measured
+        self.record.bubbles[step] = _Bubble(step, measured.bubble, simulated.bubble)
 
     def _validate(self, progress: Progress) -> float | None:
         losses = list[float | None]()
@@ -270,12 +270,12 @@ class _Training:
     ) -> None:
         record, schedule, plan = self.record, self.pipe.schedule, self.pipe.plan
         sampled = record.sampled
-        assert record.predicted is not None
+        assert record.simulated is not None
         assert record.measured is not None
         text = self.task.sample_bytes
         train_loss = statistics.fmean(record.losses[-20:])
         flush_first = self.options.flush_first or 0
-        step_seconds, bubbles, predicted_bubbles = record.since(flush_first)
+        step_seconds, bubbles, simulated_bubbles = record.since(flush_first)
         summary = Summary(
             schedule=schedule.name,
             num_ranks=schedule.num_ranks,
@@ -294,10 +294,10 @@ class _Training:
             val_loss=val_loss,
             val_bits_per_byte=None if text is None or val_loss is None else bits_per_byte(val_loss),
             step_seconds=statistics.median(step_seconds),
-            predicted_step_seconds=record.predicted.batch_seconds if sampled is None else sampled.median,
+            predicted_step_seconds=record.simulated.batch_seconds if sampled is None else sampled.median,
             predicted_step_range=None if sampled is None else sampled.range(),
             bubble=statistics.median(bubbles),
-            predicted_bubble=statistics.median(predicted_bubbles) if sampled is None else sampled.bubble,
+            predicted_bubble=statistics.median(simulated_bubbles) if sampled is None else sampled.bubble,
             peak_memory_bytes=resident,
             peak_tensor_bytes=tensors if any(tensors) else None,
             planned_step_seconds=None if plan is None or (step := expected(plan)) is None else step[0],
@@ -310,7 +310,7 @@ class _Training:
         folder.write_summary(summary)
         newest = MeasuredStep(self.options.steps - 1, record.measured)
         picture, trace = draw(
-            Exhibit(name=str(self.options.name), predicted=record.predicted, measured=(newest,), sampled=sampled),
+            Exhibit(name=str(self.options.name), simulated=record.simulated, measured=(newest,), sampled=sampled),
             folder.path,
         )
         if self.options.json:
@@ -332,8 +332,8 @@ def _by_process(by_rank: Mapping[int, float], num_processes: int) -> tuple[float
 
 def report(summary: Summary) -> str:
     lines = ["", f"loss         {_loss_line(summary)}", f"speed        {_speed_line(summary)}"]
-    simulated, ends = summary.predicted_step_seconds, summary.predicted_step_range
-    predicted = duration(simulated) if ends is None else with_range(simulated, ends)
+    seconds, ends = summary.predicted_step_seconds, summary.predicted_step_range
+    predicted = duration(seconds) if ends is None else with_range(seconds, ends)
     lines += [
         f"step         {duration(summary.step_seconds)} measured, {predicted} predicted",
         f"bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted",
@@ -373,7 +373,7 @@ def _speed_line(summary: Summary) -> str:
 
 def _metrics(told: StepRecord, samples: int, sample_bytes: int | None, bubble: _Bubble | None) -> Metrics:
     rate = told.num_samples / told.seconds
-    at, measured, predicted = (None, None, None) if bubble is None else bubble
+    at, measured, simulated = (None, None, None) if bubble is None else bubble
     return Metrics(
         step=told.step,
         samples=samples,
@@ -386,7 +386,7 @@ def _metrics(told: StepRecord, samples: int, sample_bytes: int | None, bubble: _
         samples_per_s=rate,
         tokens_per_s=None if sample_bytes is None else rate * sample_bytes,
         bubble=measured,
-        predicted_bubble=predicted,
+        simulated_bubble=simulated,
         bubble_step=at,
     )
 

@@ -42,7 +42,7 @@ def speed(*, samples_per_s: float, tokens_per_s: float | None) -> str:
 
 def describe(metrics: Metrics) -> str:
     text = f"loss {metrics.loss:.3f}  {speed(samples_per_s=metrics.samples_per_s, tokens_per_s=metrics.tokens_per_s)}"
-    if metrics.bubble is not None and metrics.predicted_bubble is not None:
+    if metrics.bubble is not None and metrics.simulated_bubble is not None:
         of_step = "" if metrics.bubble_step in (None, metrics.step) else f" in step {metrics.bubble_step + 1}"
-        text += f"  bubble {metrics.bubble:.1%}{of_step} (predicted {metrics.predicted_bubble:.1%})"
+        text += f"  bubble {metrics.bubble:.1%}{of_step} (simulated {metrics.simulated_bubble:.1%})"
     return text

@@ -87,7 +87,7 @@ class Metrics:
     samples_per_s: float
     tokens_per_s: float | None = None
     bubble: float | None = None
-    predicted_bubble: float | None = None
+    simulated_bubble: float | None = None
     bubble_step: int | None = None
     val_bits_per_byte: float | None = None
 

@@ -1,4 +1,4 @@
-"""A run's folder read as an Exhibit: its prediction, and the steps that its processes traced."""
+"""A run's folder read as an Exhibit: its simulation, and the steps that its processes traced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRACE_NAMES = "trace.rankN.jsonl"
 def read_run(*folders: Path) -> Exhibit:
     """The run of a folder, or of the folders of several hosts.
 
-    The notes list missing or broken parts (a rank's file, truncated lines, the prediction). Raises ValueError naming
+    The notes list missing or broken parts (a rank's file, truncated lines, the simulation). Raises ValueError naming
     files and lines if nothing is readable, and for folders of different runs.
     """
     groups = hosts_of_runs(folders)
@@ -45,7 +45,7 @@ def read_run(*folders: Path) -> Exhibit:
         notes.append(f"no step was traced: {first} has no {TRACE_NAMES}" if not paths else "no traced step is left")
     return Exhibit(
         name=first.resolve().name,
-        predicted=None if file is None else _prediction(file, measured),
+        simulated=None if file is None else _simulation(file, measured),
         measured=measured,
         costs=None if file is None else file.costs,
         sampled=None if file is None else file.sampled,
@@ -58,7 +58,7 @@ def read_run(*folders: Path) -> Exhibit:
 
 
 def draw(exhibit: Exhibit, folder: Path) -> tuple[Path, Path]:
-    """Write timeline.png (predicted above measured) and timeline.perfetto.json; returns both paths."""
+    """Write timeline.png (simulated above measured) and timeline.perfetto.json; returns both paths."""
     from ...viz import comparison_figure, write_figure, write_perfetto  # imports matplotlib
 
     picture, trace = folder / "timeline.png", folder / "timeline.perfetto.json"
@@ -75,8 +75,8 @@ def _read_file(folders: Sequence[Path]) -> tuple[RunFile | None, list[str]]:
             return RunFile.read(folder), notes
         except ValueError as error:
             if (folder / NAME).exists():
-                notes.append(f"no prediction: {error}")
-    return None, notes or [f"no prediction: {_told(folders)} has no {NAME}, which process 0 of a run writes"]
+                notes.append(f"no simulation: {error}")
+    return None, notes or [f"no simulation: {_told(folders)} has no {NAME}, which process 0 of a run writes"]
 
 
 def hosts_of_runs(folders: Sequence[Path]) -> list[tuple[Path, ...]]:
@@ -98,9 +98,9 @@ class _Group(NamedTuple):
     files: frozenset[str]
 
 
-def _prediction(file: RunFile, measured: Sequence[MeasuredStep]) -> Timeline:
-    if not measured or file.costs is None or not file.predicted.schedule.is_asynchronous:
-        return file.predicted
+def _simulation(file: RunFile, measured: Sequence[MeasuredStep]) -> Timeline:
+    if not measured or file.costs is None or not file.simulated.schedule.is_asynchronous:
+        return file.simulated
     return simulate(measured[-1].timeline.schedule, file.costs)
 
 

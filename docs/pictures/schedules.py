@@ -20,13 +20,13 @@ def timeline(name: str) -> Timeline:
 
 
 def main() -> None:
-    exhibits = [Exhibit(name=name, predicted=timeline(name)) for name in NAMES]
+    exhibits = [Exhibit(name=name, simulated=timeline(name)) for name in NAMES]
     figure = comparison_figure(exhibits, style=FigureStyle(width=10, font=8, title=False, dpi=110))
     figure.canvas.draw()
     inch = figure.dpi_scale_trans.inverted()
     panels = [axes for axes in figure.axes if axes.get_title(loc="left")]  # without the bars at their right
     for exhibit, panel in zip(exhibits, panels, strict=True):
-        name, seconds = exhibit.name, exhibit.predicted.makespan
+        name, seconds = exhibit.name, exhibit.simulated.makespan
         title = "2bw: a batch every 24 s; two are shown" if name == "2bw" else f"{name}: a batch in {seconds:g} s"
         panel.set_title(title, loc="left", size=9)
         box = panel.get_tightbbox().transformed(inch)

@@ -204,7 +204,7 @@ def exhibit_of_plan(plan: PlanRecord, *, name: str | None = None, num_microbatch
         notes.append(note)
     return Exhibit(
         name=name,
-        predicted=timeline,
+        simulated=timeline,
         costs=costs,
         links=links,
         sampled=sampled(plan, num_microbatches=num_microbatches),

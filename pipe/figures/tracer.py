@@ -105,10 +105,10 @@ class Tracer:
         """
         self._stages = tuple(stages)
 
-    def write_prediction(self, costs: Costs, spread: Spread | None = None) -> StepSamples | None:
+    def write_simulation(self, costs: Costs, spread: Spread | None = None) -> StepSamples | None:
         """Writes timeline.json in process 0, simulated from these costs; does nothing in others.
 
-        Predicted is the stream, or, if each batch so far was flushed, flushed batches.
+        Simulated is the stream, or, if each batch so far was flushed, flushed batches.
 
         Arguments:
             costs: result of `PipelineModule.measured_costs`.
@@ -124,7 +124,7 @@ class Tracer:
         sampled = None if spread is None else simulate_spread(ran, costs, spread)
         file = RunFile(
             schedule=schedule,
-            predicted=simulate(ran, costs),
+            simulated=simulate(ran, costs),
             costs=costs,
             memory=self._stages if plan is None or not plan.stage_bytes else plan.stage_bytes,
             memory_limit=None if plan is None else plan.by_group(plan.memory_limits),
@@ -139,7 +139,7 @@ class Tracer:
         return sampled
 
     def close(self) -> StepSamples | None:
-        """Traces the last step, compares the clocks of hosts once more, and writes the prediction. Collective.
+        """Traces the last step, compares the clocks of hosts once more, and writes the simulation. Collective.
 
         Returns, in process 0, steps drawn from the spread of the measured durations, if enough were measured; else
         None.
@@ -155,7 +155,7 @@ class Tracer:
             costs = self._pipeline.measurement.costs()
         except ValueError:  # on all ranks alike: no step was run
             return None
-        return self.write_prediction(costs, self._pipeline.measurement.spread())
+        return self.write_simulation(costs, self._pipeline.measurement.spread())
 
     def __enter__(self) -> Tracer:
         """A `with` block closes it at its end; after an error it only writes the last step."""

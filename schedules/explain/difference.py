@@ -3,7 +3,7 @@
     makespan = compute + warm-up + late peers + ... + update      of each rank, and so of their mean:
     change   = change of compute + changes of each cause          adds up exactly
 
-If they show different numbers of batches (a stream's prediction, and a few traced batches), seconds per batch are
+If they show different numbers of batches (a simulated stream, and a few traced batches), seconds per batch are
 compared. Actions are compared one by one if the same rank runs them in both; else only ranks and totals are.
 
 Stragglers: ranks whose actions, or links whose messages, take longer than others'.

@@ -160,15 +160,24 @@ def _offered() -> Mapping[str, list[metadata.EntryPoint]]:
 
 @cache
 def _of_package(key: str) -> Family:
-    """The schedule that an installed package offers under this name; ValueError where several do."""
+    """The schedule that an installed package offers under this name; ValueError where several do, UserCodeError where
+    its module cannot be imported."""
     offers = _offered()[key]
+    packages = [each.dist.name if each.dist else "a package" for each in offers]
+    whose = ", ".join(f"{each.value} of {package}" for each, package in zip(offers, packages, strict=True))
     if len(offers) > 1:
-        whose = ", ".join(f"{each.value} of {each.dist.name if each.dist else 'a package'}" for each in offers)
         raise ValueError(
             f"schedule {key!r}: the entry point {whose} has the name of another schedule: expected another name in the "
             f'group "{_GROUP}" of its pyproject.toml'
         )
-    return _outside(key, offers[0].load())
+    try:
+        function = offers[0].load()
+    except Exception as error:
+        raise UserCodeError(
+            f"schedule {key!r}: the entry point {whose} cannot be loaded ({type(error).__name__}: {error}): expected a "
+            f"function that can be imported; install what it needs, or uninstall {packages[0]}"
+        ) from error
+    return _outside(key, function)
 
 
 def family(name: str) -> Family:

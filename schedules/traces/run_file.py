@@ -1,4 +1,4 @@
-"""timeline.json of a run: its prediction and the inputs of that. The trace files next to it have the measurements."""
+"""timeline.json of a run: its simulation and the inputs of that. The trace files next to it have the measurements."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..timing.spread import Spread
 from ..timing.timeline import Timeline
 
 NAME = "timeline.json"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """A run's prediction.
+    """A run, simulated from its own measurements.
 
     Arguments:
         schedule: that ran.
-        predicted: simulated under the measured `costs`.
+        simulated: under the measured `costs`.
         memory: [S] bytes of each stage; empty if not known.
         memory_limit, predicted_peak: [P] bytes; None if not known.
         spread: of its durations around `costs`; None if too few steps were measured.
-        sampled: steps simulated under both; None without a spread.
+        sampled: steps simulated under both, whose median is predicted; None without a spread.
 
     Raises ValueError for costs and bytes of another number of stages.
     """
 
     schedule: Schedule
-    predicted: Timeline
+    simulated: Timeline
     costs: Costs | None = None
     memory: tuple[StageBytes, ...] = ()
     memory_limit: tuple[float, ...] | None = None
@@ -54,7 +54,7 @@ class RunFile:
         data: dict[str, Any] = {
             "version": _VERSION,
             "schedule": self.schedule.to_data(),
-            "predicted": json.loads(self.predicted.to_json()),
+            "simulated": json.loads(self.simulated.to_json()),
             "costs": None if self.costs is None else json.loads(self.costs.to_json()),
             "memory": [asdict(each) for each in self.memory],
             "memory_limit": self.memory_limit,
@@ -85,7 +85,7 @@ def _parse(data: Any) -> RunFile:
     spread = data.get("spread")
     return RunFile(
         schedule=Schedule.from_data(data["schedule"]),
-        predicted=Timeline.from_json(json.dumps(data["predicted"])),
+        simulated=Timeline.from_json(json.dumps(data["simulated"])),
         costs=None if data["costs"] is None else Costs.from_json(json.dumps(data["costs"])),
         memory=tuple(StageBytes(**each) for each in data["memory"]),
         memory_limit=_numbers(data["memory_limit"]),

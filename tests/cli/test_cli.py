@@ -117,7 +117,7 @@ def test_a_search_is_simulated_drawn_and_compared(
     assert main(["simulate", "auto", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["makespan"] == best
     assert main(["timeline", "auto", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["exhibits"][0]["predicted"]["makespan"] == best
+    assert json.loads(capsys.readouterr().out)["exhibits"][0]["simulated"]["makespan"] == best
     assert main(["compare", "1f1b", "auto", *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["makespan"]
     assert (found["before"], found["after"]) == (33.0, best)
@@ -148,12 +148,12 @@ def test_a_simulation_with_durations_that_vary_has_a_range(capsys: pytest.Captur
     (tmp_path / "noise.json").write_text(spread.to_json())
     schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0)
     taken = simulate_spread(schedule, costs, spread)
-    run = RunFile(schedule=schedule, predicted=simulate(schedule, costs), costs=costs, spread=spread, sampled=taken)
+    run = RunFile(schedule=schedule, simulated=simulate(schedule, costs), costs=costs, spread=spread, sampled=taken)
     run.write(tmp_path)
     for given in ("0.1", str(tmp_path / "noise.json"), str(tmp_path), str(tmp_path / "timeline.json")):
         assert main([*words, "--spread", given, "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)
-        assert (answer["sampled_seconds"], tuple(answer["sampled_range"])) == (taken.median, taken.range())
+        assert (answer["predicted_seconds"], tuple(answer["predicted_range"])) == (taken.median, taken.range())
         assert answer["makespan"] == 15.0
     assert main([*words, "--spread", "0.1"]) == 0
     low, high = taken.range()
@@ -174,7 +174,7 @@ def test_a_simulation_of_steps_that_follow_a_run(capsys: pytest.CaptureFixture[s
     answer = json.loads(capsys.readouterr().out)
     schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0)
     steps = steps_that_follow(spread, schedule, 50)
-    assert tuple(answer["sampled_range"]) == simulate_spread(schedule, costs, steps).range()
+    assert tuple(answer["predicted_range"]) == simulate_spread(schedule, costs, steps).range()
     for given, why in [
         ([], "--following 50: expected --spread and a run"),
         (["--spread", "0.1"], "--following 50: --spread 0.1 knows nothing of how steps differ"),
@@ -283,11 +283,11 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
         (("schedule", "os:getcwd"), "--schedule os:getcwd returned str: expected a Schedule"),
         (
             ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "-o", "a.eps"),
-            "--png a.eps: expected a name that ends in .png, .svg, .pdf",
+            "-o a.eps: expected a name that ends in .png, .svg, .pdf, .html, .json",
         ),
         (
-            ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "--png", "nowhere/a.png"),
-            "--png nowhere/a.png: cannot write: expected a file in a folder that exists",
+            ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "-o", "nowhere/a.png"),
+            "-o nowhere/a.png: cannot write: expected a file in a folder that exists",
         ),
         (("timeline", "nowhere"), "nowhere: no such file, run folder or schedule: expected a run (folder or name), a"),
     ],
@@ -378,7 +378,7 @@ def test_a_schedule_of_ones_own_is_checked_shown_simulated_and_drawn(
     (tmp_path / "mine.csv").write_text(expected.to_csv())
     (tmp_path / "mine.json").write_text(expected.to_json())
     for name in ("mine.csv", "mine.json", "own_order.py:order"):
-        words = ("schedule", str(tmp_path / name), "--forward", "2", "--png", str(tmp_path / "drawn.png"))
+        words = ("schedule", str(tmp_path / name), "--forward", "2", "-o", str(tmp_path / "drawn.png"))
         text = answer(capsys, *words)
         assert text.startswith(f"{expected.grid()}\n\nchecked: ")
         assert "makespan             24.0 s" in text  # (M + P - 1) (F + B), with B twice the F
@@ -393,7 +393,7 @@ def test_a_schedule_of_ones_own_is_checked_shown_simulated_and_drawn(
     assert text.startswith(build("1f1b", num_ranks=2, num_microbatches=3).grid())
     drawn = tmp_path / "few.html"
     words = ("--ranks", "2", "--microbatches", "3", "-o", str(drawn))
-    assert "few, predicted" in answer(capsys, "timeline", str(tmp_path / "own_order.py:few"), *words)
+    assert "few, simulated" in answer(capsys, "timeline", str(tmp_path / "own_order.py:few"), *words)
     assert drawn.stat().st_size > 0
     assert "expected --ranks and --microbatches" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:few"))
     assert "own_order.py:deadlock: deadlock" in mistake(capsys, "schedule", str(tmp_path / "own_order.py:deadlock"))

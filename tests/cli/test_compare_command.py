@@ -82,7 +82,7 @@ def test_the_table_reads_the_same(runs: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_run_alone_is_compared_with_its_prediction(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "slow")
-    assert (found["before"]["caption"], found["after"]["caption"][:8]) == ("predicted", "measured")
+    assert (found["before"]["caption"], found["after"]["caption"][:8]) == ("simulated", "measured")
     assert found["configuration"] == {}
     assert found["stragglers"][0]["name"] == "rank 1"
 
@@ -119,14 +119,14 @@ def test_an_order_that_holds_more_is_not_just_faster(capsys: pytest.CaptureFixtu
 
 
 def test_a_prediction_has_one_name_for_each_of_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    """Drawn and compared is the step with durations at their medians; predicted is the median of steps that vary."""
+    """Drawn and compared is the simulated step; predicted is the median of steps that vary."""
     samples = StepSamples(seconds=(40.0, 41.0, 42.0), bubbles=(0.5, 0.5, 0.5))
     varied, other = (
-        Exhibit(name="run", predicted=timeline(), sampled=samples),
-        Exhibit(name="other", predicted=timeline()),
+        Exhibit(name="run", simulated=timeline(), sampled=samples),
+        Exhibit(name="other", simulated=timeline()),
     )
     found = compare_exhibits([varied, other], ["run", "other"])
-    assert (found.before.caption, found.after.caption) == ("predicted, with durations at their medians", "predicted")
+    assert (found.before.caption, found.after.caption) == ("simulated", "simulated")
     rows = {line[:24].strip(): line.split() for line in comparison_table(found).splitlines()}
     assert rows["step"][1] != rows["predicted"][1] == "41.0"
 
@@ -134,7 +134,7 @@ def test_a_prediction_has_one_name_for_each_of_its_figures(capsys: pytest.Captur
 def test_a_measured_run_beside_a_schedule(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only what both have is compared: here the prediction."""
     found = answer(capsys, "fast", "zb-h1", "--ranks", "2", "--microbatches", "8")
-    assert [found[side]["caption"] for side in ("before", "after")] == ["predicted", "predicted"]
+    assert [found[side]["caption"] for side in ("before", "after")] == ["simulated", "simulated"]
     assert any("only fast was measured" in note for note in found["notes"])
     assert found["configuration"]["schedule"] == ["1f1b", "zb-h1"]
     assert found["configuration"]["--layers"] == ["4", None]
@@ -145,7 +145,7 @@ def test_the_step_in_the_middle_speaks_for_a_run() -> None:
         MeasuredStep(number, timeline(latency=latency, measured=True))
         for number, latency in ((3, 5.0), (23, 0.25), (43, 0.5))
     )
-    run = Exhibit(name="run", predicted=timeline(), measured=steps, memory=(StageBytes(weights=5),) * 2)
+    run = Exhibit(name="run", simulated=timeline(), measured=steps, memory=(StageBytes(weights=5),) * 2)
     found = compare_exhibits([run], ["run"])
     assert found.after.caption == "measured, step 43, the median of 3"
     assert found.after.peaks == (5.0, 5.0)
@@ -182,9 +182,9 @@ def test_schedules_that_are_compared_do_equal_work(name: str, seconds: tuple[flo
     exhibits = read_exhibits(["1f1b", name], CostOptions(ranks=4, microbatches=8, forward=seconds))
     each = seconds * (4 // len(seconds))
     for exhibit in exhibits:
-        assert exhibit.predicted is not None
-        assert sum(rank.busy for rank in exhibit.predicted.ranks) == pytest.approx(8 * 3 * sum(each))
-    last = exhibits[1].predicted
+        assert exhibit.simulated is not None
+        assert sum(rank.busy for rank in exhibit.simulated.ranks) == pytest.approx(8 * 3 * sum(each))
+    last = exhibits[1].simulated
     assert last is not None
     V = last.schedule.num_stages // 4
     spans = [span for rank in last.ranks for span in rank.compute if span.what.op is Op.F]

@@ -66,7 +66,7 @@ def write_run(
     schedule, records = truth.schedule, records_of(truth, true.overhead)  # type: ignore[arg-type]
     for place in {folder, *(processes or {}).values()}:
         place.mkdir(parents=True, exist_ok=True)
-    RunFile(schedule=schedule, predicted=truth, costs=true).write(folder)
+    RunFile(schedule=schedule, simulated=truth, costs=true).write(folder)
     for rank, record in enumerate(records):
         place = (processes or {}).get(rank, folder)
         header = TraceHeader(
@@ -140,6 +140,12 @@ def test_a_slow_backward_is_named_with_the_command_that_measures_it(capsys: pyte
     assert "one: 1f1b, 4 stages on 4 ranks, medians of 2 traced steps" in printed
     assert "actions as measured" in printed
     assert "    stagewright profile --layers 4" in printed
+    assert "medians of 2 traced steps" in Path("check.svg").read_text()
+    assert main(["plan", "--check", "runs/one", "-o", "paper.svg", "--column", "one", "--no-title"]) == 0
+    paper = Path("paper.svg").read_text()
+    assert 'width="252pt"' in paper  # 3.5 inches
+    assert ">predicted<" in paper
+    assert "medians of 2 traced steps" not in paper
     assert printed.rstrip().endswith("check.svg")
     picture = Path("check.svg").read_text()
     assert all(cause.value in picture for cause in Cause)

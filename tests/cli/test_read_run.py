@@ -60,7 +60,7 @@ def leave(folder: Path, processes: tuple[int, ...] = (0, 1), *, run: str = "a") 
         trace_path(folder, process).write_bytes(lines)
     if 0 in processes:
         held = tuple(StageBytes(weights=float(stage + 1)) for stage in range(2))
-        RunFile(schedule=SCHEDULE, predicted=timeline, costs=COSTS, memory=held, memory_limit=(9.0, 9.0)).write(folder)
+        RunFile(schedule=SCHEDULE, simulated=timeline, costs=COSTS, memory=held, memory_limit=(9.0, 9.0)).write(folder)
         (folder / "summary.json").write_text(json.dumps({"steps": 24, "peak_tensor_bytes": [3, 4]}))
     return folder
 
@@ -70,7 +70,7 @@ def test_all_that_a_run_left(tmp_path: Path) -> None:
     assert exhibit.name == "gpt"
     assert exhibit.notes == ("step 23: clocks of hosts aligned to ±125 ms",)
     assert exhibit.timelines[-1][0] == "measured, step 23, clocks ±125 ms"
-    assert exhibit.predicted == simulate(SCHEDULE, COSTS)
+    assert exhibit.simulated == simulate(SCHEDULE, COSTS)
     assert [step.number for step in exhibit.measured] == [3, 23]
     assert (exhibit.costs, exhibit.memory[1].weights) == (COSTS, 2.0)
     assert (exhibit.memory_limit, exhibit.measured_peak) == ((9.0, 9.0), (3.0, 4.0))
@@ -84,7 +84,7 @@ def test_hosts_with_a_folder_each(tmp_path: Path) -> None:
         exhibit = read_run(*folders)
         assert (len(exhibit.notes), exhibit.measured[-1].timeline.missing) == (1, ())  # of clocks alone
     assert read_run(b).measured[-1].timeline.missing == (0,)
-    assert "no prediction" in read_run(b).notes[0]
+    assert "no simulation" in read_run(b).notes[0]
     assert hosts_of_runs([a, other, b]) == [(other,), (a, b)]
     with pytest.raises(ValueError, match=r"other is of another run than .*gpt: expected folders that hosts have left"):
         read_run(a, other)
@@ -97,11 +97,11 @@ def test_hosts_with_a_folder_each(tmp_path: Path) -> None:
     assert hosts_of_runs([a, tmp_path / "copy"]) == [(a,), (tmp_path / "copy",)]  # nothing of another host
 
 
-def test_a_prediction_of_another_shape_is_drawn_beside_the_run(tmp_path: Path) -> None:
+def test_a_simulation_of_another_shape_is_drawn_beside_the_run(tmp_path: Path) -> None:
     folder = leave(tmp_path / "gpt")
     other = simulate(build("1f1b", num_ranks=3, num_microbatches=4), COSTS)
     held = (StageBytes(weights=1.0),) * 3
-    RunFile(schedule=other.schedule, predicted=other, costs=COSTS, memory=held, memory_limit=(9.0,) * 3).write(folder)
+    RunFile(schedule=other.schedule, simulated=other, costs=COSTS, memory=held, memory_limit=(9.0,) * 3).write(folder)
     exhibit = read_run(folder)
     curves = exhibit.curves(other)
     assert curves is not None
@@ -110,12 +110,12 @@ def test_a_prediction_of_another_shape_is_drawn_beside_the_run(tmp_path: Path) -
     assert "gpt" in explorer_html([exhibit])
 
 
-def test_a_run_that_was_ended_before_it_predicted(tmp_path: Path) -> None:
+def test_a_run_that_was_ended_before_it_simulated(tmp_path: Path) -> None:
     folder = leave(tmp_path / "gpt")
     (folder / "timeline.json").unlink()
     exhibit = read_run(folder)
-    assert (exhibit.predicted, exhibit.costs, len(exhibit.measured)) == (None, None, 2)
-    assert exhibit.notes[:-1] == (f"no prediction: {folder} has no timeline.json, which process 0 of a run writes",)
+    assert (exhibit.simulated, exhibit.costs, len(exhibit.measured)) == (None, None, 2)
+    assert exhibit.notes[:-1] == (f"no simulation: {folder} has no timeline.json, which process 0 of a run writes",)
     for rank in range(2):
         (folder / f"trace.rank{rank}.jsonl").write_bytes(b'{"step": 3')
     with pytest.raises(
@@ -127,7 +127,7 @@ def test_a_run_that_was_ended_before_it_predicted(tmp_path: Path) -> None:
         (folder / f"trace.rank{rank}.jsonl").unlink()
     exhibit = read_run(folder)
     assert exhibit.notes == (f"no step was traced: {folder} has no trace.rankN.jsonl",)
-    assert exhibit.predicted is not None
+    assert exhibit.simulated is not None
 
 
 @pytest.mark.thorough(but=["0"])

@@ -32,7 +32,7 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *COSTS, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert set(answer) == {"schedule", "figures", "search"}
+    assert set(answer) == {"schedule", "figures", "search", "written"}
     assert answer["search"]["value"] == answer["search"]["lower_bound"] == 266
     assert answer["search"]["gap"] == 0
     assert answer["search"]["stopped"] == "optimal"
@@ -45,7 +45,7 @@ def test_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("form", ["csv", "json"])
 def test_a_file_that_reads_again(form: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "auto.png"
-    assert main([*SMALL, "--placement", "v", "--microbatches", "6", "--format", form, "--png", str(picture)]) == 0
+    assert main([*SMALL, "--placement", "v", "--microbatches", "6", "--format", form, "-o", str(picture)]) == 0
     text = capsys.readouterr().out
     schedule = Schedule.from_csv(text) if form == "csv" else Schedule.from_json(text)
     assert schedule.placement == ((0, 7), (1, 6), (2, 5), (3, 4))
@@ -92,7 +92,7 @@ def test_sizes_are_needed_and_options_of_the_search_are_its_own(capsys: pytest.C
 def test_json_of_a_named_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert set(answer) == {"schedule", "figures"}
+    assert set(answer) == {"schedule", "figures", "written"}
     assert answer["figures"]["makespan"] == 15
 
 

@@ -29,7 +29,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     Path("table.txt").write_text(schedule.to_csv())
     Path("schedule.json").write_text(schedule.to_json())
-    Path("predicted.json").write_text(step().to_json())
+    Path("simulated.json").write_text(step().to_json())
     Path("measured.json").write_text(step(measured=True).to_json())
     write_run("gpt", step(), step(measured=True, latency=0.5))
     nodes = tuple(Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0) for n in "abcd")
@@ -43,30 +43,30 @@ def test_schedules_are_simulated_with_the_options(files: Path, source: str) -> N
     sizes = SIZES if source == "1f1b" else replace(SIZES, ranks=None, microbatches=None)
     exhibit = read_exhibits([source], sizes)[0]
     assert exhibit.costs == SIZES.costs()
-    assert exhibit.predicted is not None
-    assert exhibit.predicted.ranks == step().ranks
+    assert exhibit.simulated is not None
+    assert exhibit.simulated.ranks == step().ranks
 
 
 @pytest.mark.parametrize("source", ["gpt", "runs/gpt", "runs/gpt/timeline.json"])
 def test_a_run_by_name_folder_or_file(files: Path, source: str) -> None:
     exhibit = read_exhibits([source])[0]
     assert exhibit.name == "gpt"
-    assert exhibit.predicted == step()
+    assert exhibit.simulated == step()
     assert [each.timeline for each in exhibit.measured] == [step(measured=True, latency=0.5)]
 
 
 def test_timelines_as_they_are(files: Path) -> None:
-    assert read_exhibits(["predicted.json"])[0] == Exhibit(name="predicted", predicted=step())
+    assert read_exhibits(["simulated.json"])[0] == Exhibit(name="simulated", simulated=step())
     assert read_exhibits(["measured.json"])[0].measured == (MeasuredStep(0, step(measured=True)),)
 
 
 def test_a_plan_is_simulated_as_planned(files: Path) -> None:
     exhibit = read_exhibits(["plan.json"])[0]
     planned = Plan.load("plan.json")
-    assert exhibit.predicted is not None
-    assert exhibit.predicted.schedule == planned.build_schedule()
+    assert exhibit.simulated is not None
+    assert exhibit.simulated.schedule == planned.build_schedule()
     assert planned.simulated_step_time is not None
-    assert exhibit.predicted.batch_seconds == planned.simulated_step_time
+    assert exhibit.simulated.batch_seconds == planned.simulated_step_time
     assert exhibit.links is not None
 
 
@@ -75,8 +75,8 @@ def test_memory_is_drawn_below_where_it_is_known(files: Path, capsys: pytest.Cap
     words = ("1f1b", "--ranks", "2", "--microbatches", "4")
     assert main(["timeline", "plan.json", *words, "--memory", "-o", "a.svg"]) == 0
     drawn = Path("a.svg").read_text()
-    assert ">plan, predicted, memory:  at most " in drawn
-    assert ">1f1b, predicted, memory:" not in drawn
+    assert ">plan, simulated, memory:  at most " in drawn
+    assert ">1f1b, simulated, memory:" not in drawn
     assert "note: 1f1b: no memory is drawn: nothing says what its stages hold" in capsys.readouterr().err
 
 
@@ -88,8 +88,8 @@ def test_a_run_that_is_called_like_a_schedule(files: Path) -> None:
 
 
 def test_exhibits_of_one_name_are_told_apart(files: Path) -> None:
-    names = [each.name for each in read_exhibits(["gpt", "predicted.json", "runs/gpt", "gpt"])]
-    assert names == ["gpt", "predicted", "runs/gpt", "gpt (4)"]
+    names = [each.name for each in read_exhibits(["gpt", "simulated.json", "runs/gpt", "gpt"])]
+    assert names == ["gpt", "simulated", "runs/gpt", "gpt (4)"]
 
 
 @pytest.mark.thorough
@@ -98,12 +98,12 @@ def test_the_kind_of_output_follows_the_end_of_its_name(files: Path, capsys: pyt
     words = [word for name in outputs for word in ("-o", name)]
     assert main(["timeline", "gpt", "plan.json", "1f1b", "--ranks", "2", "--microbatches", "2", *words]) == 0
     assert Path("a.png").read_bytes().startswith(b"\x89PNG")
-    assert ">gpt, predicted:" in Path("b.svg").read_text()
+    assert ">gpt, simulated:" in Path("b.svg").read_text()
     assert b"/FontFile2" in Path("e.pdf").read_bytes()
     names = json.loads(Path("c.json").read_text())["otherData"]
-    assert list(names) == ["gpt predicted", "gpt measured, step 3", "plan predicted", "1f1b predicted"]
+    assert list(names) == ["gpt simulated", "gpt measured, step 3", "plan simulated", "1f1b simulated"]
     assert "<html" in Path("d.html").read_text()
-    assert capsys.readouterr().out.startswith("gpt, predicted: ")
+    assert capsys.readouterr().out.startswith("gpt, simulated: ")
 
 
 @pytest.mark.thorough
@@ -145,19 +145,19 @@ def test_trace_files_of_ranks_are_one_run(files: Path) -> None:
 
 def test_our_own_perfetto_trace_comes_back_unrounded(files: Path) -> None:
     third = simulate(build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1 / 3, latency=1e-7))
-    write_perfetto([("predicted", third), ("measured", replace(step(), measured=True))], "out.json")
+    write_perfetto([("simulated", third), ("measured", replace(step(), measured=True))], "out.json")
     exhibit = read_exhibits(["out.json"])[0]
-    assert exhibit.predicted == third
+    assert exhibit.simulated == third
     assert [each.timeline for each in exhibit.measured] == [step(measured=True)]
 
 
 def test_shapes_that_differ_are_said() -> None:
-    plan_of_4 = Exhibit(name="x", predicted=step(num_ranks=4), measured=(MeasuredStep(3, step(measured=True)),))
+    plan_of_4 = Exhibit(name="x", simulated=step(num_ranks=4), measured=(MeasuredStep(3, step(measured=True)),))
     assert shape_notes([plan_of_4]) == [
-        "x: predicted has 4 ranks, 4 stages, 4 microbatches and measured, step 3 has 2 ranks, 2 stages, 4 "
+        "x: simulated has 4 ranks, 4 stages, 4 microbatches and measured, step 3 has 2 ranks, 2 stages, 4 "
         "microbatches: both are drawn, and are not to be compared row by row"
     ]
-    assert shape_notes([Exhibit(name="x", predicted=step(), measured=plan_of_4.measured)]) == []
+    assert shape_notes([Exhibit(name="x", simulated=step(), measured=plan_of_4.measured)]) == []
 
 
 @pytest.mark.thorough(but=["words0-nothing to show: expected a run (folder or name)"])
@@ -168,7 +168,7 @@ def test_shapes_that_differ_are_said() -> None:
         (("gpipee",), "did you mean gpipe"),
         (("gtp",), "did you mean gpt"),
         (("1f1b",), "1f1b needs --ranks and --microbatches: expected `stagewright timeline 1f1b"),
-        (("empty",), "nothing to show in empty: no prediction: empty has no timeline.json"),
+        (("empty",), "nothing to show in empty: no simulation: empty has no timeline.json"),
         (("cut.json",), "cut.json, line 1, column 101: "),
         (("profile.json",), "profile.json: an object with nodes, version: expected a run"),
         (("binary.bin",), "binary.bin: no UTF-8 text at byte 0"),
@@ -178,7 +178,7 @@ def test_shapes_that_differ_are_said() -> None:
         (("trace.json", "--latency", "1"), "--latency with trace.json: expected options for a schedule"),
         (("plan.json", "--microbatches", "9"), "--microbatches with plan.json"),
         (("own.json",), "own.json: stagewrightTimelines: KeyError('name'): expected what write_perfetto writes"),
-        (("gpt", "-o", "a.eps"), "-o a.eps: expected a name that ends in .json, .svg, .pdf, .png, .html"),
+        (("gpt", "-o", "a.eps"), "-o a.eps: expected a name that ends in .png, .svg, .pdf, .html, .json"),
         (("gpt", "-o", "nowhere/a.png"), "-o nowhere/a.png: cannot write: expected a file in a folder that exists"),
         (("gpt", "--width", "1"), "width=1.0: expected 3 to 200 inches"),
     ],
@@ -204,7 +204,7 @@ def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(
     before = set(files.iterdir())
     assert main(["timeline", "runs/gpt", "1f1b", "--ranks", "3", "--microbatches", "4", "--terminal"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("rank 0 |F0") == 3  # predicted, measured, and the schedule
+    assert printed.count("rank 0 |F0") == 3  # simulated, measured, and the schedule
     assert "\x1b" not in printed
     assert set(files.iterdir()) == before
     assert main(["timeline", "measured.json", "--terminal", "-o", "a.svg"]) == 0

@@ -42,7 +42,7 @@ from stagewright.schedules import build
 from .test_run_folder import METRICS
 
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "16", "--batch", "8", "--steps", "5")
-SOME = replace(METRICS, step=1, tokens_per_s=1234.0, bubble=0.125, predicted_bubble=0.1)
+SOME = replace(METRICS, step=1, tokens_per_s=1234.0, bubble=0.125, simulated_bubble=0.1)
 
 
 def test_the_default_run_stays_within_its_budget() -> None:
@@ -272,7 +272,7 @@ def test_the_dry_run_counts_what_muon_keeps() -> None:
 
 
 def test_progress_is_a_line_now_and_then_and_only_rank_0_talks(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "loss 2.000  1,234 tokens/s  bubble 12.5% (predicted 10.0%)"
+    line = "loss 2.000  1,234 tokens/s  bubble 12.5% (simulated 10.0%)"
     assert describe(SOME) == line
     assert describe(replace(SOME, bubble_step=1)) == line  # step 1 is the second one
     assert describe(replace(SOME, step=9, bubble_step=3)) == line.replace("12.5%", "12.5% in step 4")
@@ -317,7 +317,7 @@ def check_drawn_again(command: Callable[..., Done], folder: Path) -> None:
     picture, trace = map(Path, answer["written"][:2])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "traceEvents" in trace.read_text()
-    assert {"predicted", "measured"} <= answer["exhibits"][0].keys()
+    assert {"simulated", "predicted", "measured"} <= answer["exhibits"][0].keys()
     (folder / "timeline.json").write_text('{"measured": 3}')
     done = command("timeline", str(folder))
     assert done.status == 0

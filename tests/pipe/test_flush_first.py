@@ -108,7 +108,7 @@ def test_timelines_and_traces_are_of_one_kind_of_batches(schedule: str, tmp_path
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("flush_first", "name"), [(12, "2bw with a flush"), (20, "2bw with a flush"), (11, "2bw")])
-def test_what_is_predicted_is_what_ran(flush_first: int, name: str, tmp_path: Path) -> None:
+def test_what_is_simulated_is_what_ran(flush_first: int, name: str, tmp_path: Path) -> None:
     with _pipe(flush_first=flush_first) as pipe:
         tracer = pipe.tracer(tmp_path, every=1)
         for _ in range(12):
@@ -116,9 +116,9 @@ def test_what_is_predicted_is_what_ran(flush_first: int, name: str, tmp_path: Pa
             tracer.step()
         assert tracer.close() is not None
     exhibit, file = read_run(tmp_path), RunFile.read(tmp_path)
-    assert file.predicted.schedule.name == exhibit.measured[-1].timeline.schedule.name == name
+    assert file.simulated.schedule.name == exhibit.measured[-1].timeline.schedule.name == name
     assert file.sampled is not None
-    assert file.sampled.median == simulate_spread(file.predicted.schedule, file.costs, file.spread).median
+    assert file.sampled.median == simulate_spread(file.simulated.schedule, file.costs, file.spread).median
 
 
 def test_verify_and_changes_by_hand_between_the_first_batches() -> None:

@@ -46,7 +46,7 @@ def test_a_traced_step_is_the_timeline_of_its_result(tmp_path: Path) -> None:
             assert {len(rank.compute) for rank in timeline.ranks} == {9}  # four F, four B, an update
     file = RunFile.read(tmp_path / "run")
     assert file.costs is not None
-    assert file.predicted == simulate(pipe.schedule, file.costs)
+    assert file.simulated == simulate(pipe.schedule, file.costs)
     assert file.schedule == pipe.schedule
 
 

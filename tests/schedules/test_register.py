@@ -168,19 +168,29 @@ def test_a_package_offers_schedules_by_entry_points(tmp_path: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offering\nVersion: 1\n")
     (info / "entry_points.txt").write_text(
         "[stagewright.schedules]\nof-package = offering:make\n1F1B = offering:make\n"
+        "torn = offering.torn:make\nlost = offering:lost\n"
     )
     program = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
 from stagewright.cli.main import main
-from stagewright.schedules import register
+from stagewright.schedules import family, register
 print(main(["schedule", "of-package", "--ranks", "2", "--microbatches", "2"]))
 print(main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "3"]))
 try:
     register("of-package", lambda num_ranks, num_microbatches: None)
 except ValueError as error:
     print(error)
+for name in ("torn", "lost"):
+    try:
+        family(name)
+    except Exception as error:
+        print(type(error).__name__, error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "F0 F1" in done.stdout, done.stderr
     assert "rank 0 | F0 F1 .  B0 F2 B1 .  B2" in done.stdout  # a built-in name stays what it is
     assert "register('of-package'): there is a schedule of this name" in done.stdout
+    begins = "UserCodeError schedule 'torn': the entry point offering.torn:make of offering cannot be loaded (ModuleNot"
+    assert begins in done.stdout
+    assert "the entry point offering:lost of offering cannot be loaded (AttributeError: " in done.stdout
+    assert done.stdout.count("install what it needs, or uninstall offering") == 2

@@ -10,12 +10,12 @@ from support.inside import RankRecord, RunFile, TraceHeader, header_line, step_l
 from support.inside import trace_file_digest as digest
 
 
-def write_run(name: str, predicted: Timeline, measured: Timeline, **config: object) -> None:
+def write_run(name: str, simulated: Timeline, measured: Timeline, **config: object) -> None:
     """Of a run in one process, which traced its step 3."""
     folder = Path("runs") / name
     folder.mkdir(parents=True)
-    schedule = predicted.schedule
-    RunFile(schedule=schedule, predicted=predicted).write(folder)
+    schedule = simulated.schedule
+    RunFile(schedule=schedule, simulated=simulated).write(folder)
     header = TraceHeader(
         run=name,
         started="2026",

@@ -24,7 +24,7 @@ def example(name="1f1b", *, num_ranks=2, num_microbatches=4, steps=(), known=Fal
     stage = StageBytes(weights=4e9, gradients=1e9, optimizer=2e9, activations=1.5e9)
     return Exhibit(
         name="run",
-        predicted=simulate(schedule, COSTS, links),
+        simulated=simulate(schedule, COSTS, links),
         measured=measured,
         costs=COSTS,
         links=links,
@@ -42,7 +42,7 @@ def test_boxes_stand_where_the_timeline_says_in_the_colours_of_their_ops(browser
     exhibit = example("zb-h1")
     looked = browser.show(exhibit)
     spots, hues = [], []
-    for rank, trace in enumerate(exhibit.predicted.ranks):
+    for rank, trace in enumerate(exhibit.simulated.ranks):
         for i, action in enumerate(trace.actions):
             if action.op is not Op.W:  # hatched
                 x, y = looked.place(0, rank, i)
@@ -73,8 +73,8 @@ def test_hover_tells_what_is_known_of_an_action(browser):
 def test_versions_of_weights_are_told_under_asynchronous_schedules(browser):
     exhibit = example("2bw", num_batches=4)
     looked = browser.show(exhibit)
-    at = exhibit.predicted.ranks[0].actions.index
-    forward = next(a for a in exhibit.predicted.ranks[0].actions if a.op is Op.F and a.index == 12)
+    at = exhibit.simulated.ranks[0].actions.index
+    forward = next(a for a in exhibit.simulated.ranks[0].actions if a.op is Op.F and a.index == 12)
     looked.page.mouse.click(*looked.place(0, 0, at(forward)))
     assert "version 2" in looked.page.inner_text("#chosen")  # 2bw: the batch before the last
     assert "a batch every" in looked.evaluate("stagewright.panels.summary(stagewright.page.panels[0])")
@@ -114,7 +114,7 @@ def test_keyboard_goes_through_programs_and_ranks(browser):
     assert "0F0 on rank 0" in looked.page.inner_text("#chosen")
     for key in ("Tab", "ArrowRight"):
         looked.page.keyboard.press(key)
-    assert f"{exhibit.predicted.ranks[0].actions[2]} on rank 0" in looked.page.inner_text("#chosen")
+    assert f"{exhibit.simulated.ranks[0].actions[2]} on rank 0" in looked.page.inner_text("#chosen")
     looked.page.keyboard.press("ArrowDown")
     assert "on rank 1" in looked.page.inner_text("#chosen")
     assert "on rank 1" in looked.page.inner_text("#spoken")
@@ -145,7 +145,7 @@ def test_slider_shows_another_measured_step(browser):
 def test_figures_stand_in_the_header(browser):
     looked = browser.show(example(steps=(1,)))
     told = looked.page.inner_text("#figures")
-    for words in ("lower bound", "15.5 s", "predicted", "measured", "22 s", "memory", "activations of the model"):
+    for words in ("lower bound", "15.5 s", "simulated", "measured", "22 s", "memory", "activations of the model"):
         assert words in told
 
 
@@ -216,7 +216,7 @@ def test_nothing_to_show_is_refused():
 def test_timelines_without_any_action_are_shown(browser):
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
     empty = Timeline(schedule=schedule, ranks=(RankTrace(compute=()),) * 2)
-    looked = browser.show(Exhibit(name="nothing ran", predicted=empty))
+    looked = browser.show(Exhibit(name="nothing ran", simulated=empty))
     looked.page.mouse.move(400, 300)
     looked.page.keyboard.press("c")
     assert looked.said == []
@@ -246,8 +246,8 @@ def test_a_rank_that_straggles_is_named(browser):
     schedule = build("1f1b", num_ranks=3, num_microbatches=8)
     slow = simulate(schedule, Costs(forward=[1.0, 1.4, 1.0], backward=[2.0, 2.8, 2.0]))
     measured = (MeasuredStep(0, replace(slow, measured=True)),)
-    looked = browser.show(Exhibit(name="run", predicted=simulate(schedule, COSTS), measured=measured))
-    assert "rank 1\n1.4 \u00d7 predicted" in looked.page.inner_text("#differences")
+    looked = browser.show(Exhibit(name="run", simulated=simulate(schedule, COSTS), measured=measured))
+    assert "rank 1\n1.4 \u00d7 simulated" in looked.page.inner_text("#differences")
     looked.page.click("#differences li button >> nth=0")
     assert looked.evaluate("stagewright.state.row.rank") == 1
 
@@ -265,14 +265,14 @@ def test_idle_time_says_its_cause_and_what_it_waits_for(browser):
 
 def test_each_exhibit_has_a_scale_of_its_own_on_demand(browser):
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    slow = Exhibit(name="slow", predicted=simulate(schedule, Costs(forward=60.0, backward=120.0)))
+    slow = Exhibit(name="slow", simulated=simulate(schedule, Costs(forward=60.0, backward=120.0)))
     looked = browser.show(example(), slow)
     end = "panel => { const p = stagewright.page.panels[panel]; return stagewright.view.in(p).x(p.makespan); }"
     assert looked.evaluate(end, 0) < looked.evaluate(end, 1) / 5
     looked.page.click("text=Own scales")
     assert looked.evaluate(end, 0) == pytest.approx(looked.evaluate(end, 1))
     looked.page.mouse.move(*looked.place(0, 1, 2))
-    assert f"{example().predicted.ranks[1].actions[2]} on rank 1" in looked.page.inner_text("#tooltip")
+    assert f"{example().simulated.ranks[1].actions[2]} on rank 1" in looked.page.inner_text("#tooltip")
     looked.evaluate("stagewright.jump(stagewright.page.panels[0], 1, '1B3')")  # the last of the short one
     assert "1B3" in looked.page.inner_text("#chosen")
     looked.page.keyboard.press("o")
@@ -300,6 +300,6 @@ def test_a_hundred_thousand_actions_are_drawn(num_microbatches, browser):
     assert looked.colours([(x, y)]) == [OP_HUES[Op.F]]
     looked.evaluate("stagewright.jump(stagewright.page.panels[0], 3, '3B17')")
     looked.settle()
-    x, y = looked.place(0, 3, exhibit.predicted.ranks[3].actions.index((3, "B", 17)))
+    x, y = looked.place(0, 3, exhibit.simulated.ranks[3].actions.index((3, "B", 17)))
     assert looked.colours([(x - 4, y - 8)]) == [OP_HUES[Op.B]]
     assert looked.said == []

@@ -31,14 +31,14 @@ def middle(looked: Any, panel: int, row: int) -> tuple[float, float]:
 def replicated(*factors: float) -> Exhibit:
     """Two replicas of two stages each, and of a step in which the ranks take so many times as long."""
     schedule = replicate(build("1f1b", num_ranks=2, num_microbatches=4), 2)
-    predicted = simulate(schedule, Costs(forward=1.0, backward=2.0))
-    measured = replace(predicted, measured=True)
+    simulated = simulate(schedule, Costs(forward=1.0, backward=2.0))
+    measured = replace(simulated, measured=True)
     stretched = [
         replace(trace, compute=tuple(s._replace(end=s.start + by * (s.end - s.start)) for s in trace.compute))
-        for trace, by in zip(predicted.ranks, factors, strict=False)
+        for trace, by in zip(simulated.ranks, factors, strict=False)
     ]
     steps = (MeasuredStep(1, replace(measured, ranks=tuple(stretched))),) if factors else ()
-    return Exhibit(name="run", predicted=predicted, measured=steps)
+    return Exhibit(name="run", simulated=simulated, measured=steps)
 
 
 def test_equal_replicas_are_one_row_that_opens(browser: Any) -> None:
@@ -66,12 +66,12 @@ def test_equal_replicas_are_one_row_that_opens(browser: Any) -> None:
 
 def test_replicas_at_other_times_stay_apart(browser: Any) -> None:
     exhibit = replicated()
-    assert exhibit.predicted is not None
+    assert exhibit.simulated is not None
     late = [
-        (r, tuple(s._replace(end=s.end + 0.01 * r) for s in t.compute)) for r, t in enumerate(exhibit.predicted.ranks)
+        (r, tuple(s._replace(end=s.end + 0.01 * r) for s in t.compute)) for r, t in enumerate(exhibit.simulated.ranks)
     ]
-    ranks = tuple(replace(exhibit.predicted.ranks[r], compute=spans) for r, spans in late)
-    looked = browser.show(replace(exhibit, predicted=replace(exhibit.predicted, ranks=ranks)))
+    ranks = tuple(replace(exhibit.simulated.ranks[r], compute=spans) for r, spans in late)
+    looked = browser.show(replace(exhibit, simulated=replace(exhibit.simulated, ranks=ranks)))
     assert names(looked) == [["rank 0", "rank 1", "rank 2", "rank 3"]]
 
 
@@ -97,7 +97,7 @@ def test_a_pinned_row_stays_while_the_others_scroll(browser: Any) -> None:
         }"""
     )
     looked.page.mouse.move(x, y)
-    name = exhibit.predicted.ranks[2].actions[5]  # type: ignore[union-attr]
+    name = exhibit.simulated.ranks[2].actions[5]  # type: ignore[union-attr]
     assert f"{name} on rank 2" in looked.page.inner_text("#tooltip")
     looked.page.mouse.move(40, 500)
     looked.settle()

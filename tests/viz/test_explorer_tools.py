@@ -29,7 +29,7 @@ def test_search_finds_actions_by_name_and_in_words(browser: Any) -> None:
     looked = browser.show(exhibit)
     looked.page.keyboard.press("/")
     looked.page.keyboard.type("1I")
-    assert looked.page.inner_text("#search output") == "8 found"  # four microbatches, predicted and measured
+    assert looked.page.inner_text("#search output") == "8 found"  # four microbatches, simulated and measured
     for name in ("1I0", "1I1", "1I2"):
         looked.page.keyboard.press("Enter")
         assert f"{name} on rank 1" in looked.page.inner_text("#chosen")
@@ -75,9 +75,9 @@ def test_a_selection_tells_what_each_rank_does_in_it(browser: Any) -> None:
     looked.page.mouse.up()
     looked.page.keyboard.up("Shift")
     start, end = looked.evaluate("stagewright.state.range")
-    assert view(looked) == [0, exhibit.predicted.makespan]  # nothing moves
+    assert view(looked) == [0, exhibit.simulated.makespan]  # nothing moves
     lines = re.split(r"\n(?=rank \d)", looked.page.inner_text("#selection"))[1:]
-    for trace, line in zip(exhibit.predicted.ranks, lines, strict=True):
+    for trace, line in zip(exhibit.simulated.ranks, lines, strict=True):
         busy = sum(max(min(end, span.end) - max(start, span.start), 0) for span in trace.compute)
         arrived = sum(start <= span.end < end for span in trace.comm)
         told = [seconds(each) for each in re.findall(r"([\d.]+ m?s)", line)]
@@ -98,12 +98,12 @@ def test_the_axis_selects_too(browser: Any) -> None:
     looked.page.mouse.down()
     looked.page.mouse.move(500, top + 30)
     looked.page.mouse.up()
-    assert looked.page.inner_text("#selection").count("rank 0") == 2  # predicted and measured
+    assert looked.page.inner_text("#selection").count("rank 0") == 2  # simulated and measured
 
 
 def test_the_distance_between_two_actions(browser: Any) -> None:
     exhibit = example()
-    first, second = exhibit.predicted.ranks[0].compute[0], exhibit.predicted.ranks[1].compute[3]
+    first, second = exhibit.simulated.ranks[0].compute[0], exhibit.simulated.ranks[1].compute[3]
     wanted = [
         f"{first.what} on rank 0, {second.what} on rank 1",
         *(f"{gap:.4g} s" for gap in (second.start - first.start, second.start - first.end, second.end - first.end)),
@@ -151,7 +151,7 @@ def test_a_picture_is_saved_as_pixels_and_as_vectors(browser: Any) -> None:
     looked.until("stagewright.view.scroll === 60")
     title, top = 38, looked.evaluate("stagewright.view.panels[0].rows.map(({ box }) => box)")
     wanted, spots = Counter(), {}  # type: ignore[var-annotated]
-    for rank, trace in enumerate(exhibit.predicted.ranks):  # type: ignore[union-attr]
+    for rank, trace in enumerate(exhibit.simulated.ranks):  # type: ignore[union-attr]
         starts = looked.evaluate(
             "rank => Array.from(stagewright.page.panels[0].rows[rank].compute.start, (at) => stagewright.view.x(at))",
             rank,
@@ -167,7 +167,7 @@ def test_a_picture_is_saved_as_pixels_and_as_vectors(browser: Any) -> None:
     hatched = [each for each in boxes if each.get("fill", "").startswith("url(#")]
     assert len(hatched) == wanted[Op.W]
     texts = {each.text for each in root.iter(SVG + "text")}
-    assert {"rank 11", "F forward", "W weight gradient", "late peer", "predicted"} <= texts
+    assert {"rank 11", "F forward", "W weight gradient", "late peer", "simulated"} <= texts
     assert any("<run> & a" in str(text) for text in texts)
     assert not list(root.iter(SVG + "image"))
     pixels = imread(io.BytesIO(saved(looked, "#png")))
@@ -232,9 +232,9 @@ def test_a_link_shows_the_view_again(browser: Any) -> None:
 
 def test_what_a_link_names_and_the_page_has_not_is_said(browser: Any) -> None:
     looked = browser.show(example())
-    looked.page.evaluate("location.hash = 'hide=0p9,0p1&at=0p0:7F7&step=4&colour=red&on=idle,smoke&t=3'")
+    looked.page.evaluate("location.hash = 'hide=0s9,0s1&at=0s0:7F7&step=4&colour=red&on=idle,smoke&t=3'")
     looked.until("!document.getElementById('told').hidden")
     told = looked.page.inner_text("#told")
-    assert "Not on this page: colour, step=4, hide=0p9, on=smoke, t=3, at=0p0:7F7" in told
-    assert looked.evaluate("[...stagewright.rows.hidden]") == ["0p1"]
+    assert "Not on this page: colour, step=4, hide=0s9, on=smoke, t=3, at=0s0:7F7" in told
+    assert looked.evaluate("[...stagewright.rows.hidden]") == ["0s1"]
     assert looked.said == []

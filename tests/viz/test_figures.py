@@ -54,14 +54,14 @@ def texts(monkeypatch):
 
 @pytest.mark.thorough
 def test_comparison_holds_both_panels(tmp_path, texts):
-    predicted, measured = example(), replace(example(latency=0.5), measured=True)
-    render_comparison(predicted, measured, tmp_path / "both.png")
-    render_timeline(predicted, tmp_path / "one.png")
+    simulated, measured = example(), replace(example(latency=0.5), measured=True)
+    render_comparison(simulated, measured, tmp_path / "both.png")
+    render_timeline(simulated, tmp_path / "one.png")
     assert size_of(tmp_path / "both.png")[1] > size_of(tmp_path / "one.png")[1] + 2 * 50
     assert "1f1b:  P=2  V=1  M=4" in texts
-    assert any(text.startswith("predicted:  makespan 15 s,  makespan bubble 20.0%,") for text in texts)
-    assert (predicted.makespan, measured.makespan) == (15.0, 17.0)
-    assert any(text.startswith("measured:  makespan 17 s (1.133 times predicted)") for text in texts)
+    assert any(text.startswith("simulated:  makespan 15 s,  makespan bubble 20.0%,") for text in texts)
+    assert (simulated.makespan, measured.makespan) == (15.0, 17.0)
+    assert any(text.startswith("measured:  makespan 17 s (1.133 times simulated)") for text in texts)
 
 
 def test_comparison_of_nothing(tmp_path):
@@ -137,10 +137,10 @@ def test_a_stream_is_titled_by_its_steady_state(name, tmp_path, texts):
     assert f"{name}:  P=4  V=1  M=4" in texts
     assert "simulated:  a batch every 12 s,  steady-state bubble 0.0%,  8 batches in 105 s" in texts
     texts.clear()
-    predicted = stream(name, latency=0.5)
-    render_comparison(predicted, last_batches(stream(name, latency=1.0), 4), tmp_path / "both.png")
-    assert any(text.startswith("predicted:  a batch every 15 s,  steady-state bubble 20.0%,") for text in texts)
-    assert any(text.startswith("measured:  a batch every 18 s (1.200 times predicted),") for text in texts)
+    simulated = stream(name, latency=0.5)
+    render_comparison(simulated, last_batches(stream(name, latency=1.0), 4), tmp_path / "both.png")
+    assert any(text.startswith("simulated:  a batch every 15 s,  steady-state bubble 20.0%,") for text in texts)
+    assert any(text.startswith("measured:  a batch every 18 s (1.200 times simulated),") for text in texts)
     assert any(",  4 batches in " in text for text in texts)  # of the 8 of the schedule
     assert not any("makespan bubble" in text for text in texts)
 
@@ -263,7 +263,7 @@ def test_a_figure_for_a_paper(tmp_path, texts):
 def test_no_words_are_cut_and_rows_keep_their_height(width, font):
     """On narrow pages headings, captions and the legend's words go on in a further line."""
     exhibits = [
-        Exhibit(name=f"a plan with a long name, number {number}", predicted=example(num_ranks=3, latency=0.1 * number))
+        Exhibit(name=f"a plan with a long name, number {number}", simulated=example(num_ranks=3, latency=0.1 * number))
         for number in range(3)
     ]
     figure = comparison_figure(exhibits, style=FigureStyle(width=width, font=font, critical_path=True, idle="hatch"))
@@ -289,15 +289,15 @@ def test_a_style_that_cannot_be_read(wrong):
 def test_several_exhibits_stand_on_one_scale(texts):
     """A measured panel is compared with its own prediction, every other one with the first of all."""
     short, long = example(), example(latency=0.5)
-    run = Exhibit(name="run", predicted=long, measured=(MeasuredStep(7, replace(long, measured=True)),))
-    odd = Exhibit(name="read $x 1$", predicted=example(latency=5.0))
-    figure = comparison_figure([Exhibit(name="plan", predicted=short), run, odd])
+    run = Exhibit(name="run", simulated=long, measured=(MeasuredStep(7, replace(long, measured=True)),))
+    odd = Exhibit(name="read $x 1$", simulated=example(latency=5.0))
+    figure = comparison_figure([Exhibit(name="plan", simulated=short), run, odd])
     assert isinstance(figure, Figure)
     figure.savefig("/dev/null", format="png")
-    assert any(text.startswith("run, predicted:  makespan 17 s (1.133 times plan, predicted)") for text in texts)
-    assert any(text.startswith("run, measured, step 7:  makespan 17 s (1.000 times run, predicted)") for text in texts)
-    assert any(text.startswith("read $x 1$, predicted:") for text in texts)  # as it is, not as mathematics
-    assert {axes.get_xlim()[1] for axes in figure.axes} - {figure.axes[1].get_xlim()[1]} == {odd.predicted.makespan}
+    assert any(text.startswith("run, simulated:  makespan 17 s (1.133 times plan, simulated)") for text in texts)
+    assert any(text.startswith("run, measured, step 7:  makespan 17 s (1.000 times run, simulated)") for text in texts)
+    assert any(text.startswith("read $x 1$, simulated:") for text in texts)  # as it is, not as mathematics
+    assert {axes.get_xlim()[1] for axes in figure.axes} - {figure.axes[1].get_xlim()[1]} == {odd.simulated.makespan}
     with pytest.raises(ValueError, match="expected at least one Exhibit"):
         comparison_figure([])
 
@@ -327,10 +327,10 @@ def test_idle_stretches_add_up_to_the_causes(costs):
 
 @pytest.mark.thorough
 def test_a_missing_rank_is_said_and_clocks_are(tmp_path, texts):
-    predicted = example(latency=0.5)
-    ranks = (predicted.ranks[0], RankTrace(compute=()))
-    measured = replace(predicted, ranks=ranks, measured=True, missing=(1,), clock_error=(0.0, 0.002))
-    exhibit = Exhibit(name="run", predicted=predicted, measured=(MeasuredStep(7, measured),))
+    simulated = example(latency=0.5)
+    ranks = (simulated.ranks[0], RankTrace(compute=()))
+    measured = replace(simulated, ranks=ranks, measured=True, missing=(1,), clock_error=(0.0, 0.002))
+    exhibit = Exhibit(name="run", simulated=simulated, measured=(MeasuredStep(7, measured),))
     write_figure(comparison_figure([exhibit]), tmp_path / "t.png")
     assert " nothing was recorded" in texts
     assert any(text.startswith("measured, step 7, clocks \u00b12.00 ms:") for text in texts)

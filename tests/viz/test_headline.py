@@ -18,7 +18,7 @@ from support.inside import (
 from support.inside import expected_least_seconds as least_seconds
 
 from stagewright.schedules import FAMILIES, Costs, Link, Links, StepSamples, Timeline, build, lower_bound, simulate
-from stagewright.viz import Exhibit, FigureStyle, MeasuredStep
+from stagewright.viz import Exhibit, FigureStyle, MeasuredStep, comparison_figure
 
 COSTS = Costs(forward=1.0, backward=2.0)
 
@@ -39,9 +39,9 @@ def slowed(timeline: Timeline, factor: float) -> Timeline:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_figures_of_a_prediction(name: str) -> None:
     timeline = simulate(build(name, num_ranks=4, num_microbatches=8), COSTS)
-    found = by_label(Exhibit(name=name, predicted=timeline, costs=COSTS))
-    assert [*found] == ["predicted", "lower bound"]
-    assert found["predicted"][1:3] == (timeline.batch_seconds, timeline.bubble)
+    found = by_label(Exhibit(name=name, simulated=timeline, costs=COSTS))
+    assert [*found] == ["simulated", "lower bound"]
+    assert found["simulated"][1:3] == (timeline.batch_seconds, timeline.bubble)
     assert found["lower bound"].seconds <= timeline.batch_seconds + 1e-9
     assert found["lower bound"].bubble <= timeline.bubble + 1e-9
 
@@ -51,11 +51,11 @@ def test_figures_of_a_run() -> None:
     schedule = build("1f1b", num_ranks=4, num_microbatches=8)
     costs = Costs(forward=[1.0, 1.0, 1.0, 2.0], backward=2.0, update=0.5)
     links = Links(network=Link(latency=0.5))
-    predicted = simulate(schedule, costs, links)
-    steps = tuple(MeasuredStep(n, slowed(predicted, factor)) for n, factor in ((3, 1.5), (23, 2.0), (43, 1.25)))
-    found = by_label(Exhibit(name="run", predicted=predicted, measured=steps, costs=costs, links=links))
-    assert [*found] == ["predicted", "measured", "lower bound"]
-    assert found["measured"].seconds == pytest.approx(1.5 * predicted.makespan)
+    simulated = simulate(schedule, costs, links)
+    steps = tuple(MeasuredStep(n, slowed(simulated, factor)) for n, factor in ((3, 1.5), (23, 2.0), (43, 1.25)))
+    found = by_label(Exhibit(name="run", simulated=simulated, measured=steps, costs=costs, links=links))
+    assert [*found] == ["simulated", "measured", "lower bound"]
+    assert found["measured"].seconds == pytest.approx(1.5 * simulated.makespan)
     assert found["measured"].how == "median of 3 steps"
     assert found["lower bound"].seconds == lower_bound(schedule, costs, links)
 
@@ -85,18 +85,22 @@ def test_a_prediction_with_a_spread_is_the_median_of_its_samples() -> None:
     timeline = simulate(schedule, COSTS)
     sampled = StepSamples(seconds=tuple(16.0 + n / 10 for n in range(99)), bubbles=(0.25,) * 99)
     measured = (MeasuredStep(3, slowed(timeline, 1.4)),)
-    exhibit = Exhibit(name="x", predicted=timeline, measured=measured, costs=COSTS, sampled=sampled)
+    exhibit = Exhibit(name="x", simulated=timeline, measured=measured, costs=COSTS, sampled=sampled)
     figure = by_label(exhibit)["predicted"]
     assert (figure.seconds, figure.bubble) == (pytest.approx(20.9), 0.25)
     assert figure.how == "90%: 16.4 s .. 25.4 s; median of 99 steps with durations drawn as they vary"
-    predicted, beside = panels_of([exhibit])
-    assert isinstance(predicted, TimelinePanel)
+    simulated, beside = panels_of([exhibit])
+    assert isinstance(simulated, TimelinePanel)
     assert isinstance(beside, TimelinePanel)
-    assert predicted.title("s", 1.0).startswith("predicted:  20.9 s (90%: 16.4 s .. 25.4 s),  drawn with durations at ")
+    assert simulated.title("s", 1.0).startswith("simulated:  makespan 15 s,  ")
+    assert simulated.title("s", 1.0).endswith(";  predicted 20.9 s (90%: 16.4 s .. 25.4 s)")
     assert "makespan 21 s (1.005 times predicted)" in beside.title("s", 1.0)
-    assert (beside.predicted_end, beside.predicted_ends) == (figure.seconds, pytest.approx((16.4, 25.4)))
-    assert predicted.predicted_ends is None
-    early = replace(exhibit, measured=(MeasuredStep(3, slowed(timeline, 1.0)),))  # before what was predicted
+    assert (beside.expected_end, beside.predicted_ends) == (figure.seconds, pytest.approx((16.4, 25.4)))
+    assert simulated.predicted_ends is None
+    early = replace(exhibit, measured=(MeasuredStep(3, slowed(timeline, 1.0)),))  # before what is predicted
     assert Sheet(panels_of([early]), FigureStyle()).scale.length == pytest.approx(25.4)
+    for shown, name in ((exhibit, "predicted end"), (replace(exhibit, sampled=None), "simulated end")):
+        legends = comparison_figure(shown).legends
+        assert name in [text.get_text() for legend in legends for text in legend.get_texts()]
     text = render_terminal([exhibit], width=100, colour=False)
-    assert "20.9 s (90%: 16.4 s .. 25.4 s)" in text
+    assert "predicted 20.9 s (90%: 16.4 s .. 25.4 s)" in text

@@ -20,7 +20,7 @@ STYLE = FigureStyle(memory=True)
 
 def exhibit(**fields: object) -> Exhibit:
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=4), Costs(latency=0.1))
-    return Exhibit(**{"name": "x", "predicted": timeline, "memory": STAGES, **fields})  # type: ignore[arg-type]
+    return Exhibit(**{"name": "x", "simulated": timeline, "memory": STAGES, **fields})  # type: ignore[arg-type]
 
 
 def words(figure: object) -> list[str]:
@@ -70,7 +70,7 @@ def test_the_steps_are_where_they_happen() -> None:
 
 @pytest.mark.thorough
 def test_peaks_and_limit_are_lines() -> None:
-    most = max(curve.peak for curve in exhibit().curves(exhibit().predicted) or ())  # type: ignore[arg-type]
+    most = max(curve.peak for curve in exhibit().curves(exhibit().simulated) or ())  # type: ignore[arg-type]
     shown = exhibit(memory_limit=(1.5 * most,) * 2, predicted_peak=(most, most / 2), measured_peak=(most / 2,) * 2)
     figure = comparison_figure(shown, style=STYLE)
     axes = figure.axes[2]
@@ -102,14 +102,14 @@ def test_it_is_drawn_where_asked_for_and_known() -> None:
 
 
 def test_a_missing_rank_holds_nothing_that_is_known() -> None:
-    timeline: Timeline = exhibit().predicted  # type: ignore[assignment]
+    timeline: Timeline = exhibit().simulated  # type: ignore[assignment]
     measured = replace(
         timeline,
         measured=True,
         missing=(1,),
         ranks=(timeline.ranks[0], replace(timeline.ranks[1], compute=(), comm=())),
     )
-    shown = exhibit(predicted=None, measured=(MeasuredStep(0, measured),))
+    shown = exhibit(simulated=None, measured=(MeasuredStep(0, measured),))
     panel = panels_of([shown], memory=True)[1]
     assert isinstance(panel, MemoryPanel)
     assert list(panel.curves) == [0]

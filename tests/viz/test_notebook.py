@@ -45,10 +45,10 @@ def framed(browser: Any, shown: Schedule | Timeline | Plan) -> Any:
 @pytest.mark.parametrize(
     ("shown", "caption"),
     [
-        (small(), "predicted"),
-        (simulate(small(), Costs(forward=0.5)), "predicted"),
+        (small(), "simulated"),
+        (simulate(small(), Costs(forward=0.5)), "simulated"),
         (replace(simulate(small(), Costs(forward=0.5)), measured=True), "measured, step 0"),
-        (a_plan(4), "predicted"),
+        (a_plan(4), "simulated"),
     ],
     ids=["schedule", "timeline", "measured", "plan"],
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.inside import replicate
 
-from stagewright.schedules import Costs, Message, MessageKind, RankTrace, Span, Timeline, build, simulate
+from stagewright.schedules import Costs, RankTrace, Span, Timeline, build, simulate
 from stagewright.viz import write_perfetto
 
 
@@ -75,10 +75,10 @@ def test_slices_say_what_they_are(tmp_path):
 
 
 def test_timelines_side_by_side(tmp_path):
-    predicted, measured = example(), replace(example(latency=0.001).shifted(5.0), measured=True)
-    trace = written([("predicted", predicted), ("measured", measured)], tmp_path)
+    simulated, measured = example(), replace(example(latency=0.001).shifted(5.0), measured=True)
+    trace = written([("simulated", simulated), ("measured", measured)], tmp_path)
     names = {pid: name for (pid, _), name in named(trace, "process_name").items()}
-    assert names == {0: "predicted rank 0", 1: "predicted rank 1", 2: "measured rank 0", 3: "measured rank 1"}
+    assert names == {0: "simulated rank 0", 1: "simulated rank 1", 2: "measured rank 0", 3: "measured rank 1"}
     sort = {e["pid"]: e["args"]["sort_index"] for e in of_phase(trace, "M") if e["name"] == "process_sort_index"}
     assert sort == {0: 0, 1: 1, 2: 2, 3: 3}
     assert min(e["ts"] for e in of_phase(trace, "X") if e["pid"] == 2) == 0.0
@@ -86,7 +86,7 @@ def test_timelines_side_by_side(tmp_path):
     assert set(ids.values()) == {1}
     facts = trace["otherData"]
     assert facts["measured"]["measured"] is True
-    assert facts["predicted"]["makespan_bubble"] == predicted.makespan_bubble
+    assert facts["simulated"]["makespan_bubble"] == simulated.makespan_bubble
 
 
 def test_bytes_are_the_same_each_time(tmp_path):
@@ -105,16 +105,6 @@ def test_an_arrow_back_in_time_is_left_out(tmp_path):
     trace = written(timeline, tmp_path)
     assert [e["name"] for e in of_phase(trace, "s")] == ["grad 0"]
     assert min(e["ts"] for e in of_phase(trace, "X")) == 0.0
-
-
-@pytest.mark.parametrize("kind", [MessageKind.LOSS, MessageKind.SUM, MessageKind.NORM, MessageKind.TOTAL])
-def test_what_goes_from_rank_to_rank_has_an_update_group(kind, tmp_path):
-    timeline = simulate(build("2bw", num_ranks=2, num_microbatches=1), Costs())
-    what = Message(kind, 1, 0, 3)
-    ranks = (replace(timeline.ranks[0], comm=(Span(what, 2.0, 2.5),)), timeline.ranks[1])
-    event = next(e for e in of_phase(written(replace(timeline, ranks=ranks), tmp_path), "X") if e["tid"] == 100)
-    assert event["name"] == f"{kind.value} 3"
-    assert event["args"] == {"message": str(what), "from_rank": 1, "to_rank": 0, "update_group": 3}
 
 
 def test_a_window_of_a_stream_has_the_arrows_it_knows(tmp_path):

@@ -48,7 +48,7 @@ REPLAY = """
 def replayed(browser: Any) -> list[tuple[Case, dict[str, Any]]]:
     """200 cases, and what the page makes of them; of every fourth, its panel too."""
     drawn = list(cases(200))
-    looked = browser.show(Exhibit(name="any", predicted=simulate(drawn[0].schedule, drawn[0].costs)))
+    looked = browser.show(Exhibit(name="any", simulated=simulate(drawn[0].schedule, drawn[0].costs)))
     given = [
         [replay_data(each.schedule, each.costs, each.links), each.changed, None if at % 4 else panel(each)]
         for at, each in enumerate(drawn)
@@ -61,7 +61,7 @@ def panel(case: Case, *, varied: bool = False) -> dict[str, Any]:
     """Python's panel of a case, in a page whose tick is that of the fixture's."""
     costs, links = case.varied if varied else (case.costs, case.links)
     timeline = simulate(case.schedule, costs, links)
-    return TimelineColumns(Exhibit(name="any", predicted=timeline, links=links), timeline, TICK, {}).columns()
+    return TimelineColumns(Exhibit(name="any", simulated=timeline, links=links), timeline, TICK, {}).columns()
 
 
 def expected(timeline: Timeline) -> dict[str, Any]:

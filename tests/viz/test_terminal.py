@@ -23,7 +23,7 @@ ANSI = re.compile(r"\x1b\[([0-9;]*)m")
 
 
 def shown(schedule: Schedule, costs: Costs | None = None) -> Exhibit:
-    return Exhibit(name="run", predicted=simulate(schedule, costs or Costs()))
+    return Exhibit(name="run", simulated=simulate(schedule, costs or Costs()))
 
 
 def rows(text: str) -> list[str]:
@@ -33,10 +33,10 @@ def rows(text: str) -> list[str]:
 
 def test_three_columns_a_second() -> None:
     timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=3), Costs(forward=1.0, backward=2.0))
-    text = render_terminal([Exhibit(name="run", predicted=timeline)], width=65, colour=False)
+    text = render_terminal([Exhibit(name="run", simulated=timeline)], width=65, colour=False)
     assert text.splitlines() == [
         "1f1b:  P=2  V=1  M=3",
-        "predicted:  makespan 12 s,  makespan bubble 25.0%,",
+        "simulated:  makespan 12 s,  makespan bubble 25.0%,",
         "span bubble 25.0%",
         "rank 0 |F0-F1-::::::B0----F2-B1----:::B2----| 25%  late peer 25",
         "rank 1 |...F0-B0----F1-B1----F2-B2----......| 25%  drain 17",
@@ -51,10 +51,10 @@ SIZES = [(40, 64, False), (59, 3, True), (60, 1, False), (99, 3, False), (100, 1
 @pytest.mark.thorough(but=["60-1-False"])
 @pytest.mark.parametrize(("width", "ranks", "colour"), SIZES)
 def test_every_line_fits_and_every_rank_has_one(width: int, ranks: int, colour: bool) -> None:
-    predicted = simulate(build("interleaved", num_ranks=ranks, num_microbatches=5), Costs(latency=0.1))
-    measured = replace(simulate(predicted.schedule, Costs(forward=1.5)), measured=True)
+    simulated = simulate(build("interleaved", num_ranks=ranks, num_microbatches=5), Costs(latency=0.1))
+    measured = replace(simulate(simulated.schedule, Costs(forward=1.5)), measured=True)
     exhibits = [
-        Exhibit(name="a run", predicted=predicted, measured=(MeasuredStep(7, measured),)),
+        Exhibit(name="a run", simulated=simulated, measured=(MeasuredStep(7, measured),)),
         shown(build("2bw", num_ranks=3, num_microbatches=4)),
     ]
     text = ANSI.sub("", render_terminal(exhibits, width=width, colour=colour))
@@ -111,7 +111,7 @@ def test_missing_ranks_and_names_that_move_the_cursor() -> None:
     assert "nothing ran" in render_terminal([Exhibit(name="empty", measured=(MeasuredStep(0, empty),))], colour=False)
     at_once = RankTrace(compute=tuple(Span(what, 0.0, 0.0) for what in timeline.schedule.programs[0]))
     still = Timeline(schedule=timeline.schedule, ranks=(at_once, RankTrace(compute=())))
-    assert len(rows(render_terminal([Exhibit(name="no time", predicted=still)], colour=False))) == 2
+    assert len(rows(render_terminal([Exhibit(name="no time", simulated=still)], colour=False))) == 2
 
 
 def test_what_it_refuses() -> None:

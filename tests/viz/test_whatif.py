@@ -9,13 +9,13 @@ import pytest
 from support.inside import on_ranks, whatif_data
 
 from stagewright.schedules import Costs, Link, Links, Schedule, StepSamples, build, simulate
-from stagewright.viz import Exhibit
+from stagewright.viz import Exhibit, MeasuredStep
 
 LINKS = Links(network=Link(latency=0.25, seconds_per_byte=1e-7), activation_bytes=3e6)
 
 
 def exhibit(schedule: Schedule, costs: Costs, links: Links | None = None) -> Exhibit:
-    return Exhibit(name=schedule.name, predicted=simulate(schedule, costs, links), costs=costs, links=links)
+    return Exhibit(name=schedule.name, simulated=simulate(schedule, costs, links), costs=costs, links=links)
 
 
 def move(looked: Any, label: str, value: float) -> None:
@@ -44,7 +44,7 @@ def panels(looked: Any) -> list[list[Any]]:
 def test_a_slider_shows_the_schedule_as_it_would_be_simulated(browser: Any) -> None:
     schedule, costs = build("zb-h1", num_ranks=3, num_microbatches=6), Costs(forward=1.0, backward=2.5)
     looked = browser.show(exhibit(schedule, costs, LINKS))
-    assert [caption for caption, _ in panels(looked)] == ["predicted"]
+    assert [caption for caption, _ in panels(looked)] == ["simulated"]
     labels = looked.evaluate(
         "[...document.querySelectorAll('.knob > span:first-child')].map((each) => each.textContent)"
     )
@@ -62,7 +62,7 @@ def test_a_slider_shows_the_schedule_as_it_would_be_simulated(browser: Any) -> N
     timeline = simulate(schedule, Costs(forward=2.0, input_grad=1.25, weight_grad=1.25), slower)
     before = simulate(schedule, costs, LINKS)
     caption = "what if: Forward F \u00d7 2, Bandwidth \u00d7 0.5"
-    assert panels(looked) == [["predicted", before.makespan], [caption, pytest.approx(timeline.makespan)]]
+    assert panels(looked) == [["simulated", before.makespan], [caption, pytest.approx(timeline.makespan)]]
     assert told(looked) == (
         f"makespan {before.makespan:.4g} s → {timeline.makespan:.4g} s ({timeline.makespan / before.makespan:.4g} "
         f"times), bubble {before.bubble:.1%} → {timeline.bubble:.1%}"
@@ -71,7 +71,7 @@ def test_a_slider_shows_the_schedule_as_it_would_be_simulated(browser: Any) -> N
     assert panels(looked)[1][0] == "what if: Forward F \u00d7 4, Bandwidth \u00d7 0.5"
     looked.page.click("text=Reset all")
     looked.settle()
-    assert [caption for caption, _ in panels(looked)] == ["predicted"]
+    assert [caption for caption, _ in panels(looked)] == ["simulated"]
     assert looked.said == []
 
 
@@ -103,18 +103,27 @@ def test_a_stream_is_told_by_the_batch(browser: Any) -> None:
 
 def test_a_prediction_of_other_costs_is_told(browser: Any) -> None:
     schedule, costs = build("gpipe", num_ranks=2, num_microbatches=4), Costs(forward=1.0, backward=2.0)
-    looked = browser.show(replace(exhibit(schedule, costs), predicted=simulate(schedule, Costs(forward=2.0))))
+    looked = browser.show(replace(exhibit(schedule, costs), simulated=simulate(schedule, Costs(forward=2.0))))
     move(looked, "Backward B", 2)
     assert told(looked).startswith("makespan 15 s \u2192 25 s (1.667 times)")
-    assert told(looked).endswith("15 s would be predicted, not the 30 s above: compare with the former.")
+    assert told(looked).endswith("15 s would be simulated, not the 30 s above: compare with the former.")
 
 
-def test_heading_and_sidebar_divide_by_the_same_prediction_where_durations_vary(browser: Any) -> None:
-    """One percent more work is no step that takes 0.97 times as long; noise is no distance from the bound."""
+def test_heading_and_sidebar_divide_by_the_same_simulation_where_durations_vary(browser: Any) -> None:
+    """One percent more work is no step that takes 0.97 times as long; the bound is compared without noise."""
     schedule, costs = build("1f1b", num_ranks=2, num_microbatches=4), Costs(forward=1.0, backward=2.0)
     sampled = StepSamples(seconds=(15.4,) * 99, bubbles=(0.2,) * 99)
-    looked = browser.show(replace(exhibit(schedule, costs), sampled=sampled))
-    assert "15.4 s 1 \u00d7 bound without noise" in looked.page.inner_text("#figures")
+    simulated = exhibit(schedule, costs).simulated
+    assert simulated is not None
+    measured = (MeasuredStep(3, replace(simulated, measured=True)),)
+    looked = browser.show(replace(exhibit(schedule, costs), sampled=sampled, measured=measured))
+    told_of = looked.page.inner_text("#figures")
+    assert "15 s 1 \u00d7 bound" in told_of
+    assert "15.4 s 1.027 \u00d7 simulated" in told_of
+    assert "15 s 0.974 \u00d7 predicted" in told_of
+    heading = looked.evaluate("stagewright.panels.summary(stagewright.page.panels[1])")
+    assert "makespan 15 s (0.974 times predicted)" in heading
+    assert "predicted end" in looked.page.inner_text("#legend")
     move(looked, "Forward F", 1.01)
     heading = looked.evaluate("stagewright.panels.summary(stagewright.page.panels[1])")
     assert "(1.003 times unchanged)" in heading
@@ -143,9 +152,9 @@ def test_edges(browser: Any) -> None:
 
 def test_what_cannot_be_varied_says_why() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    assert whatif_data(Exhibit(name="no costs", predicted=simulate(schedule, Costs()))) is None
+    assert whatif_data(Exhibit(name="no costs", simulated=simulate(schedule, Costs()))) is None
     huge = build("gpipe", num_ranks=2, num_microbatches=50_001)
-    predicted = exhibit(schedule, Costs()).predicted
-    assert predicted is not None
-    data = whatif_data(Exhibit(name="huge", predicted=replace(predicted, schedule=huge), costs=Costs()))
+    simulated = exhibit(schedule, Costs()).simulated
+    assert simulated is not None
+    data = whatif_data(Exhibit(name="huge", simulated=replace(simulated, schedule=huge), costs=Costs()))
     assert data == {"refused": "200,004 actions: costs can be varied up to 200,000."}

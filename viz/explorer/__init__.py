@@ -5,7 +5,7 @@
 The scripts share one object, `stagewright`. An extension (such as "what if") is a script that calls
 `stagewright.extend(name, mount)`, and a function that returns its data for an exhibit: a line in `_EXTENSIONS`.
 `mount({app, exhibit, data})` is called for every exhibit with data; `app.panels.section(id, heading)` gives it a place
-at the right, and `exhibit.suppose(caption, panel)` with `app.refresh()` shows another timeline below the predicted one.
+at the right, and `exhibit.suppose(caption, panel)` with `app.refresh()` shows another timeline below the simulated one.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ...schedules.messages import STAGE_KINDS, Message
 from ...schedules.timing.links import wire_bytes
 from ...schedules.traces.clocks import clock_note
 from ...schedules.versions import derive_versions
-from ..exhibit import Exhibit, headline
+from ..exhibit import SIMULATED, Exhibit, headline
 from ..idle import idle_shares, idle_stretches, is_window
 from ..palette import (
     CAUSE_HUES,
@@ -79,18 +79,18 @@ def page_data(exhibits: Sequence[Exhibit]) -> dict[str, Any]:
 
 
 def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any]:
-    predicted = exhibit.predicted
+    simulated = exhibit.simulated
     return {
         "name": exhibit.name,
         "notes": list(exhibit.notes),
         "figures": [list(figure) for figure in headline(exhibit)],
         "memory": exhibit.memory_words,
-        "predicted": None if predicted is None else TimelineColumns(exhibit, predicted, tick, programs).columns(),
+        "simulated": None if simulated is None else TimelineColumns(exhibit, simulated, tick, programs).columns(),
         "measured": [
             {
                 "step": step.number,
                 **TimelineColumns(exhibit, step.timeline, tick, programs).columns(),
-                "difference": _difference_columns(predicted, step.timeline),
+                "difference": _difference_columns(simulated, step.timeline),
             }
             for step in exhibit.measured
         ],
@@ -98,8 +98,8 @@ def _exhibit(exhibit: Exhibit, tick: float, programs: Programs) -> dict[str, Any
 
 
 def _timelines(exhibit: Exhibit) -> list[Timeline]:
-    predicted = [] if exhibit.predicted is None else [exhibit.predicted]
-    return [*predicted, *(step.timeline for step in exhibit.measured)]
+    simulated = [] if exhibit.simulated is None else [exhibit.simulated]
+    return [*simulated, *(step.timeline for step in exhibit.measured)]
 
 
 def _palette() -> dict[str, Any]:
@@ -255,8 +255,8 @@ class TimelineColumns:
 
     def _sizes(self) -> dict[tuple[MessageKind, int, int], float]:
         """Bytes of each message, by kind and stages; empty if not known."""
-        links, predicted = self.exhibit.links, self.exhibit.predicted
-        same = predicted is not None and predicted.schedule.stage_edges == self.schedule.stage_edges
+        links, simulated = self.exhibit.links, self.exhibit.simulated
+        same = simulated is not None and simulated.schedule.stage_edges == self.schedule.stage_edges
         if links is None or not same:
             return {}
         found = wire_bytes(self.schedule, links, Dependencies(self.schedule).wires)
@@ -331,12 +331,12 @@ def _units(values: Sequence[float], unit: float) -> list[int] | int:
     return units[0] if len(set(units)) == 1 else units
 
 
-def _difference_columns(predicted: Timeline | None, measured: Timeline) -> Columns:
-    """Departures as [rank, action, predicted, measured], causes as [name, seconds more] of the mean rank, stragglers by
-    name; without a prediction only the stragglers among their peers."""
-    if predicted is None:
+def _difference_columns(simulated: Timeline | None, measured: Timeline) -> Columns:
+    """Departures as [rank, action, simulated, measured], causes as [name, seconds more] of the mean rank, stragglers by
+    name; without a simulation only the stragglers among their peers."""
+    if simulated is None:
         return {"departures": [], "causes": [], "stragglers": [_straggler(s) for s in find_stragglers(measured)]}
-    found = compare(predicted, measured)
+    found = compare(simulated, measured)
     return {
         "departures": [[each.rank, str(each.action), each.before, each.after] for each in found.departures],
         "causes": [[change.name.replace("_", " "), change.seconds] for change in found.causes],
@@ -347,5 +347,5 @@ def _difference_columns(predicted: Timeline | None, measured: Timeline) -> Colum
 
 def _straggler(each: Straggler) -> Columns:
     rank = each.who if isinstance(each.who, int) else each.who[1]
-    against = each.against.replace("the other timeline", "predicted")
+    against = each.against.replace("the other timeline", SIMULATED)
     return {"name": each.name, "rank": rank, "ratio": each.ratio, "seconds": each.seconds, "against": against}

@@ -59,7 +59,7 @@
     const panel = app.replay.panelOf(page, wiring, run, { schedule: sizes, shades, messages: { bytes: [] } });
     const caption = `${schedule.name} P=${P} V=${V} M=${M}, simulated in the page`;
     return new app.model.Exhibit(page, {
-      name: "edited", notes: [], measured: [], predicted: { ...panel, caption }, figures: [["predicted", run.makespan, run.bubble, "simulated in the page"]],
+      name: "edited", notes: [], measured: [], simulated: { ...panel, caption }, figures: [["simulated", run.makespan, run.bubble, "simulated in the page"]],
     });
   }
 

@@ -28,10 +28,9 @@
     const { context, view, theme } = painter;
     const { panel } = place;
     const marks = [[panel.makespan, theme.faint, []]];
-    const predicted = panel.exhibit.predicted;
-    if (panel.kind === "measured" && predicted && !predicted.schedule.asynchronous) {
-      const told = panel.exhibit.data.figures.find(([label]) => label === "predicted"); // as it is printed
-      marks.push([told[1], theme.ink, [5, 4]]);
+    const simulated = panel.exhibit.simulated;
+    if (panel.kind === "measured" && simulated && !simulated.schedule.asynchronous) {
+      marks.push([panel.exhibit.expected[1], theme.ink, [5, 4]]);
     }
     for (const [seconds, colour, dash] of marks) {
       const x = view.x(seconds);

@@ -1,6 +1,6 @@
 // The view as the fragment of an address, so that who opens it sees the same: also of a file on a disk.
 //
-//   #t=0.5,2.25&hide=0p1,1p&pin=0m3&open=0p0&at=0p3:1F5&on=idle,messages&step=2&edit=...
+//   #t=0.5,2.25&hide=0s1,1s&pin=0m3&open=0s0&at=0s3:1F5&on=idle,messages&step=2&edit=...
 //
 // It contains only differences from the initial view; names that are not on this page are reported.
 (function (app) {
@@ -35,7 +35,7 @@
 
   // [panel, row] of a key, row undefined where it names a panel; null for what is not here.
   function named(key) {
-    const [, exhibit, kind, rank] = key.match(/^(\d+)([psm])(\d*)$/) || [];
+    const [, exhibit, kind, rank] = key.match(/^(\d+)([swm])(\d*)$/) || [];
     const panel = app.page.panels.find((each) => app.rows.panelKey(each) === exhibit + kind);
     return panel && (rank === "" || panel.rows[rank]) ? [panel, panel.rows[rank]] : null;
   }

@@ -1,6 +1,6 @@
 // The data as typed arrays, and questions about it. Nothing here draws or touches the document.
 //
-//   page -> exhibits -> panels (predicted, the chosen measured step) -> rows -> tracks
+//   page -> exhibits -> panels (simulated, the chosen measured step) -> rows -> tracks
 //
 // A track holds boxes in sequence: `start` and `end` in seconds, ascending, without overlap.
 (function (app) {
@@ -66,7 +66,7 @@
   class Panel {
     constructor(exhibit, kind, data) {
       this.exhibit = exhibit;
-      this.kind = kind; // "predicted", "supposed" or "measured"
+      this.kind = kind; // "simulated", "what if" or "measured"
       this.data = data;
       this.makespan = data.makespan;
       this.rows = [];
@@ -84,7 +84,7 @@
     }
 
     get caption() {
-      return this.kind === "measured" ? "measured, step " + this.data.step : this.data.caption || "predicted";
+      return this.kind === "measured" ? "measured, step " + this.data.step : this.data.caption || "simulated";
     }
   }
 
@@ -254,7 +254,7 @@
       this.name = data.name;
       this.notes = data.notes;
       this.extras = data.extras || {};
-      this.predicted = data.predicted && new TimelinePanel(page, this, "predicted", data.predicted);
+      this.simulated = data.simulated && new TimelinePanel(page, this, "simulated", data.simulated);
       this.steps = data.measured.map((step) => step.step);
       this.made = new Map();
       this.supposed = null;
@@ -270,8 +270,14 @@
       return this.made.get(this.chosen);
     }
 
+    // Label and seconds of the step that measured ones are compared with: predicted, else simulated.
+    get expected() {
+      const by = (name) => this.data.figures.find(([label]) => label === name);
+      return by("predicted") || by("simulated");
+    }
+
     get panels() {
-      return [this.predicted, this.supposed, this.measured].filter(Boolean);
+      return [this.simulated, this.supposed, this.measured].filter(Boolean);
     }
 
     // The longest panel, measured steps that are not shown included, so that the slider changes no scale [s].
@@ -279,10 +285,10 @@
       return Math.max(...this.panels.map((panel) => panel.makespan), ...this.data.measured.map((step) => step.makespan));
     }
 
-    // A panel between the predicted and the measured one, of data in the form of `TimelineColumns` (where a row's program
+    // A panel between the simulated and the measured one, of data in the form of `TimelineColumns` (where a row's program
     // may be the columns themselves); null takes it away. What extensions compute.
     suppose(caption, data) {
-      this.supposed = data && new TimelinePanel(this.page, this, "supposed", { ...data, caption });
+      this.supposed = data && new TimelinePanel(this.page, this, "what if", { ...data, caption });
     }
   }
 

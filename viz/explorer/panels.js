@@ -20,22 +20,20 @@
   function summary(panel) {
     const { time, percent } = app.words;
     const { data } = panel;
-    const before = panel.kind === "predicted" ? null : panel.exhibit.predicted;
+    const before = panel.kind === "simulated" ? null : panel.exhibit.simulated;
     const clocks = data.clocks ? ", " + data.clocks : "";
-    const told = panel.exhibit.data.figures.find(([label]) => label === "predicted"); // where durations vary, not as drawn
-    const base = (other) => (panel.kind === "supposed" ? data.before : other); // what its sliders divide by
-    const ratio = (own, other) => (before && base(other) > 0 ? " (" + app.words.digits(own / base(other), 4) + " times " + (panel.kind === "supposed" ? "unchanged)" : "predicted)") : "");
-    if (panel.schedule.asynchronous) {
-      const times = ratio(data.batch_seconds, before && told[1]);
-      return "a batch every " + time(data.batch_seconds) + times + ", steady-state bubble " + percent(data.bubble) + ", shown " + time(data.makespan) + clocks;
-    }
-    const drawn = panel.kind === "predicted" && told && /^90%/.test(told[3]) ? time(told[1]) + ", drawn with durations at their medians: " : "";
-    return drawn + "makespan " + time(data.makespan) + ratio(data.batch_seconds, before && (before.schedule.asynchronous ? before.data.makespan : told[1])) + ", bubble " + percent(data.bubble) + clocks;
+    const expected = panel.exhibit.expected;
+    const ratio = (base, name) => (base > 0 ? " (" + app.words.digits(data.batch_seconds / base, 4) + " times " + name + ")" : "");
+    const isStream = panel.schedule.asynchronous;
+    const times = !before ? "" : panel.kind === "what if" ? ratio(data.before, "unchanged") // what its sliders divide by
+      : before.schedule.asynchronous && !isStream ? ratio(before.data.makespan, "simulated") : ratio(expected[1], expected[0]);
+    if (isStream) return "a batch every " + time(data.batch_seconds) + times + ", steady-state bubble " + percent(data.bubble) + ", shown " + time(data.makespan) + clocks;
+    return "makespan " + time(data.makespan) + times + ", bubble " + percent(data.bubble) + clocks;
   }
 
   // Name and schedule of an exhibit, and its sizes.
   function headline(exhibit) {
-    const panel = exhibit.predicted || exhibit.measured;
+    const panel = exhibit.simulated || exhibit.measured;
     if (!panel) return [exhibit.name, ""];
     const { name, ranks, chunks, microbatches, slices, batches, asynchronous } = panel.schedule;
     const sizes = "P=" + ranks + " V=" + chunks + " M=" + microbatches + (slices > 1 ? ", " + slices + " slices each" : "") + (batches > 1 && !asynchronous ? ", " + batches + " batches" : "");
@@ -53,10 +51,11 @@
     list.replaceChildren(...notes.map((note) => make("li", {}, note)));
   }
 
-  const FIGURES = { step: ["lower bound", "predicted", "measured"], bubble: ["predicted", "measured"], memory: ["predicted", "measured"] };
+  const OWN = ["simulated", "predicted", "measured"];
+  const FIGURES = { step: ["lower bound", ...OWN], bubble: OWN, memory: OWN };
   const FULLEST = "on the fullest rank: bytes, or where no stage's are known the activations it holds, of microbatches of the whole model";
 
-  // A row per exhibit: bound, prediction and measurement of a step, of its bubble, and of memory.
+  // A row per exhibit: the bound of a step, and what is simulated, predicted and measured of it, its bubble and memory.
   function figures(page) {
     const { time, percent, digits } = app.words;
     const rows = page.exhibits.filter((each) => each.data.figures.length).map((exhibit) => ({
@@ -72,10 +71,8 @@
       if (!found) return make("td", { class: first }, make("small", {}, "\u2013"));
       if (group === "memory") return make("td", { class: first, title: FULLEST }, exhibit.data.memory[label]);
       if (group === "bubble") return make("td", { class: first, title: found.how }, percent(found.bubble));
-      const other = { predicted: "lower bound", measured: "predicted" }[label];
-      const noisy = label === "predicted" && /^90%/.test(found.how); // the bound has no noise: as drawn, at the medians
-      const own = noisy ? exhibit.predicted.data.batch_seconds : found.seconds;
-      const beside = other && given.has(other) ? " " + digits(own / given.get(other).seconds, 4) + " \u00d7 " + other.replace("lower ", "") + (noisy ? " without noise" : "") : "";
+      const other = { simulated: "lower bound", predicted: "simulated", measured: given.has("predicted") ? "predicted" : "simulated" }[label];
+      const beside = other && given.has(other) ? " " + digits(found.seconds / given.get(other).seconds, 4) + " \u00d7 " + other.replace("lower ", "") : "";
       const how = /^(median|90%)/.test(found.how) ? ", " + found.how.split(";")[0] : "";
       return make("td", { class: first, title: found.how }, time(found.seconds), make("small", {}, beside + how));
     };
@@ -139,9 +136,8 @@
         keys.push(make("span", { class: "key" }, swatch(page.laneHue(key), " thin"), text));
       }
     }
-    if (panels.some((panel) => panel.kind === "measured" && panel.exhibit.predicted && !panel.schedule.asynchronous)) {
-      keys.push(make("span", { class: "key" }, make("span", { class: "swatch line" }), "predicted end"));
-    }
+    const ends = new Set(panels.filter((panel) => panel.kind === "measured" && panel.exhibit.simulated && !panel.schedule.asynchronous).map((panel) => panel.exhibit.expected[0]));
+    if (ends.size) keys.push(make("span", { class: "key" }, make("span", { class: "swatch line" }), [...ends].sort().join(" or ") + " end"));
     const memories = panels.flatMap((panel) => panel.rows.map((row) => row.memory).filter(Boolean));
     if (memories.length) {
       keys.push(make("span", { class: "break" }), make("span", {}, "Memory:"));
@@ -240,13 +236,13 @@
     place.replaceChildren(...parts);
   }
 
-  // What each measured step departs from its prediction in, and who straggles.
+  // What each measured step departs from its simulation in, and who straggles.
   function differences(page) {
     const place = document.getElementById("differences");
     const { time, digits } = app.words;
     const more = (seconds) => (seconds < 0 ? "\u2212" : "+") + time(Math.abs(seconds), 3);
     const parts = [place.firstChild];
-    for (const { measured, predicted } of page.exhibits) {
+    for (const { measured, simulated } of page.exhibits) {
       if (!measured) continue;
       const { departures, causes, stragglers, notes = [] } = measured.data.difference;
       const found = [];
@@ -265,7 +261,7 @@
         make("span", {}, more(after - before) + (before > 0 ? ", " + digits(after / before, 3) + " \u00d7" : ""))))]);
       const shown = lists.filter(([, items]) => items.length);
       if (!shown.length && !notes.length) continue;
-      parts.push(make("h3", {}, panelName(page, measured) + (predicted ? " against predicted" : "")));
+      parts.push(make("h3", {}, panelName(page, measured) + (simulated ? " against simulated" : "")));
       for (const note of notes) parts.push(make("p", {}, note));
       for (const [heading, items] of shown) parts.push(make("p", {}, heading), ...folded(items));
     }

@@ -102,7 +102,7 @@
   }
 
   // Data of a panel.
-  // like: data of the predicted panel, for what times do not change.
+  // like: data of the simulated panel, for what times do not change.
   function panelOf(page, wiring, run, like) {
     const causes = page.palette.causes.map(([, words]) => words);
     const kinds = page.palette.messages.map(([kind]) => kind);
@@ -115,7 +115,7 @@
     for (const each of times) first.push(first[first.length - 1] + each.starts.length);
     const numberOf = (rank, number) => (number < 0 ? -1 : first[rank] + number - wiring.first[rank]);
 
-    const updated = [page.palette.ops.U[0], "white"]; // where the prediction has no updates
+    const updated = [page.palette.ops.U[0], "white"]; // where the simulation has no updates
     let lastCompute = 0;
     const busy = programs.map(({ ops }, rank) => {
       let sum = 0;

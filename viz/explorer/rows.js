@@ -1,5 +1,5 @@
 // The rows on the page: some are hidden, some pinned above what scrolls, and of replicas that do the same work one
-// represents all. Keys name them in links: "0p" is the predicted timeline of exhibit 0 (s supposed, m measured), "0p3" its
+// represents all. Keys name them in links: "0s" is the simulated timeline of exhibit 0 (w what if, m measured), "0s3" its
 // row of rank 3.
 (function (app) {
   "use strict";

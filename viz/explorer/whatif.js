@@ -1,4 +1,4 @@
-// "What if": sliders that play the schedule with other costs (replay.js), and show it below the predicted timeline.
+// "What if": sliders that play the schedule with other costs (replay.js), and show it below the simulated timeline.
 (function (app) {
   "use strict";
 
@@ -48,7 +48,7 @@
       this.box = make("input", { type: "number", step: "any", "aria-label": label + (seconds ? " in " + name : ", times as much") });
       this.box.min = seconds ? 0 : 1 / WIDEST;
       if (!seconds) this.box.max = WIDEST;
-      this.back = make("button", { class: "back", title: "Back to what was predicted", "aria-label": "Reset " + label }, "↺");
+      this.back = make("button", { class: "back", title: "Back to what was simulated", "aria-label": "Reset " + label }, "↺");
       this.slider.addEventListener("input", () => this.set(seconds ? this.slider.value * unit : 2 ** this.slider.value, changed));
       this.box.addEventListener("change", () => this.set(this.box.value === "" ? this.rest : this.box.value * scale, changed));
       this.back.addEventListener("click", () => this.set(this.rest, changed));
@@ -74,10 +74,10 @@
     return (run.wiring.asynchronous ? "a batch every " : "makespan ") + time(old) + " → " + time(now) + times + ", bubble " + percent(before.bubble) + " → " + percent(run.bubble);
   }
 
-  // What to know where the costs at hand do not give the prediction that is shown (a part of a stream, say).
+  // What to know where the costs at hand do not give the simulation that is shown (a part of a stream, say).
   function warning(before, shown) {
     const apart = Math.abs(before.batchSeconds - shown.data.batch_seconds) > 1e-6 * Math.abs(shown.data.batch_seconds);
-    return apart ? " From these costs alone, " + app.words.time(before.batchSeconds) + " would be predicted, not the " +
+    return apart ? " From these costs alone, " + app.words.time(before.batchSeconds) + " would be simulated, not the " +
       app.words.time(shown.data.batch_seconds) + " above: compare with the former." : "";
   }
 
@@ -93,7 +93,7 @@
     const wiring = new Wiring(data.wiring);
     const there = findThere(wiring);
     const line = make("p", { class: "told", role: "status" }, "");
-    const stay = "Move a slider: the schedule is simulated again, as the prediction was.";
+    const stay = "Move a slider: the schedule is simulated again.";
     let asked = false;
     let before = null; // nothing changed, played when it is first asked for
 
@@ -126,10 +126,10 @@
       } else {
         before = before || new Replay(wiring, UNCHANGED);
         const run = new Replay(wiring, by);
-        line.textContent = told(before, run) + warning(before, exhibit.predicted);
+        line.textContent = told(before, run) + warning(before, exhibit.simulated);
         const more = knobs.filter(({ control }) => control.value !== control.rest).map(({ name, seconds, control }) =>
           name + (seconds ? " + " + app.words.time(control.value) : " × " + app.words.digits(control.value, 3)));
-        exhibit.suppose("what if: " + more.join(", "), { ...panelOf(app.page, wiring, run, exhibit.predicted.data), before: before.batchSeconds });
+        exhibit.suppose("what if: " + more.join(", "), { ...panelOf(app.page, wiring, run, exhibit.simulated.data), before: before.batchSeconds });
       }
       app.refresh();
     }

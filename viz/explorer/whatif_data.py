@@ -1,4 +1,4 @@
-"""Data of the "what if" panel: a prediction's wiring as JSON. `replay.js` plays it with other costs: change both
+"""Data of the "what if" panel: a simulation's wiring as JSON. `replay.js` plays it with other costs: change both
 together.
 """
 
@@ -14,7 +14,7 @@ from ...schedules.timing.wiring import LANE_OPS, JointStep, Output, ScheduleWiri
 from ...schedules.versions import derive_versions
 from ..exhibit import Exhibit
 
-_MAX_ACTIONS = 200_000  # of the prediction: about 3 MB of page, and half a second a change
+_MAX_ACTIONS = 200_000  # of the simulation: about 3 MB of page, and half a second a change
 _STAYS = -1
 
 Columns = dict[str, Any]
@@ -22,10 +22,10 @@ Number = TypeVar("Number", int, float)
 
 
 def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
-    """The wiring, or the reason why there is none (`refused`), for people; None without a prediction or its costs."""
-    if exhibit.predicted is None or exhibit.costs is None:
+    """The wiring, or the reason why there is none (`refused`), for people; None without a simulation or its costs."""
+    if exhibit.simulated is None or exhibit.costs is None:
         return None
-    schedule = exhibit.predicted.schedule
+    schedule = exhibit.simulated.schedule
     if (actions := sum(map(len, schedule.programs))) > _MAX_ACTIONS:
         return {"refused": f"{actions:,} actions: costs can be varied up to {_MAX_ACTIONS:,}."}
     wiring = replay_data(schedule, exhibit.costs, exhibit.links)

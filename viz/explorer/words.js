@@ -149,7 +149,7 @@
   // The same action in the other panel of its exhibit.
   function counterpart(panel, rank, i) {
     const exhibit = panel.exhibit;
-    const other = panel === exhibit.predicted ? exhibit.measured : exhibit.predicted;
+    const other = panel === exhibit.simulated ? exhibit.measured : exhibit.simulated;
     if (!other || rank >= other.rows.length) return null;
     const found = other.find(rank, panel.name(rank, i));
     if (!found) return null;
