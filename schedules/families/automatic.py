@@ -1,7 +1,7 @@
 """Orders made for costs and a memory limit: of some candidates the one with the least span. Stages have one owner each.
 
-Candidates are orders of F and I whose W are placed by `orders.listing.refill`, list schedules of some policies, and
-orders with W by the rules of ZB's authors (`with_weights`).
+Candidates are orders of F and I whose W are placed by `orders.listing.refill`, the same with forwards moved into idle
+time (`reordered`), list schedules of some policies, and orders with W by the rules of ZB's authors (`with_weights`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from operator import mul
 
 from ..ir import Action, Op, Schedule
 from ..orders.evaluate import OrderEvaluator, Orders
-from ..orders.listing import Lister, Policy, refill
+from ..orders.listing import Lister, Policy, advance, refill
 from ..orders.problem import Problem
 from ..placement import StagePlacement
 from ..timing.costs import COST_OF_OP, UNIT_COSTS, Costs, CostTable
@@ -60,16 +60,24 @@ def read_memory(limit: float | None, kept: float, *, default: int, least: int) -
 def pose(
     placement: StagePlacement, num_microbatches: int, table: CostTable, *, memory_limit: float, kept: float = 1.0
 ) -> OrderEvaluator:
-    """The problem of these costs, with a limit in stage activations."""
+    """The problem of these costs, with a limit in stage activations.
+
+    Its unit of time is the ninth digit of the longest action. Times are then exact sums of whole numbers: equal ones
+    are equal in seconds as in milliseconds, and no choice between orders depends on rounding.
+    """
     M, rank_of = num_microbatches, placement.rank_of
     S = len(rank_of)
     crosses = [here != there for here, there in pairwise(rank_of)]
+    longest = max(*table.latency, *(max(map(max, table.rows[op])) for op in COST_OF_OP))
+    unit = 10.0 ** max(-300, math.floor(math.log10(longest)) - 8)
+    rows = {op: [[float(round(n / unit)) for n in row] for row in table.rows[op]] for op in COST_OF_OP}
+    latency = [float(round(n / unit)) for n in table.latency]
     problem = Problem(
         placement=placement,
         num_microbatches=M,
-        seconds={op: tuple((row * M)[:M] for row in table.rows[op]) for op in COST_OF_OP},
-        forward_delay=tuple(map(mul, table.latency, (*crosses, False))),
-        gradient_delay=tuple(map(mul, table.latency, (False, *crosses))),
+        seconds={op: tuple(tuple((row * M)[:M]) for row in rows[op]) for op in COST_OF_OP},
+        forward_delay=tuple(map(mul, latency, (*crosses, False))),
+        gradient_delay=tuple(map(mul, latency, (False, *crosses))),
         held=((1.0,) * M,) * S,
         kept=((float(kept),) * M,) * S,
         memory_limit=(memory_limit,) * len(placement),
@@ -113,6 +121,20 @@ def refills(evaluator: OrderEvaluator, programs: Iterable[Iterable[Action]]) -> 
             yield found
 
 
+def reordered(evaluator: OrderEvaluator, programs: Iterable[Iterable[Action]]) -> Iterator[Orders]:
+    """F and I in this order, except for forwards that fill idle time, with W as in `_FILLS`: `advance` and `refill` in
+    turn, as long as the span falls. Only orders that fit the memory."""
+    weights = 2 * evaluator.num_stages * evaluator.num_microbatches
+    start = advance(evaluator, [[c for c in order if c < weights] for order in evaluator.codes(programs)])
+    P = len(start)
+    for fill in _FILLS:
+        found, least = refill(evaluator, start, fill=(fill,) * P, backlog=(weights,) * P), math.inf
+        while found is not None and (value := evaluator.value(found)) < least:
+            yield found
+            least = value
+            found = refill(evaluator, advance(evaluator, found), fill=(fill,) * P, backlog=(weights,) * P)
+
+
 def lists(evaluator: OrderEvaluator, ahead: Sequence[int]) -> Iterator[Orders]:
     """List schedules: backwards first or forwards first, with a limited number of forwards ahead per stage; with
     several stages per rank also in the order of due times."""
@@ -128,9 +150,8 @@ def lists(evaluator: OrderEvaluator, ahead: Sequence[int]) -> Iterator[Orders]:
 def with_weights(evaluator: OrderEvaluator, order: Iterable[Action]) -> Iterator[Orders]:
     """Orders by the rules for W of ZB's authors, from F and I of all ranks in the order of their placing.
 
-    A W fills each gap that is long enough, makes room in memory, and fills a short gap if its rank would otherwise
-    become
-    the one that has idled most so far: before the I of a rank's first stage always, before its other I and before F
+    A W fills each gap that is long enough, makes room in memory, and fills a short gap if its rank would otherwise have
+    idled as long as any so far: before the I of a rank's first stage always, before its other I and before F
     once with and once without. Each variant is repeated with the idle time that it led to, as long as that helps: a
     rank may then idle until it is as far below the most as at the end. Variants that do not fit the memory are left
     out.
@@ -189,7 +210,7 @@ def _place_weights(
         while owed[rank] and arrival >= free[rank] + seconds[owed[rank][0]]:
             weight(rank)
         gap = arrival - free[rank]
-        if owed[rank] and short[code] and gap > 0 and idle[rank] + gap > max(*idle, allowed[rank]):
+        if owed[rank] and short[code] and gap > 0 and idle[rank] + gap >= max(*idle, allowed[rank]):
             weight(rank)
         run(rank, code, max(free[rank], arrival))
         arrived[evaluator.slot[code]] = free[rank] + evaluator.delay[code]

@@ -14,6 +14,7 @@ number of slots per step determines how long an activation is held, hence how ma
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise, product
 
@@ -105,43 +106,62 @@ V_HALF, V_MIN = (
 )
 
 
-# Slots of F0, F1, I1 and I0 from rank to rank: V-Min, V-Half with chunks exchanged, ZB-V likewise.
-_STEPS = ((1, 1, 1, 1), (1, 2, 1, 2), (1, 5, 1, 5))
+_UP = (1, 2, 5)  # slots from rank to rank on the way up: V-Min, V-Half with chunks exchanged, ZB-V; 1 on the way down
+# Slots from the end of a leg of a block to the start of the next one, those with which it holds the least first.
+_PAUSES = sorted(product(range(1, 6), repeat=3), key=lambda pauses: sum(pauses) + pauses[1])
 _FULLEST = 6  # blocks that are tried under a limit
 
 
 def fitting_blocks(num_ranks: int, num_microbatches: int, memory_limit: float) -> Iterator[Schedule]:
-    """Schedules of F and B for a limit between the memory of `v-min` and that of `zb-v`, the fullest first.
+    """Schedules of F and B for a limit between the memory of `v-min` and that of `zb-v`: first blocks in which no slots
+    of a rank coincide, of these the fullest first.
 
-    The first `turn` ranks take steps of one kind, the others of the next (as the adaptive schedules of controllable
-    memory). The pauses between the four legs of a block are those with which the fewest slots of a rank coincide.
+    The first ranks take fewer slots per step up than the others (as the adaptive schedules of controllable memory): the
+    same number of ranks for F and for B, or one more for B. The pauses between the four legs are the shortest of those
+    with which the fewest slots coincide.
 
     Arguments:
-        memory_limit: chunk activations that the fullest rank may hold, on average and with the shortest pauses.
+        memory_limit: chunk activations that the fullest rank may hold, on average.
     """
-    kinds = [(fast, slow, turn) for fast, slow in pairwise(_STEPS) for turn in range(num_ranks)]
-    sizes = sorted(((_alive(_slots(num_ranks, *kind, (1, 1, 1))), kind) for kind in kinds), reverse=True)
-    placement = StagePlacement.snake(num_ranks=num_ranks)
-    for _, kind in [each for each in sizes if each[0] <= memory_limit][:_FULLEST]:
-        tries = (_slots(num_ranks, *kind, pauses) for pauses in product((1, 2, 3), repeat=3))
-        slots = min(tries, key=lambda rows: sum(4 - len({slot % _PERIOD for slot in row}) for row in rows))
+    P = num_ranks
+    ups = dict.fromkeys(
+        tuple(tuple(fast if rank < n else slow for rank in range(P - 1)) for n in (turn, turn + more))
+        for (fast, slow), turn, more in product(pairwise(_UP), range(P), (0, 1))
+    )
+    blocks = [block for up in ups for block in _with_pauses(_without_pauses(P, *up), memory_limit)]
+    blocks.sort(key=lambda block: (block[0], -block[1]))
+    placement = StagePlacement.snake(num_ranks=P)
+    for _, _, slots in blocks[:_FULLEST]:
         programs = _repeated(slots, num_microbatches, Op.B)
         yield Schedule(name="auto", placement=placement, programs=programs, num_microbatches=num_microbatches)
 
 
-def _slots(P: int, fast: Steps, slow: Steps, turn: int, pauses: tuple[int, ...]) -> list[Steps]:
-    kinds = [fast if rank < turn else slow for rank in range(P - 1)]
-    ways: list[list[int]] = []
-    for op, start in enumerate((0, *pauses)):
-        steps = [kind[op] for kind in kinds]
-        first = start + (ways[-1][-1] if ways else 0)
-        ways.append([*accumulate(steps if op % 2 == 0 else reversed(steps), initial=first)])
-    return [*zip(ways[0], reversed(ways[1]), ways[2], reversed(ways[3]), strict=True)]
+def _without_pauses(P: int, forward_up: Sequence[int], backward_up: Sequence[int]) -> list[Steps]:
+    down = [1] * (P - 1)
+    legs: list[list[int]] = []
+    for steps in (down, forward_up[::-1], down, backward_up[::-1]):
+        legs.append([*accumulate(steps, initial=legs[-1][-1] if legs else 0)])
+    return [*zip(legs[0], reversed(legs[1]), legs[2], reversed(legs[3]), strict=True)]
 
 
-def _alive(slots: list[Steps]) -> float:
-    """Chunk activations that the fullest rank holds, on average."""
-    return max(i0 - f0 + i1 - f1 + 2 for f0, f1, i1, i0 in slots) / _PERIOD
+def _with_pauses(block: list[Steps], memory_limit: float) -> list[tuple[int, float, list[Steps]]]:
+    """How many slots coincide, chunk activations of the fullest rank on average, and the block, with its best pauses;
+    nothing if all exceed the limit."""
+    rows = Counter(tuple((slot - own[0]) % _PERIOD for slot in own) for own in block)
+    held = max(i0 - f0 + i1 - f1 + 2 for f0, f1, i1, i0 in block)
+    best = 4 * len(block), math.inf, block
+    for pauses in _PAUSES:
+        alive = (held + sum(pauses) + pauses[1]) / _PERIOD
+        if alive > memory_limit or best[0] == 0:
+            break
+        a, b, c = accumulate(pauses)
+        same = sum(
+            n * (4 - len({f0, (f1 + a) % _PERIOD, (i1 + b) % _PERIOD, (i0 + c) % _PERIOD}))
+            for (f0, f1, i1, i0), n in rows.items()
+        )
+        if same < best[0]:
+            best = same, alive, [(f0, f1 + a, i1 + b, i0 + c) for f0, f1, i1, i0 in block]
+    return [best] if best[1] < math.inf else []
 
 
 def hanayo(*, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:

@@ -10,7 +10,7 @@ from ..ir import Action, Op, Schedule, ScheduleError
 from ..orders.evaluate import OrderEvaluator, Orders
 from ..placement import StagePlacement
 from ..timing.costs import Costs
-from .automatic import best_order, lists, named, pose, read_costs, read_memory, refills, with_weights
+from .automatic import best_order, lists, named, pose, read_costs, read_memory, refills, reordered, with_weights
 from .family import Family
 from .v_blocks import fitting_blocks, v_half, v_min
 from .warmup import put_off_weights
@@ -21,18 +21,21 @@ def v_rounds(evaluator: OrderEvaluator, memory_limit: float) -> Iterator[Orders]
 
     Until the first microbatch returns, a rank admits further ones as long as they end in time and leave memory for the
     way back; then the ranks equalise their counts, and run rounds: each an I, of the earlier stage if it may run, then
-    an F, of the later stage if it may run. For the W see `with_weights`. Empty if sizes, costs or memory do not fit the
-    rounds. O(M P^2) each.
+    an F, of the later stage if it may run. For the W see `with_weights`. Beyond the authors' search, the last of the
+    further microbatches may also end up to half of its forward late, and each order is `reordered`. Empty if sizes,
+    costs or memory do not fit the rounds. O(M P^2) each.
     """
-    rounds = _Rounds(evaluator)
-    try:
-        rounds.warm_up(memory_limit)
-        for _ in range(2 * rounds.M):
-            rounds.gradients()
-            rounds.forwards()
-    except ScheduleError:
-        return
-    yield from with_weights(evaluator, rounds.placed)
+    for late in (0.0, 0.5):
+        rounds = _Rounds(evaluator)
+        try:
+            rounds.warm_up(memory_limit, late)
+            for _ in range(2 * rounds.M):
+                rounds.gradients()
+                rounds.forwards()
+        except ScheduleError:
+            continue
+        yield from with_weights(evaluator, rounds.placed)
+        yield from reordered(evaluator, rounds.programs)
 
 
 class _Rounds:
@@ -79,7 +82,12 @@ class _Rounds:
         self.gradients_done[stage] += 1
         self.placed.append(Action(stage, Op.I, k))
 
-    def warm_up(self, memory_limit: float) -> None:
+    @property
+    def programs(self) -> list[list[Action]]:
+        rank_of = self.evaluator.problem.rank_of
+        return [[action for action in self.placed if rank_of[action.stage] == rank] for rank in range(self.P)]
+
+    def warm_up(self, memory_limit: float, late: float) -> None:
         P, M = self.P, self.M
         for rank in range(P):
             self.forward(rank)
@@ -87,7 +95,7 @@ class _Rounds:
             while rank < P - 1 and self.count(rank) < M:
                 arrival = self.arrival(self.back(rank), 0)
                 room = self.count(rank) + 2 + 2 * rank <= memory_limit + 1e-9
-                if not room or self.free[rank] + self.seconds(rank, self.count(rank)) > arrival:
+                if not room or self.free[rank] + (1.0 - late) * self.seconds(rank, self.count(rank)) > arrival:
                     break
                 for each in range(rank + 1):
                     self.forward(each)
@@ -149,7 +157,8 @@ def zb_v(
     rank holds 2P chunk activations when M >= 2P-1. Its makespan is then M 2 (F+I+W) + (P-1) F for F = I = W, of one
     chunk each, and free links; with other costs the span has a bubble, 8(P-1) for F, I, W = 10, 11, 7. With costs, that
     order of F and I with W where they fit is one of several candidates, those of the authors' search among them
-    (`v_rounds`), and the least span is taken. First and last stage are on rank 0: tied embeddings need no message.
+    (`v_rounds`), below 2P also repeated blocks (`fitting_blocks`), and the least span is taken. First and last stage
+    are on rank 0: tied embeddings need no message.
 
     Arguments:
         memory_limit: most chunk activations of a rank at once, at least 2; 2P by default.
@@ -210,20 +219,18 @@ def _steps(P: int, rank: int, M: int) -> list[tuple[Op, int, int]]:
 
 
 def _candidates(evaluator: OrderEvaluator, limit: float) -> Iterator[Orders]:
-    """The paper's order with refilled W, the authors' search, fitting blocks, then lists where rank r starts r
-    microbatches fewer, or one."""
+    """The paper's order with W anew, the authors' search, fitting blocks, then lists where rank r starts r microbatches
+    fewer."""
     P, M = evaluator.problem.num_ranks, evaluator.num_microbatches
     if limit >= 2 * P:
         yield from refills(evaluator, handcrafted(P, M))
+        yield from reordered(evaluator, handcrafted(P, M))
     yield from v_rounds(evaluator, limit)
     if limit < 2 * P:
         for block in fitting_blocks(P, M, limit):
-            yield from refills(evaluator, (put_off_weights(program, delay=0) for program in block.programs))
+            yield from reordered(evaluator, (put_off_weights(program, delay=0) for program in block.programs))
     room = int(limit + 1e-9)
-    down = [max(1, room - 1 - rank) for rank in range(P)]
-    for up in ([max(1, room - each) for each in down], [room] * P):
-        yield from lists(evaluator, (*down, *reversed(up)))
-    yield from lists(evaluator, (1,) * (2 * P))
+    yield from lists(evaluator, (*(max(1, room - 1 - rank) for rank in range(P)), *(room for _ in range(P))))
 
 
 ZB_V = Family(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import cycle, product
+from itertools import accumulate, cycle, product
 from random import Random
 
 from ..ir import Op
@@ -295,6 +295,48 @@ def refill(
                 ready.append(blocked[slot[code]])
         free[rank], done[rank] = now, begun
     return [[*order, *own[begun:]] for order, own, begun in zip(new, waiting, done, strict=True)]
+
+
+def advance(evaluator: OrderEvaluator, orders: Orders) -> Orders:
+    """The order with forwards moved ahead, into idle time before them; no action ends later.
+
+        F0 F1 .  .  I0 W0 F2 I1          F0 F1 F2 .  I0 W0 I1        F2 could have run in the gap, and memory allows it
+
+    The forwards of a stage stay in the order of their microbatches, which they must have.
+    """
+    played = evaluator.play(orders)
+    assert played is not None, "an order that deadlocks has no idle time"
+    ends, rows, change = played[1], [list(order) for order in orders], evaluator.change
+    held = [list(accumulate(change[code] for code in order)) for order in orders]
+    arrived = [0.0] * evaluator.num_slots
+    for order, own in zip(orders, ends, strict=True):
+        for code, end in zip(order, own, strict=True):
+            if evaluator.slot[code] >= 0:
+                arrived[evaluator.slot[code]] = end + evaluator.delay[code]
+    M = evaluator.num_microbatches
+    for stage, rank in enumerate(evaluator.problem.rank_of):
+        row, own, memory, limit, first = rows[rank], ends[rank], held[rank], evaluator.limits[rank], 0
+        for code in range(stage * M, (stage + 1) * M):
+            at = to = row.index(code, first)
+            ready = arrived[evaluator.need[code]] if stage else 0.0
+            seconds, more = evaluator.seconds[code], change[code]
+            moved = own[at]
+            for place in range(at - 1, first - 1, -1):  # before the action there
+                if memory[place] + more > limit or own[place] <= ready:
+                    break
+                before, free = (memory[place - 1], own[place - 1]) if place else (0.0, 0.0)
+                end = max(free, ready) + seconds
+                if end <= own[place] - evaluator.seconds[row[place]] and before + more <= limit:
+                    to, moved = place, end
+            if to < at:
+                row.insert(to, row.pop(at))
+                own.insert(to, moved)
+                del own[at + 1]
+                before = memory[to - 1] if to else 0.0
+                memory[to : at + 1] = [before + more, *(each + more for each in memory[to:at])]
+                arrived[evaluator.slot[code]] = moved + evaluator.delay[code]
+            first = to + 1
+    return rows
 
 
 # --- policies to try ---

@@ -210,7 +210,7 @@ _NAMES = {
     "schedules.search.chains": "ChainSearch",
     "schedules.orders.evaluate": "SlideSearch",
     "schedules.search.incumbent": "Budget",
-    "schedules.orders.listing": "Lister changed first_policies",
+    "schedules.orders.listing": "Lister advance changed first_policies",
     "schedules.search.synthesize": "Synthesis",
     "schedules.slice_lengths": "slice_seconds",
     "schedules.orders.problem": "Objective Problem SPLIT_OPS fits",

@@ -207,7 +207,7 @@
       const arrival = arrived.get(op + stage + "/" + k) || 0;
       while (due.length && arrival >= rank.free + costs.W) rank.weight(costs);
       const gap = arrival - rank.free;
-      if (due.length && (op === "I" || beforeForward) && gap > 0 && rank.idle + gap > Math.max(mostIdle(), allowed[stage])) rank.weight(costs);
+      if (due.length && (op === "I" || beforeForward) && gap > 0 && rank.idle + gap >= Math.max(mostIdle(), allowed[stage])) rank.weight(costs);
       rank.held += more;
       rank.run([stage, op, k], Math.max(rank.free, arrival), costs[op]);
       if (op === "I") due.push([stage, "W", k]);
@@ -265,7 +265,16 @@
     }
   }
 
-  const bestOfLimited = ({ P, M, costs, limit }) => best(candidates(P, M, costs, limit), range(P).map((rank) => [rank]), costs, M * costs.F + M * costs.I + M * costs.W);
+  // Seconds in whole numbers of the ninth digit of the longest, so that no choice depends on rounding.
+  function whole(costs) {
+    const unit = 10 ** Math.max(-300, Math.floor(Math.log10(Math.max(costs.F, costs.I, costs.W, costs.B, costs.latency))) - 8);
+    return Object.fromEntries(["F", "I", "W", "latency"].map((name) => [name, Math.round(costs[name] / unit)]));
+  }
 
-  app.lists = { pairUp, refills, best, waves, bestOfLimited };
+  function bestOfLimited({ P, M, costs: given, limit }) {
+    const costs = whole(given);
+    return best(candidates(P, M, costs, limit), range(P).map((rank) => [rank]), costs, M * (costs.F + costs.I + costs.W));
+  }
+
+  app.lists = { pairUp, refills, best, waves, whole, bestOfLimited };
 })(stagewright);

@@ -7,7 +7,7 @@
 (function (app) {
   "use strict";
 
-  const { pairUp, refills, best, waves, bestOfLimited } = app.lists;
+  const { pairUp, refills, best, waves, whole, bestOfLimited } = app.lists;
   const range = (count, from = 0) => Array.from({ length: Math.max(count, 0) }, (_, i) => from + i);
 
   // --- placements: stages by rank ---
@@ -73,7 +73,8 @@
   // A block of slots once a microbatch, squeezed (families/v_blocks.py).
   // block: of P and a rank, the slots of F0, F1, I1, I0.
   function repeated(block, most) {
-    return ({ P, M, costs }) => {
+    return ({ P, M, costs: given }) => {
+      const costs = whole(given);
       const fits = range(P).every((rank) => new Set(block(P, rank).map((slot) => slot % PERIOD)).size === 4);
       const order = range(P).map((rank) => {
         const [down, up] = [rank, 2 * P - 1 - rank];

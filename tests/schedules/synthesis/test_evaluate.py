@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-from support.inside import LinkLevel, Objective, Problem, chain, place
+from support.inside import LinkLevel, Lister, Objective, Problem, advance, chain, first_policies, place
 from support.inside import SynthesisEvaluateEvaluator as Evaluator
 from support.posed import pose
 
@@ -168,3 +169,55 @@ def test_too_little_memory_names_the_smallest_that_suffices() -> None:
     with pytest.raises(MemoryLimitError, match=r"memory_limit=1 on rank 0.* takes 2 there; expected at least 2"):
         pose(num_ranks=3, num_microbatches=4, costs=Costs(), placement="v", memory_limit=1)
     pose(num_ranks=3, num_microbatches=4, costs=Costs(), placement="v", memory_limit=2)
+
+
+# --- forwards in idle time ---
+
+
+def test_a_forward_moves_into_the_gap_that_it_fits() -> None:
+    """F2 arrives at once: it ends at 3, before I0 may run. With less room it has to wait for what I0 and W0 free."""
+    costs = Costs(forward=1, input_grad=1, weight_grad=1)
+    sizes = {"num_ranks": 2, "num_microbatches": 3, "costs": costs}
+    first = "F0 F1 I0 W0 F2 I1 W1 I2 W2"
+    last = "F0 I0 W0 F1 I1 W1 F2 I2 W2"
+    for limit, kept, expected in ((3, 1.0, "F0 F1 F2 I0 W0 I1 W1 I2 W2"), (2, 1.0, first), (2.5, 0.5, first)):
+        evaluator = Evaluator(pose(**sizes, memory_limit=limit, kept_share=kept))
+        programs = [
+            [evaluator.code(Op[a[0]], s, int(a[1])) for a in row.split()] for s, row in enumerate((first, last))
+        ]
+        names = [[f"{evaluator.action(c).op.name}{c % 3}" for c in order] for order in advance(evaluator, programs)]
+        assert names == [expected.split(), last.split()]
+
+
+@steady
+@given(st.data())
+def test_forwards_that_move_ahead_make_nothing_late(data: st.DataObject) -> None:
+    """All actions remain, none ends later, and each rank stays within its memory."""
+    P, M = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))
+    placement = data.draw(st.sampled_from(["plain", "v", "cyclic"]))
+    F, I, W, latency = (data.draw(st.integers(1, 12)) for _ in range(4))
+    problem = pose(
+        num_ranks=P,
+        num_microbatches=M,
+        placement=placement,
+        costs=Costs(forward=F, input_grad=I, weight_grad=W, latency=latency),
+        memory_limit=data.draw(st.integers(4, 24)) / 2,
+        kept_share=data.draw(st.sampled_from([1.0, 0.5])),
+    )
+    evaluator = Evaluator(problem)
+    policies = first_policies(problem, Random(0))
+    policy = [policy for policy, _ in zip(policies, range(60), strict=False)][data.draw(st.integers(0, 59))]
+    orders = Lister(evaluator).build(replace(policy, ahead=tuple(data.draw(st.integers(1, 3)) for _ in policy.ahead)))
+    moved = advance(evaluator, orders)
+    assert [sorted(order) for order in moved] == [sorted(order) for order in orders]
+    assert evaluator.fits(moved)
+    ends = [by_code(evaluator, each) for each in (moved, orders)]
+    assert all(ends[0][code] <= ends[1][code] for code in ends[1])
+
+
+def by_code(evaluator: Evaluator, orders: list[list[int]]) -> dict[int, float]:
+    times = evaluator.play(orders)
+    assert times is not None
+    return {
+        code: end for order, own in zip(orders, times[1], strict=True) for code, end in zip(order, own, strict=True)
+    }
