@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from .failures import Guard, PeerLost, PipelineError, PipelineTimeout, short_reason
 from .groups import Groups
@@ -234,7 +234,12 @@ class Collectives:
                 what,
                 on_through,
             )
-            return lambda: wait() or total[: sizes[own]]
+
+            def scattered() -> torch.Tensor:
+                wait()
+                return total[: sizes[own]]
+
+            return scattered
         mine = torch.cat([piece.reshape(-1) for piece in parts[own]])
         received = self.exchange(parts, [sizes[own]] * len(ranks), what=what, ranks=ranks, on_through=on_through)
 
@@ -347,7 +352,11 @@ class Collectives:
         limit, processes = self._in_the_background(options), self._processes(ranks)
         work = self._run(collective, processes, what)
         _tell(work, on_through)
-        return lambda: self._run(lambda _: work.wait(*limit), processes, what) and None
+
+        def wait() -> None:
+            self._run(lambda _: work.wait(*limit), processes, what)
+
+        return wait
 
     def _has_rings(self, sizes: Sequence[int]) -> bool:
         """Whether parts of these sizes travel as equal ones, filled up with zeros, in the backend's own collectives."""
