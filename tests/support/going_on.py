@@ -148,11 +148,15 @@ def evaluations(schedule: str, pipe: int, data: int, steps: int) -> list[float]:
     return found
 
 
+def _members(run: sw.PipelineModule) -> Any:
+    life: Any = run._building.life  # of Mesh(on_failure="reroute")
+    return life._members
+
+
 def wait_for_others(run: sw.PipelineModule) -> None:
     from support.inside import dead
 
-    members = run._building._members
-    assert members is not None
+    members = _members(run)
     outside = {one: members._lives[one] for one in members._lives if one not in members.members}
 
     def asks(one: int, life: int) -> bool:
@@ -204,7 +208,7 @@ def main(folder: str, schedule: str, pipe: str, data: str, steps: str) -> None:
             log.write(json.dumps([step, loss, time.time() - started, time.time(), seen, *evaluated]) + "\n")
             if "LIMIT" in os.environ:  # from the next forming on, when all have started
                 object.__setattr__(run._building.options, "timeout", float(limit))
-                run._building._members._timeout = float(limit)  # type: ignore[union-attr]
+                _members(run)._timeout = float(limit)
         strikes.at("close")
         run.close()
         log.write(json.dumps(["threads", len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))]) + "\n")
