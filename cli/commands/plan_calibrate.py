@@ -21,7 +21,7 @@ from typing import Any
 
 from ...partition import Cluster, GivenStage, Plan, Profile, ProfileSource, evaluate, plan
 from ...partition.analytic import Calibration, DeviceModel, Scales, TransformerSource, calibrate
-from ...partition.analytic.calibrate import LEAST_PLANS, NO_FIT
+from ...partition.analytic.calibration import LEAST_PLANS, NO_FIT
 from ...partition.analytic.fit import read_number, read_rows
 from ...partition.plans.record import PlanStage, positions_of
 from ...schedules.families.registry import canonical_name

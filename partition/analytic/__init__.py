@@ -1,7 +1,7 @@
 """Profiles from formulas, for models that do not fit here: transformer shapes on a model of a device, and fits of its
 constants to measured steps."""
 
-from .calibrate import Calibration, Scales, calibrate
+from .calibration import Calibration, Scales, calibrate
 from .device_model import DeviceModel
 from .layers import TransformerSource, transformer_profile
 from .transformer import Transformer

@@ -127,7 +127,7 @@ Constants = TypeVar("Constants")  # a dataclass that has some of them
 
 def fit_device(
     device: Constants,
-    measured: Sequence[float],
+    measured: Sequence[float] | Floats,
     predict: Callable[[Constants], Sequence[float] | Floats],
     *,
     constants: Sequence[str] = ("matrix_efficiency",),
@@ -191,7 +191,7 @@ def fit_device(
 
 
 def with_values(device: Constants, names: Sequence[str], values: Floats) -> Constants:
-    return replace(device, **dict(zip(names, values.tolist(), strict=True)))  # type: ignore[arg-type]
+    return replace(device, **dict(zip(names, values.tolist(), strict=True)))  # type: ignore[type-var]
 
 
 def fit_sums(device: DeviceModel, sums: Sequence[MeasuredSum], *, num_devices: int) -> DeviceModel:

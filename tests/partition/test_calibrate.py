@@ -154,9 +154,9 @@ def test_one_training_says_nothing_of_links() -> None:
 
 @pytest.mark.thorough
 def test_ranges_hold_what_they_say() -> None:
-    """Of 95% ranges, over 200 data sets of eight steps, those that have the truth in them."""
+    """Of 95% ranges, over 60 data sets of eight steps, those that have the truth in them."""
     true, hits, fitted = Scales(compute=0.7, links=0.6), {"compute": 0, "links": 0}, 0
-    for seed in range(200):
+    for seed in range(60):
         rng = Random(seed)
         found = calibrate(closed_form, steps(8, true, lambda: rng.gauss(0, 0.04)), Scales())  # noqa: B023
         if found.choice == MORE:
@@ -164,23 +164,23 @@ def test_ranges_hold_what_they_say() -> None:
             for name in hits:
                 hits[name] += found.fitted[name].low <= getattr(true, name) <= found.fitted[name].high
     print(fitted, hits)
-    assert fitted > 180
+    assert fitted > 50
     assert all(0.88 * fitted <= each <= fitted for each in hits.values())
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [3, 4, 6, 10])
 def test_steps_that_nobody_has_seen_are_not_predicted_worse(number: int) -> None:
-    """Where steps differ by 10% and the constants are true, fits to few of them are rarely taken: over 150 data sets
-    other steps are predicted as well as without a fit, within 2% of it. Fitting one scale always costs more."""
+    """Where steps differ by 10% and the constants are true, fits to few of them are rarely taken, and other steps are
+    predicted nearly as well as without a fit. One scale that is always fitted costs more."""
     rng, without, with_fit, always = Random(number), 0.0, 0.0, 0.0
-    for _ in range(150):
+    for _ in range(60):
         known, others = (steps(count, Scales(), lambda: rng.gauss(0, 0.1)) for count in (number, 12))
         found = calibrate(closed_form, known, Scales())
         without += off(others, Scales())
         with_fit += off(others, found.constants)
         middle = sorted(closed_form(each, Scales()) / each.seconds for each in known)[number // 2]
         always += off(others, Scales(compute=middle, links=middle))
-    print(f"{number} rows: {without / 150:.2%} without, {with_fit / 150:.2%} with, {always / 150:.2%} always")
-    assert with_fit <= 1.1 * without
+    print(f"{number} rows: {without / 60:.2%} without, {with_fit / 60:.2%} with, {always / 60:.2%} always")
+    assert with_fit <= 1.03 * without
     assert with_fit < always

@@ -107,10 +107,10 @@ def calibrate(
     """The constants of `start` that measured steps show, as many as help to predict steps which are left out.
 
     Three choices are compared: `start` as it is; one scale (`matrix_efficiency`, or `Scales.compute`); and all
-    constants that the rows show: the others stay. Each row is predicted by fits to the rows of other plans (equal
-    predictions are of one), and more constants are taken where they come closer by more than the standard error of the
-    gain. With fewer than three plans the scale is fitted. Outliers hardly count. Constants that are ideal in `start`,
-    1 or 0 s, begin at typical values.
+    constants that the rows show, half as many as rows at most: the others stay. Each row is predicted by fits to the
+    rows of other plans (equal predictions are of one), and more constants are taken where they come closer by more than
+    chance gives. With fewer than three plans the scale is fitted. Outliers hardly count. Constants that are ideal in
+    `start`, 1 or 0 s, begin at typical values.
 
     Arguments:
         evaluate: seconds of a row's plan with these constants; called about 20 times a row.
@@ -140,12 +140,12 @@ def calibrate(
             left_out[kind] = np.array([evaluate(row, fits[one]) for row, one in zip(rows, plans, strict=True)])
         off = {kind: abs(np.log(each / goal)) for kind, each in left_out.items()}
         choice = _closest({kind: np.bincount(plans, each) / np.bincount(plans) for kind, each in off.items()})
-    tangent = tangents.get(choice)
-    found = start if tangent is None else tangent.fit(start)
+    best = tangents.get(choice)
+    found = start if best is None else best.fit(start)
     return Calibration(
         constants=found,
         choice=choice,
-        fitted={} if tangent is None else tangent.ranges(start, found),
+        fitted={} if best is None else best.ranges(start, found),
         before=tuple(before),
         after=tuple(evaluate(row, found) for row in rows),
         left_out={kind: tuple(each.tolist()) for kind, each in left_out.items()} if len(left_out) > 1 else {},
@@ -153,11 +153,13 @@ def calibrate(
 
 
 def _closest(off: Mapping[str, Floats]) -> str:
-    """More constants where they come closer by more than the standard error of the gain. `off`: of each plan, |log|."""
-    best = NO_FIT
+    """More constants where they come closer by more than chance gives: one standard error of the gain, or, of few
+    plans, which hardly show it, up to two. `off`: of each plan, |log|."""
+    best, number = NO_FIT, len(off[NO_FIT])
     for kind in (SCALE, MORE):
         gain = off[best] - off[kind]
-        if gain.mean() > gain.std(ddof=1) / math.sqrt(len(gain)) + LEAST_GAIN:
+        error = gain.std(ddof=1) / math.sqrt(number)
+        if gain.mean() > (1 + 2 / (number - 1)) * error + LEAST_GAIN:
             best = kind
     return best
 
@@ -183,7 +185,7 @@ class _Tangent(NamedTuple):
         at, seconds = _linear(model, names), np.array([evaluate(row, model) for row in rows])
         slopes = []
         for k, name in enumerate(names):
-            moved = replace(model, **{name: 0.95 * getattr(model, name)})  # type: ignore[arg-type]
+            moved = replace(model, **{name: 0.95 * getattr(model, name)})
             change = np.array([evaluate(row, moved) for row in rows]) - seconds
             slopes.append(change / (_linear(moved, names)[k] - at[k]))
         return cls(tuple(names), at, seconds, np.array([row.seconds for row in rows]), np.array(slopes).T)
@@ -200,7 +202,7 @@ class _Tangent(NamedTuple):
         begin = _typical(start, names)
         return cls.near(evaluate, rows, cls.near(evaluate, rows, begin, names).fit(begin), names)
 
-    def __call__(self, model: DeviceModel | Scales) -> Floats:
+    def predict(self, model: DeviceModel | Scales) -> Floats:
         found = self.seconds + self.slopes @ (_linear(model, self.names) - self.at)
         return np.maximum(found, 1e-3 * self.seconds)
 
@@ -210,10 +212,12 @@ class _Tangent(NamedTuple):
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """The scale, and the other constants that these rows show."""
+        """The scale, and of the other constants those that these rows show best: half as many in all as rows."""
         spread = np.array([FITTED[name].spread for name in self.names])
-        left = self._spreads(self.names, NOISE, np.ones(len(self.seconds)))
-        return tuple(name for k, name in enumerate(self.names) if k == 0 or left[k] < SHRUNK * spread[k])
+        left = self._spreads(self.names, NOISE, np.ones(len(self.seconds))) / spread
+        others = [k for k in np.argsort(left[1:]) + 1 if left[k] < SHRUNK]
+        most = {0, *others[: (len(self.seconds) - 1) // 2]}
+        return tuple(name for k, name in enumerate(self.names) if k in most)
 
     def fit(self, start: Constants) -> Constants:
         """From the scale that the rows show in the middle, in which outliers do not count."""
@@ -221,11 +225,11 @@ class _Tangent(NamedTuple):
         scaled = found = self._scaled(_typical(start, names))
         for _ in range(2):  # what the scale leaves is not all noise
             noise = self._noise(found)
-            found = fit_device(scaled, self.measured, self, constants=names, noise=noise, free=names[0])
+            found = fit_device(scaled, self.measured, self.predict, constants=names, noise=noise, free=names[0])
         return found
 
     def _noise(self, model: DeviceModel | Scales) -> float:
-        return max(NOISE, 1.48 * float(np.median(abs(np.log(self(model) / self.measured)))))
+        return max(NOISE, 1.48 * float(np.median(abs(np.log(self.predict(model) / self.measured)))))
 
     def _scaled(self, start: Constants) -> Constants:
         """With the median of the scales that make each row exact, weighted by the share of the row that scales."""
@@ -233,7 +237,7 @@ class _Tangent(NamedTuple):
         least, most, (rows,) = *FITTED[name][:2], np.nonzero(slopes > 0)
         if not len(rows):
             return start
-        wanted = _linear(start, (name,)) + (self.measured - self(start))[rows] / slopes[rows]
+        wanted = _linear(start, (name,)) + (self.measured - self.predict(start))[rows] / slopes[rows]
         logs, weights = np.log(np.clip(wanted, 1 / most, 1 / least)), (slopes / self.seconds)[rows]
         order = np.argsort(logs)
         middles = np.cumsum(weights[order]) - weights[order] / 2
@@ -241,7 +245,7 @@ class _Tangent(NamedTuple):
 
     def ranges(self, start: Constants, found: Constants) -> dict[str, FittedConstant]:
         noise, names, ranges = self._noise(found), self.shown, {}
-        weights = 1 / (1 + (np.log(self(found) / self.measured) / noise) ** 2)
+        weights = 1 / (1 + (np.log(self.predict(found) / self.measured) / noise) ** 2)
         for name, spread in zip(names, self._spreads(names, noise, weights), strict=True):
             limits, after = FITTED[name], getattr(found, name)
             low, high = (after * math.exp(sign * 1.96 * spread) for sign in (-1, 1))
@@ -254,8 +258,8 @@ class _Tangent(NamedTuple):
         columns = [self.names.index(name) for name in names]
         shares = (self.slopes * self.at / self.seconds[:, None])[:, columns]
         before = np.array([FITTED[name].spread * (FREE if name == self.names[0] else 1) for name in names])
-        found: Floats = np.linalg.inv(shares.T @ (shares * weights[:, None]) / noise**2 + np.diag(before**-2.0))
-        return np.sqrt(np.diag(found))
+        found = np.linalg.inv(shares.T @ (shares * weights[:, None]) / noise**2 + np.diag(before**-2.0))
+        return np.asarray(np.sqrt(np.diag(found)), dtype=np.float64)
 
 
 def _typical(model: Constants, names: Sequence[str]) -> Constants:
