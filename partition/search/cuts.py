@@ -20,7 +20,7 @@ from ...schedules.families.registry import family
 from ..cluster import Cluster
 from ..memory import InFlightCounts, RankPlace, context_bytes, stage_parts
 from ..solve.chunks import all_stages, equal_stages, even_stages
-from ..solve.dynamic import RangeCosts, grain_of, solve, stage_ranks
+from ..solve.dynamic import DeviceRow, RangeCosts, grain_of, solve, stage_ranks
 from ..solve.orders import node_orders
 from ..stage_cost import COUNTED, Placement, pace
 from ..topology import Floats
@@ -217,7 +217,13 @@ class TooLargeError(ValueError):
 
 
 def range_costs(
-    model: Model, cluster: Cluster, schedule: str, num_microbatches: int | None, *, memory_limit: float | None
+    model: Model,
+    cluster: Cluster,
+    schedule: str,
+    num_microbatches: int | None,
+    *,
+    memory_limit: float | None,
+    row: DeviceRow | None = None,
 ) -> RangeCosts:
     return RangeCosts(
         model.cuts,
@@ -228,6 +234,7 @@ def range_costs(
         beside=context_bytes(model.profile.device),
         optimizer_ratio=model.rules.optimizer_ratio,
         action_seconds=model.profile.action_seconds,
+        row=row,
     )
 
 

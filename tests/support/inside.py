@@ -114,7 +114,7 @@ _NAMES = {
     "partition.search.space": "Configuration SearchSpace",
     "partition.analytic.pipedream": "PipeDreamModel",
     "partition.plans.record": "NOT_SEARCHED PlanRecord",
-    "partition.plans.reorder": "_costs reorder",
+    "partition.plans.reorder": "costs_of_orders reorder",
     "partition.plans.replan": "Replanner",
     "partition.plans.as_schedule": "SimulatedPlan exhibit_of_plan expected one_pipeline sampled with_measured",
     "partition.plans.sizes": "Size at_size fitted planned_for stage_laws",
