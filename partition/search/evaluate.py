@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -389,7 +390,7 @@ class PlanEvaluator:
         long batch is simulated by a short one, where that gives the same (`long_batch`).
         """
         c, m = evaluated.configuration, microbatches_of(evaluated.configuration)
-        is_one = c.is_equal and not evaluated.placement.cards  # replica's batch, that with the most microbatches
+        is_one = c.is_equal and not evaluated.placement.cards  # replica that is simulated, with the most microbatches
         mean = c.batch / c.counts[0] if is_one else m
 
         def batch(num_microbatches: int) -> Timeline:
@@ -401,9 +402,7 @@ class PlanEvaluator:
             whole = batch(m)
             memories = self._with_simulated_peaks(evaluated, whole) if leaving else evaluated.memories
             bubble = max(0.0, whole.bubble)  # rounding may take it below
-            if mean < m:
-                each = float(evaluated.seconds.work.sum())
-                bubble += (m - mean) * each / (c.pipeline * whole.makespan or 1.0)
+            bubble += (m - mean) * float(evaluated.seconds.work.sum()) / (c.pipeline * whole.makespan or 1.0)
             return replace(evaluated, memories=memories, simulated_seconds=whole.batch_seconds, bubble=bubble)
         long_seconds, short = long
         s = evaluated.seconds
@@ -427,10 +426,9 @@ class PlanEvaluator:
 
     def likeness(self, c: Configuration, ends: Ends) -> object:
         """Alike for configurations with cuts whose steps are: on ranks that lie alike."""
-        try:
+        lies: object = c.ranks
+        with suppress(SizesError):  # which a look at it reports
             lies = self.placement(c), self._ties(c, ends)
-        except SizesError:  # which a look at it reports
-            return c, ends
         return replace(c, ranks=None, by_replica=False), c.counts, ends, lies
 
     def _ties(self, c: Configuration, ends: Ends) -> Ties:

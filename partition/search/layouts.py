@@ -59,39 +59,27 @@ def uneven_layouts(topology: Topology, model: Model, outside: float, **sizes: An
     sample, most = Configuration(pipeline=1, data=1, tensor=1, num_chunks=1, **sizes), topology.num_devices
     if most > MOST_DEVICES or 2 * sample.batch * most > MOST_ACTIONS:
         return []
-    cluster, size, idle = topology.cluster, topology.level_sizes[0], (1, 1)
-    options = {"num_microbatches": sample.batch, "memory_limit": topology.memory_limit}
-    costs_of = partial(range_costs, model, schedule=sample.schedule, **options)
+    cluster, options = topology.cluster, {"memory_limit": topology.memory_limit}
+    costs_of = partial(range_costs, model, schedule=sample.schedule, num_microbatches=sample.batch, **options)
     rows = [DeviceRow(topology, order) for order in device_orders(cluster, MOST_ORDERS)]
     every = [(costs_of(cluster, row=row), row.devices) for row in rows]
-    if not rows:
-        idle = size, (1 if size == most else size) if topology.is_uniform else most
-        orders = node_orders(cluster)[0]
-        every = [(costs_of(cluster.reordered(order)), own_ranks(order, size, range(most))) for order in orders]
-    return [UnevenLayouts(model, *each, sample, outside, idle=idle) for each in every]
+    for order in () if rows else node_orders(cluster)[0]:
+        every.append((costs_of(cluster.reordered(order)), own_ranks(order, topology.level_sizes[0], range(most))))
+    return [UnevenLayouts(model, costs, row, sample, outside) for costs, row in every]
 
 
 class UnevenLayouts:
-    """Rows of stages on the devices in one order.
-
-    Arguments:
-        costs, row: of the devices in that order, from the first stage's to the last's.
-        sample: a configuration that is theirs but for its stages.
-        idle: devices of a group at whose border some may be idle between two stages (1: none may), and one more than
-            may be idle after the last stage; any number may be before the first.
-    """
+    """Rows of stages on the devices in one order, `row`, whose costs are given; `sample`: a configuration that is
+    theirs but for its stages. Some devices may be idle: the first ones, and, where not all orders are looked at, those
+    before the end of a node and after the last stage."""
 
     def __init__(
-        self,
-        model: Model,
-        costs: RangeCosts,
-        row: Sequence[int],
-        sample: Configuration,
-        outside: float,
-        *,
-        idle: tuple[int, int],
+        self, model: Model, costs: RangeCosts, row: Sequence[int], sample: Configuration, outside: float
     ) -> None:
-        self.row, self.sample, self._outside, (self._size, self._behind) = row, sample, outside, idle
+        self.row, self.sample, self._outside = row, sample, outside
+        self._size = size = costs.topology.level_sizes[0] if costs.row is None else 1
+        any_number = costs.row is None and not costs.is_uniform
+        self._most_behind = costs.num_devices if any_number else size % costs.num_devices or 1
         self.ends = thinned(model.cuts, _MOST_CUTS)
         self.least_left = math.inf  # least seconds of layouts that `in_order_of_bound` stopped before [s]
         self.num_devices, self._max_replicas = costs.num_devices, min(sample.batch, costs.num_devices)
@@ -138,7 +126,7 @@ class UnevenLayouts:
         them idle after the last stage or before a node's end. Layer 1 counts layer 2 of later stages plus u, too."""
         size, most = self._size, self.num_devices
         found = np.full((most + 1, 3, len(self.ends)), np.inf)
-        found[: self._behind, :, -1] = 0.0
+        found[: self._most_behind, :, -1] = 0.0
         across = found.copy()
         for e in range(1, most + 1):
             behind = found[e - 1 :: -1][: self._max_replicas]
@@ -235,8 +223,7 @@ class UnevenLayouts:
         """Positions in `ends` of a layout's cuts, and its row; None where its ranks are not in a row of this order, or
         `ends` lacks one of its cuts."""
         c = e.configuration
-        plain = replace(c, pipeline=1, data=1, ranks=None, by_replica=False)
-        if plain != self.sample or not {*e.ends} <= {*self.ends}:
+        if replace(c, pipeline=1, data=1, ranks=None, by_replica=False) != self.sample or not {*e.ends} <= {*self.ends}:
             return None
         stages = [sorted(map(self.row.index, ranks)) for ranks in c.stage_ranks]
         row = tuple(at for own in stages for at in (own[0], own[-1] + 1))

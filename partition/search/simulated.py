@@ -89,8 +89,7 @@ class BuiltSchedules:
         return self._known_in_flight[key]
 
     def schedule(self, c: Configuration, num_microbatches: int, *, is_of_all: bool = False) -> Schedule:
-        """Schedule of one replica, where all are equal, unless that of all is asked for; else of all. SizesError where
-        it does not take these sizes."""
+        """Schedule of one of equal replicas, or `is_of_all`; else of all. SizesError where it lacks these sizes."""
         _check_length(c, num_microbatches)
         chunks = c.num_chunks if c.num_chunks > 1 else None
         counts = None if c.is_equal and not is_of_all else c.counts

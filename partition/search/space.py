@@ -233,14 +233,13 @@ class SearchSpace:
         """(D, P); without tensor ranks with D a divisor of M, else the dynamic program finds them. On many devices, of
         all D that leave the busiest replica as many microbatches, the least and divisors of M."""
         room, is_large = self.num_devices // tensor, self.num_devices > ALL_SIZES
+        skips_few = is_large and self.pipeline_sizes is None and not self.all_layouts
         for data in range(1, min(num_microbatches, room) + 1) if self.data_sizes is None else self.data_sizes:
             if data > room or (tensor == 1 and num_microbatches % data):
                 continue
             longest = min(room // data, self.max_stages)
             for pipeline in range(1, longest + 1) if self.pipeline_sizes is None else self.pipeline_sizes:
-                few = 0  # replicas that leave more than an eighth idle
-                if is_large and self.pipeline_sizes is None and not self.all_layouts:
-                    few = (7 * room - 1) // (8 * pipeline)
+                few = (7 * room - 1) // (8 * pipeline) if skips_few else 0  # replicas: more than an eighth is idle
                 is_least = data - 1 <= few or -(-num_microbatches // (data - 1)) > -(-num_microbatches // data)
                 is_least |= not is_large or self.data_sizes is not None or num_microbatches % data == 0
                 if pipeline <= longest and data > few and is_least:

@@ -75,15 +75,13 @@ class DeviceRow:
 
     def __init__(self, topology: Topology, devices: Sequence[int]) -> None:
         self.devices, back, size = devices, devices[::-1], len(devices)
-        self.rings, self.inward, self.outward = (np.zeros((size, size + 1)) for _ in range(3))
-        groups = {(front, e): tuple(sorted(back[front:e])) for front, e in combinations(range(size + 1), 2)}
-        for (front, e), own in groups.items():
-            self.rings[front, e] = topology.ring(own).seconds_a_byte
-            before = [topology.between(groups[e, end], own, tensor=1) for end in range(e + 1, size + 1)]
-            after = [topology.between(own, groups[begin, front], tensor=1) for begin in range(front)]
-            self.inward[front, e], self.outward[front, e] = (
-                min((link.seconds_a_byte for link in links), default=0.0) for links in (before, after)
-            )
+        self.rings, self.inward, self.outward = np.zeros((3, size, size + 1))
+        for a, b in combinations(range(size + 1), 2):
+            self.rings[a, b] = topology.ring(sorted(back[a:b])).seconds_a_byte
+        for a, b, c in combinations(range(size + 1), 3):
+            link = topology.between(sorted(back[b:c]), sorted(back[a:b]), tensor=1).seconds_a_byte
+            self.inward[a, b] = min(self.inward[a, b] or link, link)
+            self.outward[b, c] = min(self.outward[b, c] or link, link)
 
 
 class RangeCosts:
@@ -123,7 +121,7 @@ class RangeCosts:
         self._action, self._busy = action_seconds, min(link.busy for link in topology.links)
         self.seconds_a_byte: Floats = np.array([link.seconds_a_byte for link in topology.links])
         # [first, last] of a range of devices: its slowest one, its smallest one, its slowest network card
-        self._row, back = row, (range(self.num_devices) if row is None else row.devices)[::-1]
+        self.row, back = row, (range(self.num_devices) if row is None else row.devices)[::-1]
         if not self.is_uniform:
             self._slowness = topology.fastest / _least(topology.speeds[list(back)])
             self._memory = _least(topology.memory_bytes[list(back)] - beside)
@@ -147,11 +145,9 @@ class RangeCosts:
         front, back = e - r, e - 1
         share = busiest_share(self.num_microbatches, r)
         slow_links = np.ones(()) if self.topology.has_equal_links else self._link_slowness[front, back]
-        if self._row is None:
-            ring = self.topology.ring_of_ranges(front, back, slow_links)
-            sent = self.per_byte(np.maximum(front - 1, 0), back)
-        else:
-            ring, sent = self._row.rings[front, e], self._row.outward[front, e]
+        row = self.row
+        ring = self.topology.ring_of_ranges(front, back, slow_links) if row is None else row.rings[front, e]
+        sent = self.per_byte(np.maximum(front - 1, 0), back) if row is None else row.outward[front, e]
         updates = r if self.num_microbatches is None else self.num_microbatches
         return Ranges(
             replicas=r,
@@ -166,8 +162,8 @@ class RangeCosts:
 
     def inward(self, front: Index, begin: Index) -> Floats:
         """[s/byte] to a stage with devices from `front` on, numbered from the end, from one with those from `begin`."""
-        if self._row is not None:
-            return np.asarray(self._row.inward[front, begin])
+        if self.row is not None:
+            return np.asarray(self.row.inward[front, begin])
         return self.per_byte(front, np.minimum(begin, self.num_devices - 1))
 
     def per_byte(self, first: Index, last: Index) -> Floats:

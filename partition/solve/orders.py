@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
 
 from ..cluster import Cluster
@@ -78,27 +78,22 @@ def device_orders(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
     """
     sizes = [1, *accumulate((level.size for level in cluster.levels), mul)]
     kinds = [kind for kind in _node_kinds(cluster) for _ in range(sizes[1])]
+    if any(level.devices_per_card not in (None, *sizes) for level in cluster.levels):
+        return []  # devices of a node are not equal
 
     def is_first(device: int, taken: Collection[int]) -> bool:
         """Whether each of its groups was begun, or is the first of its equals that were not."""
-        begun = [{other // size for other in taken} for size in sizes[:-1]]
-        for size, known, outer in zip(sizes, begun, sizes[1:], strict=False):
-            group, own = device // size, kinds[device // size * size : device // size * size + size]
-            before = range(device // outer * outer // size, group)
-            if group not in known and any(
-                other not in known and kinds[other * size : other * size + size] == own for other in before
-            ):
+        for size, outer in pairwise(sizes):
+            group, begun = device // size, {other // size for other in taken}
+            own, before = kinds[group * size :][:size], range(device // outer * outer // size, group)
+            equals = {other for other in before if kinds[other * size :][:size] == own}
+            if group not in begun and not equals <= begun:
                 return False
         return True
 
     orders: list[tuple[int, ...]] = [()]
     for _ in kinds:
-        orders = [
-            (*order, device)
-            for order in orders
-            for device in range(len(kinds))
-            if device not in order and is_first(device, order)
-        ]
+        orders = [(*o, at) for o in orders for at in range(len(kinds)) if at not in o and is_first(at, o)]
         if len(orders) > most:
             return []
     return orders

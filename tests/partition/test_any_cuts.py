@@ -211,6 +211,7 @@ def test_a_large_message_stays_on_a_node_between_small_ones_that_leave_it() -> N
     assert given is not None
     assert found.simulated_step_time is not None
     assert found.simulated_step_time * 1.4 < given
+    assert "stages on ranks that are not neighbours, but for" in " ".join(found.explain().split())
 
 
 PLACED = [
