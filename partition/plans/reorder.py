@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...schedules.checks import check
 from ...schedules.families.registry import canonical_name, family
@@ -47,7 +47,7 @@ def reorder(
     found = synthesize(
         placement=own.placement,
         num_microbatches=own.num_microbatches,
-        costs=_costs(split),
+        costs=costs_of_orders(split),
         memory_limit=[float(peak) for peak in check(own).peak_activations],
         links=split.links,
         start=own if _is_plain(own) else None,
@@ -103,11 +103,11 @@ def _split(plan: PlanRecord, profile: Profile | None) -> Costs:
     return replace(plan.costs, input_grad=columns(input_grad), weight_grad=columns(weight_grad))
 
 
-def _costs(plan: PlanRecord) -> Costs:
+def costs_of_orders(plan: PlanRecord, **seconds: Any) -> Costs:
+    """Costs of a plan's orders as a search of them knows them; with other `seconds` of F, I and W where given."""
+    planned = {"forward": plan.seconds(Op.F), "input_grad": plan.seconds(Op.I), "weight_grad": plan.seconds(Op.W)}
     return Costs(
-        forward=plan.seconds(Op.F),
-        input_grad=plan.seconds(Op.I),
-        weight_grad=plan.seconds(Op.W),
+        **(seconds or planned),
         update=_updates(plan),
         overhead=plan.costs.overhead,
         message_overhead=plan.costs.message_overhead,

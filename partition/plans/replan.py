@@ -13,9 +13,9 @@ from dataclasses import replace
 from ...schedules.liveness import peak_held
 from ...schedules.search.request import Request
 from ...schedules.search.search import BatchOrders, FoundOrder
-from ...schedules.timing.costs import Costs
 from .as_schedule import one_pipeline, schedule_of
 from .record import PlanRecord, PlanStage
+from .reorder import costs_of_orders
 from .sizes import Profiles, Size, ascending, stage_laws
 
 
@@ -69,13 +69,11 @@ class Replanner:
     def find(self, sizes: Sequence[Size]) -> FoundOrder:
         """The order for microbatches of these sizes, as a schedule on the plan's ranks. Raises MemoryLimitError (a
         ValueError) for a microbatch that no device has room for."""
-        costs = Costs(
+        costs = costs_of_orders(
+            self._plan,
             forward=self._by_law("forward", sizes),
             input_grad=self._by_law("input_grad", sizes),
             weight_grad=self._by_law("weight_grad", sizes),
-            update=self._plan.update_seconds,
-            overhead=self._plan.costs.overhead,
-            message_overhead=self._plan.costs.message_overhead,
         )
         request = Request(
             placement=self._own.placement,

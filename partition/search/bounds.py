@@ -1,6 +1,6 @@
 """Lower bounds of a step: seconds that no cuts of a configuration can save, and, once it is cut, no order of its work.
 
-With P ranks, m microbatches per replica, work(r) the F + B of one microbatch on rank r, and W the sum of all work.
+With P ranks, m microbatches of the busiest replica, work(r) the F + B of one on rank r, and W the sum of all work.
 
 Before it is cut: a microbatch passes r stages before rank r begins, and its gradient passes them after rank r ends:
 
@@ -83,7 +83,7 @@ class LeastSeconds:
 
     def _of_actions(self, c: Configuration, model: Model) -> float:
         """Seconds of a batch without what the runtime takes around the step [s]."""
-        m, known, around = c.batch // c.data, family(c.schedule), 2 * model.profile.action_seconds
+        m, known, around = -(-c.batch // c.data), family(c.schedule), 2 * model.profile.action_seconds
         messages = 4 * m * self._least_busy * (sum(a != b for a, b in pairwise(c.positions)) if self._least_busy else 0)
         own = m * c.num_chunks * around  # of F and B of a rank's stages
         # All of V and the schedule that counts: most numbers of chunks have the same bound.
@@ -100,7 +100,7 @@ class LeastSeconds:
 
     def _of_work(self, c: Configuration, model: Model, *, own: float, messages: float) -> float:
         """The mean over the ranks, with updates and without [s], besides seconds of the runtime and of messages."""
-        nodes, m, speed = self._nodes_of(model), c.batch // c.data, self.topology.fastest
+        nodes, m, speed = self._nodes_of(model), -(-c.batch // c.data), self.topology.fastest
         around = 2 * model.profile.action_seconds
         total = m * model.seconds / speed + messages
         stages, of_nodes = np.arange(c.pipeline), m * nodes.seconds / speed

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -217,17 +218,18 @@ class TooLargeError(ValueError):
 
 
 def range_costs(
-    model: Model, cluster: Cluster, schedule: str, num_microbatches: int | None, *, memory_limit: float | None
+    model: Model, cluster: Cluster, schedule: str, num_microbatches: int | None, **options: Any
 ) -> RangeCosts:
+    """Those of a model; `options`: `memory_limit` and `row`."""
     return RangeCosts(
         model.cuts,
         cluster,
         schedule=schedule,
         num_microbatches=num_microbatches,
-        memory_limit=memory_limit,
         beside=context_bytes(model.profile.device),
         optimizer_ratio=model.rules.optimizer_ratio,
         action_seconds=model.profile.action_seconds,
+        **options,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -23,6 +24,7 @@ from .bounds import least_step, placement_of, rank_paces
 from .model import Model
 from .simulated import (
     BuiltSchedules,
+    SizesError,
     by_place,
     long_batch,
     microbatches_of,
@@ -388,22 +390,24 @@ class PlanEvaluator:
         long batch is simulated by a short one, where that gives the same (`long_batch`).
         """
         c, m = evaluated.configuration, microbatches_of(evaluated.configuration)
+        is_one = c.is_equal and not evaluated.placement.cards  # replica that is simulated, with the most microbatches
+        mean = c.batch / c.counts[0] if is_one else m
 
         def batch(num_microbatches: int) -> Timeline:
             return simulated_batch(c, costs, evaluated.links, self.schedules, num_microbatches, leaving=leaving)
 
         costs, leaving = evaluated.costs, evaluated.leaving
-        alike = c.is_equal and not leaving and not evaluated.placement.cards
-        long = long_batch(batch, c, m) if alike else None
+        long = long_batch(batch, c, m) if is_one and not leaving else None
         if long is None:
             whole = batch(m)
             memories = self._with_simulated_peaks(evaluated, whole) if leaving else evaluated.memories
             bubble = max(0.0, whole.bubble)  # rounding may take it below
+            bubble += (m - mean) * float(evaluated.seconds.work.sum()) / (c.pipeline * whole.makespan or 1.0)
             return replace(evaluated, memories=memories, simulated_seconds=whole.batch_seconds, bubble=bubble)
         long_seconds, short = long
         s = evaluated.seconds
         each = float((s.work + num_weight_grads(short.schedule) * s.overhead).sum())
-        busy = m / c.pipeline * each
+        busy = mean / c.pipeline * each
         if s.busy_in_collectives.any():  # actions during sums are longer, in its drain alone
             worked = sum(trace.busy for trace in short.ranks)
             busy += (worked - short.schedule.num_microbatches * each) / c.pipeline
@@ -415,10 +419,17 @@ class PlanEvaluator:
 
     def placement(self, c: Configuration) -> Placement:
         """Devices and links of its stages; equal ones are found once. O(devices) the first time."""
-        key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks)
+        key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks, c.by_replica)
         if key not in self._placements:
             self._placements[key] = placement_of(c, self.topology, self.model(c).profile)
         return self._placements[key]
+
+    def likeness(self, c: Configuration, ends: Ends) -> object:
+        """Alike for configurations with cuts whose steps are: on ranks that lie alike."""
+        lies: object = c.ranks
+        with suppress(SizesError):  # which a look at it reports
+            lies = self.placement(c), self._ties(c, ends)
+        return replace(c, ranks=None, by_replica=False), c.counts, ends, lies
 
     def _ties(self, c: Configuration, ends: Ends) -> Ties:
         """(stages, seconds) of sums over all ranks of stages on several places that hold the same weights."""
@@ -434,7 +445,7 @@ class PlanEvaluator:
         places = tuple(sorted({c.positions[stage] for stage in stages}))
         if len(places) == 1:
             return NO_TRANSFER
-        key = (c.pipeline, c.data, c.tensors, places, c.ranks)
+        key = (c.pipeline, c.data, c.tensors, places, c.ranks, c.by_replica)
         if key not in self._tied_sums:
             ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place]]]
             self._tied_sums[key] = self.topology.ring(ranks, tensor=min(c.tensors))

@@ -22,8 +22,10 @@ devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import combinations, count, pairwise, product
 from typing import Any
@@ -31,8 +33,8 @@ from typing import Any
 import numpy as np
 
 from ..solve.cut_sums import thinned
-from ..solve.dynamic import RangeCosts
-from ..solve.orders import node_orders, own_ranks
+from ..solve.dynamic import DeviceRow, RangeCosts
+from ..solve.orders import device_orders, node_orders, own_ranks
 from ..topology import Floats, Topology
 from .cuts import range_costs
 from .evaluate import Candidate, Ends
@@ -40,6 +42,7 @@ from .model import Model
 from .space import Configuration
 
 MOST_DEVICES = 32
+MOST_ORDERS = 35  # of devices, up to which each is looked at
 MOST_ACTIONS = 10_000  # of a batch; in longer ones the bottleneck is nearly all
 _MOST_CUTS = 32
 _MAX_EXPANDED = 4_000  # first parts of rows
@@ -51,35 +54,44 @@ _CutsAndRow = tuple[tuple[int, ...], _Row]  # with its cuts
 
 
 def uneven_layouts(topology: Topology, model: Model, outside: float, **sizes: Any) -> list[UnevenLayouts]:
-    """Those of each order of unequal nodes; none on many devices, or of long batches. `sizes`: what is given of a
-    `Configuration`; outside: seconds of a step that no layout hides [s]."""
+    """Those of each order of the devices, or, where these are many, of the nodes; none on many devices, or of long
+    batches. `sizes`: what is given of a `Configuration`; outside: seconds of a step that no layout hides [s]."""
     sample, most = Configuration(pipeline=1, data=1, tensor=1, num_chunks=1, **sizes), topology.num_devices
     if most > MOST_DEVICES or 2 * sample.batch * most > MOST_ACTIONS:
         return []
-    return [UnevenLayouts(topology, model, order, sample, outside) for order in node_orders(topology.cluster)[0]]
+    cluster, options = topology.cluster, {"memory_limit": topology.memory_limit}
+    costs_of = partial(range_costs, model, schedule=sample.schedule, num_microbatches=sample.batch, **options)
+    rows = [DeviceRow(topology, order) for order in device_orders(cluster, MOST_ORDERS)]
+    every = [(costs_of(cluster, row=row), row.devices) for row in rows]
+    for order in () if rows else node_orders(cluster)[0]:
+        every.append((costs_of(cluster.reordered(order)), own_ranks(order, topology.level_sizes[0], range(most))))
+    return [UnevenLayouts(model, costs, row, sample, outside) for costs, row in every]
 
 
 class UnevenLayouts:
-    """Rows of stages on the devices of nodes in one order; `sample`: a configuration that is theirs but for its
-    stages."""
+    """Rows of stages on the devices in one order, `row`, whose costs are given; `sample`: a configuration that is
+    theirs but for its stages. Some devices may be idle: the first ones, and, where not all orders are looked at, those
+    before the end of a node and after the last stage."""
 
     def __init__(
-        self, topology: Topology, model: Model, order: Sequence[int], sample: Configuration, outside: float
+        self, model: Model, costs: RangeCosts, row: Sequence[int], sample: Configuration, outside: float
     ) -> None:
-        self.order, self.sample, self._outside, self._size = order, sample, outside, topology.level_sizes[0]
+        self.row, self.sample, self._outside = row, sample, outside
+        self._size = size = costs.topology.level_sizes[0] if costs.row is None else 1
+        any_number = costs.row is None and not costs.is_uniform
+        self._most_behind = costs.num_devices if any_number else size % costs.num_devices or 1
         self.ends = thinned(model.cuts, _MOST_CUTS)
-        cluster = topology.cluster.reordered(order)
-        costs = range_costs(model, cluster, sample.schedule, sample.batch, memory_limit=topology.memory_limit)
+        self.least_left = math.inf  # least seconds of layouts that `in_order_of_bound` stopped before [s]
         self.num_devices, self._max_replicas = costs.num_devices, min(sample.batch, costs.num_devices)
         self._fill_tables(model, costs)
-        self._rest = self._least_rest(costs)
+        self._rest = self._least_rest()
 
     def _fill_tables(self, model: Model, costs: RangeCosts) -> None:
         """Sets `_seconds` [e, r - 1, layer, i, j]: a stage's part of each layer, infinite where no treatment fits the
         memory; `_update` [e, r - 1, i, j]: u of the stage, messages apart; and `_messages` [a, b, layer, i]: seconds
         over cut i between device a and device b of the stage before it."""
         ends, rules, m, fastest = np.asarray(self.ends), model.rules, self.sample.batch, costs.topology.fastest
-        n, every, streams = len(ends), np.arange(self.num_devices), costs.rule.is_asynchronous
+        n, every, streams = len(ends), np.arange(self.num_devices + 1), costs.rule.is_asynchronous
         is_ahead = np.tri(n, k=-1, dtype=bool).T & model.cuts.inside[np.ix_(ends, ends)]
         first, last = np.where(is_ahead, ends[:, None], 0), np.where(is_ahead, ends, ends[-1])
         sums = model.cuts.stages(first, last)
@@ -89,7 +101,7 @@ class UnevenLayouts:
         stash = sums.stash if rules.recompute == ("none",) and not rules.offloads else 0.0
         self._seconds: Floats = np.full((self.num_devices + 1, self._max_replicas, 3, n, n), np.inf)
         self._update: Floats = np.zeros((self.num_devices + 1, self._max_replicas, n, n))
-        link = costs.per_byte(every[:, None], np.append(every, every[-1]))
+        link = costs.inward(every[:-1, None], every)
         times = np.zeros(3) if streams else np.arange(3.0)
         self._messages: Floats = link[:, :, None, None] * times[:, None] * model.cuts.crossing[ends]
         for e in range(1, self.num_devices + 1):
@@ -105,16 +117,16 @@ class UnevenLayouts:
             )
             layers = [lanes] * 3 if streams else [lanes, there + work + behind, there + work + back]
             copies = costs.versions + 1 + costs.versions_in_flight * at.in_flight + rules.optimizer_ratio / parts
-            fits = is_ahead & (sums.weights * copies + at.in_flight * stash <= at.limit)
+            fits = is_ahead & (sums.weights * copies + sums.buffers + at.in_flight * stash <= at.limit)
             self._seconds[e, : len(r)] = np.where(fits[:, None], np.stack(layers, axis=1), np.inf)
             self._update[e, : len(r)] = 0.0 if streams else behind - back
 
-    def _least_rest(self, costs: RangeCosts) -> Floats:
+    def _least_rest(self) -> Floats:
         """[e, layer, i] `rest` of the module's recurrence: the stages after cut i on e devices to the end, some of
         them idle after the last stage or before a node's end. Layer 1 counts layer 2 of later stages plus u, too."""
         size, most = self._size, self.num_devices
         found = np.full((most + 1, 3, len(self.ends)), np.inf)
-        found[: (1 if size == most else size) if costs.is_uniform else most, :, -1] = 0.0
+        found[: self._most_behind, :, -1] = 0.0
         across = found.copy()
         for e in range(1, most + 1):
             behind = found[e - 1 :: -1][: self._max_replicas]
@@ -130,12 +142,15 @@ class UnevenLayouts:
 
     def in_order_of_bound(self, less_than: float) -> Iterator[Layout]:
         """Layouts whose least step is `less_than` that, with it [s], the least first."""
-        limit, numbers, none = less_than - self._outside, count(), np.zeros(3)
+        limit, numbers, none, self.least_left = less_than - self._outside, count(), np.zeros(3), math.inf
         starts = range(1, self.num_devices + 1)
         todo: list[Any] = [(self._rest[e, :, 0].max(), next(numbers), e, (0,), _Row(), none, none, 0.0) for e in starts]
         heapify(todo)
-        for _ in range(_MAX_EXPANDED):
+        for expanded in count():
             if not todo or todo[0][0] >= limit:
+                break
+            if expanded == _MAX_EXPANDED:
+                self.least_left = float(todo[0][0]) + self._outside
                 break
             least, _, begin, cuts, row, ahead, most, update = heappop(todo)
             if self.ends[cuts[-1]] == self.ends[-1]:
@@ -164,7 +179,8 @@ class UnevenLayouts:
         groups: dict[int, dict[_CutsAndRow, None]] = {}
         for cuts, row in self._moves(*start):
             sizes = [b - a for a, b in pairwise((0, *row, self.num_devices))]
-            if min(sizes) >= 0 and min(sizes[1::2]) > 0 and max(sizes[1::2]) <= self._max_replicas:
+            has_gaps = self._size == 1 and any(sizes[2:-1:2])
+            if min(sizes) >= 0 and min(sizes[1::2]) > 0 and max(sizes[1::2]) <= self._max_replicas and not has_gaps:
                 groups.setdefault(len(cuts), {})[cuts, row] = None
         found, below = [], e.simulated_seconds - self._outside
         for moves in groups.values():
@@ -206,16 +222,16 @@ class UnevenLayouts:
     def _cuts_and_row(self, e: Candidate) -> _CutsAndRow | None:
         """Positions in `ends` of a layout's cuts, and its row; None where its ranks are not in a row of this order, or
         `ends` lacks one of its cuts."""
-        c, every = e.configuration, own_ranks(self.order, self._size, range(self.num_devices))
-        if replace(c, pipeline=1, data=1, ranks=None) != self.sample or not {*e.ends} <= {*self.ends}:
+        c = e.configuration
+        if replace(c, pipeline=1, data=1, ranks=None, by_replica=False) != self.sample or not {*e.ends} <= {*self.ends}:
             return None
-        row = tuple(at for ranks in c.stage_ranks for at in (every.index(ranks[0]), every.index(ranks[-1]) + 1))
-        if any(every[a:b] != tuple(ranks) for a, b, ranks in zip(row[::2], row[1::2], c.stage_ranks, strict=True)):
+        stages = [sorted(map(self.row.index, ranks)) for ranks in c.stage_ranks]
+        row = tuple(at for own in stages for at in (own[0], own[-1] + 1))
+        if [*row] != sorted(row) or any(own[-1] - own[0] >= len(own) for own in stages):
             return None
         return tuple(self.ends.index(at) for at in e.ends), row
 
     def _layout(self, least: float, cuts: tuple[int, ...], row: _Row) -> Layout:
-        every = [range(a, b) for a, b in zip(row[::2], row[1::2], strict=True)]
-        ranks = tuple(own_ranks(self.order, self._size, own) for own in every)
+        ranks = tuple(tuple(sorted(self.row[a:b])) for a, b in zip(row[::2], row[1::2], strict=True))
         c = replace(self.sample, pipeline=len(ranks), data=len(ranks[0]), ranks=ranks)
         return least + self._outside, c, tuple(self.ends[at] for at in cuts)

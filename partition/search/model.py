@@ -149,7 +149,7 @@ class Model:
         weights, update, small, tied, small_tied = (
             np.maximum(each, 0.0) for each in (weights, update, small, tied, small_tied)
         )
-        return replace(sums, weights=weights, update=update, small=small, apart=tied, small_tied=small_tied)
+        return replace(sums, weights=weights, update=update, small=small, tied=tied, small_tied=small_tied)
 
     def tied_stages(self, ends: Sequence[int]) -> list[tuple[tuple[int, ...], float]]:
         """Stages between these cuts that share weights, ascending, and bytes of these: `Profile.tied`."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, product
+from itertools import product
 
 import numpy as np
 
@@ -229,7 +229,9 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
     every = replace(space, all_layouts=True)
 
     def is_new(c: Configuration) -> bool:
-        return runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices)
+        plain = replace(c, ranks=None)
+        listed = () if c.batch % c.data else (plain, replace(plain, by_replica=True))
+        return runs(c) and (not c.is_equal or c.ranks not in [tuple(map(tuple, each.stage_ranks)) for each in listed])
 
     found = search.run(filter(runs, in_all_orders(space, cluster)), unequal) or search.run(
         filter(runs, in_all_orders(every, cluster)), []
@@ -274,7 +276,8 @@ def norm_seconds(max_grad_norm: float | None, one: Profile, topology: Topology) 
 def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
     """Every configuration, the same with each replica in a row, so that messages stay on its nodes and sums leave
     them, and along other orders of unequal nodes; of many orders the slow ones last."""
-    size = cluster.levels[0].size
+    size, inner = cluster.levels[0].size, cluster.num_devices // cluster.levels[-1].size
+    is_uniform = len(cluster.used_kinds) == 1 and not cluster.node_links
     given = tuple(range(len(cluster.nodes or ())))
     orders = node_orders(cluster)[0]
     if len(orders) > MAX_ORDERS:
@@ -282,9 +285,9 @@ def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuratio
     for configuration in space.configurations():
         yield configuration
         c = configuration
-        if c.num_devices > size and min(c.data, c.pipeline) > 1 and c.sizes is None:
-            of_replica = [[*range(d * c.tensor, (d + 1) * c.tensor)] for d in range(c.data * c.pipeline)]
-            yield replace(c, ranks=tuple(tuple(chain(*of_replica[p :: c.pipeline])) for p in range(c.pipeline)))
+        lies_alike = is_uniform and inner <= c.tensor  # any two groups are as far apart as any others
+        if c.num_devices > size and min(c.data, c.pipeline) > 1 and c.sizes is None and not lies_alike:
+            yield replace(c, by_replica=True)
         for order in orders if configuration.sizes is None else ():
             if order != given:
                 ranks = tuple(own_ranks(order, size, each) for each in configuration.stage_ranks)

@@ -136,7 +136,8 @@ class PlanSearch:
         Arguments:
             every: layouts by order of the nodes, each with the seconds that none of them falls below [s].
         """
-        found, looked = [*found], set[tuple[Configuration, Ends]]()
+        found, looked = [*found], {self.evaluator.likeness(each.configuration, each.ends) for each in found}
+        known = len(looked)
         orders = [order for least, find in every if least < _seconds_of_best(found) for order in find()]
 
         def moves(e: Candidate) -> Iterator[Layout]:
@@ -145,29 +146,29 @@ class PlanSearch:
             yield from sorted(((self.evaluator.least_seconds(c, e.ends), c, e.ends) for c in sliced), key=itemgetter(0))
 
         for most, limit in (_LAYOUTS, math.inf), (4 * _LAYOUTS, 0.0):
-            left = math.inf
+            left, end = math.inf, len(looked) + most
             layouts = merge(*(order.in_order_of_bound(_seconds_of_best(found)) for order in orders), key=itemgetter(0))
-            for number, (least, c, ends) in enumerate(each for each in layouts if is_new(each[1])):
-                if number == most or least >= _seconds_of_best(found) or self._is_late(found):
+            for least, c, ends in (each for each in layouts if is_new(each[1])):
+                if len(looked) == end or least >= _seconds_of_best(found) or self._is_late(found):
                     left = least
                     break
-                if (c, ends) not in looked:
-                    looked.add((c, ends))
+                if (alike := self.evaluator.likeness(c, ends)) not in looked:
+                    looked.add(alike)
                     found += self._simulated(c, {ends: least}, limit or _seconds_of_best(found))
             starts = dict[tuple[int, int], Candidate]()
             for each in sorted(found, key=_sort_key):
                 starts.setdefault((each.configuration.num_stages, len(each.configuration.lengths)), each)
             climbed = [_hill_climb(each, self._better_by_moves(moves, looked)) for each in [*starts.values()][:_STARTS]]
             found += self._with_moved_cuts([each for each in climbed if each not in found], most=1)
-        self._least_left = min(self._least_left, left)
-        self._counts["considered"] += len(looked)
+        self._least_left = min([self._least_left, left, *(order.least_left for order in orders)])
+        self._counts["considered"] += len(looked) - known
         return sorted(found, key=lambda each: float(f"{each.simulated_seconds:.8e}"))
 
     def _is_late(self, found: Sequence[Candidate]) -> bool:
         return bool(found) and self.deadline is not None and time.monotonic() > self.deadline
 
-    def _better_by_moves(self, moves: Moves, looked: set[tuple[Configuration, Ends]]) -> Better:
-        """Better candidates that moves make of one, a few moves in all; those that were `looked` at do not."""
+    def _better_by_moves(self, moves: Moves, looked: set[object]) -> Better:
+        """Better candidates that moves make of one, a few moves in all; those like any that was `looked` at do not."""
         left = iter(range(_MOVES))
 
         def better(start: Candidate) -> Iterator[Candidate]:
@@ -175,10 +176,10 @@ class PlanSearch:
             for least, c, ends in () if self._is_late([start]) else moves(start):
                 if least >= limit:
                     break
-                if (c, ends) not in looked:
+                if (alike := self.evaluator.likeness(c, ends)) not in looked:
                     if next(left, None) is None:
                         break
-                    looked.add((c, ends))
+                    looked.add(alike)
                     yield from self._simulated(c, {ends: least}, limit)
 
         return better

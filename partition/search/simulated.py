@@ -88,11 +88,11 @@ class BuiltSchedules:
             self._known_in_flight[key] = by_place(c, ranks)
         return self._known_in_flight[key]
 
-    def schedule(self, c: Configuration, num_microbatches: int) -> Schedule:
-        """Schedule of one replica, where all are equal; else of all. SizesError where it does not take these sizes."""
+    def schedule(self, c: Configuration, num_microbatches: int, *, is_of_all: bool = False) -> Schedule:
+        """Schedule of one of equal replicas, or `is_of_all`; else of all. SizesError where it lacks these sizes."""
         _check_length(c, num_microbatches)
         chunks = c.num_chunks if c.num_chunks > 1 else None
-        counts = None if c.is_equal else c.counts
+        counts = None if c.is_equal and not is_of_all else c.counts
         key = (c.schedule, c.pipeline, chunks, counts, num_microbatches, len(c.lengths))
         if key not in self._schedules:
             if len(self._schedules) >= _KEPT_SCHEDULES:
@@ -126,8 +126,8 @@ def _check_length(c: Configuration, num_microbatches: int) -> None:
 
 
 def microbatches_of(c: Configuration) -> int:
-    """Microbatches of the schedule that is built: of one replica where all are equal, else of all."""
-    return c.batch // c.counts[0] if c.is_equal else c.batch
+    """Microbatches of the schedule that is built: of the busiest replica where all are equal, else of all."""
+    return -(-c.batch // c.counts[0]) if c.is_equal else c.batch
 
 
 def num_actions(c: Configuration) -> int:
@@ -147,9 +147,12 @@ def simulated_batch(
 ) -> Timeline:
     """Every action of a batch of so many microbatches, whose activations of these stages leave for the host;
     SizesError where its schedule can't be built."""
-    schedule = schedules.schedule(c, num_microbatches)
-    if shares := c.is_equal and isinstance(links.network, PlaceNetwork) and bool(links.network.cards):
-        schedule = replicate(schedule, c.counts[0])
+    shares = c.is_equal and isinstance(links.network, PlaceNetwork) and bool(links.network.cards)
+    if shares and c.batch % c.counts[0]:
+        schedule = schedules.schedule(c, c.batch, is_of_all=True)
+    else:
+        schedule = schedules.schedule(c, num_microbatches)
+        schedule = replicate(schedule, c.counts[0]) if shares else schedule
     if shares or not c.is_equal:
         starts = (0, *accumulate(c.counts))
         links = links.on([range(a, b) for a, b in pairwise(starts)])

@@ -28,6 +28,7 @@ class Configuration:
         microbatch_size: samples in one; 1 where a profile does not say what it ran.
         num_microbatches: of a batch over all replicas, M; None: open, each replica updates with each microbatch.
         ranks: of each of P stages, where these are not D T in a row each (unequal replicas, unequal nodes moved).
+        by_replica: without `ranks`, each replica's P T ranks are in a row, in place of each stage's.
         sizes: T of each of P stages, where these differ, on neighbours in a row; `tensor` is the largest then, and D 1.
         lengths: tokens of each slice of a microbatch; none: it passes whole.
         shares: of each slice, its part of a microbatch's seconds.
@@ -41,6 +42,7 @@ class Configuration:
     microbatch_size: int
     num_microbatches: int | None
     ranks: tuple[tuple[int, ...], ...] | None = None
+    by_replica: bool = False
     sizes: tuple[int, ...] | None = None
     lengths: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
@@ -88,8 +90,13 @@ class Configuration:
 
     @property
     def is_equal(self) -> bool:
-        """True where all stages have D replicas, each with as many microbatches: one is simulated for all."""
-        return len(set(self.counts)) == 1 and self.batch % self.counts[0] == 0
+        """True where all stages have D replicas, of which one is simulated for all: the one with the most microbatches.
+        Where they have different numbers, under a flush alone."""
+        replicas, *others = set(self.counts)
+        if others or self.batch % replicas == 0:
+            return not others
+        known = family(self.schedule)
+        return replicas < self.batch and known.takes_replicas and not known.rule.is_asynchronous
 
     @property
     def batch(self) -> int:
@@ -101,6 +108,10 @@ class Configuration:
         """[P] ranks of each stage of the first chunk: ranges where nothing else was said."""
         if self.ranks is not None:
             return self.ranks
+        if self.by_replica:
+            t, row = self.tensor, self.pipeline * self.tensor
+            firsts = [range(begin, self.data * row, row) for begin in range(0, row, t)]
+            return tuple(own if t == 1 else tuple(at + rank for at in own for rank in range(t)) for own in firsts)
         ends = [*accumulate(size * self.data for size in self.tensors)]
         return tuple(range(end - size * self.data, end) for end, size in zip(ends, self.tensors, strict=True))
 
@@ -109,7 +120,8 @@ class Configuration:
         """The order of configurations that are otherwise equal: the simplest first."""
         counts = () if self.ranks is None else self.counts
         sizes = (self.tensor, self.pipeline, self.num_chunks, -self.microbatch_size)
-        return (self.num_devices, *sizes, self.schedule, counts, self.ranks or (), self.sizes or (), self.lengths)
+        rows = (self.by_replica, self.ranks or ())
+        return (self.num_devices, *sizes, self.schedule, counts, rows, self.sizes or (), self.lengths)
 
     @property
     def label(self) -> str:
@@ -218,15 +230,19 @@ class SearchSpace:
                     yield (one,) * number + (other,) * rest
 
     def _layouts(self, num_microbatches: int, tensor: int) -> Iterator[tuple[int, int]]:
-        """(D, P); without tensor ranks with D a divisor of M, else the dynamic program finds them."""
-        room = self.num_devices // tensor
+        """(D, P); without tensor ranks with D a divisor of M, else the dynamic program finds them. On many devices, of
+        all D that leave the busiest replica as many microbatches, the least and divisors of M."""
+        room, is_large = self.num_devices // tensor, self.num_devices > ALL_SIZES
+        skips_few = is_large and self.pipeline_sizes is None and not self.all_layouts
         for data in range(1, min(num_microbatches, room) + 1) if self.data_sizes is None else self.data_sizes:
             if data > room or (tensor == 1 and num_microbatches % data):
                 continue
             longest = min(room // data, self.max_stages)
             for pipeline in range(1, longest + 1) if self.pipeline_sizes is None else self.pipeline_sizes:
-                few = 8 * data * pipeline < 7 * room and self.num_devices > ALL_SIZES and self.pipeline_sizes is None
-                if pipeline <= longest and (self.all_layouts or not few):
+                few = (7 * room - 1) // (8 * pipeline) if skips_few else 0  # replicas: more than an eighth is idle
+                is_least = data - 1 <= few or -(-num_microbatches // (data - 1)) > -(-num_microbatches // data)
+                is_least |= not is_large or self.data_sizes is not None or num_microbatches % data == 0
+                if pipeline <= longest and data > few and is_least:
                     yield data, pipeline
 
     def _of_layout(self, pipeline: int, data: int, tensor: int, size: int) -> Iterator[Configuration]:

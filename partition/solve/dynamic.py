@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,24 @@ class Ranges:
     taken: Floats
 
 
+class DeviceRow:
+    """Few devices in any order, from the pipeline's first to its last.
+
+    `rings`, `inward`, `outward`: [front, e] seconds a byte of devices front..e-1, numbered from the end: of sums over
+    them, and the least of messages with a stage that has the devices from e on, or the last ones before `front`.
+    """
+
+    def __init__(self, topology: Topology, devices: Sequence[int]) -> None:
+        self.devices, back, size = devices, devices[::-1], len(devices)
+        self.rings, self.inward, self.outward = np.zeros((3, size, size + 1))
+        for a, b in combinations(range(size + 1), 2):
+            self.rings[a, b] = topology.ring(sorted(back[a:b])).seconds_a_byte
+        for a, b, c in combinations(range(size + 1), 3):
+            link = topology.between(sorted(back[b:c]), sorted(back[a:b]), tensor=1).seconds_a_byte
+            self.inward[a, b] = min(self.inward[a, b] or link, link)
+            self.outward[b, c] = min(self.outward[b, c] or link, link)
+
+
 class RangeCosts:
     """The model above for one profile on one cluster.
 
@@ -74,6 +93,7 @@ class RangeCosts:
         beside: of it, what others than tensors take at least (`memory.context_bytes`) [bytes].
         optimizer_ratio: bytes of optimizer state a byte of parameters (2 for Adam).
         action_seconds: that the runtime takes of a rank around each action, messages apart [s].
+        row: the cluster's devices in another order.
     """
 
     def __init__(
@@ -87,6 +107,7 @@ class RangeCosts:
         beside: float = 0.0,
         optimizer_ratio: float = 2.0,
         action_seconds: float = 0.0,
+        row: DeviceRow | None = None,
     ) -> None:
         self.cuts, self.schedule, self.num_microbatches = cuts, schedule, num_microbatches
         self.optimizer_ratio, self.rule = optimizer_ratio, family(schedule).rule
@@ -100,9 +121,10 @@ class RangeCosts:
         self._action, self._busy = action_seconds, min(link.busy for link in topology.links)
         self.seconds_a_byte: Floats = np.array([link.seconds_a_byte for link in topology.links])
         # [first, last] of a range of devices: its slowest one, its smallest one, its slowest network card
+        self.row, back = row, (range(self.num_devices) if row is None else row.devices)[::-1]
         if not self.is_uniform:
-            self._slowness = topology.fastest / _least(topology.speeds[::-1])
-            self._memory = _least(topology.memory_bytes[::-1] - beside)
+            self._slowness = topology.fastest / _least(topology.speeds[list(back)])
+            self._memory = _least(topology.memory_bytes[list(back)] - beside)
         if not topology.has_equal_links:
             self._link_slowness = 1 / _least(topology.link_speeds[::-1])
 
@@ -120,21 +142,29 @@ class RangeCosts:
     def ranges(self, r: Index, e: Index) -> Ranges:
         """Figures that costs depend on, elementwise, for r replicas with e devices to the end."""
         r, e = np.asarray(r), np.asarray(e)
-        front, back, top = e - r, e - 1, self.num_devices - 1
+        front, back = e - r, e - 1
         share = busiest_share(self.num_microbatches, r)
         slow_links = np.ones(()) if self.topology.has_equal_links else self._link_slowness[front, back]
-        sent = self.per_byte(np.maximum(front - 1, 0), back)
+        row = self.row
+        ring = self.topology.ring_of_ranges(front, back, slow_links) if row is None else row.rings[front, e]
+        sent = self.per_byte(np.maximum(front - 1, 0), back) if row is None else row.outward[front, e]
         updates = r if self.num_microbatches is None else self.num_microbatches
         return Ranges(
             replicas=r,
             in_flight=self.in_flight(r, e),
             share=share if self.is_uniform else share * self._slowness[front, back],
             limit=np.asarray(self.limit) if self.is_uniform else self._memory[front, back],
-            ring=self.topology.ring_of_ranges(front, back, slow_links) / updates,
-            inward=self.per_byte(front, np.minimum(e, top)) / r,
+            ring=ring / updates,
+            inward=self.inward(front, e) / r,
             outward=sent / r,
             taken=sent / np.maximum(front, 1),
         )
+
+    def inward(self, front: Index, begin: Index) -> Floats:
+        """[s/byte] to a stage with devices from `front` on, numbered from the end, from one with those from `begin`."""
+        if self.row is not None:
+            return np.asarray(self.row.inward[front, begin])
+        return self.per_byte(front, np.minimum(begin, self.num_devices - 1))
 
     def per_byte(self, first: Index, last: Index) -> Floats:
         """[s/byte] over the slowest link among devices `first`..`last`, numbered from the end of the pipeline; slow

@@ -1,5 +1,7 @@
 """Orders of unequal nodes along the pipeline: each changes which devices the first and the last stages run on.
 
+Of few devices, all orders that differ: a stage may have devices of several nodes, and leave some of theirs to others.
+
 Nodes of one kind are exchangeable, so n nodes of which n_k are of kind k have n! / (n_1! n_2! ..) different orders; all
 are returned up to MAX_ORDERS (`node_orders`).
 """
@@ -8,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
 
 from ..cluster import Cluster
 
@@ -50,8 +54,7 @@ def node_orders(cluster: Cluster) -> tuple[list[tuple[int, ...]], str | None]:
     >>> node_orders(Cluster.from_levels([(8, 1e9), (3, 1e9)]))
     ([(0, 1, 2)], None)
     """
-    apart = {node for src, dst, *_ in cluster.node_links for node in (src, dst)}
-    names = tuple((name, at if at in apart else -1) for at, name in enumerate(cluster.nodes or ()))
+    names = _node_kinds(cluster)
     given = tuple(range(len(names)))
     counts = Counter(names)
     if len(counts) == 1:
@@ -64,6 +67,41 @@ def node_orders(cluster: Cluster) -> tuple[list[tuple[int, ...]], str | None]:
     slow_first = tuple(sorted(given, key=lambda at: speeds[names[at][0]]))
     tried = list(dict.fromkeys([given, slow_first, slow_first[::-1]]))
     return tried, f"unequal nodes: {len(tried)} of their many orders were tried"
+
+
+def device_orders(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
+    """Every order of the devices, one of those that differ in an exchange of equal groups; none where there are more
+    than `most`.
+
+    >>> device_orders(Cluster.from_levels([(2, 1e9), (2, 1e8)]), 3)
+    [(0, 1, 2, 3), (0, 2, 1, 3), (0, 2, 3, 1)]
+    """
+    sizes = [1, *accumulate((level.size for level in cluster.levels), mul)]
+    kinds = [kind for kind in _node_kinds(cluster) for _ in range(sizes[1])]
+    if any(level.devices_per_card not in (None, *sizes) for level in cluster.levels):
+        return []  # devices of a node are not equal
+
+    def is_first(device: int, taken: Collection[int]) -> bool:
+        """Whether each of its groups was begun, or is the first of its equals that were not."""
+        for size, outer in pairwise(sizes):
+            group, begun = device // size, {other // size for other in taken}
+            own, before = kinds[group * size :][:size], range(device // outer * outer // size, group)
+            equals = {other for other in before if kinds[other * size :][:size] == own}
+            if group not in begun and not equals <= begun:
+                return False
+        return True
+
+    orders: list[tuple[int, ...]] = [()]
+    for _ in kinds:
+        orders = [(*o, at) for o in orders for at in range(len(kinds)) if at not in o and is_first(at, o)]
+        if len(orders) > most:
+            return []
+    return orders
+
+
+def _node_kinds(cluster: Cluster) -> tuple[_Kind, ...]:
+    apart = {node for src, dst, *_ in cluster.node_links for node in (src, dst)}
+    return tuple((name, at if at in apart else -1) for at, name in enumerate(cluster.nodes or ()))
 
 
 def _arrangements(counts: Counter[_Kind]) -> Iterator[tuple[_Kind, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from functools import cache
 from itertools import combinations, pairwise, product
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +138,105 @@ def test_no_cut_with_any_replicas_is_faster(way: str, seed: int) -> None:
         given = evaluate(profile, cluster, stages, num_microbatches=M).simulated_step_time
         assert given is not None
         assert best.simulated_step_time <= given * 1.005, stages
+
+
+def placed_problem(seed: int, levels: tuple[int, ...], more: str) -> tuple[Profile, Cluster, int, dict[str, Any]]:
+    """Nodes of which one device has not all: of four, most hold two or three."""
+    rng = random.Random(seed)
+    nodes = [
+        Node(
+            name=f"n{i}",
+            forward_seconds=rng.uniform(0.5, 1.5),
+            backward_seconds=rng.uniform(1, 3),
+            activation_bytes=rng.choice([0.1, 1, 3]) * rng.random(),
+            parameter_bytes=rng.choice([0.1, 1]) * rng.random(),
+            buffer_bytes=10,
+            stash_bytes=0.0 if more == "none" else 6 * rng.random(),
+            update_seconds=0.0 if more == "none" else 0.3 * rng.random(),
+        )
+        for i in range(rng.randint(2, 4))
+    ]
+    fast = rng.choice([1.0, 3.0, 10.0])
+    slow = fast / rng.choice([4, 20, 100])
+    cluster = Cluster.from_levels([(levels[0], fast), *((size, slow) for size in levels[1:])])
+    limit = 10 * len(nodes) * rng.choice([0.6, 0.8]) + 20
+    kinds = ("none", "full") if more == "all" else ("none",)
+    options = {"recompute": kinds, "optimizer_sharding": kinds, "memory_limit": limit, "schedules": ("1f1b",)}
+    return Profile(nodes=tuple(nodes), microbatch_size=1), cluster, rng.choice([2, 4, 6, 8]), options
+
+
+@cache
+def placements(levels: tuple[int, ...], num_stages: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Every way to give stages ranks, one of those that differ in an exchange of equal groups of ranks."""
+    found: dict[Any, tuple[tuple[int, ...], ...]] = {}
+    for of_rank in product(range(-1, num_stages), repeat=math.prod(levels)):
+        groups: list[Any] = list(of_rank)
+        for size in levels:
+            groups = [tuple(sorted(groups[at : at + size])) for at in range(0, len(groups), size)]
+        ranks = tuple(tuple(r for r, own in enumerate(of_rank) if own == s) for s in range(num_stages))
+        if all(ranks):
+            found.setdefault(groups[0], ranks)
+    return list(found.values())
+
+
+def every_placement(
+    profile: Profile, levels: tuple[int, ...], M: int, kinds: tuple[str, ...]
+) -> Iterator[list[GivenStage]]:
+    names = [node.name for node in profile.nodes]
+    for S in range(1, len(names) + 1):
+        for inner, ranks in product(combinations(range(1, len(names)), S - 1), placements(levels, S)):
+            treatments = [
+                [(again, shards) for again in kinds for shards in ({1, len(own)} if len(kinds) > 1 else {1})]
+                for own in ranks
+            ]
+            for chosen in product(*treatments) if max(map(len, ranks)) <= M else ():
+                yield [
+                    GivenStage(names[i:j], own, recompute=again, optimizer_shards=shards)
+                    for (i, j), own, (again, shards) in zip(
+                        pairwise((0, *inner, len(names))), ranks, chosen, strict=True
+                    )
+                ]
+
+
+def test_a_large_message_stays_on_a_node_between_small_ones_that_leave_it() -> None:
+    """Ranks 0 to 3 in any row of their own, or of replicas', send it over the slow link, or two messages of three."""
+    sizes = {"forward_seconds": 1, "backward_seconds": 2, "buffer_bytes": 25e9}
+    across = {"a": 1e8, "b": 2e9, "c": 1e8, "d": 0.0}
+    nodes = [Node(name=n, **sizes, activation_bytes=num_bytes) for n, num_bytes in across.items()]
+    profile, cluster = Profile(nodes=nodes, microbatch_size=1), Cluster.parse("2x2:nvlink=100GB/s,net=1GB/s:48GB")
+    found = plan(profile, cluster, global_batch=8, schedules=("1f1b",))
+    assert [stage.ranks for stage in found.stages] == [(0,), (2,), (3,), (1,)]
+    in_a_row = [GivenStage([n], [rank]) for rank, n in enumerate("abcd")]
+    given = evaluate(profile, cluster, in_a_row, num_microbatches=8).simulated_step_time
+    assert given is not None
+    assert found.simulated_step_time is not None
+    assert found.simulated_step_time * 1.4 < given
+    assert "stages on ranks that are not neighbours, but for" in " ".join(found.explain().split())
+
+
+PLACED = [
+    *(((2, 2), "none", seed) for seed in range(60)),
+    *(((2, 2), "all", seed) for seed in range(4)),
+    *(((3, 2), "stash", seed) for seed in range(4)),
+    *(((2, 3), "none", seed) for seed in range(4)),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("levels", "more", "seed"), PLACED)
+def test_no_placement_of_any_cut_is_faster(levels: tuple[int, ...], more: str, seed: int) -> None:
+    """Nor below what the search says of those that it did not simulate."""
+    profile, cluster, M, options = placed_problem(seed, levels, more)
+    best = plan(profile, cluster, global_batch=M, **options)
+    assert best.simulated_step_time is not None
+    assert best.searched is not None
+    promised = min(best.simulated_step_time, best.searched.least_left or math.inf)
+    for stages in every_placement(profile, levels, M, options["recompute"]):
+        given = evaluate(profile, cluster, stages, num_microbatches=M)
+        if given.simulated_step_time is None or max(given.memory_bytes.values()) > options["memory_limit"]:
+            continue
+        assert best.simulated_step_time <= given.simulated_step_time * 1.005, stages
+        assert max(promised, best.searched.least) <= given.simulated_step_time * (1 + 1e-9), stages
 
 
 @pytest.mark.thorough

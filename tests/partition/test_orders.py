@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import Topology, node_orders
+from support.inside import Topology, device_orders, node_orders
 from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, plan
@@ -121,3 +122,24 @@ def test_best_of_all_orders_of_slow_links(profile: Profile, links: list[float]) 
     best = min(least_bottleneck(profile, cluster(order), links=order) for order in set(permutations(links)))
     plan = partition(profile, cluster(tuple(links)))
     assert plan.predicted_step_time == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 3), (2, 2, 2)])
+def test_every_order_of_devices_is_one_of_these_but_for_an_exchange_of_equal_groups(sizes: tuple[int, ...]) -> None:
+    """Of n! orders, as many as there are ways to exchange devices of a node, nodes of a group and so on are alike."""
+    cluster = Cluster.from_levels([(size, 1.0) for size in sizes])
+    exchanges, groups = 1, cluster.num_devices
+    for size in sizes:
+        groups //= size
+        exchanges *= math.factorial(size) ** groups
+    orders = device_orders(cluster, 1000)
+    assert len({*orders}) == len(orders) == math.factorial(cluster.num_devices) // exchanges
+    assert {tuple(sorted(order)) for order in orders} == {tuple(range(cluster.num_devices))}
+    assert device_orders(cluster, len(orders) - 1) == []
+
+
+def test_nodes_of_several_kinds_are_not_exchanged_and_shared_cards_neither() -> None:
+    cluster = cluster_of((1.0, 2.0))
+    assert len(device_orders(cluster, 1000)) == 2 * len(device_orders(cluster_of((1.0, 1.0)), 1000))
+    level = Level(name="net", size=2, bandwidth=1.0, devices_per_card=2)
+    assert device_orders(Cluster(levels=(Level(name="in", size=4, bandwidth=9.0), level)), 1000) == []

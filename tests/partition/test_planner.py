@@ -9,12 +9,20 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from support.inside import Configuration, DeviceModel, Topology, Transformer, TransformerSource
+from support.inside import (
+    Configuration,
+    DeviceModel,
+    SearchSpace,
+    Topology,
+    Transformer,
+    TransformerSource,
+    in_all_orders,
+)
 
 from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, partition, plan
 from stagewright.schedules import Costs, Op, build, simulate
 
-from .small import chain
+from .small import chain, configuration
 
 FOUR = Cluster.from_levels([(4, 1e9)])
 
@@ -304,6 +312,36 @@ def test_bounds_leave_most_configurations_uncut() -> None:
     assert (
         found.searched.simulated <= 11
     )  # 9 with a head of its own: bounds of cuts know the sum of tied weights, those before not
+
+
+def test_configurations_of_ten_thousand_devices_are_few_and_list_no_ranks() -> None:
+    """Each with its ranks took 417 seconds, and most had numbers of replicas that do not divide the microbatches: where
+    the busiest replica has as many of these, fewer replicas are as fast."""
+    cluster, M = Cluster.parse("1249x8:nvlink=300GB/s,infiniband=25GB/s"), 6000
+    sizes: dict[str, Any] = {"microbatch_sizes": (1,), "tensor_sizes": (1, 8), "max_stages": 97}
+    schedules: Any = [("1f1b", (1,))]
+    space = SearchSpace(num_devices=cluster.num_devices, global_batch=M, schedules=schedules, **sizes)
+    every = list(in_all_orders(space, cluster))
+    assert {c.ranks for c in every} == {None}
+    assert {c.tensor for c in every if c.by_replica} == {1}  # nodes of eight are as far apart as any
+    assert len(every) < 1500
+    looked_at: dict[int, list[int]] = {}
+    for c in every:
+        looked_at.setdefault(c.pipeline if c.tensor == 8 else 0, []).append(c.data)
+    for pipeline in range(1, 98):
+        for data in range(-(-7 * 1249 // (8 * pipeline)), 1249 // pipeline + 1):
+            assert min(-(-M // each) for each in looked_at[pipeline]) <= -(-M // data)
+            assert any(-(-M // each) <= -(-M // data) and each <= data for each in looked_at[pipeline]), (
+                pipeline,
+                data,
+            )
+
+
+def test_replicas_in_a_row_have_the_ranks_that_stages_lack() -> None:
+    for tensor in (1, 2):
+        c = configuration(pipeline=3, data=2, tensor=tensor, by_replica=True)
+        stages = [[*ranks] for ranks in c.stage_ranks]
+        assert stages == [[d * 3 * tensor + p * tensor + t for d in (0, 1) for t in range(tensor)] for p in range(3)]
 
 
 def test_tensor_groups_on_two_nodes_pay_for_the_link_between_them() -> None:

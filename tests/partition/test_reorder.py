@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.inside import PlanRecord, _costs, one_pipeline, reorder
+from support.inside import PlanRecord, costs_of_orders, one_pipeline, reorder
 from support.inside import simulated_simulated as simulated
 
 from stagewright.partition import Cluster, Node, Plan, PlanStage, Profile, plan
@@ -106,7 +106,7 @@ def test_the_search_waits_for_sums_of_tied_weights() -> None:
         num_microbatches=4,
     )
     alone = replace(plan, costs=replace(plan.costs, tied=()))
-    costs, schedule = _costs(plan), one_pipeline(plan, num_microbatches=4)
+    costs, schedule = costs_of_orders(plan), one_pipeline(plan, num_microbatches=4)
     assert list(costs.update) == [5.0 + 0.75, 0.5, 0.75]  # type: ignore[arg-type]
     assert simulate(schedule, costs).batch_seconds == simulated(plan).timeline.batch_seconds
     assert simulated(plan).timeline.batch_seconds == simulated(alone).timeline.batch_seconds + 5.5

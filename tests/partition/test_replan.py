@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from support.inside import Replanner, Size, fitted, peak_held, planned_for, stage_laws
 
@@ -65,6 +68,13 @@ def test_laws_are_what_was_measured_and_go_on_beyond() -> None:
 
 def peaks(schedule: Schedule, held: list[list[float]]) -> list[float]:
     return [peak_held(program, held) for program in schedule.programs]
+
+
+def test_the_step_of_a_batch_ends_with_the_norm_and_sums_of_tied_weights_as_that_of_the_plan() -> None:
+    sums: dict[str, Any] = {"norm": 0.25, "tied": (((0, 1), 0.5),), "update": (0.0, 1.0)}
+    plans = [replace(found, costs=replace(found.costs, **more)) for found in [planned()] for more in ({}, sums)]
+    alone, whole = (Replanner(each, PROFILES, cold=1).find([Size(1, 400)] * M) for each in plans)
+    assert whole.fixed_value == pytest.approx((alone.fixed_value or 0.0) + 0.25 + 0.5 + 1.0)
 
 
 @pytest.mark.thorough

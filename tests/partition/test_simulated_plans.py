@@ -11,7 +11,7 @@ import pytest
 from support.inside import SimulatedPlan, exhibit_of_plan, sampled
 from support.inside import simulated_simulated as simulated
 
-from stagewright.partition import Cluster, Node, Plan, Profile, partition, plan
+from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, partition, plan
 from stagewright.schedules import simulate
 
 SLOW = Cluster.parse("4:net=10B/s@0.25s")
@@ -86,6 +86,20 @@ def test_unequal_replicas(schedule: str, cluster: str, M: int, replicas: tuple[i
     found = partition(HEAVY_END, Cluster.parse(cluster), schedule=schedule, num_microbatches=M)
     assert found.replicas == replicas
     assert read_again(found).timeline.batch_seconds == found.simulated_step_time
+
+
+@pytest.mark.parametrize(("M", "cards"), [(7, None), (4, 3), (200, None)])
+def test_equal_replicas_of_which_some_have_a_microbatch_more(M: int, cards: int | None) -> None:
+    """Of three the planner simulated the one with the most, or, where they share cards, all."""
+    fast, slow = Cluster.parse("2x3:nvlink=100B/s,net=10B/s@0.25s").levels
+    cluster = Cluster(levels=(fast, replace(slow, devices_per_card=cards)))
+    names = [node.name for node in NODES]
+    stages = [GivenStage(names[:5], range(3)), GivenStage(names[5:], range(3, 6))]
+    found = evaluate(Profile(nodes=NODES, microbatch_size=1), cluster, stages, num_microbatches=M)
+    whole = read_again(found).timeline
+    assert len(whole.schedule.programs) == 6
+    assert whole.batch_seconds == pytest.approx(found.simulated_step_time, rel=1e-12)
+    assert whole.bubble == pytest.approx(found.simulated_bubble, rel=1e-9)
 
 
 def test_updates_that_wait_for_sums_are_deferred_as_in_the_plan() -> None:
