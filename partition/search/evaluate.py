@@ -163,7 +163,9 @@ class PlanEvaluator:
         """Sums of each stage with the tensor size of its place."""
         sizes = [c.tensors[p] for p in c.positions]
         found = {size: self.model(c, size).stages(ends, c.positions) for size in {*sizes}}
-        return found[sizes[0]] if len(found) == 1 else mixed([found[size] for size in sizes])
+        sums = found[sizes[0]] if len(found) == 1 else mixed([found[size] for size in sizes])
+        is_ahead = sums.gathers_ahead and not family(c.schedule).rule.is_asynchronous
+        return sums if is_ahead == sums.gathers_ahead else replace(sums, gathers_ahead=is_ahead)
 
     def _norm_seconds(self, schedule: str) -> float | None:
         """Seconds of the global norm, for which ranks wait under a flush alone [s]."""
@@ -329,7 +331,7 @@ class PlanEvaluator:
             action=model.profile.action_seconds,
         )
         if may_shard:  # or not divided, where that is faster
-            whole = round_seconds(sums, [place.rings[p] for p in positions])
+            whole = round_seconds(sums, [place.rings[p] for p in positions], ratio=sums.gradient_ratio)
             seconds = replace(seconds, ring=np.minimum(seconds.around, whole), gather=np.zeros_like(whole))
         again = np.zeros(c.pipeline)
         if flights is not None:
@@ -416,9 +418,9 @@ class PlanEvaluator:
 
     def _ties(self, c: Configuration, ends: Ends) -> Ties:
         """(stages, seconds) of sums over all ranks of stages on several places that hold the same weights."""
-        together: dict[tuple[int, ...], float] = {}
-        for stages, shared in self.model(c).tied_stages(ends):
-            together[stages] = together.get(stages, 0.0) + shared
+        model, together = self.model(c), dict[tuple[int, ...], float]()
+        for stages, shared in model.tied_stages(ends):
+            together[stages] = together.get(stages, 0.0) + shared * model.profile.gradient_ratio
         seconds = {stages: self._sum(c, stages).seconds(shared) for stages, shared in together.items() if shared > 0}
         return tuple(each for each in seconds.items() if each[1] > 0)
 
