@@ -2,6 +2,7 @@
 
 from .device_model import DeviceModel
 from .layers import TransformerSource, transformer_profile
+from .runtime import MEGATRON_CORE, Runtime
 from .transformer import Transformer
 
-__all__ = ["DeviceModel", "Transformer", "TransformerSource", "transformer_profile"]
+__all__ = ["MEGATRON_CORE", "DeviceModel", "Runtime", "Transformer", "TransformerSource", "transformer_profile"]

@@ -86,6 +86,7 @@ _NAMES = {
     "partition.analytic.fit": "MeasuredSum MeasuredTraining SHOWN estimated fit_device fit_measured fit_sums "
     "read_trainings",
     "partition.analytic.layers": "LAYER_KERNELS TransformerSource transformer_profile",
+    "partition.analytic.runtime": "MEGATRON_CORE PLAIN Runtime",
     "partition.analytic.transformer": "Head Split Transformer",
     "partition.model.copies": "Copies",
     "partition.model.chain": "given_stages",
