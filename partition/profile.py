@@ -135,6 +135,9 @@ class Profile:
         context: of the tensor ranks, groups that hold the same weights, each with a part of the sequence.
         expert: such groups, of all replicas in a row, that have different experts.
         optimizer_ratio: bytes of optimizer state a byte of parameters; None when not measured.
+        gradient_ratio: bytes of gradients that replicas sum a byte of parameters.
+        gather_ratio: bytes of updated parameters that are gathered, where the optimizer is divided, a byte of them.
+        gathers_ahead: whether they are gathered before the next forwards, one stage ahead, in place of after the step.
         step_seconds: F + B of the whole model, measured at once [s]; None when not measured.
         step_spread: of its samples, relative.
         slowdown: how many times that long the whole took on average, along with what else ran on the machine; the
@@ -172,6 +175,9 @@ class Profile:
     context: int = 1
     expert: int = 1
     optimizer_ratio: float | None = None
+    gradient_ratio: float = 1.0
+    gather_ratio: float = 1.0
+    gathers_ahead: bool = False
     step_seconds: float | None = None
     step_spread: float = 0.0
     slowdown: float = 1.0
@@ -193,7 +199,7 @@ class Profile:
         for name in ("microbatch_size", "tensor", "context", "expert", "sequence_tokens"):
             if getattr(self, name) is not None:
                 count(name, getattr(self, name))
-        check_figures(self, positive=("step_seconds", "slowdown"))
+        check_figures(self, positive=("step_seconds", "slowdown", "gradient_ratio", "gather_ratio"))
         if self.pair_share + self.slice_share > 1 + 1e-9:
             fail("pair_share + slice_share", self.pair_share + self.slice_share, "at most 1")
         nodes = tuple(self.nodes)

@@ -11,9 +11,11 @@ Seconds of a stage on its ranks, of one microbatch:
 and of one update:
 
     ring      gradients summed over the D replicas (`Topology.ring`), a sum for each bucket in which they travel;
-              where the optimizer's state is divided, each rank gets the sums of its share alone (`Topology.exchange`)
+              where the optimizer's state is divided, each rank gets the sums of its share alone (`Topology.exchange`);
+              `gradient_ratio` bytes for a byte of weights
     step      the optimizer's step, a share of it where its state is divided
-    gather    there another exchange after the step, with which the updated weights go round
+    gather    there another exchange after the step, with which the updated weights go round, `gather_ratio` bytes each;
+              or before the forwards that need them, one stage ahead (`gathers_ahead`)
     busy      the busy share of both: for so long they keep their ranks from computing
 
 A stage has two lanes, which overlap. Its pace is that of the slower one, a microbatch:
@@ -47,13 +49,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from ..schedules.messages import ALONE_BYTES, BUCKET_BYTES
+from ..schedules.messages import BUCKET_BYTES
 from ..schedules.timing.costs import Costs, Ties
 from ..schedules.timing.links import ON_CARD, AllReduce, Link, Links, PlaceNetwork
 from .topology import Floats, Indices, TransferTime
@@ -107,9 +109,11 @@ class StageSums:
         before, after: of tensors that cross the cuts before and after the stage [bytes].
         workspace: of the node that needs most while it runs [bytes].
         largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
+        alone: parameters whose gradients travel alone, those aside that stages on other ranks hold, too.
         tied, small_tied: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
         experts: of the weights, those that fewer replicas sum [bytes].
+        gradient_ratio, gather_ratio, gathers_ahead: of the profile, of all stages.
         by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
         by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others.
     """
@@ -129,9 +133,13 @@ class StageSums:
     by_count: Callable[[int, str], Recomputed] | None = None
     input_grad: Floats = field(default_factory=lambda: np.zeros(1))
     weight_grad: Floats = field(default_factory=lambda: np.zeros(1))
+    alone: Floats = field(default_factory=lambda: np.zeros(1))
     tied: Floats = field(default_factory=lambda: np.zeros(1))
     small_tied: Floats = field(default_factory=lambda: np.zeros(1))
     experts: Floats = field(default_factory=lambda: np.zeros(1))
+    gradient_ratio: float = 1.0
+    gather_ratio: float = 1.0
+    gathers_ahead: bool = False
     _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -143,6 +151,11 @@ class StageSums:
         """Weights whose gradients replicas of the stage alone sum [bytes]."""
         own = self.weights - self.tied - self.experts
         return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
+
+    @property
+    def least_round(self) -> Floats:
+        """Bytes that go round the replicas once and back for these, whether the optimizer's state is divided or not."""
+        return self.summed * min(self.gradient_ratio, (self.gradient_ratio + self.gather_ratio) / 2)
 
     def counts(self, stage: int, kind: str = "layer") -> Recomputed:
         """[n + 1] of one stage, of which none to all n nodes that run again do so, the first ones first."""
@@ -188,6 +201,9 @@ def stages_from(parts: Sequence[StageSums]) -> StageSums:
         **{name: chosen(getattr(part, name) for part in parts) for name in figures},
         by_node=lambda name: Recomputed(*map(chosen, zip(*(part.under(name) for part in parts), strict=True))),
         by_count=lambda stage, kind: parts[stage].counts(stage, kind),
+        gradient_ratio=parts[0].gradient_ratio,
+        gather_ratio=parts[0].gather_ratio,
+        gathers_ahead=parts[0].gathers_ahead,
     )
 
 
@@ -196,7 +212,8 @@ class StageSeconds:
     """[S] seconds of each stage: of a microbatch (F, B, message to the next stage or back, the faster one, all that it
     sends; I and W as `halves` under a schedule that has them), of the runtime around each action, and besides for the
     messages of an F or a B, of an update (sum of gradients, optimizer's step, updated weights gathered); and the share
-    of those sums and gathers for which their ranks can't compute (0 to 1).
+    of those sums and gathers for which their ranks can't compute (0 to 1); and whether weights are gathered before the
+    next forwards, in place of after the step.
 
     `work` counts two actions a microbatch, where a schedule that splits the backward may have three.
     """
@@ -211,12 +228,18 @@ class StageSeconds:
     sum_busy: Floats
     overhead: Floats
     message_overhead: Floats
+    gathers_ahead: bool = False
     halves: tuple[Floats, Floats] | None = None
 
     @property
     def collectives(self) -> Floats:
         """[S] all that goes round the replicas for an update."""
         return self.ring + self.gather
+
+    @property
+    def after(self) -> Floats:
+        """[S] of those, what comes after the last backward."""
+        return self.ring if self.gathers_ahead else self.collectives
 
     @property
     def busy_in_collectives(self) -> Floats:
@@ -265,7 +288,7 @@ class StageSeconds:
             ),
             activation_bytes=message_bytes[:-1].tolist(),
             sums=tuple(
-                AllReduce(stage=s, seconds=ring, gather=gather, ways=None)
+                AllReduce(stage=s, seconds=ring, gather=gather, ways=None, unshards=self.gathers_ahead)
                 for s, (ring, gather) in enumerate(rounds)
                 if ring > 0
             ),
@@ -316,20 +339,23 @@ def pace(*, work: Floats, links: Floats) -> Floats:
     return np.maximum(work, links)
 
 
-def num_buckets(weights: Floats, *, small: Floats, largest: Floats) -> Indices:
-    """Buckets in which gradients travel, at least 1: common ones of small parameters, and one for each large one, of
-    which there are at least as many as if all were as large as the largest; 1 where that is not known. Bytes,
-    elementwise."""
-    large = np.ceil(np.maximum(weights - small, 0.0) / np.maximum(largest, ALONE_BYTES) - 1e-9)
-    found = np.where(largest > 0, large + np.ceil(small / BUCKET_BYTES), 1)
+def num_buckets(sums: StageSums) -> Indices:
+    """Buckets in which gradients travel, at least 1: common ones of small parameters, and one for each large one; 1
+    where parameters are not known."""
+    small = np.maximum(sums.small - sums.small_tied, 0.0)
+    found = np.where(sums.largest > 0, sums.alone + np.ceil(small / BUCKET_BYTES), 1)
     return np.asarray(np.maximum(found, 1), dtype=np.intp)
 
 
-def collective_seconds(sums: StageSums, links: Sequence[TransferTime]) -> Floats:
-    """[S] seconds of all that stages hold alone, once round their replicas in as many buckets as gradients have."""
-    numbers = num_buckets(sums.summed, small=np.maximum(sums.small - sums.small_tied, 0.0), largest=sums.largest)
-    every = zip(links, sums.summed.tolist(), numbers.tolist(), strict=True)
-    return np.array([link.seconds(weights, number=number) if weights > 0 else 0.0 for link, weights, number in every])
+def collective_seconds(sums: StageSums, links: Sequence[TransferTime], *, ratio: float) -> Floats:
+    """[S] seconds of all that stages hold alone, `ratio` bytes for a byte of weights, once round their replicas in as
+    many buckets as gradients have: one after the other, as NCCL has them, or as many at once as the transport takes."""
+    every = zip(links, sums.summed.tolist(), num_buckets(sums).tolist(), strict=True)
+    found = [
+        replace(link, at_once=link.at_once or 1).seconds(ratio * own, number=number) if own > 0 else 0.0
+        for link, own, number in every
+    ]
+    return np.array(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,11 +405,16 @@ def stage_seconds(
     """
     outward, speeds = place.outward, np.asarray(place.speeds)[list(positions)]
     links_in, links_out = (np.array([x.seconds_a_byte for x in links]) for links in (place.inward, outward))
-    whole, parts = (collective_seconds(sums, [links[p] for p in positions]) for links in (place.rings, place.exchanges))
-    if place.expert_rings:
-        held = zip((place.expert_rings[p] for p in positions), sums.experts.tolist(), strict=True)
-        experts = np.array([ring.seconds(each) if each else 0.0 for ring, each in held])
-        whole, parts = whole + experts, parts + experts
+
+    def collectives(links: Sequence[TransferTime], ratio: float) -> Floats:
+        found = collective_seconds(sums, [links[p] for p in positions], ratio=ratio)
+        if place.expert_rings:
+            held = zip((place.expert_rings[p] for p in positions), sums.experts.tolist(), strict=True)
+            found = found + [ring.seconds(ratio * each) if each else 0.0 for ring, each in held]
+        return found
+
+    whole, parts = (collectives(links, sums.gradient_ratio) for links in (place.rings, place.exchanges))
+    gather = collectives(place.exchanges, sums.gather_ratio)
     sent_in, sent_out = sums.before * links_in, sums.after * links_out
     message, back = (
         np.array([link.latency for link in links]) + sent
@@ -406,7 +437,8 @@ def stage_seconds(
         sending=sent_in + sent_out,
         ring=np.where(divided > 1, parts, whole),
         step=sums.update / speeds / divided,
-        gather=np.where(divided > 1, parts, 0.0),
+        gather=np.where(divided > 1, gather, 0.0),
+        gathers_ahead=sums.gathers_ahead,
         sum_busy=np.array([place.rings[p].busy_share for p in positions]),
         overhead=np.full(len(outward), action),
         message_overhead=np.array(message_overheads([link.busy for link in outward[:-1]])),

@@ -4,11 +4,14 @@ constants to measured steps."""
 from .calibration import Calibration, Scales, calibrate
 from .device_model import DeviceModel
 from .layers import TransformerSource, transformer_profile
+from .runtime import MEGATRON_CORE, Runtime
 from .transformer import Transformer
 
 __all__ = [
+    "MEGATRON_CORE",
     "Calibration",
     "DeviceModel",
+    "Runtime",
     "Scales",
     "Transformer",
     "TransformerSource",

@@ -2,8 +2,10 @@
 
     matrix products   FLOPs / (peak_flops * efficiency(o))
                       efficiency(o) = matrix_efficiency o / (o + wave_outputs / 2)
+                      in 8 and 4 bits of fp8_flops and fp4_flops, times fp8_efficiency and fp4_efficiency
     all other layers  bytes read and written / (memory_bandwidth * memory_efficiency)
-    the host          kernels * kernel_seconds, where that is longer than what the device takes
+    the host          kernels * kernel_seconds, where that is longer than what the device takes; action_seconds around
+                      each F, B, I and W (`stage_cost`): the schedule's own code, and the start of its messages
     tensor sums       hop_seconds for each of the 2 (n-1) messages of a ring, besides their bytes over what is reached
                       of the links: bandwidth * link_efficiency within a node, as below between nodes
     other nodes       bandwidth * network_efficiency; times partial_efficiency where several, but not all devices of a
@@ -22,12 +24,14 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from ..cluster import Cluster, Level
 from ..strict import check_figures, fail, parse_object, read_text
 
 _JSON_VERSION = 1
 TILE = 64 * 128  # outputs that a multiprocessor makes at once, where a product has few: larger tiles need more of them
+LARGE_TILE = 128 * 256
 NVLINK_EFFICIENCY = 0.76  # NCCL's sums over 8 A100: 229 of 300 GB/s (vTrain's measurements)
 
 
@@ -42,6 +46,7 @@ CONSTANTS = (
     "partial_efficiency",
 )
 _SHEET = ("peak_flops", "memory_bandwidth", "memory_bytes", "link_bandwidth")
+_POSITIVE = (*_SHEET, "fp8_flops", "fp4_flops", "fp8_efficiency", "fp4_efficiency")
 _MAY_BE_ZERO = ("wave_outputs", "kernel_seconds", "hop_seconds")
 
 
@@ -52,7 +57,7 @@ class DeviceModel:
     Arguments:
         name: becomes the profile's device.
         peak_flops: of dense 16-bit matrix products [FLOP/s].
-        fp8_flops: of those in 8 bits; None: it has none [FLOP/s].
+        fp8_flops, fp4_flops: of those in 8 and 4 bits; None: it has none [FLOP/s].
         memory_bandwidth: reading and writing together [bytes/s].
         memory_bytes: of the device [bytes].
         link_bandwidth: to its neighbours in the node, each direction [bytes/s]; a Cluster says it better.
@@ -65,6 +70,8 @@ class DeviceModel:
             in addition to its bytes: start, and the wait for a slower neighbour [s].
         network_efficiency: the part of the network's bandwidth that messages and sums between nodes reach (0 to 1).
         partial_efficiency: of that, the part that sums reach of which a node has several devices, but not all (0 to 1).
+        fp8_efficiency, fp4_efficiency: of products in 8 and 4 bits, over that of those in 16.
+        action_seconds: of the runtime around each F, B, I and W, besides its kernels and messages [s].
 
     Raises ValueError for a figure that is no finite number above 0 or an efficiency above 1.
 
@@ -86,6 +93,10 @@ class DeviceModel:
     network_efficiency: float = 1.0
     partial_efficiency: float = 1.0
     fp8_flops: float | None = None
+    fp4_flops: float | None = None
+    fp8_efficiency: float = 1.0
+    fp4_efficiency: float = 1.0
+    action_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -94,9 +105,10 @@ class DeviceModel:
             if constant not in _MAY_BE_ZERO and not (isinstance(value, int | float) and 0 < value <= 1):
                 expected = "a number above 0 and at most 1 (a part of the data sheet's figure)"
                 fail(f"{where}: {constant}", value, expected)
-        check_figures(self, where, positive=(*_SHEET, "fp8_flops"))
-        if (self.fp8_flops or self.peak_flops) < self.peak_flops:
-            fail(f"{where}: fp8_flops", self.fp8_flops, f"FLOP/s, at least peak_flops={self.peak_flops:g}")
+        check_figures(self, where, positive=_POSITIVE)
+        for narrow in ("fp8_flops", "fp4_flops"):
+            if (getattr(self, narrow) or self.peak_flops) < self.peak_flops:
+                fail(f"{where}: {narrow}", getattr(self, narrow), f"FLOP/s, at least peak_flops={self.peak_flops:g}")
 
     @classmethod
     def preset(cls, name: str) -> DeviceModel:
@@ -117,10 +129,12 @@ class DeviceModel:
 
     def matrix_seconds(self, flops: float, *, outputs: float, precision: str = "16-bit") -> float:
         """Seconds of a matrix product."""
-        peak = self.fp8_flops if precision == "fp8" else self.peak_flops
+        peak, narrow = self.peak_flops, 1.0
+        if precision != "16-bit":
+            peak, narrow = getattr(self, f"{precision}_flops"), getattr(self, f"{precision}_efficiency")
         if peak is None:
-            fail(f"precision on {self.name!r}", precision, "16-bit, or a device with fp8_flops")
-        return flops / (peak * self.efficiency(outputs))
+            fail(f"precision on {self.name!r}", precision, f"16-bit, or a device with {precision}_flops")
+        return flops / (peak * narrow * self.efficiency(outputs))
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Seconds of kernels that wait for the memory; `num_bytes` as read and written together."""
@@ -169,7 +183,7 @@ class DeviceModel:
         record.version(_JSON_VERSION)
         defaults = {each.name: each.default for each in fields(cls)}
         given = {each: record.take(each, "a finite number", default=defaults[each]) for each in CONSTANTS}
-        return record.made(cls, given, positive=(*_SHEET, "fp8_flops"))
+        return record.made(cls, given, positive=_POSITIVE)
 
     @classmethod
     def load(cls, path: str | Path) -> DeviceModel:
@@ -185,7 +199,13 @@ def _part(level: Level, part: float) -> Level:
 
 
 def _sxm(
-    name: str, *, multiprocessors: int, teraflops: float, gigabytes_a_second: float, gigabytes: float, nvlink: float
+    name: str,
+    *,
+    multiprocessors: int,
+    teraflops: float,
+    gigabytes_a_second: float,
+    gigabytes: float,
+    nvlink: float,
 ) -> DeviceModel:
     """Data-sheet units to ours; NVLink is sold as both directions together."""
     return DeviceModel(
@@ -197,17 +217,78 @@ def _sxm(
         matrix_efficiency=0.664,
         wave_outputs=multiprocessors * TILE,
         link_efficiency=NVLINK_EFFICIENCY,
-        fp8_flops=2 * teraflops * 1e12 if teraflops > 500 else None,  # from H100 on
     )
 
 
+def _hopper(name: str, *, gigabytes_a_second: float, gigabytes: float, fp8_efficiency: float) -> DeviceModel:
+    return replace(
+        _sxm(
+            name,
+            multiprocessors=132,
+            teraflops=989.4,
+            gigabytes_a_second=gigabytes_a_second,
+            gigabytes=gigabytes,
+            nvlink=900,
+        ),
+        matrix_efficiency=0.7,
+        wave_outputs=132 * LARGE_TILE,
+        link_efficiency=0.81,
+        memory_efficiency=0.9,
+        network_efficiency=0.92,
+        fp8_flops=2 * 989.4e12,
+        fp8_efficiency=fp8_efficiency,
+    )
+
+
+def _blackwell(
+    name: str,
+    *,
+    multiprocessors: int,
+    teraflops: float,
+    fp4_teraflops: float,
+    gigabytes: float,
+    matrix_efficiency: float,
+    fp8_efficiency: float,
+) -> DeviceModel:
+    return replace(
+        _sxm(
+            name,
+            multiprocessors=multiprocessors,
+            teraflops=teraflops,
+            gigabytes_a_second=8000,
+            gigabytes=gigabytes,
+            nvlink=1800,
+        ),
+        matrix_efficiency=matrix_efficiency,
+        wave_outputs=multiprocessors * LARGE_TILE,
+        link_efficiency=0.75,
+        memory_efficiency=0.9,
+        network_efficiency=0.92,
+        fp8_flops=2 * teraflops * 1e12,
+        fp8_efficiency=fp8_efficiency,
+        fp4_flops=fp4_teraflops * 1e12,
+        fp4_efficiency=0.948,
+    )
+
+
+_OF_EIGHT: dict[str, Any] = {"multiprocessors": 148, "teraflops": 2250, "matrix_efficiency": 0.634}
+_OF_A_RACK: dict[str, Any] = {
+    "multiprocessors": 152,
+    "teraflops": 2500,
+    "matrix_efficiency": 0.594,
+    "fp8_efficiency": 0.992,
+}
 PRESETS = (
     _sxm("V100-16GB", multiprocessors=80, teraflops=125, gigabytes_a_second=900, gigabytes=16, nvlink=300),
     _sxm("V100-32GB", multiprocessors=80, teraflops=125, gigabytes_a_second=900, gigabytes=32, nvlink=300),
     _sxm("A100-40GB", multiprocessors=108, teraflops=312, gigabytes_a_second=1555, gigabytes=40, nvlink=600),
     _sxm("A100-80GB", multiprocessors=108, teraflops=312, gigabytes_a_second=2039, gigabytes=80, nvlink=600),
-    _sxm("H100-80GB", multiprocessors=132, teraflops=989.4, gigabytes_a_second=3350, gigabytes=80, nvlink=900),
-    _sxm("H200-141GB", multiprocessors=132, teraflops=989.4, gigabytes_a_second=4800, gigabytes=141, nvlink=900),
+    _hopper("H100-80GB", gigabytes_a_second=3350, gigabytes=80, fp8_efficiency=0.883),
+    _hopper("H200-141GB", gigabytes_a_second=4800, gigabytes=141, fp8_efficiency=0.914),
+    _blackwell("B200-180GB", gigabytes=180, fp4_teraflops=9000, fp8_efficiency=0.983, **_OF_EIGHT),
+    _blackwell("B300-288GB", gigabytes=288, fp4_teraflops=13500, fp8_efficiency=0.948, **_OF_EIGHT),
+    _blackwell("GB200-186GB", gigabytes=186, fp4_teraflops=10000, **_OF_A_RACK),
+    _blackwell("GB300-288GB", gigabytes=288, fp4_teraflops=15000, **_OF_A_RACK),
     replace(
         _sxm("DGX-A100", multiprocessors=108, teraflops=312, gigabytes_a_second=2039, gigabytes=80, nvlink=600),
         matrix_efficiency=0.841,
@@ -220,10 +301,22 @@ PRESETS = (
         partial_efficiency=0.285,
     ),
 )
-"""SXM modules, 16-bit matrix products without sparsity; twice as many in FP8. NVIDIA's data sheets: V100 (January
-2020), A100 (June 2021), H100 (2023; half of the figure with sparsity), H200 (2024). The efficiency was fitted to
-Megatron-LM's Table 1, thus to the A100 80 GB; for the others, and in FP8, it is an assumption, and a fit takes
-measurements.
+"""SXM modules, matrix products without sparsity. NVIDIA's data sheets: V100 (January 2020), A100 (June 2021), H100
+(2023; half of the figure with sparsity), H200 (2024), DGX B200 and B300 (2025, over eight), GB200 and GB300 NVL72
+(2025, over 72); those of 2025 as copies of others have them.
+
+Up to A100 the efficiency is what Megatron-LM's Table 1 shows of the A100 80 GB; for the V100 that is an assumption.
+From H100 on it is what others measured of products alone (Bekman, github.com/stas00/ml-engineering at 744d01e1, compute
+and network):
+
+    matrix_efficiency     what a whole node sustains at its power limit, 699 of 989 TFLOP/s on an H200 and 1426 of 2250
+                          on a B200, taken for H100 and B300, too; for GB200 and GB300 the best that a GB200 reaches for
+                          a moment, 1822 of 2500, times what the B200 keeps of that
+    fp8, fp4_efficiency   the best of 8 and 4 bits over the best of 16, each a part of its data sheet's
+    link_efficiency       rings of NCCL over eight: 362 of 450 GB/s on H200, 677 of 900 on B200
+    network_efficiency    what NCCL counts of a ring's bandwidth with protocol LL128 (src/graph/tuning.cc)
+    wave_outputs          tiles of 128 x 256, the most efficient ones (arXiv 2401.14489)
+    memory_efficiency     a copy by torch on an H200, 4.3 of 4.8 TB/s (ours)
 
 DGX-A100, A100 80 GB in nodes of eight with four network cards, is a device to begin a fit of others' measurements with.
 Of its constants

@@ -27,15 +27,17 @@ terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022)
     top_k of experts  n k tokens in the MLP; its inputs and outputs in experts' order, 4 n k h kept, 8 (8) n k h moved
     fp8               products with weights in half the time; inputs kept as one byte less each; casts of inputs
                       (gradients of outputs) 4 bytes a value; two bytes more a weight, since its casts are kept
+    fp4               likewise, kept as 9/16 bytes each (a scale for 16 values); casts 57/8 bytes a value: read for the
+                      largest, then read and written by rows, and by columns (NVIDIA 2025, arXiv 2509.25149)
     context c         n / c tokens on a device; K and V are gathered, in B again and their gradients scattered: half a
                       sum of 4 n g/a h / t bytes over c devices (two halves)
     expert e          all-to-all of 2 n k h bytes over e replicas, which hold E/e experts each, twice (twice)
 
 The update is memory traffic, too
 (`Transformer.update_bytes`); a tied embedding's gradient is summed over the first and the last stage. Nothing
-overlaps, but that the host starts kernels while the device computes: a part takes what the slower of the two takes.
-The kernels are those of a layer of Megatron-LM: products, norms, softmax, dropouts, GeLU, copies of transposed
-tensors, additions, sums.
+overlaps, but what a `Runtime` says and that the host starts kernels while the device computes: a part takes what the
+slower of the two takes. The kernels are those of a layer of Megatron-LM: products, norms, softmax, dropouts, GeLU,
+copies of transposed tensors, additions, sums.
 """
 
 from __future__ import annotations
@@ -43,15 +45,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ...schedules.messages import ALONE_BYTES
 from ..cluster import Cluster, Level
 from ..profile import Node, Profile, Tied
 from ..strict import count, fail
 from ..topology import Topology
 from .device_model import DeviceModel
+from .runtime import PLAIN, SPLITS, Runtime
 from .transformer import VALUE_BYTES, Transformer
 
 LAYER_KERNELS = (20, 28, 12)  # of a layer's F, I and W
 END_KERNELS = (6, 6, 3)  # of the embedding and the head
+_CASTS = {"fp8": (1.0, 4.0), "fp4": (9 / 16, 57 / 8)}  # bytes kept, and moved, of a value
 _Products = Sequence[tuple[float, float]]
 
 
@@ -64,6 +69,7 @@ def transformer_profile(
     cluster: Cluster | None = None,
     context: int = 1,
     expert: int = 1,
+    runtime: Runtime = PLAIN,
 ) -> Profile:
     """Costs of each part on one of `tensor` devices that compute a microbatch together.
 
@@ -75,6 +81,7 @@ def transformer_profile(
             node of t devices, `device.link_bandwidth`.
         context: c, parts of a sequence, each on t neighbours.
         expert: e, of such groups and of replicas in a row that divide the experts among themselves.
+        runtime: what it overlaps.
 
     The output of each part is whole on every device: activation_bytes is 2 n h for any t. Where the devices send
     1/t of it each and gather it after the link (Megatron-LM's scatter/gather, Narayanan et al. 2021, section 4.1),
@@ -90,7 +97,13 @@ def transformer_profile(
     t = tensor // context
     model.refuse_tensor(t)
     layers = LayerFormulas(
-        model, microbatch_size=microbatch_size, tensor=t, device=device, cluster=cluster, split=(context, expert)
+        model,
+        microbatch_size=microbatch_size,
+        tensor=t,
+        device=device,
+        cluster=cluster,
+        split=(context, expert),
+        runtime=runtime,
     )
     nodes = layers.nodes()
     seconds, layer, kernels = sum(n.seconds for n in nodes), nodes[1], model.layers * sum(LAYER_KERNELS)
@@ -102,6 +115,10 @@ def transformer_profile(
         origin="formula",
         microbatch_size=microbatch_size,
         optimizer_ratio=model.optimizer_ratio,
+        gradient_ratio=2.0 if model.gradients == "float32" else 1.0,
+        gather_ratio=0.5 if runtime.gathers_casts and model.precision == "fp8" else 1.0,
+        gathers_ahead=runtime.gathers_ahead,
+        action_seconds=device.action_seconds,
         sequence_tokens=model.length,
         pair_share=pairs,
         slice_share=min(1.0 - pairs, device.kernel_seconds * kernels / seconds),  # the host starts all anew
@@ -122,8 +139,9 @@ class LayerFormulas:
         device: DeviceModel,
         cluster: Cluster | None,
         split: tuple[int, int] = (1, 1),
+        runtime: Runtime = PLAIN,
     ) -> None:
-        self.model, self.tensor, self.device = model, tensor, device
+        self.model, self.tensor, self.device, self.runtime = model, tensor, device, runtime
         (self.context, self.expert), size = split, tensor * max(split)
         if cluster is None:
             cluster = Cluster(levels=(Level(name="link", size=size, bandwidth=device.link_bandwidth),))
@@ -163,14 +181,17 @@ class LayerFormulas:
     def _layer(self) -> Node:
         model, t = self.model, self.tensor
         routed, mlp = self.wide * model.top_k, self.tokens * model.top_k * model.mlp_width / self.tensor
-        heads, llama, matrices = self.wide / t, model.style == "llama", model.mlp_inputs
+        heads, llama, ahead = self.wide / t, model.style == "llama", model.mlp_inputs
         # Each product with its outputs, forward and of I: Q K V, after the attention, up, down.
         flops = [2.0 * self.tokens * model.hidden / t * width for width in model.product_widths()]
         inputs, outputs = (
             (self.wide, heads, routed, mlp),
-            ((1 + 2 * model.kv_part) * heads, self.wide, matrices * mlp, routed),
+            ((1 + 2 * model.kv_part) * heads, self.wide, ahead * mlp, routed),
         )
-        forward, inward = list(zip(flops, outputs, strict=True)), list(zip(flops, inputs, strict=True))
+        whole, inward = list(zip(flops, outputs, strict=True)), list(zip(flops, inputs, strict=True))
+        parts = t if self.runtime.overlaps_sums else 1
+        forward = [(each, out / own) for (each, out), own in zip(whole, 2 * (parts, min(parts, SPLITS)), strict=True)]
+        inward[1::2] = [(each, out / parts) for each, out in inward[1::2]]  # the others' sums travel beside them
         every_score = self.tokens * model.heads * model.length / t
         scores, chooser = model.score_flops(self.tokens) / t, []
         again = scores / 2 if model.attention == "flash" else 0.0
@@ -184,23 +205,26 @@ class LayerFormulas:
             for one, two, of_scores in zip(moved, of_mlp, (13, 19), strict=True)
         )
         attention, kept = 4 * (1 + model.kv_part) * heads, (8 if llama else 10) * self.whole
-        kept += attention + (2 * matrices + 2) * mlp + 4 * ordered
-        parameters, casts = model.layer_parameters(t, self.expert), 0.0
-        if model.precision == "fp8":
-            reads, writes = reads + 4 * sum(inputs), writes + 4 * sum(outputs)
-            casts, kept = 2.0 * parameters, kept - self.whole * (1 + model.top_k) - heads - mlp
+        kept += attention + (2 * ahead + 2) * mlp + 4 * ordered
+        parameters, casts, matrices = model.layer_parameters(t, self.expert), 0.0, model.layer_matrices(t, self.expert)
+        if model.precision != "16-bit":
+            cast, moves = _CASTS[model.precision]
+            reads, writes = reads + moves * sum(inputs), writes + moves * sum(outputs)
+            casts = 2.0 * cast * parameters
+            kept -= (VALUE_BYTES - cast) * (self.whole * (1 + model.top_k) + heads + mlp)
         node = self._node(
             "layer",
             (
                 self._seconds([(scores, every_score), *chooser], reads, sums=2, weights=forward),
                 self._seconds([(2 * scores + again, every_score), *chooser], writes, sums=2, weights=inward),
-                self._seconds(chooser, 0, weights=forward),  # split along the tokens, where their own outputs are few
+                # Split along the tokens, where their own outputs are few.
+                self._seconds(chooser, self._added(sum(matrices)), weights=whole),
             ),
-            parameters=parameters,
+            parameters=[*matrices, parameters - sum(matrices)],
             stash=kept + 5 * self.scores,
             selective=(kept, self._seconds([(scores, every_score)], 13 * self.scores)),
             # One gradient of GeLU's or softmax's size: the next takes the place of what the product let go of.
-            workspace=max(2 * matrices * mlp, 2 * self.scores),
+            workspace=max(2 * ahead * mlp, 2 * self.scores),
             output=VALUE_BYTES * self.wide * self.context,
         )
         beside, experts = 2 * self.routed_seconds, model.experts // self.expert * model.expert_parameters(t)
@@ -218,7 +242,7 @@ class LayerFormulas:
         return self._node(
             "embedding",
             (self._seconds([], 15 * self.whole, sums=1), 0.0, self._seconds([], 13 * self.whole)),
-            parameters=(self.vocabulary + self.model.positions) * self.model.hidden,
+            parameters=[rows * self.model.hidden for rows in (self.vocabulary, self.model.positions, 0)],
             stash=self.whole,  # the dropout's mask
             workspace=VALUE_BYTES * self.whole,
             output=VALUE_BYTES * self.wide * self.context,
@@ -232,43 +256,49 @@ class LayerFormulas:
             (
                 self._seconds([(flops, logits)], 4 * self.whole + 18 * logits),
                 self._seconds([(flops, self.wide)], 6 * self.whole + 14 * logits, sums=1),
-                self._seconds([(flops, logits)], 0),
+                self._seconds([(flops, logits)], self._added(self.vocabulary * self.model.hidden)),
             ),
-            parameters=self.vocabulary * self.model.hidden + self.model.norm_parameters,
+            parameters=[self.vocabulary * self.model.hidden, self.model.norm_parameters],
             stash=4 * self.whole + 4 * logits,
             workspace=6 * logits,  # their gradient in float32 and in 16 bits
             output=0.0,
         )
 
+    def _added(self, parameters: int) -> float:
+        """Bytes that W reads and writes to add a microbatch's gradients."""
+        return 2.0 * self.model.gradient_bytes * parameters if self.runtime.adds_gradients else 0.0
+
     def _seconds(self, products: _Products, num_bytes: float, *, sums: int = 0, weights: _Products = ()) -> float:
         """Products (FLOPs and outputs), those with a layer's `weights` in its precision, then memory traffic, then sums
-        over the tensor ranks: nothing overlaps."""
-        return (
-            sum(
-                self.device.matrix_seconds(flops, outputs=outputs, precision=precision)
-                for every, precision in ((products, "16-bit"), (weights, self.model.precision))
-                for flops, outputs in every
-            )
-            + self.device.memory_seconds(num_bytes)
-            + sums * self.sum_seconds
+        over the tensor ranks, which wait for each other, or of a layer overlap with its products in T parts."""
+        plain, own = (
+            sum(self.device.matrix_seconds(flops, outputs=outputs, precision=precision) for flops, outputs in every)
+            for every, precision in ((products, "16-bit"), (weights, self.model.precision))
         )
+        summed = sums * self.sum_seconds
+        if weights and self.runtime.gathers_casts and self.model.precision != "16-bit":
+            summed *= (1 + _CASTS[self.model.precision][0] / VALUE_BYTES) / 2  # scattered sums stay in 16 bits
+        if weights and self.runtime.overlaps_sums:
+            summed = max(summed / self.tensor, summed - own * (1 - 1 / self.tensor))
+        return plain + own + self.device.memory_seconds(num_bytes) + summed
 
     def _node(
         self,
         name: str,
         seconds: tuple[float, float, float],
         *,
-        parameters: int,
+        parameters: Sequence[int],
         stash: float,
         workspace: float,
         output: float,
         selective: tuple[float, float] | None = None,
     ) -> Node:
         """One part; it runs again where it has figures of selective recompute (bytes, seconds). Seconds: of F, I and
-        W."""
+        W; parameters: of each matrix, and of all vectors together."""
         kernels = LAYER_KERNELS if selective is not None else END_KERNELS
         host = [self.device.kernel_seconds * each for each in kernels]
         forward, input_grad, weight_grad = seconds
+        weights, alone = VALUE_BYTES * sum(parameters), [VALUE_BYTES * each for each in parameters[:-1]]
         waits = max(1.0, (host[1] + host[2]) / (input_grad + weight_grad))
         input_grad, weight_grad = waits * input_grad, waits * weight_grad
         return Node(
@@ -276,11 +306,13 @@ class LayerFormulas:
             forward_seconds=max(forward, host[0]),
             backward_seconds=input_grad + weight_grad,
             activation_bytes=output,
-            parameter_bytes=VALUE_BYTES * parameters,
+            parameter_bytes=weights,
+            largest_parameter_bytes=max(alone),
+            small_parameter_bytes=weights - sum(each for each in alone if each >= ALONE_BYTES),
             stash_bytes=stash,
             input_grad_seconds=input_grad,
             weight_grad_seconds=weight_grad,
-            update_seconds=self.device.memory_seconds(self.model.update_bytes * parameters),
+            update_seconds=self.device.memory_seconds(self.model.update_bytes * sum(parameters)),
             workspace_bytes=workspace,
             runs_again=selective is not None,
             selective_bytes=None if selective is None else selective[0],
@@ -293,7 +325,7 @@ class TransformerSource:
     """Profiles of one model on one kind of device, by microbatch and tensor size; each is made once.
 
     Arguments:
-        transformer, device, cluster, context, expert: as for `transformer_profile`.
+        transformer, device, cluster, context, expert, runtime: as for `transformer_profile`.
     """
 
     transformer: Transformer
@@ -301,6 +333,7 @@ class TransformerSource:
     cluster: Cluster | None = None
     context: int = 1
     expert: int = 1
+    runtime: Runtime = PLAIN
     _made: dict[tuple[int, int], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def profile(self, *, microbatch_size: int, tensor: int = 1) -> Profile:
@@ -315,6 +348,7 @@ class TransformerSource:
                 cluster=self.cluster,
                 context=self.context,
                 expert=self.expert,
+                runtime=self.runtime,
             )
         return self._made[key]
 

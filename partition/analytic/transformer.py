@@ -17,7 +17,7 @@ Attention = Literal["stored", "flash"]
 Gradients = Literal["16-bit", "float32"]
 Recompute = Literal["none", "layer", "selective"]
 Style = Literal["gpt", "llama"]
-Precision = Literal["16-bit", "fp8"]
+Precision = Literal["16-bit", "fp8", "fp4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,11 @@ class Transformer:
             stages each holds a copy, so the profile counts V h bytes in both.
         split: what tensor parallelism divides, see `layers.py`.
         attention: "stored": the scores are written to memory; "flash": they are not.
-        gradients: of what type they are added up.
+        gradients: of what type they are added up, and summed over replicas.
         style: "llama": no biases, dropout or learned positions; norms without shift, three matrices to an MLP.
         kv_heads: heads of K and V, which groups of queries share (Ainslie et al. 2023); None: a.
         experts, top_k: MLPs of a layer, and of these how many a token takes (Jiang et al. 2024), equally many each.
-        precision: of the layers' products with weights; "fp8": their inputs are cast, and kept so.
+        precision: of the layers' products with weights; "fp8", "fp4": their inputs are cast, and kept so.
 
     Raises ValueError for sizes that are no whole numbers of at least 1 or do not divide.
 
@@ -109,9 +109,14 @@ class Transformer:
         return embeddings + self.layers * self.layer_parameters(1) + self.norm_parameters
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient."""
+        return VALUE_BYTES if self.gradients == "16-bit" else 4
+
+    @property
     def bytes_per_parameter(self) -> int:
         """Weight (2), gradient (2 or 4), float32 master weight and Adam's two moments (12) [bytes]."""
-        return VALUE_BYTES + (2 if self.gradients == "16-bit" else 4) + 12
+        return VALUE_BYTES + self.gradient_bytes + 12
 
     @property
     def optimizer_ratio(self) -> float:
@@ -138,7 +143,7 @@ class Transformer:
         As in Megatron-LM of 2021 (megatron/optimizer/optimizer.py, `step`, and clip_grads.py; Adam and each other pass
         are one fused kernel of Apex's). Clipping scales where the norm is above the limit, as it is at first.
         """
-        gradient = 4 if self.gradients == "float32" else 2
+        gradient = self.gradient_bytes
         converted = 0 if gradient == 4 else gradient + 4
         return gradient + converted + 8 + 4 + 8 + 28 + 6
 
@@ -166,6 +171,12 @@ class Transformer:
         """Parameters of one MLP on one device: matrices and their columns' biases are divided, h others are not."""
         biases, h = self.style == "gpt", self.hidden
         return ((self.mlp_inputs + 1) * h + biases) * self.mlp_width // tensor + biases * h
+
+    def layer_matrices(self, tensor: int, expert: int = 1) -> list[int]:
+        """Parameters of each matrix of a layer on one device: Q K V, after the attention, up and down by expert."""
+        h, (qkv, *_) = self.hidden, self.product_widths()
+        mlp = [self.mlp_inputs * h * self.mlp_width // tensor, h * self.mlp_width // tensor]
+        return [round(qkv) * h // tensor, h * h // tensor, *(self.experts // expert * mlp)]
 
     def layer_parameters(self, tensor: int, expert: int = 1) -> int:
         """Parameters of a layer on one device, with its share of the experts, and with the router."""

@@ -112,7 +112,7 @@ class LeastSeconds:
         is_split = family(c.schedule).splits_backward
         both = there if is_split else own + nodes.both[head] / speed_ahead + stages * around
         least = (total + float(both.sum())) / c.pipeline
-        rounds = self._rounds(c)
+        rounds = self._rounds(c, model.profile)
         if c.num_stages == 1:  # it has shared weights once
             whole = model.stages((0, len(model.cuts) - 1))
             return max(
@@ -168,16 +168,17 @@ class LeastSeconds:
             self._nodes[id(model)] = model, _least_of_nodes(model)
         return self._nodes[id(model)][1]
 
-    def _rounds(self, c: Configuration) -> tuple[float, float]:
-        """Seconds a byte of sums over D ranks, and of an exchange of gradients and one of weights, in the best of the
-        places that stages of D T ranks may have; of several chunks those that keep a rank busy."""
-        is_one = c.num_chunks == 1
+    def _rounds(self, c: Configuration, profile: Profile) -> tuple[float, float]:
+        """Seconds a byte of weights of sums over D ranks, and of an exchange of gradients and one of weights after it,
+        in the best of the places that stages of D T ranks may have; of several chunks those that keep a rank busy."""
+        is_one, gradients = c.num_chunks == 1, profile.gradient_ratio
+        weights = 0.0 if profile.gathers_ahead else profile.gather_ratio
         key = (c.data, c.tensor, is_one)
         if key not in self._rings:
             groups = self._fast.groups(c.data, stride=c.tensor)
             found = (
-                [(1, self._fast.ring(group)) for group in groups],
-                [(2, self._fast.exchange(group)) for group in groups],
+                [(gradients, self._fast.ring(group)) for group in groups],
+                [(gradients + weights, self._fast.exchange(group)) for group in groups],
             )
             whole, parts = (
                 min(times * link.seconds_a_byte * (1.0 if is_one else link.busy_share) for times, link in each)
@@ -315,7 +316,7 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
     links = float(_links(c, s).max()) * c.batch
     if family(c.schedule).rule.is_asynchronous:
         return max(float((work + _sum_by_rank(c, s.step) * _updates_per_microbatch(c) * c.batch).max()), links)
-    update = _updates_after_backward(c, s, collectives=s.collectives - s.busy_in_collectives)
+    update = _updates_after_backward(c, s, collectives=np.maximum(s.after - s.busy_in_collectives, 0.0))
     front, around = c.pipeline - 1, s.overhead + s.message_overhead
     part = c.least_slice  # of what must be through on the way to a rank, and back
     head, tail = (
@@ -325,7 +326,7 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
     if family(c.schedule).splits_backward:
         return max(float((head + work + update).max()), links)
     shared = max((seconds + float(s.step[0]) for (first, *_), seconds in tied if first == 0), default=0.0)
-    behind = _updates_after_backward(c, s, collectives=s.collectives) - tail
+    behind = _updates_after_backward(c, s, collectives=s.after) - tail
     back = work - busy + tail + np.maximum.accumulate([max(behind[0], shared), *behind[1:]])
     return max(float((head + np.maximum(work + update, back)).max()), links)
 

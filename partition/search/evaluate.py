@@ -167,7 +167,9 @@ class PlanEvaluator:
         """Sums of each stage with the tensor size of its place."""
         sizes = [c.tensors[p] for p in c.positions]
         found = {size: self.model(c, size).stages(ends, c.positions) for size in {*sizes}}
-        return found[sizes[0]] if len(found) == 1 else stages_from([found[size] for size in sizes])
+        sums = found[sizes[0]] if len(found) == 1 else stages_from([found[size] for size in sizes])
+        is_ahead = sums.gathers_ahead and not family(c.schedule).rule.is_asynchronous
+        return sums if is_ahead == sums.gathers_ahead else replace(sums, gathers_ahead=is_ahead)
 
     def _norm_seconds(self, schedule: str) -> float | None:
         """Seconds of the global norm, for which ranks wait under a flush alone [s]."""
@@ -337,7 +339,7 @@ class PlanEvaluator:
             action=model.profile.action_seconds,
         )
         if may_shard:  # or not divided, where that is faster
-            whole = collective_seconds(sums, [place.rings[p] for p in positions])
+            whole = collective_seconds(sums, [place.rings[p] for p in positions], ratio=sums.gradient_ratio)
             seconds = replace(seconds, ring=np.minimum(seconds.collectives, whole), gather=np.zeros_like(whole))
         again = np.zeros(c.pipeline)
         if in_flight is not None:
@@ -433,12 +435,11 @@ class PlanEvaluator:
 
     def _ties(self, c: Configuration, ends: Ends) -> Ties:
         """(stages, seconds) of sums over all ranks of stages on several places that hold the same weights."""
-        together: dict[tuple[int, ...], float] = {}
-        for stages, shared in self.model(c).tied_stages(ends):
-            together[stages] = together.get(stages, 0.0) + shared
-        seconds = (
-            (stages, self._tied_sum(c, stages).seconds(shared)) for stages, shared in together.items() if shared > 0
-        )
+        model, together = self.model(c), dict[tuple[int, ...], float]()
+        for stages, shared in model.tied_stages(ends):
+            together[stages] = together.get(stages, 0.0) + shared * model.profile.gradient_ratio
+        held = ((stages, shared) for stages, shared in together.items() if shared > 0)
+        seconds = ((stages, self._tied_sum(c, stages).seconds(shared)) for stages, shared in held)
         return tuple(each for each in seconds if each[1] > 0)
 
     def _tied_sum(self, c: Configuration, stages: Iterable[int]) -> TransferTime:

@@ -7,6 +7,7 @@ a table of all pairs, since for any cut k between them largest[i, j] = max(large
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -42,6 +43,7 @@ class Cuts:
             those that nodes outside take, too [bytes].
         notes: what was left out, for people; empty where all cuts are there.
         tied: nodes that share weights, and bytes of these: a stage with several of them has the weights once.
+        gradient_ratio, gather_ratio, gathers_ahead: of the profile.
     """
 
     members: Bools
@@ -63,6 +65,9 @@ class Cuts:
     half_taken: Floats
     notes: tuple[str, ...] = ()
     tied: tuple[tuple[tuple[int, ...], float], ...] = ()
+    gradient_ratio: float = 1.0
+    gather_ratio: float = 1.0
+    gathers_ahead: bool = False
 
     def __len__(self) -> int:
         return len(self.crossing)
@@ -85,9 +90,13 @@ class Cuts:
             after=np.asarray(self.crossing[last]),
             workspace=np.asarray(self._workspace[first, last]),
             largest=np.asarray(self._parameters[first, last]),
+            alone=self._alone(first, last),
             small=self._less_twice(_between(self._small, first, last), first, last, self.shared_small),
             tied=self.tied_bytes(first, last),
             experts=_between(self._experts, first, last),
+            gradient_ratio=self.gradient_ratio,
+            gather_ratio=self.gather_ratio,
+            gathers_ahead=self.gathers_ahead,
             small_tied=self._shared_with_others(first, last, [max(own) for own in self.shared_small]),
             by_node=partial(self._recomputed, first, last),
             by_count=lambda stage, kind: self._counted(int(first[stage]), int(last[stage]), kind),
@@ -101,6 +110,12 @@ class Cuts:
     def tied_bytes(self, first: Cut, last: Cut) -> Floats:
         """Bytes of these parameters that nodes of other stages share, elementwise."""
         return self._shared_with_others(first, last, [shared for _, shared in self.tied])
+
+    def _alone(self, first: Cut, last: Cut) -> Floats:
+        """Parameters whose gradients travel alone, at least: of each node as if all were as large as its largest."""
+        large = [[float(shared >= ALONE_BYTES)] * len(nodes) for nodes, shared in self.tied]
+        own = self._less_twice(_between(self._large, first, last), first, last, large)
+        return np.maximum(own - self._shared_with_others(first, last, [max(each) for each in large]), 0.0)
 
     def _shared_with_others(self, first: Cut, last: Cut, shared: Sequence[float]) -> Floats:
         """Figures that stages share with others; `shared`: by group of `tied`."""
@@ -200,6 +215,16 @@ class Cuts:
         return self._total([every if some is None else some for some, every in small])
 
     @cached_property
+    def _large(self) -> Floats:
+        """[n] parameters that travel alone, at least; none where they are unknown."""
+        found = []
+        for node in self.nodes:
+            small, largest = node.small_parameter_bytes, node.largest_parameter_bytes
+            large = node.parameter_bytes - small if small is not None and largest else 0.0
+            found.append(math.ceil(large / max(largest, ALONE_BYTES) - 1e-9))
+        return self._total(found)
+
+    @cached_property
     def _experts(self) -> Floats:
         """[n] of parameters that fewer replicas sum [bytes]."""
         return self._total([node.expert_bytes for node in self.nodes])
@@ -274,6 +299,9 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
         half_taken=of(half_taken, "activation_bytes"),
         notes=notes,
         tied=tuple((tuple(place[name] for name in names), shared) for names, shared in profile.tied),
+        gradient_ratio=profile.gradient_ratio,
+        gather_ratio=profile.gather_ratio,
+        gathers_ahead=profile.gathers_ahead,
     )
 
 

@@ -193,7 +193,7 @@ class RangeCosts:
 
     def communication(self, sums: StageSums, at: Ranges) -> Floats:
         """Messages and all-reduces of gradients, or the consumer's messages [s a microbatch]."""
-        own = sums.summed * at.ring + sums.before * at.inward + sums.after * at.outward
+        own = sums.least_round * at.ring + sums.before * at.inward + sums.after * at.outward
         return np.maximum(own, sums.after * at.taken)
 
     def bytes(self, sums: StageSums, at: Ranges) -> Floats:

@@ -126,9 +126,10 @@ def network(
     rings: list[float],
     *,
     gathers: list[float],
+    is_ahead: bool,
 ) -> Links:
     """A card a rank; by hop the pairs of ranks, latency and seconds a byte, bytes; by stage its ranks, its sum, and the
-    gathering of updated weights."""
+    gathering of updated weights, before the batch or after the update."""
     ways = {}
     for each, (latency, seconds) in zip(pairs, hops, strict=True):
         for a, b in (pair for pair in each if pair[0] != pair[1]):
@@ -141,7 +142,7 @@ def network(
         around = tuple(zip(members, [*members[1:], members[0]], strict=True)) if len(members) > 1 else ()
         for src, dst in around:
             ways.setdefault((src, dst), Link(sending=src, receiving=dst))
-        sums.append(AllReduce(stage=s, seconds=seconds, gather=gather, ways=around))
+        sums.append(AllReduce(stage=s, seconds=seconds, gather=gather, ways=around, unshards=is_ahead))
     return Links(network=ways, activation_bytes=tuple(crossing), sums=tuple(sums))
 
 
@@ -177,9 +178,10 @@ def step(
     summed, update, ties = apart(profile, own, firsts)
     for first, weights in zip(firsts, summed, strict=True):
         members = range(first * tensor, (first + data) * tensor, tensor)
-        parts = exchange_seconds(cluster, members, weights) if shards > 1 else 0.0
-        rings.append(parts or sum_seconds(cluster, members, weights))
-        gathers.append(parts)
+        own_bytes = weights * profile.gradient_ratio
+        parts = exchange_seconds(cluster, members, own_bytes) if shards > 1 else 0.0
+        rings.append(parts or sum_seconds(cluster, members, own_bytes))
+        gathers.append(exchange_seconds(cluster, members, weights * profile.gather_ratio) if shards > 1 else 0.0)
     forward = [sum(node.forward_seconds for node in stage) for stage in own]
     again = [seconds_again(*each) for each in zip(own, recompute or ["none"] * num_stages, strict=True)]
     backward = [sum(node.backward_seconds for node in stage) for stage in own]
@@ -193,7 +195,9 @@ def step(
             (
                 stages,
                 sum_seconds(
-                    cluster, sorted({(firsts[s] + d) * tensor for s in stages for d in range(data)}), num_bytes
+                    cluster,
+                    sorted({(firsts[s] + d) * tensor for s in stages for d in range(data)}),
+                    num_bytes * profile.gradient_ratio,
                 ),
             )
             for stages, num_bytes in ties.items()
@@ -203,7 +207,15 @@ def step(
     return simulate(
         replicate(single, data),
         costs,
-        network(pairs, hops, [each / tensor for each in crossing[1:-1]], groups, rings, gathers=gathers),
+        network(
+            pairs,
+            hops,
+            [each / tensor for each in crossing[1:-1]],
+            groups,
+            rings,
+            gathers=gathers,
+            is_ahead=profile.gathers_ahead,
+        ),
     ).makespan
 
 
@@ -305,13 +317,12 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
     held, _, ties = apart(
         profile, [[nodes[name] for name in stage.nodes] for stage in stages], [e.ranks for e in stages]
     )
-    gathers = [
-        exchange_seconds(cluster, stage.ranks, w) if stage.optimizer_shards > 1 else 0.0
-        for stage, w in zip(stages, held, strict=True)
-    ]
-    rings = [
-        parts or sum_seconds(cluster, stage.ranks, w) for stage, w, parts in zip(stages, held, gathers, strict=True)
-    ]
+    gathers, rings = [], []
+    for stage, weights in zip(stages, held, strict=True):
+        is_divided, own_bytes = stage.optimizer_shards > 1, weights * profile.gradient_ratio
+        gathers.append(exchange_seconds(cluster, stage.ranks, weights * profile.gather_ratio) if is_divided else 0.0)
+        parts = exchange_seconds(cluster, stage.ranks, own_bytes) if is_divided else 0.0
+        rings.append(parts or sum_seconds(cluster, stage.ranks, own_bytes))
     costs = Costs(
         forward=found.seconds(Op.F),
         backward=found.seconds(Op.B),
@@ -322,10 +333,17 @@ def simulate_plan(profile: Profile, cluster: Cluster, found: Plan) -> float:
             for update, seconds, parts in zip(found.update_seconds, rings, gathers, strict=True)
         ],
         tied=[
-            (each, sum_seconds(cluster, sorted({r for s in each for r in stages[s].ranks}), num_bytes))
+            (
+                each,
+                sum_seconds(
+                    cluster, sorted({r for s in each for r in stages[s].ranks}), num_bytes * profile.gradient_ratio
+                ),
+            )
             for each, num_bytes in ties.items()
         ],
     )
     crossing = [output[stage.nodes[-1]] for stage in stages[:-1]]
     groups = [list(stage.ranks) for stage in stages]
-    return simulate(schedule, costs, network(pairs, hops, crossing, groups, rings, gathers=gathers)).makespan
+    return simulate(
+        schedule, costs, network(pairs, hops, crossing, groups, rings, gathers=gathers, is_ahead=profile.gathers_ahead)
+    ).makespan

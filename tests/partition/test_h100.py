@@ -1,7 +1,8 @@
-"""H100 trainings that NVIDIA published, foretold by data-sheet figures alone: nothing is fitted to them.
+"""H100 trainings that NVIDIA published, foretold by products and rings alone: nothing is fitted to them.
 
 Megatron Bridge, docs/performance-summary.md, container 25.11, DGX-H100, FP8 with one scale a tensor: tokens a second of
-a GPU, microbatches of one sequence of 8,192. Llama-3 8B ran fully sharded; here its replicas hold all.
+a GPU, microbatches of one sequence of 8,192; gradients summed in 16 bits. Llama-3 8B ran fully sharded; here its
+replicas hold all.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
-from support.inside import DeviceModel, Transformer, TransformerSource
+from support.inside import MEGATRON_CORE, DeviceModel, Transformer, TransformerSource
 
 from stagewright.partition import Cluster, GivenStage, evaluate
 
@@ -38,10 +39,12 @@ RUNS = {
 
 def rate(run: Run) -> float:
     """Tokens a second of a GPU."""
-    model = Transformer(**LLAMA | run.shape, head="untied", attention="flash", split="sequence", gradients="float32")
+    model = Transformer(**LLAMA | run.shape, head="untied", attention="flash", split="sequence")
     cluster = Cluster.parse(f"{run.devices // 8}x8:nvlink=450GB/s,net=50GB/s")
     device = DeviceModel.preset("H100-80GB")
-    source = TransformerSource(transformer=model, device=device, cluster=cluster, context=run.context)
+    source = TransformerSource(
+        transformer=model, device=device, cluster=cluster, context=run.context, runtime=MEGATRON_CORE
+    )
     names = ["embedding", *(f"layer{at}" for at in range(model.layers)), "head"]
     number, wide = run.pipeline * run.chunks, run.devices // run.pipeline
     ends = [0, *(1 + round(model.layers * at / number) for at in range(1, number)), len(names)]

@@ -65,7 +65,14 @@ def chains(draw: st.DrawFn) -> Profile:
     holders = sorted(draw(st.sets(st.sampled_from(range(len(nodes))), max_size=3)))
     shared = draw(st.sampled_from([0.5, 1.0])) * min((nodes[i].parameter_bytes for i in holders), default=0.0)
     tied = ((tuple(f"n{i}" for i in holders), shared),) if len(holders) > 1 else ()
-    return Profile(nodes=tuple(nodes), microbatch_size=1, tied=tied)
+    return Profile(
+        nodes=tuple(nodes),
+        microbatch_size=1,
+        tied=tied,
+        gradient_ratio=draw(st.sampled_from([1.0, 2.0])),
+        gather_ratio=draw(st.sampled_from([1.0, 0.5])),
+        gathers_ahead=draw(st.booleans()),
+    )
 
 
 @pytest.mark.thorough

@@ -86,6 +86,7 @@ _NAMES = {
     "partition.analytic.calibration": "MORE NO_FIT SCALE Scales",
     "partition.analytic.fit": "MeasuredSum fit_device fit_sums read_rows read_sums",
     "partition.analytic.layers": "LAYER_KERNELS LayerFormulas TransformerSource transformer_profile",
+    "partition.analytic.runtime": "MEGATRON_CORE PLAIN Runtime",
     "partition.analytic.transformer": "Head Split Transformer",
     "partition.model.copies": "Copies",
     "partition.model.chain": "given_stages",

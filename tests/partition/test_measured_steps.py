@@ -1,0 +1,65 @@
+"""Steps of MLPerf, Megatron-Bridge and nanotron, predicted without a fit (docs/results.md): today's errors, pinned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
+
+import pytest
+from support.measured_steps import Step, calibrated, off, read
+
+
+def mean(every: Iterable[float]) -> float:
+    found = [*map(abs, every)]
+    return sum(found) / len(found)
+
+
+def of(file: str) -> list[Step]:
+    return [step for step in read()[0] if step.file == file]
+
+
+def test_every_row_is_priced_or_named_with_a_reason() -> None:
+    priced, others = read()
+    assert Counter(step.file for step in priced) == {"mlperf": 14, "nanotron": 13, "bridge": 37}
+    assert Counter(reason.split(",")[0] for _, reason in others) == {
+        "its attention is wider than its hidden size": 41,
+        "state-space layers": 21,
+        "latent attention": 18,
+        "fully sharded": 4,
+        "most weights are frozen": 3,
+    }
+    for step in priced:
+        assert step.devices == step.replicas * step.tensor * step.pipeline * step.context
+        assert len(step.cuts) == step.pipeline * step.chunks + 1
+        assert step.batch % (step.replicas * step.microbatch_size) == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("file", "average", "worst"), [("mlperf", 0.095, 0.367), ("bridge", 0.097, 0.259), ("nanotron", 0.198, 0.67)]
+)
+def test_steps_of_others(file: str, average: float, worst: float) -> None:
+    errors = {step: off(step) for step in of(file)}
+    for machine, own in groupby(sorted(errors, key=lambda step: step.machine), lambda step: step.machine):
+        every = [errors[step] for step in own]
+        print(f"{file} {machine}: {mean(every):.1%} on average of {len(every)}, {max(map(abs, every)):.1%} at worst")
+    for step, error in errors.items():
+        print(f"  {step.name}: {error:+.1%}")
+    assert mean(errors.values()) == pytest.approx(average, abs=0.003)
+    assert max(map(abs, errors.values())) == pytest.approx(worst, abs=0.005)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.126), ("bridge", 0.065), ("nanotron", 0.229)])
+def test_two_steps_of_a_machine_foretell_its_others(file: str, average: float) -> None:
+    """The first two of each machine calibrate one constant."""
+    errors = []
+    for _, own in groupby(sorted(of(file), key=lambda step: step.machine), lambda step: step.machine):
+        first, second, *others = [*own, *[None] * 2]
+        held_out = [step for step in others if step is not None]
+        if second is not None and held_out:
+            device = calibrated(first, first, second)
+            errors += [off(step, device) for step in held_out]
+    print(f"{file}: {mean(errors):.1%} on average of {len(errors)}, {max(map(abs, errors)):.1%} at worst")
+    assert mean(errors) == pytest.approx(average, abs=0.003)

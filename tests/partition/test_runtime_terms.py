@@ -1,0 +1,145 @@
+"""Terms of formulas by closed form: what runtimes overlap, what travels for an update, products in 4 bits."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.inside import (
+    MEGATRON_CORE,
+    PLAIN,
+    DeviceModel,
+    Runtime,
+    Transformer,
+    TransformerSource,
+    transformer_profile,
+)
+
+from stagewright.partition import Cluster, GivenStage, Profile, evaluate
+from stagewright.schedules import AllReduce
+
+# Computes 1 FLOP a second and does nothing else: seconds are FLOPs.
+COUNTER = DeviceModel(
+    name="counter", peak_flops=1.0, memory_bandwidth=1e30, memory_bytes=1e30, link_bandwidth=1e30, matrix_efficiency=1.0
+)
+SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)
+FEW = Transformer(
+    layers=3, hidden=64, heads=8, kv_heads=2, vocabulary=1000, length=32, mlp_ratio=3.5, head="untied", style="llama"
+)
+
+
+def profile_of(model: Transformer, *, b: int = 1, device: DeviceModel) -> Profile:
+    return transformer_profile(model, microbatch_size=b, device=device)
+
+
+def test_products_in_fp4_and_what_they_keep() -> None:
+    device = replace(COUNTER, fp4_flops=4.0, fp4_efficiency=0.5)
+    n, h = 2 * 32, 64
+    weights, inputs = 2 * n * h * (2.5 * h + 3 * 3.5 * h), n * (3 + 3.5) * h
+    plain, narrow = (
+        profile_of(replace(FEW, precision=each), b=2, device=device).nodes[1] for each in ("16-bit", "fp4")
+    )  # type: ignore[arg-type]
+    assert plain.forward_seconds - narrow.forward_seconds == pytest.approx(weights / 2)
+    assert plain.stash_bytes - narrow.stash_bytes == (2 - 9 / 16) * inputs
+    assert narrow.buffer_bytes == 9 / 16 * narrow.parameter_bytes
+    slow = replace(device, memory_bandwidth=1.0, peak_flops=4.0)
+    plain, narrow = (profile_of(replace(FEW, precision=each), b=2, device=slow).nodes[1] for each in ("16-bit", "fp4"))  # type: ignore[arg-type]
+    amax, rows, columns = 2, 2 + 9 / 16, 2 + 9 / 16
+    moved = narrow.forward_seconds - plain.forward_seconds - weights / 4
+    assert moved == pytest.approx((amax + rows + columns) * inputs)
+
+
+def test_sums_over_tensor_ranks_overlap_with_products_in_parts() -> None:
+    """P of products and S of sums, in T parts each: all but a part of the shorter travel meanwhile."""
+    t, n, h = 4, 32, SMALL.hidden
+    products, scores = 24 * n * h**2 / t, 4 * n * SMALL.length * h / t
+    for link, precision in itertools.product((1.0, 1e3), ("16-bit", "fp8")):
+        device = replace(COUNTER, link_bandwidth=link, fp8_flops=1.0)
+        model = replace(SMALL, precision=precision)  # type: ignore[arg-type]
+        sums = 2 * 2 * (t - 1) / t * 2 * n * h / link
+        plain, apart = (
+            transformer_profile(model, microbatch_size=1, tensor=t, device=device, runtime=each).nodes[1]
+            for each in (PLAIN, MEGATRON_CORE)
+        )
+        assert plain.forward_seconds == pytest.approx(products + scores + sums)
+        sums *= 1 if precision == "16-bit" else 3 / 4  # the half that is gathered has a byte a value
+        longer, shorter = max(products, sums), min(products, sums)
+        assert apart.forward_seconds == pytest.approx(scores + longer + shorter / t)
+
+
+def test_products_that_overlap_have_fewer_outputs_each() -> None:
+    t, n, h = 4, 32, SMALL.hidden
+    device = replace(COUNTER, wave_outputs=2e3)
+    layer = transformer_profile(SMALL, microbatch_size=1, tensor=t, device=device, runtime=MEGATRON_CORE).nodes[1]
+    every = [(3 * h, 3 * h / t), (h, h), (4 * h, 4 * h / t), (4 * h, h)]  # columns of all ranks, and of this one
+    scores = 4 * n * SMALL.length * h / t / device.efficiency(n * SMALL.heads * SMALL.length / t)
+    parts = sum(2 * n * h * width / t / device.efficiency(n * own / t) for width, own in every)
+    assert layer.forward_seconds == pytest.approx(scores + parts)
+
+
+def test_gradients_are_read_and_written_where_a_microbatch_adds_its_own() -> None:
+    t, h, n = 2, 64, 32
+    device = replace(COUNTER, memory_bandwidth=1.0)
+    for gradients, each in (("16-bit", 2), ("float32", 4)):
+        model = replace(SMALL, gradients=gradients)  # type: ignore[arg-type]
+        plain, adding = (
+            transformer_profile(model, microbatch_size=1, tensor=t, device=device, runtime=runtime).nodes
+            for runtime in (PLAIN, Runtime(adds_gradients=True))
+        )
+        assert plain[1].weight_grad_seconds == pytest.approx(24 * n * h**2 / t)
+        for at, parameters in ((1, 12 * h**2 / t), (-1, 1000 / t * h)):
+            more = adding[at].weight_grad_seconds - plain[at].weight_grad_seconds
+            assert more == pytest.approx(2 * each * parameters)
+
+
+def test_what_travels_for_an_update() -> None:
+    """Of four replicas: gradients once round, or to their owners and weights back, in their own bytes."""
+    model, cluster = replace(FEW, precision="fp8"), Cluster.parse("4:net=1B/s")
+    device = replace(COUNTER, fp8_flops=2.0)
+
+    def sums(shards: int, runtime: Runtime = PLAIN, **changes: Any) -> AllReduce:
+        source = TransformerSource(
+            transformer=replace(model, **changes), device=device, cluster=cluster, runtime=runtime
+        )
+        names = [node.name for node in source.profile(microbatch_size=1).nodes]
+        stages = [GivenStage(names, range(4), optimizer_shards=shards)]
+        found = evaluate(source, cluster, stages, num_microbatches=4, microbatch_size=1).links
+        assert found is not None
+        return found.sums[0]
+
+    weights = 2 * model.num_parameters
+    assert sums(1).seconds == pytest.approx(2 * 3 / 4 * weights)
+    assert sums(1, gradients="float32").seconds == pytest.approx(2 * 2 * 3 / 4 * weights)
+    divided, wide, ahead = sums(4), sums(4, gradients="float32"), sums(4, MEGATRON_CORE)
+    assert (divided.seconds, divided.gather) == pytest.approx((3 / 4 * weights, 3 / 4 * weights))
+    assert (wide.seconds, wide.gather) == pytest.approx((2 * 3 / 4 * weights, 3 / 4 * weights))
+    assert (ahead.seconds, ahead.gather) == pytest.approx((3 / 4 * weights, 3 / 8 * weights))
+    assert (divided.unshards, ahead.unshards) == (False, True)
+    assert sums(4, MEGATRON_CORE, precision="16-bit").gather == divided.gather
+
+
+def test_each_large_gradient_has_a_ring_of_its_own() -> None:
+    """Of a layer's matrices three are as large as the largest, or together as large; vectors travel in one bucket."""
+    model = Transformer(layers=5, hidden=512, heads=8, vocabulary=1000, length=32, head="untied")
+    cluster = Cluster.parse("4:net=1000000GB/s@1s")
+    profile = transformer_profile(model, microbatch_size=1, device=COUNTER)
+    assert profile.nodes[1].largest_parameter_bytes == 2 * 4 * 512**2
+    assert profile.nodes[1].small_parameter_bytes == profile.nodes[1].parameter_bytes - 2 * 12 * 512**2
+    found = evaluate(
+        profile, cluster, [GivenStage([node.name for node in profile.nodes], range(4))], num_microbatches=4
+    )
+    assert found.links is not None
+    assert found.links.sums[0].seconds == pytest.approx((5 * 3 + 2 + 1) * 2 * 3, rel=1e-3)
+
+
+def test_the_runtime_takes_its_time_around_each_action() -> None:
+    profile = profile_of(SMALL, device=replace(COUNTER, action_seconds=1e3))
+    plain = profile_of(SMALL, device=COUNTER)
+    stages = [GivenStage([node.name for node in profile.nodes], [0])]
+    steps = [
+        evaluate(each, Cluster.parse("1:net=1GB/s"), stages, num_microbatches=5).simulated_step_time or 0.0
+        for each in (plain, profile)
+    ]
+    assert steps[1] - steps[0] == pytest.approx(5 * 2 * 1e3)
