@@ -120,7 +120,8 @@ class Chain:
         links: Links | None,
     ) -> None:
         names = ("forward", "input_grad", "weight_grad", "both", "activation", "weights", "update")
-        self.sums = [[*accumulate((getattr(each, name) for each in layers), initial=0.0)] for name in names]
+        columns = ((getattr(each, name) for each in layers) for name in names)
+        self.sums: list[list[float]] = [[*accumulate(column, initial=0.0)] for column in columns]
         self.F, self.I, _, _, held, weights, _ = self.sums
         self.P, self.M, self.L = len(limits), num_microbatches, len(layers)
         self.limits = [with_rounding(limit) for limit in limits]
@@ -155,7 +156,7 @@ class Chain:
         """Seconds that nothing can beat: the r-th rank to start has the forwards of r layers before it, and the rank
         of a layer all its work after those before it. Each rank has an F and a B a microbatch, at least."""
         heads = math.fsum(self.F[r] + r * self.step for r in range(self.P))
-        alone = map(add, self.least, self.F)
+        alone = [own + head for own, head in zip(self.least, self.F[:-1], strict=True)]
         mean = (math.fsum(self.least) + heads) / self.P
         return max(mean, *alone) + 2 * self.M * self.overhead + (self.norm or 0.0)
 

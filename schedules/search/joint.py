@@ -38,7 +38,7 @@ class Arrangement:
     @property
     def placement(self) -> StagePlacement:
         """[P] the stages of each rank."""
-        return self.synthesis.schedule.placement
+        return StagePlacement(self.synthesis.schedule.placement)
 
     @property
     def value(self) -> float:
