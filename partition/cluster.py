@@ -105,8 +105,8 @@ class Cluster:
         nodes: by node, the name of its kind; None: all of the first kind.
         rings: how sums go over several levels: "levels", inside of each group first, as NCCL does; "flat", in one ring
             of all members, as gloo does. See `topology`.
-        ways: (node, node, bandwidth [bytes/s], latency [s]) of links from one node to another, in this direction alone,
-            or within a node, that are slower than their level says.
+        node_links: (node, node, bandwidth [bytes/s], latency [s]) of links from one node to another, in this direction
+            alone, or within a node, that are slower than their level says.
 
     Raises ValueError for no level, an unknown kind, another number of nodes, other rings, or a level whose
     `partial_reduce` is below 1 where rings are "flat".
@@ -119,7 +119,7 @@ class Cluster:
     kinds: tuple[DeviceKind, ...] = (DeviceKind(),)
     nodes: tuple[str, ...] | None = None  # never None once made
     rings: str = "levels"
-    ways: tuple[tuple[int, int, float, float], ...] = ()
+    node_links: tuple[tuple[int, int, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         levels, kinds = tuple(self.levels), tuple(self.kinds)
@@ -149,12 +149,14 @@ class Cluster:
                     f"since one ring comes into a node over one card, however many of its devices are members; or "
                     f"rings='levels'"
                 )
-        ways = tuple(_way(each, num_nodes) for each in self.ways)
-        if len({way[:2] for way in ways}) < len(ways):
-            fail("ways", ways, "one from each node to another")
-        if ways and any(kind.link_speed != 1 for kind in kinds):
-            raise ValueError("ways and kinds with a link_speed: expected one of them; ways say how fast links are")
-        for field, value in (("levels", levels), ("kinds", kinds), ("nodes", nodes), ("ways", ways)):
+        node_links = tuple(_node_link(each, num_nodes) for each in self.node_links)
+        if len({link[:2] for link in node_links}) < len(node_links):
+            fail("node_links", node_links, "one from each node to another")
+        if node_links and any(kind.link_speed != 1 for kind in kinds):
+            raise ValueError(
+                "node_links and kinds with a link_speed: expected one of them: both say how fast links are"
+            )
+        for field, value in (("levels", levels), ("kinds", kinds), ("nodes", nodes), ("node_links", node_links)):
             object.__setattr__(self, field, value)
 
     @property
@@ -187,8 +189,8 @@ class Cluster:
     def reordered(self, order: Sequence[int]) -> Cluster:
         """The same with the nodes in another order: node i is what node `order[i]` was."""
         nodes, place = self.nodes or (), {node: at for at, node in enumerate(order)}
-        ways = tuple((place[a], place[b], bandwidth, latency) for a, b, bandwidth, latency in self.ways)
-        return replace(self, nodes=tuple(nodes[at] for at in order), ways=ways)
+        node_links = tuple((place[a], place[b], bandwidth, latency) for a, b, bandwidth, latency in self.node_links)
+        return replace(self, nodes=tuple(nodes[at] for at in order), node_links=node_links)
 
     @classmethod
     def from_levels(
@@ -244,7 +246,7 @@ class Cluster:
             "kinds": [asdict(kind) for kind in self.kinds],
             "nodes": list(self.nodes or ()),
             "rings": self.rings,
-            "ways": self.ways,
+            "node_links": self.node_links,
         }
         return json.dumps(data, indent=1)
 
@@ -261,7 +263,7 @@ class Cluster:
         if nodes is not None and not (isinstance(nodes, list) and all(isinstance(name, str) for name in nodes)):
             raise ValueError(f"{record.at('nodes')}: {nodes!r}: expected the name of a kind for each node")
         given = {"levels": levels, "kinds": kinds, "nodes": None if nodes is None else tuple(nodes)}
-        given["ways"] = tuple(record.items("ways", default=[]))
+        given["node_links"] = tuple(record.items("node_links", default=[]))
         return record.made(cls, given, choices={"rings": RINGS})
 
     @classmethod
@@ -270,14 +272,14 @@ class Cluster:
         return cls.from_json(read_text(path), source=str(path))
 
 
-def _way(given: object, num_nodes: int) -> tuple[int, int, float, float]:
+def _node_link(given: object, num_nodes: int) -> tuple[int, int, float, float]:
     match given:
         case [int(src), int(dst), bandwidth, latency] if 0 <= min(src, dst) <= max(src, dst) < num_nodes:
-            where = f"way from node {src} to node {dst}"
+            where = f"link from node {src} to node {dst}"
             return (
                 src,
                 dst,
                 number(f"{where}: bandwidth", bandwidth, positive=True),
                 number(f"{where}: latency", latency),
             )
-    return fail("ways", given, f"(node, node, bytes/s, seconds) of nodes 0 to {num_nodes - 1}")
+    return fail("node_links", given, f"(node, node, bytes/s, seconds) of nodes 0 to {num_nodes - 1}")

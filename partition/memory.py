@@ -11,9 +11,9 @@
                    the parts of other ranks, of gradients and then of weights; in a stream always the gradients that
                    replicas send each other
 
-`Moments` are counted in the schedule's own programs: how much of which is there, whenever that may be most. `recompute`
-weighs them under each treatment of the memory, and chooses one. `stage_bytes` gives the same figures of one stage
-each, of which `memory_curves` makes memory over time. `stage_parts` is the closed form for stages between any two
+`InFlightCounts` are counted in the schedule's own programs: how much of which is there, whenever that may be most.
+`recompute` weighs them under each treatment of the memory, and chooses one. `stage_bytes` gives the same figures of one
+stage each, of which `memory_curves` makes memory over time. `stage_parts` is the closed form for stages between any two
 cuts, elementwise, never less: with it the dynamic programs know what does not fit.
 """
 
@@ -88,11 +88,11 @@ class MemoryUse:
         return MemoryUse(**{**added, "workspace": max(self.workspace, other.workspace)})
 
 
-def certain(device: str) -> float:
+def context_bytes(device: str) -> float:
     """Least bytes that a device holds besides its tensors, of which no plan can use one; 0 on a CPU and for a name that
     says nothing.
 
-    >>> certain("A100-80GB"), certain("cpu"), certain("device")
+    >>> context_bytes("A100-80GB"), context_bytes("cpu"), context_bytes("device")
     (300000000.0, 0.0, 0.0)
     """
     name = device.lower()
@@ -100,7 +100,7 @@ def certain(device: str) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Moments:
+class InFlightCounts:
     """Counts of all that one rank with V stages holds at every moment at which it may hold most.
 
     Arguments:
@@ -116,26 +116,26 @@ class Moments:
     versions: int
 
     @property
-    def held(self) -> Floats:
+    def microbatches(self) -> Floats:
         """[forwards, V] microbatches between F and the end of B, while no backward runs."""
         return self.counts[: self.num_forwards, : self.counts.shape[1] // 4]
 
 
-def count_in_flight(schedule: Schedule, parts: Sequence[float] = ()) -> tuple[Moments, ...]:
-    """Moments of each rank; `parts`: of a microbatch, that each of its slices holds. O(actions)."""
+def count_in_flight(schedule: Schedule, parts: Sequence[float] = ()) -> tuple[InFlightCounts, ...]:
+    """Of each rank; `parts`: of a microbatch, that each of its slices holds. O(actions)."""
     versions = derive_versions(schedule).peak_live if schedule.is_asynchronous else (1,) * schedule.num_ranks
-    streams, known, found = schedule.is_asynchronous, dict[object, Moments](), []
+    streams, known, found = schedule.is_asynchronous, dict[object, InFlightCounts](), []
     for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True):
         # Replicas run the same actions of other microbatches, which all take as much.
         alike = program if parts or streams else tuple((stage, op) for stage, op, _ in program)
         key = alike, tuple(stages), version
         if key not in known:
-            known[key] = _of_program(program, stages, version, parts, streams=streams)
+            known[key] = _in_flight_of_program(program, stages, version, parts, streams=streams)
         found.append(known[key])
     return tuple(found)
 
 
-def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:
+def count_over_time(timeline: Timeline) -> tuple[InFlightCounts, ...]:
     """The same as it was simulated: what leaves is there until its way out is through, for as long as the link takes,
     together with what comes back by then."""
     programs = []
@@ -151,7 +151,7 @@ def count_over_time(timeline: Timeline) -> tuple[Moments, ...]:
     return count_in_flight(replace(timeline.schedule, programs=tuple(programs)))
 
 
-def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int | None) -> tuple[Moments, ...]:
+def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int | None) -> tuple[InFlightCounts, ...]:
     """The closed form by stage, for stages of so many replicas, in the steady state: never less than what is counted.
     Stage s holds ceil(D_s + .. + D_P-1 / D_s) microbatches, and under a flush no more than its share of the batch."""
     found, rule = [], family(schedule).rule
@@ -161,7 +161,7 @@ def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int
             depth = min(depth, -(-num_microbatches // count))
         rows = [[depth, 1, rule.is_asynchronous, in_backward] for in_backward in (0, 1)]
         found.append(
-            Moments(
+            InFlightCounts(
                 counts=np.array(rows, dtype=np.float64),
                 num_forwards=1,
                 versions=rule.versions_kept(depth),
@@ -170,46 +170,46 @@ def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int
     return tuple(found)
 
 
-def merged(ranks: Sequence[Moments]) -> Moments:
+def most_of_replicas(ranks: Sequence[InFlightCounts]) -> InFlightCounts:
     """The most that any of these ranks holds: replicas of one stage."""
     forwards = [rank.counts[: rank.num_forwards] for rank in ranks]
     backwards = [rank.counts[rank.num_forwards :] for rank in ranks]
-    return Moments(
+    return InFlightCounts(
         counts=np.concatenate([*forwards, *backwards]),
         num_forwards=sum(map(len, forwards)),
         versions=max(rank.versions for rank in ranks),
     )
 
 
-def in_flight_of_turns(turns: ChunkOrder, *, num_chunks: int) -> tuple[Moments, ...]:
+def in_flight_of_chunk_order(order: ChunkOrder, *, num_chunks: int) -> tuple[InFlightCounts, ...]:
     """The same of an order in figures, without its programs. Before a rank's forward k are k - warm-up backwards,
     before its backward j are warm-up + j + 1 forwards."""
     forwards, backwards = (
-        np.array([chunk for chunk, _ in pairs], dtype=np.intp) for pairs in (turns.forwards, turns.backwards)
+        np.array([chunk for chunk, _ in pairs], dtype=np.intp) for pairs in (order.forwards, order.backwards)
     )
-    begun, done = (_of_first(chunks, num_chunks) for chunks in (forwards, backwards))
+    begun, done = (_counts_of_first(chunks, num_chunks) for chunks in (forwards, backwards))
     states = np.concatenate([done > 0, done == done[-1]], axis=1).astype(done.dtype)  # gradients, their sums
     at = np.arange(len(forwards))
     found = []
-    for warmup in turns.warmups:
-        behind, ahead = np.maximum(at - warmup, 0), np.minimum(at + warmup + 1, len(at))
-        in_forwards = np.concatenate([begun[1:] - done[behind], states[behind]], axis=1)
-        in_backwards = np.concatenate([begun[ahead] - done[:-1], states[:-1]], axis=1)
-        counts, num_forwards = _moments(in_forwards, in_backwards, backwards, streams=False)
-        found.append(Moments(counts=counts, num_forwards=num_forwards, versions=1))
+    for warmup in order.warmups:
+        done_before, begun_by = np.maximum(at - warmup, 0), np.minimum(at + warmup + 1, len(at))
+        in_forwards = np.concatenate([begun[1:] - done[done_before], states[done_before]], axis=1)
+        in_backwards = np.concatenate([begun[begun_by] - done[:-1], states[:-1]], axis=1)
+        counts, num_forwards = _fullest_moments(in_forwards, in_backwards, backwards, streams=False)
+        found.append(InFlightCounts(counts=counts, num_forwards=num_forwards, versions=1))
     return tuple(found)
 
 
-def _of_first(chunks: Indices, num_chunks: int) -> Indices:
+def _counts_of_first(chunks: Indices, num_chunks: int) -> Indices:
     """[n + 1, V] of the first 0, 1, .. n of these, how many are of each chunk."""
     one_hot = np.zeros((len(chunks) + 1, num_chunks), dtype=np.intp)
     one_hot[np.arange(1, len(one_hot)), chunks] = 1
     return np.asarray(np.cumsum(one_hot, axis=0))
 
 
-def _of_program(
+def _in_flight_of_program(
     program: Sequence[Action], stages: Sequence[int], versions: int, parts: Sequence[float], *, streams: bool
-) -> Moments:
+) -> InFlightCounts:
     # What comes back may peak before a backward that still waits.
     steps = [action for action in program if action.op is Op.RELOAD or action.op not in MOVE_OPS]
     if streams or any(op in MOVE_OPS for _, op, _ in program):
@@ -231,21 +231,21 @@ def _of_program(
             summed[int(own[-1]) + 1 :, chunk] = 1
     backward = np.array([op in BACKWARD_OPS for _, op, _ in steps], dtype=bool)
     every = np.concatenate([alive, graded, summed], axis=1)
-    found, num_forwards = _moments(every[forward], every[backward], chunks[backward], streams=streams)
+    found, num_forwards = _fullest_moments(every[forward], every[backward], chunks[backward], streams=streams)
     found[:, : len(stages)] /= _PARTS if parts else 1
-    return Moments(counts=found, num_forwards=num_forwards, versions=max(1, versions))
+    return InFlightCounts(counts=found, num_forwards=num_forwards, versions=max(1, versions))
 
 
-def _moments(forward: Indices, backward: Indices, chunks: Indices, *, streams: bool) -> tuple[Floats, int]:
-    """`Moments.counts` and the number of forwards, of [moments, 3 V] held, gradients and sums while each action
+def _fullest_moments(forward: Indices, backward: Indices, chunks: Indices, *, streams: bool) -> tuple[Floats, int]:
+    """`InFlightCounts.counts` and the number of forwards, of [moments, 3 V] held, gradients and sums while each action
     runs."""
     V = forward.shape[1] // 3
     nothing = np.concatenate([np.zeros((1, V), dtype=np.intp), np.full((1, 2 * V), int(streams))], axis=1)
-    held = _largest(np.concatenate([nothing, _corners(forward)]))
+    held = _without_smaller(np.concatenate([nothing, _corners(forward)]))
     # The chunk comes first, in descending order: no two of different ones are one above the other.
     width = max(V, 1)  # a rank may have no stage
     of_chunk = np.eye(width, dtype=np.intp)[::-1][np.concatenate([[0], chunks])]
-    in_backward = _largest(_corners(np.concatenate([of_chunk, np.concatenate([nothing, backward])], axis=1)))
+    in_backward = _without_smaller(_corners(np.concatenate([of_chunk, np.concatenate([nothing, backward])], axis=1)))
     counts = np.concatenate(
         [
             np.concatenate([held, np.zeros((len(held), V), dtype=np.intp)], axis=1),
@@ -264,7 +264,7 @@ def _corners(moments: Indices) -> Indices:
     return np.asarray(moments[np.concatenate([[True], bends, [True]])])
 
 
-def _largest(moments: Indices) -> Indices:
+def _without_smaller(moments: Indices) -> Indices:
     """[largest, figures] of these moments in order, less those at which nothing is more than at another."""
     left = np.array(sorted(set(map(tuple, moments.tolist()))), dtype=np.intp)
     if len(left) <= _FEW:
@@ -283,7 +283,7 @@ class RankMemory:
 
     Arguments:
         recompute, shards: [V] what is recomputed of each stage, and ranks that share its optimizer's state.
-        held: [6, V] bytes of its stages, in the order of `MemoryUse`, messages apart.
+        bytes_held: [6, V] bytes of its stages, in the order of `MemoryUse`, messages apart.
         messages: bytes of messages, of all stages together.
         in_flight: [V] the most microbatches of each stage that are there at once.
         limit: of its device [bytes].
@@ -292,7 +292,7 @@ class RankMemory:
 
     recompute: tuple[str, ...]
     shards: tuple[int, ...]
-    held: Floats
+    bytes_held: Floats
     messages: float
     in_flight: tuple[int, ...]
     limit: float = math.inf
@@ -301,17 +301,17 @@ class RankMemory:
     @property
     def total(self) -> float:
         """Bytes on the rank, all together; its stages do not need their workspace at once."""
-        return total_of(self.held) + self.messages
+        return total_bytes(self.bytes_held) + self.messages
 
     @property
     def uses(self) -> tuple[MemoryUse, ...]:
         """[V] bytes of each stage by data structure; the rank's messages are counted in the first stage."""
         names = [field.name for field in fields(MemoryUse)]
-        rows = [[*row, 0.0 if v else self.messages] for v, row in enumerate(self.held.T.tolist())]
+        rows = [[*row, 0.0 if v else self.messages] for v, row in enumerate(self.bytes_held.T.tolist())]
         return tuple(MemoryUse(**dict(zip(names, row, strict=True))) for row in rows)
 
 
-def total_of(held: Floats) -> float:
+def total_bytes(held: Floats) -> float:
     *kept, workspace = held
     return float(sum(kept[1:], start=kept[0]).sum() + workspace.max())
 
@@ -322,7 +322,7 @@ class RankPlace:
 
     Arguments:
         streams: whether batches follow each other without a flush.
-        beside: of its memory, what is certain to go to others than tensors (`certain`) [bytes].
+        context_bytes: of its memory, what others than tensors take at least (`context_bytes`) [bytes].
         num_messages: that come to it from one side in a batch, at most; where it is unknown, four are posted ahead.
     """
 
@@ -331,7 +331,7 @@ class RankPlace:
     tensor: int
     limit: float
     streams: bool = False
-    beside: float = 0.0
+    context_bytes: float = 0.0
     num_messages: Figures = math.inf
 
 
@@ -351,20 +351,22 @@ def stage_parts(
     num_chunks, replicas, streams = len(place.stages), place.replicas, place.streams
     share = place.tensor * num_chunks
     sent = sums.before * GRADIENTS_SENT
-    for size in (sums.before, sums.behind):  # never less than `receives_ahead` of the largest of all stages
+    for size in (sums.before, sums.after):  # never less than `receives_ahead` of the largest of all stages
         ahead = np.maximum(RECEIVES_AHEAD, np.isfinite(place.num_messages) * AHEAD_BYTES / np.maximum(size, 1))
         sent = sent + size * np.minimum(ahead, place.num_messages + streams)
-    workspace = sums.workspace / num_chunks + sums.before + sums.behind
+    workspace = sums.workspace / num_chunks + sums.before + sums.after
     under = sums.under(recompute)
-    passing, one = workspace + sent / share + under.again, sums.behind / share + under.kept
+    passing, one = workspace + sent / share + under.again, sums.after / share + under.kept
     shards = np.where(divides, replicas, 1)
-    bucket = _summing(sums, replicas=replicas, shards=shards, streams=streams, share=num_chunks)
+    bucket = _bytes_while_summing(sums, replicas=replicas, shards=shards, streams=streams, share=num_chunks)
     kept = sums.weights * copies + sums.buffers
     # With one stage a rank and a flush nothing else is under way while gradients are summed.
     return kept + passing + (0.0 if num_chunks == 1 and not streams else bucket), one, np.asarray(kept + bucket)
 
 
-def _summing(sums: StageSums, *, replicas: Figures, shards: Figures, streams: bool, share: int = 1) -> Floats:
+def _bytes_while_summing(
+    sums: StageSums, *, replicas: Figures, shards: Figures, streams: bool, share: int = 1
+) -> Floats:
     """Bytes of each stage besides its gradients while its replicas add them up, elementwise; 0 without replicas.
 
     Under a flush small gradients travel in buckets, as copies, of which one counts; a large one is summed where it is,
@@ -378,7 +380,7 @@ def _summing(sums: StageSums, *, replicas: Figures, shards: Figures, streams: bo
         share: V; what the stages of a rank have in common counts with a V-th.
     """
     if streams:
-        found = streaming(sums.weights, shards)
+        found = stream_copies(sums.weights, shards)
     else:
         small = np.minimum(sums.small, BUCKET_BYTES / share)
         divided = np.maximum(sums.largest / share, small) + sums.weights * (1 - 1 / np.asarray(shards))
@@ -386,7 +388,7 @@ def _summing(sums: StageSums, *, replicas: Figures, shards: Figures, streams: bo
     return np.asarray(np.where(np.asarray(replicas) > 1, found, 0.0))
 
 
-def streaming(weights: Floats, shards: Figures) -> Floats:
+def stream_copies(weights: Floats, shards: Figures) -> Floats:
     shards = np.asarray(shards)
     return np.asarray(weights * np.where(shards > 1, 3 * (1 - 1 / shards), 2.0))
 
@@ -406,7 +408,7 @@ def stage_bytes(
     for stage, weights in enumerate(sums.weights.tolist()):
         chunk, memory = stage // pipeline, memories[positions[stage]]
         use, row, shards = memory.uses[chunk], sums.under(memory.recompute[chunk]), memory.shards[chunk]
-        summing = _summing(sums, replicas=replicas[positions[stage]], shards=shards, streams=streams)
+        summing = _bytes_while_summing(sums, replicas=replicas[positions[stage]], shards=shards, streams=streams)
         found.append(
             StageBytes(
                 weights=weights,
@@ -415,8 +417,8 @@ def stage_bytes(
                 buffers=use.buffers,
                 activations=float(row.kept[stage]),
                 again=float(row.again[stage]),
-                workspace=float(sums.workspace[stage] + sums.before[stage] + sums.behind[stage]),
-                output=float(sums.behind[stage]) / tensor[stage],
+                workspace=float(sums.workspace[stage] + sums.before[stage] + sums.after[stage]),
+                output=float(sums.after[stage]) / tensor[stage],
                 summing=float(summing[stage]),
             )
         )

@@ -18,7 +18,7 @@ _JSON_VERSION = 1
 ORIGINS = ("measured", "published", "formula")
 ON = "samples on"
 SAMPLES = ("samples", ON)
-WAYS = ("any", "divided", "whole", *SAMPLES)  # in which a tensor group runs a node
+SPLITS = ("any", "divided", "whole", *SAMPLES)  # of a node over a tensor group
 Tied = tuple[tuple[str, ...], float]  # two nodes or more, bytes of the weights that all of them share
 _PAIRS = [(f"{kind}_bytes", f"{kind}_seconds") for kind in ("selective", "keep_less")]  # both or none
 
@@ -51,7 +51,7 @@ class Node:
             once where shared [bytes], and what B takes longer then [s]; None when not known.
         keep_less_bytes, keep_less_seconds: the same where results of GELUs are not kept; None when not known, or where
             that frees nothing.
-        way: in which the T ranks of a tensor group run it: "divided" as the profile of T ranks has it; "whole" on each
+        split: how the T ranks of a tensor group run it: "divided" as the profile of T ranks has it; "whole" on each
             of them; by "samples", 1/T of a microbatch's on each, with whole weights; "samples on" the same, and its
             part passes on to the next node, which is by samples too; "any" of these, as the planner chooses.
         expert_bytes: of the parameters, those of experts, whose gradients every `Profile.expert`-th rank alone sums
@@ -87,7 +87,7 @@ class Node:
     selective_seconds: float | None = None
     keep_less_bytes: float | None = None
     keep_less_seconds: float | None = None
-    way: str = "divided"
+    split: str = "divided"
     joining_seconds: float = 0.0
     expert_bytes: float = 0.0
 
@@ -96,8 +96,8 @@ class Node:
             raise ValueError(f"node name {self.name!r}: expected text that is not empty")
         printable("node name", self.name)
         check_figures(self, f"node {self.name}")
-        if self.way not in WAYS:
-            fail(f"node {self.name}: way", self.way, f"one of {', '.join(WAYS)}")
+        if self.split not in SPLITS:
+            fail(f"node {self.name}: split", self.split, f"one of {', '.join(SPLITS)}")
         if not isinstance(self.runs_again, bool):
             fail(f"node {self.name}: runs_again", self.runs_again, "True or False")
         for part in ("largest_parameter_bytes", "small_parameter_bytes", "expert_bytes"):

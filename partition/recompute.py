@@ -1,16 +1,16 @@
 """Treatments of a rank's memory: what its stages recompute, and whether its optimizer's state is divided.
 
 `memory` counts what a rank holds; here that is weighed under each treatment, and those that fit and are not beaten are
-kept. Stages are added one after the other, each in all ways of its own front:
+kept. Stages are added one after the other, under each treatment of its own front:
 
-    stage front   ways to recompute a stage, none beaten in seconds, bytes kept and bytes made again at once
-    ways_v        = ways_v-1 x front of stage v, with bytes at each moment t at which the rank may be fullest:
-                  bytes_v[t] = bytes_v-1[t] + held[t, v] kept + anew[t, v] made again
-    rank front    of the ways that fit at every t, those that no other beats in the seconds of each stage, the least
-                  seconds first, for each division of the optimizer's state; at most EVERY
+    stage front   treatments of a stage, none beaten in seconds, bytes kept and bytes made again at once
+    partial_v     = partial_v-1 x front of stage v, with bytes at each moment t at which the rank may be fullest:
+                  bytes_v[t] = bytes_v-1[t] + in_flight[t, v] kept + remade[t, v] made again
+    rank front    of all that fit at every t, those that no other beats in the seconds of each stage, the least seconds
+                  first, for each division of the optimizer's state; at most MOST_TREATMENTS
 
-Exact up to _WAYS ways. Of more, only those continue that are on the front of seconds and bytes at the fullest moment,
-if the later stages keep all that they can, or if they keep as little as they can.
+Exact up to _MOST_PARTIAL treatments of the stages so far. Of more, only those continue that are on the front of seconds
+and bytes at the fullest moment, if the later stages keep all that they can, or if they keep as little as they can.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES, receives_ahead
-from .memory import GRADIENTS_SENT, Moments, RankMemory, RankPlace, streaming, total_of
+from .memory import GRADIENTS_SENT, InFlightCounts, RankMemory, RankPlace, stream_copies, total_bytes
 from .stage_cost import COUNTED, OFFLOAD, Recomputed, StageSeconds, StageSums
 from .topology import Floats, Indices
 
-EVERY = 16  # treatments of a rank that are kept
-_WAYS = 512  # of the stages so far, up to which all go on
+MOST_TREATMENTS = 16  # treatments of a rank that are kept
+_MOST_PARTIAL = 512  # of the stages so far, up to which all go on
 
 
 # [O] names of ways to treat one stage, the least seconds first: `stage_cost`'s table without what is beaten.
@@ -61,70 +61,76 @@ class MemoryRules:
     sharding: tuple[str, ...] = ("none",)
     offloads: bool = False
 
-    def front(self, sums: StageSums, moments: Moments, place: RankPlace) -> tuple[RankMemory, ...]:
+    def front(self, sums: StageSums, in_flight: InFlightCounts, place: RankPlace) -> tuple[RankMemory, ...]:
         """Treatments that fit the device, the least seconds first; or the one with the least excess."""
-        rank, plain = _TreatedRank(sums, moments, place, self), list[RankMemory]()
+        rank, plain = _TreatedRank(sums, in_flight, place, self), list[RankMemory]()
         if "none" in self.recompute:  # most ranks need no more
             plain = [rank.memory(("none",) * rank.num_chunks, shards) for shards in (rank.shards[0], rank.shards[-1])]
             plain = [memory for memory in plain[: len(rank.shards)] if not memory.too_many]
         if len(plain) == min(len(rank.shards), 2):
             return tuple(plain)
         options = rank.options(self.recompute)
-        every = [way for shards in rank.shards for way in rank.ways(options, shards)]
+        every = [treated for shards in rank.shards for treated in rank.treatments(options, shards)]
         least = min(every)[0]
-        front = sorted((way for way in every if way[0] == least), key=lambda way: (way[1], sum(way[3]), way[2]))
-        return tuple(rank.memory(recompute, shards) for *_, shards, recompute in front[: EVERY if least == 0 else 1])
+        front = sorted((each for each in every if each[0] == least), key=lambda each: (each[1], sum(each[3]), each[2]))
+        most = MOST_TREATMENTS if least == 0 else 1
+        return tuple(rank.memory(recompute, shards) for *_, shards, recompute in front[:most])
 
-    def offloaded(self, sums: StageSums, moments: Moments, place: RankPlace, number: int) -> list[RankMemory]:
-        """Treatments where activations of its first stages wait on the host, and all else is kept. `moments`: with
+    def offloaded(self, sums: StageSums, in_flight: InFlightCounts, place: RankPlace, number: int) -> list[RankMemory]:
+        """Treatments where activations of its first stages wait on the host, and all else is kept. `in_flight`: with
         those moves. `number`: of these stages."""
-        rank = _TreatedRank(sums, moments, place, self)
+        rank = _TreatedRank(sums, in_flight, place, self)
         names = (OFFLOAD,) * number + ("none",) * (rank.num_chunks - number)
         return [rank.memory(names, shards) for shards in rank.shards]
 
     def given(
-        self, sums: StageSums, moments: Moments, place: RankPlace, recompute: Sequence[str], shards: Sequence[int]
+        self,
+        sums: StageSums,
+        in_flight: InFlightCounts,
+        place: RankPlace,
+        recompute: Sequence[str],
+        shards: Sequence[int],
     ) -> RankMemory:
         """One treatment, whether it fits or not."""
-        return _TreatedRank(sums, moments, place, self).memory(recompute, tuple(shards))
+        return _TreatedRank(sums, in_flight, place, self).memory(recompute, tuple(shards))
 
-    def least_seconds_again(self, sums: StageSums, moments: Moments, place: RankPlace) -> float:
+    def least_seconds_again(self, sums: StageSums, in_flight: InFlightCounts, place: RankPlace) -> float:
         """Seconds per microbatch that all that fits must run again, at least [s]; 0 where all may be kept."""
         if set(self.recompute) == {"none"}:
             return 0.0
-        rank = _TreatedRank(sums, moments, place, self)
+        rank = _TreatedRank(sums, in_flight, place, self)
         return min(rank.least_seconds_again(shards, self.recompute) for shards in rank.shards)
 
 
 # Bytes too many, seconds that run again, bytes at the fullest; how the optimizer is divided, what is recomputed.
-_Way = tuple[float, float, float, tuple[int, ...], tuple[str, ...]]
+_Chosen = tuple[float, float, float, tuple[int, ...], tuple[str, ...]]
 
 
 class StateDivision(NamedTuple):
     """Bytes under one division of the optimizer's state, before it is known what is recomputed.
 
     optimizer, summing: [V] its state; bytes besides the gradients while they are summed. moments: gradients and sums at
-    each moment. fixed: always there, gradients apart. behind: gradients and their sums after the batch.
+    each moment. fixed: always there, gradients apart. after_batch: gradients and their sums after the batch.
     """
 
     optimizer: Floats
     summing: Floats
     moments: Floats
     fixed: float
-    behind: float
+    after_batch: float
 
 
 class _TreatedRank:
     """Bytes that one rank holds, by what is recomputed and how the optimizer's state is divided."""
 
-    def __init__(self, sums: StageSums, moments: Moments, place: RankPlace, rules: MemoryRules) -> None:
-        self.sums, self.moments, self.place, self.optimizer_ratio = sums, moments, place, rules.optimizer_ratio
+    def __init__(self, sums: StageSums, in_flight: InFlightCounts, place: RankPlace, rules: MemoryRules) -> None:
+        self.sums, self.counted, self.place, self.optimizer_ratio = sums, in_flight, place, rules.optimizer_ratio
         self.own = list(place.stages)
-        self.before, self.behind, self.weights = sums.before[self.own], sums.behind[self.own], sums.weights[self.own]
-        self.buffers, self.workspace = sums.buffers[self.own], sums.workspace[self.own] + self.before + self.behind
+        self.before, self.after, self.weights = sums.before[self.own], sums.after[self.own], sums.weights[self.own]
+        self.buffers, self.workspace = sums.buffers[self.own], sums.workspace[self.own] + self.before + self.after
         self.num_chunks = V = len(self.weights)
-        self.held, self.states, self.anew = np.split(moments.counts, [V, 3 * V], axis=1)
-        self.most = moments.held.max(axis=0)
+        self.in_flight, self.states, self.remade = np.split(in_flight.counts, [V, 3 * V], axis=1)
+        self.most = in_flight.microbatches.max(axis=0)
         self._rows: dict[str, tuple[Floats, Floats]] = {}
         self._divisions: dict[tuple[int, ...], StateDivision] = {}
         self.shards = self._shards(rules.sharding)
@@ -139,13 +145,13 @@ class _TreatedRank:
     def division(self, shards: tuple[int, ...]) -> StateDivision:
         if shards not in self._divisions:
             optimizer, summing = self.weights * self.optimizer_ratio / np.array(shards), self._summing(shards)
-            kept = self.weights * self.moments.versions + optimizer + self.buffers
+            kept = self.weights * self.counted.versions + optimizer + self.buffers
             self._divisions[shards] = StateDivision(
                 optimizer=optimizer,
                 summing=summing,
                 moments=self.states @ np.concatenate([self.weights, summing]),
                 fixed=float(kept.sum()),
-                behind=float(self.weights.sum()) + float(summing.sum()),
+                after_batch=float(self.weights.sum()) + float(summing.sum()),
             )
         return self._divisions[shards]
 
@@ -153,47 +159,47 @@ class _TreatedRank:
         """[moments] bytes of activations, gradients and sums; [V] bytes kept of a microbatch, and made again."""
         rows = [self.row(name) for name in recompute]
         kept, again = (np.array([row[what][v] for v, row in enumerate(rows)]) for what in (0, 1))
-        return self.held @ kept + self.anew @ again + self.division(shards).moments, kept, again
+        return self.in_flight @ kept + self.remade @ again + self.division(shards).moments, kept, again
 
     def memory(self, recompute: Sequence[str], shards: tuple[int, ...]) -> RankMemory:
         division, (moments, kept, again) = self.division(shards), self.at_moments(recompute, shards)
-        microbatches, graded, summed, anew = self.moments.counts[int(moments.argmax())].reshape(4, self.num_chunks)
-        gradients, activations = graded * self.weights, microbatches * kept + anew * again
+        microbatches, graded, summed, remade = self.counted.counts[int(moments.argmax())].reshape(4, self.num_chunks)
+        gradients, activations = graded * self.weights, microbatches * kept + remade * again
         workspace, sent = self.workspace, self.messages + float((summed * division.summing).sum())
-        all_behind = float((self.weights + division.summing).sum())
-        if float((gradients + activations).sum() + workspace.max()) + sent <= all_behind:
+        after_batch = float((self.weights + division.summing).sum())
+        if float((gradients + activations).sum() + workspace.max()) + sent <= after_batch:
             # After the batch all gradients are there, with their sums, and nothing else that comes and goes.
             gradients, activations, workspace = self.weights, np.zeros_like(kept), np.zeros_like(kept)
             sent = float(division.summing.sum())
-        versions = self.weights * self.moments.versions
+        versions = self.weights * self.counted.versions
         held = np.array([versions, gradients, division.optimizer, self.buffers, activations, workspace])
         return RankMemory(
             recompute=tuple(recompute),
             shards=shards,
-            held=held,
+            bytes_held=held,
             messages=sent,
             in_flight=tuple(np.ceil(self.most - 1e-6).astype(int).tolist()),
             limit=self.place.limit,
-            too_many=self.excess(total_of(held) + sent),
+            too_many=self.excess(total_bytes(held) + sent),
         )
 
     def excess(self, total: float) -> float:
         """Bytes beyond the device's; rounding is none."""
-        excess = total + self.place.beside - self.place.limit
+        excess = total + self.place.context_bytes - self.place.limit
         return 0.0 if excess <= self.place.limit * 1e-12 else excess
 
     @cached_property
     def messages(self) -> float:
         """Bytes received ahead and sent; stages on the same rank send each other nothing."""
         comes, goes = ([stage + step not in self.own for stage in self.own] for step in (-1, 1))
-        before, behind = np.where(comes, self.before, 0.0), np.where(goes, self.behind, 0.0)
-        into, out, most = float(before.max()), float(behind.max()), float(self.most.sum())
-        n, largest = float(self.place.num_messages), max(self.sums.before.max(), self.sums.behind.max())
+        before, after = np.where(comes, self.before, 0.0), np.where(goes, self.after, 0.0)
+        into, out, most = float(before.max()), float(after.max()), float(self.most.sum())
+        n, largest = float(self.place.num_messages), max(self.sums.before.max(), self.sums.after.max())
         ahead = receives_ahead(largest if n < math.inf else math.inf)
         # Under a flush a microbatch is posted, or sent on, or its gradient returned. A stream posts for the next batch.
         total = math.inf if self.place.streams else n
         posted = min(ahead, n) if into >= out else max(0.0, min(ahead, n, total - most))
-        sent = float((behind * self.most).sum()) if total - posted >= most else out * (total - posted)
+        sent = float((after * self.most).sum()) if total - posted >= most else out * (total - posted)
         sent += out * min(ahead, n + self.place.streams)
         return (into * min(posted + GRADIENTS_SENT, total) + sent) / self.place.tensor
 
@@ -206,7 +212,7 @@ class _TreatedRank:
         if self.place.replicas == 1:
             return np.zeros_like(self.weights)
         if self.place.streams:
-            return streaming(self.weights, shards)
+            return stream_copies(self.weights, shards)
         divided = np.array(shards, dtype=np.float64)
         largest = float(np.where(divided > 1, self.sums.largest[self.own], 0.0).max())
         bucket = max(largest, min(float(self.sums.small[self.own].sum()), BUCKET_BYTES))
@@ -214,8 +220,8 @@ class _TreatedRank:
 
     def _shards(self, sharding: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Ways to divide the optimizer's state, the whole one first: of each stage, or of many stages alike."""
-        ways = {"none": 1, "full": self.place.replicas}
-        numbers = dict.fromkeys(ways[name] for name in sharding)
+        number_of = {"none": 1, "full": self.place.replicas}
+        numbers = dict.fromkeys(number_of[name] for name in sharding)
         if self.num_chunks <= 2:
             return tuple(product(numbers, repeat=self.num_chunks))
         return tuple((number,) * self.num_chunks for number in numbers)
@@ -223,14 +229,14 @@ class _TreatedRank:
     def options(self, names: Sequence[str]) -> list[StageFront]:
         return [stage_front(self.sums, stage, names) for stage in self.own]
 
-    def ways(self, options: Sequence[StageFront], shards: tuple[int, ...]) -> list[_Way]:
+    def treatments(self, options: Sequence[StageFront], shards: tuple[int, ...]) -> list[_Chosen]:
         """Those that fit with the optimizer divided like that; or the one with the least excess."""
         division = self.division(shards)
         loads = [
-            np.outer(each.kept, self.held[:, v]) + np.outer(each.again, self.anew[:, v])
+            np.outer(each.kept, self.in_flight[:, v]) + np.outer(each.again, self.remade[:, v])
             for v, (_, each) in enumerate(options)
         ]
-        beside = division.fixed + self.messages + self.largest_workspace + self.place.beside
+        beside = division.fixed + self.messages + self.largest_workspace + self.place.context_bytes
         room = self.place.limit * (1 + 1e-12) - beside - division.moments
         bytes_of, seconds, picks = division.moments * 0.0, np.zeros((1, 0)), np.zeros((1, 0), dtype=np.intp)
         for v, ((names, each), load) in enumerate(zip(options, loads, strict=True)):
@@ -238,19 +244,19 @@ class _TreatedRank:
             before, own = np.divmod(np.arange(len(bytes_of)), len(names))
             seconds = np.column_stack([seconds[before], each.seconds[own]])
             picks = np.column_stack([picks[before], own])
-            if len(picks) > _WAYS:
+            if len(picks) > _MOST_PARTIAL:
                 rest = [sum(each.min(axis=0) for each in loads[v + 1 :]), sum(each[0] for each in loads[v + 1 :])]
                 fullest, total = [(bytes_of + each - room).max(axis=1) for each in rest], seconds.sum(axis=1)
                 fullest[0] = np.maximum(fullest[0], 0.0)  # may fit, and then the earliest run again
                 left = np.unique(np.concatenate([_on_front(total, each) for each in fullest]))
                 bytes_of, seconds, picks = bytes_of[left], seconds[left], picks[left]
-        totals = np.maximum(bytes_of + division.moments + self.messages + self.largest_workspace, division.behind)
+        totals = np.maximum(bytes_of + division.moments + self.messages + self.largest_workspace, division.after_batch)
         fullest = division.fixed + totals.max(axis=1)
         excess = np.array([self.excess(total) for total in fullest.tolist()])
         total = np.array([float(f"{each:.12e}") for each in seconds.sum(axis=1).tolist()])
         earliest = [-seconds[:, v] for v in reversed(range(len(options)))]
-        left, found = np.lexsort((*earliest, total, excess)), list[_Way]()
-        while len(left) and len(found) < EVERY and (not found or excess[left[0]] == 0):
+        left, found = np.lexsort((*earliest, total, excess)), list[_Chosen]()
+        while len(left) and len(found) < MOST_TREATMENTS and (not found or excess[left[0]] == 0):
             at = left[0]
             names = tuple(options[v][0][pick] for v, pick in enumerate(picks[at].tolist()))
             found.append((float(excess[at]), float(total[at]), float(fullest[at]), shards, names))
@@ -261,12 +267,13 @@ class _TreatedRank:
         """Seconds that free enough bytes at the moment that would hold most, if stages could be treated in parts. What
         a backward makes again is left out, thus never more than a treatment takes that fits."""
         division, (stash, _) = self.division(shards), self.row("none")
-        most, held = max(zip((self.held @ stash + division.moments).tolist(), self.held.tolist(), strict=True))
+        bytes_at = self.in_flight @ stash + division.moments
+        most, in_flight = max(zip(bytes_at.tolist(), self.in_flight.tolist(), strict=True))
         excess = self.excess(division.fixed + most + self.messages + self.largest_workspace)
         steps: list[tuple[float, float]] = []  # seconds a byte and bytes, by stage each cheaper than the next
         if not excess:
             return 0.0
-        for v, (number, (_, front)) in enumerate(zip(held, self.options(names), strict=True)):
+        for v, (number, (_, front)) in enumerate(zip(in_flight, self.options(names), strict=True)):
             freed = number * (float(stash[v]) - front.kept)
             steps += _descents(list(zip(freed.tolist(), front.seconds.tolist(), strict=True)))
         seconds = 0.0
@@ -300,15 +307,16 @@ def _on_front(seconds: Floats, excess: Floats) -> Indices:
     return np.asarray(order[np.concatenate([[True], excess[order][1:] < least[:-1]])])
 
 
-def with_hosts(
-    fronts: Sequence[Sequence[RankMemory]], hosted: Sequence[Sequence[RankMemory]]
+def with_offloads(
+    fronts: Sequence[Sequence[RankMemory]], offloaded: Sequence[Sequence[RankMemory]]
 ) -> list[tuple[Sequence[RankMemory], ...]]:
-    """[ways][P] of each rank its front, or one treatment under which activations wait on the host: all ways, or, of
-    more than EVERY, those in which the first ranks, which hold most, do so alike."""
+    """[choices][P] of each rank its front, or one treatment under which activations wait on the host: all choices, or,
+    of more than MOST_TREATMENTS, those in which the first ranks, which hold most, do so alike."""
     options = [
-        [*[own] * (not own[0].too_many), *([way] for way in ways)] for own, ways in zip(fronts, hosted, strict=True)
+        [*[own] * (not own[0].too_many), *([each] for each in others)]
+        for own, others in zip(fronts, offloaded, strict=True)
     ]
-    if math.prod(map(len, options)) <= EVERY:
+    if math.prod(map(len, options)) <= MOST_TREATMENTS:
         return list(product(*options))
     found = dict[tuple[int, ...], tuple[Sequence[RankMemory], ...]]()
     for last, first_ranks in product(range(1, max(map(len, options))), range(len(options) + 1)):
@@ -317,26 +325,26 @@ def with_hosts(
     return list(found.values())
 
 
-def one_from_each(
+def one_of_each_rank(
     positions: Sequence[int],
     fronts: Sequence[Sequence[RankMemory]],
     seconds_of: Callable[[Sequence[RankMemory]], StageSeconds],
 ) -> list[tuple[RankMemory, ...]]:
-    """[choices][P] treatments of the ranks, whose stages have these places: all, or, of more than EVERY, the least
-    seconds of each rank under each limit of the seconds of an update."""
+    """[choices][P] treatments of the ranks, whose stages have these places: all, or, of more than MOST_TREATMENTS, the
+    least seconds of each rank under each limit of the seconds of an update."""
     longest, places = max(map(len, fronts)), np.array(positions)
     if longest == 1:
         return [tuple(front[0] for front in fronts)]
     alike = [seconds_of([front[min(at, len(front) - 1)] for front in fronts]) for at in range(longest)]
     left: list[list[tuple[float, RankMemory]]] = []  # of each rank, its update and the treatment
     for p, front in enumerate(fronts):
-        figures = [np.array([s.backward, s.around + s.step, s.gather + s.step])[:, places == p] for s in alike]
+        figures = [np.array([s.backward, s.collectives + s.step, s.gather + s.step])[:, places == p] for s in alike]
         mine: list[int] = []
         for at in sorted(range(len(front)), key=lambda at: float(figures[at].sum())):
             if not any((figures[other] <= figures[at]).all() for other in mine):
                 mine.append(at)
         left.append([(float(figures[at][1].sum()), front[at]) for at in sorted(mine)])
-    if math.prod(map(len, left)) <= EVERY:
+    if math.prod(map(len, left)) <= MOST_TREATMENTS:
         return [tuple(memory for _, memory in chosen) for chosen in product(*left)]
     least = max(min(update for update, _ in mine) for mine in left)
     found: dict[tuple[int, ...], tuple[RankMemory, ...]] = {}

@@ -14,12 +14,12 @@ and of one update:
               where the optimizer's state is divided, each rank gets the sums of its share alone (`Topology.exchange`)
     step      the optimizer's step, a share of it where its state is divided
     gather    there another exchange after the step, with which the updated weights go round
-    held      the busy share of both: for so long they keep their ranks from computing
+    busy      the busy share of both: for so long they keep their ranks from computing
 
 A stage has two lanes, which overlap. Its pace is that of the slower one, a microbatch:
 
     work      (F + B + 2 overhead) share    share: of a batch's M microbatches that the busiest of D replicas runs
-              + held updates                updates: a microbatch, 1/M where a batch is one
+              + busy updates                updates: a microbatch, 1/M where a batch is one
     links     sending share
               + (ring + gather) updates
 
@@ -104,10 +104,10 @@ class StageSums:
         forward, backward, update: F, B, optimizer's step [s].
         input_grad, weight_grad: I and W, where these run apart [s].
         weights, buffers, stash: held, and kept from F to B [bytes].
-        before, behind: of tensors that cross the cuts before and after the stage [bytes].
+        before, after: of tensors that cross the cuts before and after the stage [bytes].
         workspace: of the node that needs most while it runs [bytes].
         largest, small: of the largest parameter, and of all whose gradients travel in common buckets [bytes].
-        apart, small_apart: of the weights, and of the small ones among them, those that stages on other ranks hold,
+        tied, small_tied: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
         experts: of the weights, those that fewer replicas sum [bytes].
         by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
@@ -121,7 +121,7 @@ class StageSums:
     buffers: Floats
     stash: Floats
     before: Floats
-    behind: Floats
+    after: Floats
     workspace: Floats
     largest: Floats
     small: Floats
@@ -129,8 +129,8 @@ class StageSums:
     by_count: Callable[[int, str], Recomputed] | None = None
     input_grad: Floats = field(default_factory=lambda: np.zeros(1))
     weight_grad: Floats = field(default_factory=lambda: np.zeros(1))
-    apart: Floats = field(default_factory=lambda: np.zeros(1))
-    small_apart: Floats = field(default_factory=lambda: np.zeros(1))
+    tied: Floats = field(default_factory=lambda: np.zeros(1))
+    small_tied: Floats = field(default_factory=lambda: np.zeros(1))
     experts: Floats = field(default_factory=lambda: np.zeros(1))
     _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
 
@@ -141,7 +141,7 @@ class StageSums:
     @property
     def summed(self) -> Floats:
         """Weights whose gradients replicas of the stage alone sum [bytes]."""
-        own = self.weights - self.apart - self.experts
+        own = self.weights - self.tied - self.experts
         return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
 
     def counts(self, stage: int, kind: str = "layer") -> Recomputed:
@@ -177,7 +177,7 @@ class StageSums:
         return found
 
 
-def mixed(parts: Sequence[StageSums]) -> StageSums:
+def stages_from(parts: Sequence[StageSums]) -> StageSums:
     """[S] stage s as the s-th of these has it."""
 
     def chosen(columns: Iterable[Floats]) -> Floats:
@@ -214,14 +214,14 @@ class StageSeconds:
     halves: tuple[Floats, Floats] | None = None
 
     @property
-    def around(self) -> Floats:
+    def collectives(self) -> Floats:
         """[S] all that goes round the replicas for an update."""
         return self.ring + self.gather
 
     @property
-    def held(self) -> Floats:
-        """[S] seconds of `around` during which ranks cannot compute."""
-        return self.around * self.sum_busy
+    def busy_in_collectives(self) -> Floats:
+        """[S] seconds of `collectives` during which ranks cannot compute."""
+        return self.collectives * self.sum_busy
 
     @property
     def work(self) -> Floats:
@@ -249,12 +249,12 @@ class StageSeconds:
         alike."""
         routes: dict[tuple[int, int], Link] = {}
         for (a, b), out, back in zip(pairwise(positions), place.outward[:-1], place.inward[1:], strict=True):
-            for pair, way in (((a, b), out), ((b, a), back)):
+            for pair, hop in (((a, b), out), ((b, a), back)):
                 link = Link(
-                    latency=way.latency,
-                    seconds_per_byte=way.seconds_a_byte,
-                    sending=ON_CARD if way.on_card else None,
-                    blocks=way.blocks,
+                    latency=hop.latency,
+                    seconds_per_byte=hop.seconds_a_byte,
+                    sending=ON_CARD if hop.on_card else None,
+                    blocks=hop.blocks,
                 )
                 if a != b and routes.get((min(pair), max(pair))) != link:
                     routes[pair if out != back else (min(pair), max(pair))] = link
@@ -285,7 +285,7 @@ def message_overheads(messages: Sequence[float]) -> tuple[float, ...]:
     >>> message_overheads([10.0, 0.0])
     (10.0, 10.0, 0.0)
     """
-    return tuple(before + behind for before, behind in zip((0.0, *messages), (*messages, 0.0), strict=True))
+    return tuple(before + after for before, after in zip((0.0, *messages), (*messages, 0.0), strict=True))
 
 
 def message_seconds(overheads: Sequence[float]) -> tuple[float, ...]:
@@ -325,11 +325,11 @@ def num_buckets(weights: Floats, *, small: Floats, largest: Floats) -> Indices:
     return np.asarray(np.maximum(found, 1), dtype=np.intp)
 
 
-def round_seconds(sums: StageSums, ways: Sequence[TransferTime]) -> Floats:
+def collective_seconds(sums: StageSums, links: Sequence[TransferTime]) -> Floats:
     """[S] seconds of all that stages hold alone, once round their replicas in as many buckets as gradients have."""
-    numbers = num_buckets(sums.summed, small=np.maximum(sums.small - sums.small_apart, 0.0), largest=sums.largest)
-    every = zip(ways, sums.summed.tolist(), numbers.tolist(), strict=True)
-    return np.array([way.seconds(weights, number=number) if weights > 0 else 0.0 for way, weights, number in every])
+    numbers = num_buckets(sums.summed, small=np.maximum(sums.small - sums.small_tied, 0.0), largest=sums.largest)
+    every = zip(links, sums.summed.tolist(), numbers.tolist(), strict=True)
+    return np.array([link.seconds(weights, number=number) if weights > 0 else 0.0 for link, weights, number in every])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +366,7 @@ def stage_seconds(
     recompute: Sequence[str],
     shards: Sequence[int],
     action: float,
-    apart: Floats | None = None,
+    split_share: Floats | None = None,
 ) -> StageSeconds:
     """The table above for S stages whose ranks are known.
 
@@ -375,26 +375,27 @@ def stage_seconds(
         recompute: [S] of RECOMPUTE.
         shards: [S] ranks over which the optimizer's state is divided.
         action: seconds of the runtime around each action, messages apart.
-        apart: [S] part of the microbatches whose I and W run apart; None: the schedule has none.
+        split_share: [S] part of the microbatches whose I and W run apart; None: the schedule has none.
     """
     outward, speeds = place.outward, np.asarray(place.speeds)[list(positions)]
     links_in, links_out = (np.array([x.seconds_a_byte for x in links]) for links in (place.inward, outward))
-    whole, parts = (round_seconds(sums, [ways[p] for p in positions]) for ways in (place.rings, place.exchanges))
+    whole, parts = (collective_seconds(sums, [links[p] for p in positions]) for links in (place.rings, place.exchanges))
     if place.expert_rings:
         held = zip((place.expert_rings[p] for p in positions), sums.experts.tolist(), strict=True)
         experts = np.array([ring.seconds(each) if each else 0.0 for ring, each in held])
         whole, parts = whole + experts, parts + experts
-    sent_in, sent_out = sums.before * links_in, sums.behind * links_out
+    sent_in, sent_out = sums.before * links_in, sums.after * links_out
     message, back = (
-        np.array([way.latency for way in ways]) + sent for ways, sent in ((outward, sent_out), (place.inward, sent_in))
+        np.array([link.latency for link in links]) + sent
+        for links, sent in ((outward, sent_out), (place.inward, sent_in))
     )
     if outward[:-1] != place.inward[1:]:
         message[:-1] = np.minimum(message[:-1], back[1:])
     divided, again = np.array(shards, dtype=np.float64), sums.seconds_again(recompute)
     halves = None
-    if apart is not None:  # both walk the same graph, and take no less than B; what runs again does so before I
+    if split_share is not None:  # both walk the same graph, and take no less than B; what runs again does so before I
         both = sums.input_grad + sums.weight_grad
-        longer = sums.backward + apart * np.maximum(both - sums.backward, 0.0)
+        longer = sums.backward + split_share * np.maximum(both - sums.backward, 0.0)
         weight = longer * sums.weight_grad / np.maximum(both, 1e-30)
         halves = (np.maximum(longer - weight, 0.0) + again) / speeds, weight / speeds  # sums round
     return StageSeconds(

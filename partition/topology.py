@@ -129,9 +129,9 @@ class Topology:
         self.link_speeds: Floats = np.array([kind.link_speed for kind in kinds])[which]
         self._to_hosts: Floats = np.array([kind.host_bandwidth or 0.0 for kind in kinds])[which]
         self.is_uniform = len(kinds) == 1
-        self._ways = {(a, b): self._way(a, b, *figures) for a, b, *figures in cluster.ways}
+        self._node_links = {(a, b): self._node_link(a, b, *figures) for a, b, *figures in cluster.node_links}
         self.shares_cards = any(level.devices_per_card for level in cluster.levels)
-        self.has_equal_links = bool((self.link_speeds == 1).all()) and not self._ways
+        self.has_equal_links = bool((self.link_speeds == 1).all()) and not self._node_links
         self.fastest = float(self.speeds.max())
         self.total_speed = float(self.speeds.sum())
         self.largest_memory = float(self.memory_bytes.max())
@@ -142,17 +142,17 @@ class Topology:
             return self
         other = copy(self)
         other.link_speeds = np.full(len(self.link_speeds), self.link_speeds.max())
-        other._ways, other._known = {}, {}
+        other._node_links, other._known = {}, {}
         return other
 
-    def _way(self, src: int, dst: int, bandwidth: float, latency: float) -> tuple[int, TransferTime]:
+    def _node_link(self, src: int, dst: int, bandwidth: float, latency: float) -> tuple[int, TransferTime]:
         """A link of its own between two nodes, and its level; ValueError where it is faster than that."""
         level = int(self.levels_between(*(node * self.level_sizes[0] for node in (src, dst))))
         link = self.links[level]
         if 1 / bandwidth < link.seconds_a_byte or latency < link.latency:
             raise ValueError(
-                f"way from node {src} to node {dst}: {bandwidth:g} bytes/s after {latency:g} s: expected no faster one "
-                f"than its level, of {1 / link.seconds_a_byte:g} bytes/s after {link.latency:g} s: the fastest link's"
+                f"link from node {src} to node {dst}: {bandwidth:g} bytes/s after {latency:g} s: expected no faster "
+                f"one than its level, of {1 / link.seconds_a_byte:g} bytes/s after {link.latency:g} s, the fastest"
             )
         return level, replace(link, latency=latency, seconds_a_byte=1 / bandwidth)
 
@@ -199,9 +199,10 @@ class Topology:
             np.array([getattr(each, name) for each in self.links])[levels] for name in ("latency", "seconds_a_byte")
         )
         per_byte = np.where(levels > 0, per_byte / speeds, per_byte)
-        for (a, b), (_, way) in self._ways.items():
+        for (a, b), (_, own_link) in self._node_links.items():
             own = (first // self.level_sizes[0] == a) & (last // self.level_sizes[0] == b)
-            latency, per_byte = np.where(own, way.latency, latency), np.where(own, way.seconds_a_byte, per_byte)
+            latency = np.where(own, own_link.latency, latency)
+            per_byte = np.where(own, own_link.seconds_a_byte, per_byte)
         shares = np.stack([self._sharing(*row) for row in zip(first, last, levels, strict=True)])
         return replace(link, latency=float(latency.max()), seconds_a_byte=float((per_byte * shares).max()))
 
@@ -222,19 +223,19 @@ class Topology:
 
     def _rings_of(self, members: Indices, tensor: int) -> list[TransferTime]:
         """[L] `rings` as sums of these ranks see them, of which a tensor group makes as many at the same time: with the
-        cards that they share and ways of their own."""
+        cards that they share and links of their own."""
         if self.has_equal_links and not self.shares_cards:
             return self.rings
         hosts, found = np.unique(members // self.level_sizes[0]).tolist(), []
         hops = {*zip(hosts, [*hosts[1:], *hosts[:1]], strict=True), *((host, host) for host in hosts)}
-        ways = [self._ways[hop] for hop in hops if hop in self._ways]
+        links = [self._node_links[hop] for hop in hops if hop in self._node_links]
         for number, (level, ring) in enumerate(zip(self.cluster.levels, self.rings, strict=True)):
-            own, times = [way for at, way in ways if at == number], 1.0
+            own, times = [link for at, link in links if at == number], 1.0
             if level.devices_per_card is not None:
                 counts = np.unique(members // level.devices_per_card, return_counts=True)[1]
                 times = min(level.devices_per_card, tensor * (1 if self.is_flat else float(counts.max())))
-            latency = max([ring.latency, *(way.latency for way in own)])
-            per_byte = max([ring.seconds_a_byte, *(way.seconds_a_byte for way in own)])
+            latency = max([ring.latency, *(link.latency for link in own)])
+            per_byte = max([ring.seconds_a_byte, *(link.seconds_a_byte for link in own)])
             found.append(replace(ring, latency=latency, seconds_a_byte=times * per_byte))
         return found
 

@@ -18,7 +18,7 @@ from ...schedules.wording import count, duration, wrapped
 from ..backends.registry import BACKENDS, Access, backend
 from ..jobs.case import Case, Value
 from ..jobs.declaration import catalog_names, check_code, check_layout, find_declaration
-from ..jobs.job import Changes, State, Status, jobs_of, select
+from ..jobs.job import Changes, State, Status, jobs_of, jobs_with
 from ..jobs.report import readme, write_report
 from ..jobs.results import Results, gather
 from ..jobs.runner import Intent, JobProgress, alone, intend, is_held, run_jobs
@@ -206,7 +206,7 @@ def _run(argv: Sequence[str]) -> int:
     declaration = find_declaration(options.name)
     check_layout(declaration)
     check_code(declaration)
-    jobs = select(jobs_of(declaration, changes), options.only)
+    jobs = jobs_with(jobs_of(declaration, changes), options.only)
     folder = options.folder / declaration.name
     with alone(folder):
         readme(declaration, "", folder / "report")  # raises its errors before the jobs run

@@ -120,7 +120,7 @@ def _value(key: str, value: object) -> Value:
     fail(key, value, "text in one line, a number, true, false, or whole numbers in a list of their own ([[0, 1]])")
 
 
-def wanted(case: Case) -> Nodes:
+def nodes_of(case: Case) -> Nodes:
     """Nodes of a case: `ranks` in total (1) on `nodes` (1), and the shape of links between them.
 
     Keys of the shape: `bandwidth` and `site_bandwidth` ("1gbit"), `latency` and `site_latency` ("1ms"), `sites` (per
@@ -128,7 +128,7 @@ def wanted(case: Case) -> Nodes:
 
     Raises ValueError for another value, or ranks that cannot be spread evenly over the nodes.
 
-    >>> wanted(Case.of({"ranks": 4, "nodes": 2, "bandwidth": "1gbit"})).ranks_per_node
+    >>> nodes_of(Case.of({"ranks": 4, "nodes": 2, "bandwidth": "1gbit"})).ranks_per_node
     2
     """
     ranks, nodes = case.count("ranks", 1), case.count("nodes", 1)

@@ -16,7 +16,7 @@ environment = { NAME = "1" }  variables of its processes
 
 [[parts.cases]]               one or several grids: a list means each of its members in turn
 schedule = ["gpipe", "1f1b"]
-ranks = [2, 4]                for "ranks", the back end must provide these: see `case.wanted`
+ranks = [2, 4]                for "ranks", the back end must provide these: see `case.nodes_of`
 
 [report]                      see `tables.py`
 """
@@ -32,7 +32,7 @@ from ...cli.options import check_known
 from ...partition.strict import Fields, fail, printable
 from ...schedules.custom.user_code import check_call, load
 from ..backends.registry import BACKENDS
-from .case import Case, grid, wanted
+from .case import Case, grid, nodes_of
 from .tables import Layout, Plot, Table, fall_together, function_name, names, read_layout
 
 _CATALOG = Path(__file__).resolve().parents[1] / "catalog"
@@ -143,7 +143,7 @@ def _part(record: Fields, *, folder: Path) -> Part:
     part = record.made(Part, given, positive=("timeout",))
     for case in part.cases if on_ranks else ():
         try:
-            wanted(case)
+            nodes_of(case)
         except ValueError as error:
             raise ValueError(f"{record.where}: {error}") from None
     for key in part.together or ():

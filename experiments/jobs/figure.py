@@ -171,7 +171,7 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: {error.strerror or error}: expected a file of figures") from None
 
 
-def ways(figures: Iterable[Figure]) -> str:
+def how_made(figures: Iterable[Figure]) -> str:
     """Origins of the figures as text: "simulated, emulated"."""
     found = {figure.how for figure in figures}
     return ", ".join(how.value for how in How if how in found)

@@ -24,7 +24,7 @@ from ...cli.options import check_known
 from ...cli.train.run_folder import write_whole
 from ..backends.facts import code_digest
 from ..backends.records import Nodes
-from .case import NODE_KEYS, Case, Value, shown, wanted
+from .case import NODE_KEYS, Case, Value, nodes_of, shown
 from .declaration import Declaration, Part
 
 _LONGEST_NAME = 80
@@ -83,7 +83,7 @@ class Changes:
     repetitions: int | None = None
     values: tuple[tuple[str, Value], ...] = ()
 
-    def made_to(self, part: Part) -> Part:
+    def applied_to(self, part: Part) -> Part:
         if self.repetitions is not None:
             part = replace(part, repetitions=self.repetitions)
         if self.values:
@@ -95,7 +95,7 @@ class Changes:
         cases = tuple(dict.fromkeys(case.also(**given) for case in part.cases))
         return replace(part, backend=self.backend or part.backend, cases=cases)
 
-    def of(self, part: Part) -> str:
+    def describe(self, part: Part) -> str:
         """The changes that affect a part, as text."""
         skipped = [] if part.on_ranks else ["backend", "nodes", "bandwidth", "latency"]
         skipped += [key for key in ("backend", "repetitions") if getattr(self, key) == getattr(part, key)]
@@ -109,9 +109,9 @@ def jobs_of(declaration: Declaration, changes: Changes | None = None) -> list[Jo
     changes = changes or Changes()
     jobs = []
     for part in declaration.parts:
-        part, changed = changes.made_to(part), changes.of(part)
+        part, changed = changes.applied_to(part), changes.describe(part)
         for shared, cases in _groups(part).items():
-            nodes = wanted(cases[0]) if part.on_ranks else None
+            nodes = nodes_of(cases[0]) if part.on_ranks else None
             name = _folder_name(part.name, shared)
             jobs.append(Job(name=name, part=part, cases=cases, nodes=nodes, changed=changed))
     return jobs
@@ -148,7 +148,7 @@ def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     return ", ".join(key for key in now if before.get(key) != now[key])
 
 
-def select(jobs: Sequence[Job], words: Sequence[str]) -> list[Job]:
+def jobs_with(jobs: Sequence[Job], words: Sequence[str]) -> list[Job]:
     """Jobs by `words`, names of parts and KEY=VALUE of their cases; several of one kind or key: any of them; none: all.
 
     Raises ValueError, with near matches, for a part, key or value that no job has, and for an empty selection.

@@ -16,7 +16,7 @@ from ...viz.palette import SERIES_HUES
 from .case import Case
 from .case import shown as shown_value
 from .declaration import Declaration
-from .figure import Figure, How, ways
+from .figure import Figure, How, how_made
 from .results import Results
 from .tables import Cell, Plot, cells, markdown
 
@@ -90,7 +90,7 @@ def _origin(declaration: Declaration, results: Results) -> str:
     origin = results.origin
     said = [
         f"`stagewright experiment run {declaration.typed}`",
-        f"{count(origin.num_jobs, 'job')}, {count(len(results.figures), 'figure')}: {ways(results.figures)}",
+        f"{count(origin.num_jobs, 'job')}, {count(len(results.figures), 'figure')}: {how_made(results.figures)}",
         f"on {', '.join(origin.days)}",
         f"version {'; '.join(origin.codes)}",
         *origin.machines,
@@ -187,7 +187,7 @@ def _scale(axes: Axes, plot: Plot, *, whole: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(picture: Any, plot: Plot, lines: Sequence[Case], ways: Collection[How]) -> None:
+def _legend(picture: Any, plot: Plot, lines: Sequence[Case], hows: Collection[How]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
@@ -195,7 +195,7 @@ def _legend(picture: Any, plot: Plot, lines: Sequence[Case], ways: Collection[Ho
         for at, line in enumerate(lines)
         if line.items
     ]
-    for how in (how for how in How if how in ways):
+    for how in (how for how in How if how in hows):
         style = {key: value for key, value in _STYLES[how].items() if key != "capsize"}
         if plot.x_scale == "bars":
             style = {**_DASH, "marker": "s"} if "capsize" in _STYLES[how] else _DASH

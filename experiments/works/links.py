@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..jobs.case import Case, wanted
+from ..jobs.case import Case, nodes_of
 from ..jobs.figure import Figure, How
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def between_nodes(case: Case, *, repetition: int = 0) -> Iterator[Figure]:
 
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_nodes = dist.get_world_size() // ranks_per_node
-    how = How.MEASURED if wanted(case).shape.is_plain else How.EMULATED
+    how = How.MEASURED if nodes_of(case).shape.is_plain else How.EMULATED
     for sender in range(num_nodes):
         for receiver in range(num_nodes):
             if sender == receiver:
@@ -61,7 +61,7 @@ def between_nodes(case: Case, *, repetition: int = 0) -> Iterator[Figure]:
 
 
 def _asked(figure: Figure) -> float | None:
-    shape = wanted(figure.case).shape
+    shape = nodes_of(figure.case).shape
     crosses = False
     if shape.sites:
         crosses = shape.sites[int(figure.case.number("sender"))] != shape.sites[int(figure.case.number("receiver"))]

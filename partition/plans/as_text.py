@@ -12,7 +12,7 @@ from ...schedules.wording import count, duration, size, wrapped
 from ..memory import MemoryUse
 from ..stage_cost import message_seconds
 from .as_schedule import sampled
-from .record import OUTSIDE, PlanRecord, RunnerUp, Searched
+from .record import NOT_SEARCHED, PlanRecord, RunnerUp, Searched
 
 CHOSEN = "chosen: "  # begins the note that names the planner's choice
 NEAR = 0.02  # of the least time: by so much predictions are not told apart
@@ -63,7 +63,8 @@ def _in_short(plan: PlanRecord, searched: Searched, chosen: Sequence[str]) -> li
         f"why: fastest of {count(searched.simulated, 'configuration')} that were simulated; its ranks wait for "
         f"{plan.bubble:.0%} of a step",
         f"close: {close}",
-        f"not searched: schedules that were not asked for, and the {len(OUTSIDE) - 1} kinds of layouts named above",
+        "not searched: schedules that were not asked for, and the "
+        f"{len(NOT_SEARCHED) - 1} kinds of layouts named above",
     ]
 
 
@@ -97,7 +98,7 @@ _USUAL = {  # of a stage: what is said where it is another
     "recompute": ("recompute", "none"),
     "tensor": ("tensor", 1),
     "optimizer_shards": ("shards", 1),
-    "by_layer": ("nodes", ""),
+    "split_summary": ("nodes", ""),
 }
 _STRUCTURES = {
     "parameters": "weights",

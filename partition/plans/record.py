@@ -18,7 +18,7 @@ from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
 from ...schedules.wording import duration
 from ..memory import MemoryUse
-from ..profile import SAMPLES, WAYS
+from ..profile import SAMPLES, SPLITS
 from ..stage_cost import OFFLOAD, RULES, count_again
 from ..strict import count
 
@@ -44,7 +44,7 @@ class PlanStage:
             "keep_less:3": the first 3 of the nodes that run again; "offload": all is kept, on the host while it waits
             (`with_offload`).
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
-        ways: of each node over the tensor ranks (`Node.way`); none: all are divided.
+        splits: of each node over the tensor ranks (`Node.split`); none: all are divided.
     """
 
     nodes: tuple[str, ...]
@@ -59,12 +59,12 @@ class PlanStage:
     in_flight: int | None = None
     recompute: str = "none"
     optimizer_shards: int = 1
-    ways: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
         object.__setattr__(self, "ranks", tuple(self.ranks))
-        object.__setattr__(self, "ways", tuple(self.ways))
+        object.__setattr__(self, "splits", tuple(self.splits))
         if not self.nodes or not self.ranks:
             raise ValueError(f"stage with nodes={self.nodes}, ranks={self.ranks}: expected at least one of each")
         if self.tensor < 1 or len(self.ranks) % self.tensor:
@@ -76,9 +76,13 @@ class PlanStage:
             raise ValueError(f"spread={self.spread!r}: expected a finite number, at least 0")
         if self.recompute != OFFLOAD:
             count_again(self.recompute, expected=f"{RULES}, or {OFFLOAD!r}")
-        if self.ways and (len(self.ways) != len(self.nodes) or not {*self.ways} <= {*WAYS[1:]} or self.tensor == 1):
-            expected = f"one of {', '.join(WAYS[1:])} for each of {len(self.nodes)} nodes, over 2 tensor ranks or more"
-            raise ValueError(f"ways={self.ways!r:.80} with tensor={self.tensor}: expected {expected}")
+        if self.splits and (
+            len(self.splits) != len(self.nodes) or not {*self.splits} <= {*SPLITS[1:]} or self.tensor == 1
+        ):
+            expected = (
+                f"one of {', '.join(SPLITS[1:])} for each of {len(self.nodes)} nodes, over 2 tensor ranks or more"
+            )
+            raise ValueError(f"splits={self.splits!r:.80} with tensor={self.tensor}: expected {expected}")
         if not 1 <= self.optimizer_shards <= self.replicas:
             raise ValueError(
                 f"optimizer_shards={self.optimizer_shards} with {self.replicas} replicas: expected 1 to {self.replicas}"
@@ -90,10 +94,10 @@ class PlanStage:
         return len(self.ranks) // self.tensor
 
     @property
-    def by_layer(self) -> str:
-        """For people: how many nodes have which way."""
-        numbers = Counter("by samples" if way in SAMPLES else way for way in self.ways)
-        return " and ".join(f"{number} {way}" for way, number in numbers.items())
+    def split_summary(self) -> str:
+        """For people: how many nodes have which split."""
+        numbers = Counter("by samples" if split in SAMPLES else split for split in self.splits)
+        return " and ".join(f"{number} {split}" for split, number in numbers.items())
 
     @property
     def memory_bytes(self) -> float | None:
@@ -122,7 +126,7 @@ class RunnerUp:
     memory_bytes: float | None = None
 
 
-OUTSIDE = (
+NOT_SEARCHED = (
     "replicas that differ by stage, but for those that the dynamic program finds without tensor ranks",
     "layouts that leave more than an eighth of more than 64 devices idle, while others fit",
     "tensor ranks beyond the innermost links",
@@ -178,7 +182,7 @@ class Searched:
                 f"with any cuts, no configuration takes less than {duration(self.least)} a batch: the plan is "
                 f"at most {max(0.0, seconds / self.least - 1):.2%} slower"
             )
-        return [*lines, f"not among them: {'; '.join(OUTSIDE)}"]
+        return [*lines, f"not among them: {'; '.join(NOT_SEARCHED)}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

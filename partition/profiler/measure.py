@@ -141,7 +141,7 @@ def _measured(
         sums = {i: passes.traffic(i, given.traffic) for i in passes.firsts} if given.traffic is not None else {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         is_open = given.tensor == 1 and is_sequential(model)
-        ways = {i: "any" if is_open and passes.by_samples(i) else "divided" for i in passes.firsts}
+        splits = {i: "any" if is_open and passes.by_samples(i) else "divided" for i in passes.firsts}
         made = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if given.optimizer is not None and made:
             torch._foreach_zero_(made)
@@ -151,7 +151,7 @@ def _measured(
     measured = updates if given.optimizer else None
     found = _profile(model, passes, workspaces, measured, device=device, autocast=given.autocast)
     pairs = zip(found.nodes, passes.samples, strict=True)
-    nodes = [replace(node, way=ways[sample.like], **sums.get(sample.like, {})) for node, sample in pairs]
+    nodes = [replace(node, split=splits[sample.like], **sums.get(sample.like, {})) for node, sample in pairs]
     found = replace(found, nodes=tuple(nodes), tensor=given.tensor)
     if given.sequence_dim is None:
         return found

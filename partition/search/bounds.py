@@ -10,7 +10,7 @@ In the mean over all ranks, m work(r) is m W / P for any cuts. Updates that over
 one stage per rank the optimizer's steps and the sums of gradients; with several the steps, and of the sums only the
 share that keeps the rank busy, since sums of the last stages overlap with backwards of the first. Where backwards are
 split, weight gradients may fill the way back, so head(r) counts F alone. Nodes are whole, so some rank has more than
-the mean: of any k P + 1 nodes k + 1 are on one rank (`_fullest`).
+the mean: of any k P + 1 nodes k + 1 are on one rank (`_most_on_a_rank`).
 
 With whole backwards, stages of unequal work don't help either. With u(s) the F + B of stage s, for each of S stages:
 
@@ -46,7 +46,7 @@ _UPDATED = ("update_seconds", "parameter_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Nodes:
+class _LeastOfNodes:
     """Least figures of a model's nodes in any cuts.
 
     Arguments:
@@ -72,14 +72,14 @@ class LeastSeconds:
         self.topology, self.norm = topology, norm or 0.0
         self._fast = topology.with_fast_cards()
         self._least_busy = min(link.busy for link in topology.links)
-        self._nodes: dict[int, tuple[Model, _Nodes]] = {}
+        self._nodes: dict[int, tuple[Model, _LeastOfNodes]] = {}
         self._rings: dict[tuple[int, int, bool], tuple[float, float]] = {}  # seconds a byte
         self._known_passes: dict[object, float] = {}
         self._known_works: dict[object, float] = {}
 
-    def of(self, c: Configuration, model: Model) -> float:
+    def of_configuration(self, c: Configuration, model: Model) -> float:
         """No cuts of this configuration, recomputed or not, take fewer seconds a batch [s]."""
-        return self._of_actions(c, model) + self.beside(c.schedule, model)
+        return self._of_actions(c, model) + self.outside_pipeline(c.schedule, model)
 
     def _of_actions(self, c: Configuration, model: Model) -> float:
         """Seconds of a batch without what the runtime takes around the step [s]."""
@@ -105,7 +105,7 @@ class LeastSeconds:
         total = m * model.seconds / speed + messages
         stages, of_nodes = np.arange(c.pipeline), m * nodes.seconds / speed
         if family(c.schedule).rule.is_asynchronous:
-            return max(total / c.pipeline, _fullest(of_nodes, c.pipeline)) + own
+            return max(total / c.pipeline, _most_on_a_rank(of_nodes, c.pipeline)) + own
         head = np.searchsorted(nodes.sizes, stages)
         speed_ahead = speed / c.least_slice
         there = own + nodes.forward[head] / speed_ahead + stages * around / 2
@@ -119,19 +119,19 @@ class LeastSeconds:
                 least, total + float(_least_updates(whole.update / speed, whole.weights, c.data, rounds)[0] + there[0])
             )
         updates = _least_updates(nodes.update / speed, nodes.parameters, c.data, rounds)
-        fullest = _fullest(of_nodes + updates[: len(of_nodes)], c.pipeline) + float(there[0])
+        fullest = _most_on_a_rank(of_nodes + updates[: len(of_nodes)], c.pipeline) + float(there[0])
         return max(least, fullest, (total + float(updates.sum()) + float(there.sum())) / c.pipeline)
 
-    def of_any(self, schedule: str, model: Model, num_microbatches: int) -> float:
+    def of_schedule(self, schedule: str, model: Model, num_microbatches: int) -> float:
         """No number of stages or replicas, equal or not, takes fewer seconds a batch, one stage a rank [s].
 
         A stage of F + B u after h seconds of others has m u / (T - h) replicas or more. Where its weights leave room
         for no more than u = d, these are at least m times the integral of 1 / (T - max(0, h - d)) over all work.
         """
         devices, known, seconds = self.topology.num_devices, family(schedule), model.seconds / self.topology.fastest
-        least, beside = num_microbatches * seconds / devices, self.beside(schedule, model)
+        least, outside = num_microbatches * seconds / devices, self.outside_pipeline(schedule, model)
         if known.rule.is_asynchronous or known.splits_backward or seconds <= 0:
-            return least + beside
+            return least + outside
         most = self._most_work(model) / self.topology.fastest
         low = max(seconds, least)  # through all stages and back
         high = 2 * (low + least)
@@ -139,7 +139,7 @@ class LeastSeconds:
             middle = (low + high) / 2
             needed = most / middle + math.log(middle / (middle - seconds + most))
             low, high = (middle, high) if num_microbatches * needed > devices else (low, middle)
-        return low + beside
+        return low + outside
 
     def _most_work(self, model: Model) -> float:
         """F + B of any stage whose weights fit a device, at most [s]."""
@@ -150,7 +150,7 @@ class LeastSeconds:
         fits = model.cuts.weights(first, last) * copies <= self.topology.largest_memory
         return float((model.cuts.seconds[last] - model.cuts.seconds[first])[fits].max(initial=0.0))
 
-    def beside(self, schedule: str, model: Model) -> float:
+    def outside_pipeline(self, schedule: str, model: Model) -> float:
         return model.profile.around_seconds + (0.0 if family(schedule).rule.is_asynchronous else self.norm)
 
     def weights_of_a_rank(self, c: Configuration, model: Model) -> float:
@@ -163,9 +163,9 @@ class LeastSeconds:
             self._known_passes[key] = _passes(c.positions, c.pipeline, m)
         return self._known_passes[key]
 
-    def _nodes_of(self, model: Model) -> _Nodes:
+    def _nodes_of(self, model: Model) -> _LeastOfNodes:
         if id(model) not in self._nodes:
-            self._nodes[id(model)] = model, _nodes(model)
+            self._nodes[id(model)] = model, _least_of_nodes(model)
         return self._nodes[id(model)][1]
 
     def _rounds(self, c: Configuration) -> tuple[float, float]:
@@ -180,7 +180,7 @@ class LeastSeconds:
                 [(2, self._fast.exchange(group)) for group in groups],
             )
             whole, parts = (
-                min(times * way.seconds_a_byte * (1.0 if is_one else way.busy_share) for times, way in each)
+                min(times * link.seconds_a_byte * (1.0 if is_one else link.busy_share) for times, link in each)
                 for each in found
             )
             self._rings[key] = whole, parts
@@ -193,10 +193,10 @@ def _least_updates(update: Floats, parameters: Floats, data: int, rounds: tuple[
     return np.asarray(np.minimum(update + parameters * whole, update / data + parameters * parts), dtype=np.float64)
 
 
-def _fullest(nodes: Floats, num_ranks: int) -> float:
+def _most_on_a_rank(nodes: Floats, num_ranks: int) -> float:
     """The most that one of the ranks has of these nodes, at least.
 
-    >>> float(_fullest(np.array([2.0, 2.0, 2.0, 1.0]), 3))
+    >>> float(_most_on_a_rank(np.array([2.0, 2.0, 2.0, 1.0]), 3))
     3.0
     """
     sums = np.cumsum([0.0, *-np.sort(-nodes)])
@@ -226,7 +226,7 @@ def _passes(positions: Sequence[int], num_ranks: int, num_microbatches: float) -
     return 1 + 1 / total
 
 
-def _nodes(model: Model) -> _Nodes:
+def _least_of_nodes(model: Model) -> _LeastOfNodes:
     update, parameters = (np.array([getattr(node, figure) for node in model.profile.nodes]) for figure in _UPDATED)
     for (nodes, shared), updates in zip(model.cuts.tied, model.cuts.shared_update, strict=True):
         parameters[list(nodes)] -= shared
@@ -234,7 +234,7 @@ def _nodes(model: Model) -> _Nodes:
     once = [min(updates) for updates in model.cuts.shared_update]
     sizes = model.cuts.members.sum(axis=1)
     forward, both = (np.minimum.accumulate(column[::-1])[::-1] for column in (model.cuts.forward, model.cuts.seconds))
-    return _Nodes(
+    return _LeastOfNodes(
         sizes=sizes,
         forward=forward,
         both=both,
@@ -244,7 +244,7 @@ def _nodes(model: Model) -> _Nodes:
     )
 
 
-def _by_rank(c: Configuration, figures: Floats) -> Floats:
+def _sum_by_rank(c: Configuration, figures: Floats) -> Floats:
     return np.asarray(np.bincount(c.positions, weights=figures, minlength=c.pipeline), dtype=np.float64)
 
 
@@ -253,7 +253,7 @@ def _share(c: Configuration) -> Floats:
     return busiest_share(c.num_microbatches, np.array(c.counts))
 
 
-def _updates(c: Configuration) -> Floats:
+def _updates_per_microbatch(c: Configuration) -> Floats:
     """[P] sums of gradients a microbatch: once a batch, or once each replica of every stage has had a microbatch."""
     if c.num_microbatches is None:
         return np.asarray(1 / np.array(c.counts))
@@ -263,30 +263,30 @@ def _updates(c: Configuration) -> Floats:
 
 def _work(c: Configuration, s: StageSeconds) -> Floats:
     """[P] seconds a microbatch of a rank's compute lane."""
-    return _by_rank(c, s.work) * _share(c) + _held(c, s)
+    return _sum_by_rank(c, s.work) * _share(c) + _busy_in_collectives(c, s)
 
 
-def _held(c: Configuration, s: StageSeconds) -> Floats:
+def _busy_in_collectives(c: Configuration, s: StageSeconds) -> Floats:
     """[P] of those, for which it does not compute but is busy with its sums."""
-    return _by_rank(c, s.held) * _updates(c)
+    return _sum_by_rank(c, s.busy_in_collectives) * _updates_per_microbatch(c)
 
 
 def _links(c: Configuration, s: StageSeconds) -> Floats:
     """[P] seconds a microbatch of its links: all that its busiest replica sends, and its all-reduces of gradients."""
-    return _by_rank(c, s.sending) * _share(c) + _by_rank(c, s.around) * _updates(c)
+    return _sum_by_rank(c, s.sending) * _share(c) + _sum_by_rank(c, s.collectives) * _updates_per_microbatch(c)
 
 
-def _updates_behind(c: Configuration, s: StageSeconds, *, around: Floats) -> Floats:
+def _updates_after_backward(c: Configuration, s: StageSeconds, *, collectives: Floats) -> Floats:
     """[P] seconds from a rank's last backward to the end of its updates, at least.
 
     All its steps, and the sums of the one stage whose backward was last: those of others may have overlapped with it.
 
     Arguments:
-        around: [S] what goes round for an update, or the part of it that is not counted to the rank's work.
+        collectives: [S] what goes round for an update, or the part of it that is not counted to the rank's work.
     """
     least = np.full(c.pipeline, np.inf)
-    np.minimum.at(least, list(c.positions), around + s.step)
-    return np.asarray(np.maximum(_by_rank(c, s.step), least), dtype=np.float64)
+    np.minimum.at(least, list(c.positions), collectives + s.step)
+    return np.asarray(np.maximum(_sum_by_rank(c, s.step), least), dtype=np.float64)
 
 
 def rank_paces(c: Configuration, s: StageSeconds) -> Floats:
@@ -296,8 +296,10 @@ def rank_paces(c: Configuration, s: StageSeconds) -> Floats:
 
 def stage_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[S] seconds a microbatch of the slower lane of each stage alone."""
-    share, updates = (each[list(c.positions)] for each in (_share(c), _updates(c)))
-    return pace(work=s.work * share + s.held * updates, links=s.sending * share + s.around * updates)
+    share, updates = (each[list(c.positions)] for each in (_share(c), _updates_per_microbatch(c)))
+    return pace(
+        work=s.work * share + s.busy_in_collectives * updates, links=s.sending * share + s.collectives * updates
+    )
 
 
 def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | float = 0.0) -> float:
@@ -309,11 +311,11 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
     back. Where the backward is split, what comes after may be weight gradients, and the way back takes no time that is
     known.
     """
-    work, held = (_work(c, s) + again * _share(c)) * c.batch, _held(c, s) * c.batch
+    work, busy = (_work(c, s) + again * _share(c)) * c.batch, _busy_in_collectives(c, s) * c.batch
     links = float(_links(c, s).max()) * c.batch
     if family(c.schedule).rule.is_asynchronous:
-        return max(float((work + _by_rank(c, s.step) * _updates(c) * c.batch).max()), links)
-    update = _updates_behind(c, s, around=s.around - s.held)
+        return max(float((work + _sum_by_rank(c, s.step) * _updates_per_microbatch(c) * c.batch).max()), links)
+    update = _updates_after_backward(c, s, collectives=s.collectives - s.busy_in_collectives)
     front, around = c.pipeline - 1, s.overhead + s.message_overhead
     part = c.least_slice  # of what must be through on the way to a rank, and back
     head, tail = (
@@ -323,12 +325,12 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
     if family(c.schedule).splits_backward:
         return max(float((head + work + update).max()), links)
     shared = max((seconds + float(s.step[0]) for (first, *_), seconds in tied if first == 0), default=0.0)
-    behind = _updates_behind(c, s, around=s.around) - tail
-    back = work - held + tail + np.maximum.accumulate([max(behind[0], shared), *behind[1:]])
+    behind = _updates_after_backward(c, s, collectives=s.collectives) - tail
+    back = work - busy + tail + np.maximum.accumulate([max(behind[0], shared), *behind[1:]])
     return max(float((head + np.maximum(work + update, back)).max()), links)
 
 
-def place(c: Configuration, topology: Topology, profile: Profile) -> Placement:
+def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Placement:
     """Devices and links of its stages; SizesError for replicas over which experts do not divide."""
     positions, ranks, sizes = c.positions, c.stage_ranks, c.tensors
     owns = [*zip(ranks, sizes, strict=True)]
@@ -337,10 +339,10 @@ def place(c: Configuration, topology: Topology, profile: Profile) -> Placement:
     if any(len(own) % profile.expert for own, _ in holders):
         raise SizesError(f"{c.counts} replicas: expected multiples of expert={profile.expert} with context")
     pairs = [*pairwise(positions)]
-    out = {pair: _way(topology, *(owns[p] for p in pair)) for pair in {*pairs}}
+    out = {pair: _message_time(topology, *(owns[p] for p in pair)) for pair in {*pairs}}
     back = out
-    if topology.cluster.ways:
-        back = {(a, b): _way(topology, owns[b], owns[a]) for a, b in {*pairs}}
+    if topology.cluster.node_links:
+        back = {(a, b): _message_time(topology, owns[b], owns[a]) for a, b in {*pairs}}
     return Placement(
         inward=(NO_TRANSFER, *(back[pair] for pair in pairs)),
         outward=(*(out[pair] for pair in pairs), NO_TRANSFER),
@@ -356,7 +358,7 @@ def place(c: Configuration, topology: Topology, profile: Profile) -> Placement:
     )
 
 
-def _way(topology: Topology, src: tuple[Sequence[int], int], dst: tuple[Sequence[int], int]) -> TransferTime:
+def _message_time(topology: Topology, src: tuple[Sequence[int], int], dst: tuple[Sequence[int], int]) -> TransferTime:
     """The time of messages from place to place, as (ranks, tensor size) each, of which each of the fewer tensor ranks
     sends a share."""
     if src == dst:
@@ -365,5 +367,5 @@ def _way(topology: Topology, src: tuple[Sequence[int], int], dst: tuple[Sequence
     ends = (
         own if size == fewest else [r for at, r in enumerate(own) if at % size < fewest] for own, size in (src, dst)
     )
-    way = topology.between(*ends, tensor=fewest)
-    return replace(way, seconds_a_byte=way.seconds_a_byte / fewest)
+    message = topology.between(*ends, tensor=fewest)
+    return replace(message, seconds_a_byte=message.seconds_a_byte / fewest)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...schedules.families.registry import family
 from ..cluster import Cluster
-from ..memory import Moments, RankPlace, certain, stage_parts
+from ..memory import InFlightCounts, RankPlace, context_bytes, stage_parts
 from ..solve.chunks import all_stages, equal_stages, even_stages
 from ..solve.dynamic import RangeCosts, grain_of, solve, stage_ranks
 from ..solve.orders import node_orders
@@ -30,7 +30,7 @@ from .space import Configuration
 
 _REACH = 3  # times the mean of cuts a stage
 _MARGIN = 1e-9
-_MOVING = 3.0  # microbatches of a stage that are there, while others wait on the host
+_STAY_WITH_OFFLOAD = 3.0  # microbatches of a stage that are there, while others wait on the host
 ALL_CUTS = 64  # ways to cut up to which each is looked at
 
 
@@ -42,17 +42,17 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
     """
     model = evaluator.model(c)
     found: list[Ends] = []
-    if few_ways(model, c.num_stages):
+    if tries_all_cuts(model, c.num_stages):
         every = all_stages(model.cuts.inside, c.num_stages, limit=ALL_CUTS)
         if every is not None:
             return every
     place = evaluator.placement(c)
-    flights = evaluator.schedules.in_flight(c, exact=False, kv_share=model.profile.kv_share)
+    in_flight = evaluator.schedules.in_flight(c, exact=False, kv_share=model.profile.kv_share)
     models = {size: evaluator.model(c, size) for size in {*c.tensors}}
     counts = "none" in model.rules.recompute and bool({*COUNTED} & {*model.rules.recompute})
     for some in (True, False) if counts and min(place.limits) < math.inf else (False,):
         reach = _REACH * (-(-len(model.coarse) // c.num_stages))
-        ends = even_ends(models, place, flights, c, reach=reach, counts=some)
+        ends = even_ends(models, place, in_flight, c, reach=reach, counts=some)
         found += [] if ends is None else [ends]
     by_hand = equal_stages(model.cuts, c.num_stages)
     if by_hand is not None:
@@ -63,7 +63,7 @@ def candidate_ends(evaluator: PlanEvaluator, c: Configuration) -> list[Ends]:
 def even_ends(
     models: Mapping[int, Model],
     place: Placement,
-    flights: tuple[Moments, ...],
+    in_flight: tuple[InFlightCounts, ...],
     c: Configuration,
     *,
     reach: int,
@@ -79,8 +79,8 @@ def even_ends(
     num_cuts = len(coarse)
     for fits in (True, False):
         while True:
-            costs = _EvenCosts(models, place, flights, c, reach=min(reach, num_cuts - 1), counts=counts)
-            found = even_stages(costs.within if fits else costs.whatever, c.num_stages, num_cuts)
+            costs = _EvenCosts(models, place, in_flight, c, reach=min(reach, num_cuts - 1), counts=counts)
+            found = even_stages(costs.within_memory if fits else costs.without_memory_limit, c.num_stages, num_cuts)
             if reach >= num_cuts - 1 or (found is not None and found[1] * (1 + _MARGIN) < costs.least_beyond):
                 break
             reach *= 4
@@ -89,7 +89,7 @@ def even_ends(
     return None
 
 
-def few_ways(model: Model, num_stages: int) -> bool:
+def tries_all_cuts(model: Model, num_stages: int) -> bool:
     """True where each way to cut so many stages is looked at (or quickly found to be one of too many)."""
     nodes = len(model.cuts) - 1
     return nodes <= 24 and math.comb(max(nodes - 1, 0), num_stages - 1) <= 50 * ALL_CUTS
@@ -107,7 +107,7 @@ class _EvenCosts:
         self,
         models: Mapping[int, Model],
         place: Placement,
-        flights: tuple[Moments, ...],
+        in_flight: tuple[InFlightCounts, ...],
         c: Configuration,
         *,
         reach: int,
@@ -115,7 +115,7 @@ class _EvenCosts:
     ) -> None:
         self.counted = COUNTED if counts else ()
         model = models[min(c.tensors)]
-        self.place, self.flights, self.rules, self.c = place, flights, model.rules, c
+        self.place, self.in_flight, self.rules, self.c = place, in_flight, model.rules, c
         self.positions, self.counts = c.positions, c.counts
         at, rows = np.asarray(model.coarse), np.arange(len(model.coarse))[:, None]
         last = rows + np.arange(1, reach + 1)
@@ -127,12 +127,12 @@ class _EvenCosts:
         self._fullest: dict[int, list[float]] = {}
         self.least_beyond = min(each.least_work_beyond(reach) for each in models.values()) / max(place.speeds)
         self.action_seconds = model.profile.action_seconds
-        self.beside = certain(model.profile.device)
+        self.context_bytes = context_bytes(model.profile.device)
         self._plain: dict[object, Floats] = {}
         self._made: dict[object, Floats] = {}
         self._parts: dict[object, tuple[Floats, Floats, Floats]] = {}
 
-    def whatever(self, stage: int) -> Floats:
+    def without_memory_limit(self, stage: int) -> Floats:
         """Paces without a memory limit, nothing recomputed."""
         speed = self.place.speeds[self.positions[stage]]
         inward, outward = self.place.inward[stage], self.place.outward[stage]
@@ -140,48 +140,48 @@ class _EvenCosts:
         key = (inward, outward, speed, size)
         if key not in self._plain:
             sums = self.sums[size]
-            sent = sums.before * inward.seconds_a_byte + sums.behind * outward.seconds_a_byte
-            slower = pace(work=sums.work / speed + self._around(stage), links=sent)
+            sent = sums.before * inward.seconds_a_byte + sums.after * outward.seconds_a_byte
+            slower = pace(work=sums.work / speed + self._runtime(stage), links=sent)
             self._plain[key] = np.where(self.inside, slower, np.inf)
         return self._plain[key]
 
-    def _around(self, stage: int) -> float:
+    def _runtime(self, stage: int) -> float:
         """Seconds a microbatch that the runtime takes besides F and B."""
         return 2 * (self.action_seconds + self.place.inward[stage].busy + self.place.outward[stage].busy)
 
-    def within(self, stage: int) -> Floats:
+    def within_memory(self, stage: int) -> Floats:
         """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""
         p, chunk = self.positions[stage], stage // self.c.pipeline
-        flight, speed = self.flights[p], self.place.speeds[p]
-        limit = (self.place.limits[p] - self.beside) / self.c.num_chunks
-        plain = self.whatever(stage)
+        counted, speed = self.in_flight[p], self.place.speeds[p]
+        limit = (self.place.limits[p] - self.context_bytes) / self.c.num_chunks
+        plain = self.without_memory_limit(stage)
         if not math.isfinite(limit) and "none" in self.rules.recompute:
             return plain
-        held = self._held(p)[chunk]
+        held = self._most_in_flight(p)[chunk]
         offloads = self.rules.offloads and self.place.hosts[p] > 0
         # `plain` is one for each pair of links
-        key = (id(plain), held, flight.versions, limit, speed, offloads, self.counts[p], self._tensor_of_messages(p))
+        key = (id(plain), held, counted.versions, limit, speed, offloads, self.counts[p], self._tensor_of_messages(p))
         if key in self._made:
             return self._made[key]
         made, sums = np.full_like(plain, np.inf), self.sums[self.c.tensors[p]]
-        ways = [(recompute, held) for recompute in self.rules.recompute]
+        treatments = [(recompute, held) for recompute in self.rules.recompute]
         if offloads:
-            ways.append(("none", min(held, _MOVING)))
-        for recompute, held in ways:
+            treatments.append(("none", min(held, _STAY_WITH_OFFLOAD)))
+        for recompute, held in treatments:
             row, spare = sums.under(recompute), limit - self._bytes(p, held, recompute)
             again = row.seconds
             if recompute in self.counted:  # what all of them leave free, some may keep
                 part = 1 - spare / np.maximum(held * (sums.stash - row.kept), 1e-30)
                 again = again * np.ceil(np.clip(part, 0, 1) * self.nodes - _MARGIN) / self.nodes
-            seconds = np.maximum(plain, (sums.work + again) / speed + self._around(stage))
+            seconds = np.maximum(plain, (sums.work + again) / speed + self._runtime(stage))
             made = np.where(spare >= 0, np.minimum(made, seconds), made)
         self._made[key] = made
         return made
 
-    def _held(self, p: int) -> list[float]:
+    def _most_in_flight(self, p: int) -> list[float]:
         """[V] microbatches that a rank holds where most are there."""
         if p not in self._fullest:
-            held = self.flights[p].held
+            held = self.in_flight[p].microbatches
             self._fullest[p] = held[int(held.sum(axis=1).argmax())].tolist()
         return self._fullest[p]
 
@@ -189,7 +189,7 @@ class _EvenCosts:
         return min(self.c.tensors[max(0, p - 1) : p + 2])
 
     def _bytes(self, p: int, held: float, recompute: str) -> Floats:
-        counts, versions, size = self.counts[p], self.flights[p].versions, self.c.tensors[p]
+        counts, versions, size = self.counts[p], self.in_flight[p].versions, self.c.tensors[p]
         tensor = self._tensor_of_messages(p)
         key = (counts, versions, recompute, size, tensor)  # the number of messages follows from `counts`
         if key not in self._parts:
@@ -225,7 +225,7 @@ def range_costs(
         schedule=schedule,
         num_microbatches=num_microbatches,
         memory_limit=memory_limit,
-        beside=certain(model.profile.device),
+        beside=context_bytes(model.profile.device),
         optimizer_ratio=model.rules.optimizer_ratio,
         action_seconds=model.profile.action_seconds,
     )

@@ -15,11 +15,11 @@ from ...schedules.timing.costs import Costs, Ties
 from ...schedules.timing.links import Links
 from ...schedules.timing.timeline import Timeline
 from ...schedules.transform import with_offload
-from ..memory import Moments, RankMemory, RankPlace, certain, count_in_flight, count_over_time
-from ..recompute import one_from_each, with_hosts
-from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, mixed, round_seconds, stage_seconds
+from ..memory import InFlightCounts, RankMemory, RankPlace, context_bytes, count_in_flight, count_over_time
+from ..recompute import one_of_each_rank, with_offloads
+from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, collective_seconds, stage_seconds, stages_from
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
-from .bounds import least_step, place, rank_paces
+from .bounds import least_step, placement_of, rank_paces
 from .model import Model
 from .simulated import (
     BuiltSchedules,
@@ -33,11 +33,11 @@ from .simulated import (
 from .space import Configuration
 
 Ends = tuple[int, ...]
-MOVED_ACTIONS = 20_000  # of a batch, up to which activations may leave for the host: all of it is simulated
+MAX_OFFLOAD_ACTIONS = 20_000  # of a batch, up to which activations may leave for the host: all of it is simulated
 Figure = TypeVar("Figure")
 
 
-class MisfitError(Exception):
+class DoesNotFitError(Exception):
     """No treatment makes it fit: on `stage_group` it takes `too_many` bytes more than there are."""
 
     def __init__(self, *, stage_group: int, too_many: float, limit: float) -> None:
@@ -46,7 +46,7 @@ class MisfitError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evaluated:
+class Candidate:
     """A configuration with cuts that fits.
 
     Arguments:
@@ -99,22 +99,24 @@ class Evaluated:
         c = self.configuration
         costs = self.seconds.costs(around=self.model.profile.around_seconds, norm=self.norm, tied=self.tied)
         costs = replace(costs, index_factors=c.shares * (c.num_microbatches or 1) or None)
-        return _moving(costs, self.sums, self.placement, c.positions, self.leaving)
+        return _with_offloads(costs, self.sums, self.placement, c.positions, self.leaving)
 
     @property
     def links(self) -> Links:
         c = self.configuration
-        links = self.seconds.links(self.sums.behind, self.placement, positions=c.positions)
+        links = self.seconds.links(self.sums.after, self.placement, positions=c.positions)
         return replace(links, index_factors=c.parts or None)
 
 
-def _moving(costs: Costs, sums: StageSums, place: Placement, positions: Sequence[int], leaving: Sequence[int]) -> Costs:
-    """With the seconds of these stages' ways to the host and back."""
+def _with_offloads(
+    costs: Costs, sums: StageSums, place: Placement, positions: Sequence[int], leaving: Sequence[int]
+) -> Costs:
+    """With the seconds of these stages' transfers to the host and back."""
     if not leaving:
         return costs
     stashes = enumerate(zip(sums.stash.tolist(), positions, strict=True))
-    ways = [stash / place.hosts[p] if s in leaving else 0.0 for s, (stash, p) in stashes]
-    return replace(costs, offload=ways, reload=ways)
+    seconds = [stash / place.hosts[p] if s in leaving else 0.0 for s, (stash, p) in stashes]
+    return replace(costs, offload=seconds, reload=seconds)
 
 
 class PlanEvaluator:
@@ -129,11 +131,11 @@ class PlanEvaluator:
         self.topology, self.model_of, self.norm = topology, model_of, norm
         self.schedules = BuiltSchedules()
         self._placements: dict[object, Placement] = {}
-        self._sums: dict[object, TransferTime] = {}
-        self._parts_apart: dict[object, Floats] = {}
+        self._tied_sums: dict[object, TransferTime] = {}
+        self._split_shares: dict[object, Floats] = {}
         self._least_models: dict[object, Model] = {}
         # Of the configuration at hand: cuts move, and most ranks keep theirs.
-        self._memories_of: tuple[Configuration, Sequence[Moments]] | None = None
+        self._memories_of: tuple[Configuration, Sequence[InFlightCounts]] | None = None
         self._fronts: dict[object, tuple[RankMemory, ...]] = {}
         self._again: dict[object, float] = {}  # seconds that run again, at least
 
@@ -163,52 +165,52 @@ class PlanEvaluator:
         """Sums of each stage with the tensor size of its place."""
         sizes = [c.tensors[p] for p in c.positions]
         found = {size: self.model(c, size).stages(ends, c.positions) for size in {*sizes}}
-        return found[sizes[0]] if len(found) == 1 else mixed([found[size] for size in sizes])
+        return found[sizes[0]] if len(found) == 1 else stages_from([found[size] for size in sizes])
 
     def _norm_seconds(self, schedule: str) -> float | None:
         """Seconds of the global norm, for which ranks wait under a flush alone [s]."""
         return None if family(schedule).rule.is_asynchronous else self.norm
 
-    def _beside(self, c: Configuration, model: Model) -> float:
+    def _outside_pipeline(self, c: Configuration, model: Model) -> float:
         """Seconds of a step that no schedule hides [s]."""
         return model.profile.around_seconds + (self._norm_seconds(c.schedule) or 0.0)
 
     def evaluate(
-        self, c: Configuration, ends: Ends, *, exact: bool = False, flights: Sequence[Moments] | None = None
-    ) -> Evaluated:
+        self, c: Configuration, ends: Ends, *, exact: bool = False, in_flight: Sequence[InFlightCounts] | None = None
+    ) -> Candidate:
         """The first of `choices`."""
-        return self.choices(c, ends, exact=exact, flights=flights)[0]
+        return self.choices(c, ends, exact=exact, in_flight=in_flight)[0]
 
     def choices(
-        self, c: Configuration, ends: Ends, *, exact: bool = False, flights: Sequence[Moments] | None = None
-    ) -> list[Evaluated]:
+        self, c: Configuration, ends: Ends, *, exact: bool = False, in_flight: Sequence[InFlightCounts] | None = None
+    ) -> list[Candidate]:
         """Costs and memory, one treatment of each rank from its front, the one with the least bound first.
 
-        Of more than EVERY the least seconds of each rank under each limit of the seconds of an update: among them is
-        the least (M - 1) slowest + sum of all + slowest update, which no schedule with whole backwards exceeds.
+        Of more than MOST_TREATMENTS the least seconds of each rank under each limit of the seconds of an update: among
+        them is the least (M - 1) slowest + sum of all + slowest update, which no schedule with whole backwards exceeds.
 
-        MisfitError where it does not fit, for the rank that has most too much, and SizesError.
+        DoesNotFitError where it does not fit, for the rank that has most too much, and SizesError.
 
         Arguments:
             exact: count what is in flight in the whole schedule, or one that holds exactly as much.
-            flights: by stage of the first chunk, in place of what the schedule says.
+            in_flight: by stage of the first chunk, in place of what the schedule says.
         """
         model, place, sums = self.model(c), self.placement(c), self.sums(c, ends)
-        if flights is None:
-            flights = self.schedules.in_flight(c, exact=exact, kv_share=model.profile.kv_share)
-        fronts = self._by_rank(
-            c, ends, flights, self._fronts, lambda p, rank: model.rules.front(sums, flights[p], rank)
+        if in_flight is None:
+            in_flight = self.schedules.in_flight(c, exact=exact, kv_share=model.profile.kv_share)
+        fronts = self._of_each_rank(
+            c, ends, in_flight, self._fronts, lambda p, rank: model.rules.front(sums, in_flight[p], rank)
         )
-        hosted = self._hosted(c, ends, fronts)
-        worst = max(range(c.pipeline), key=lambda p: fronts[p][0].too_many * (not hosted[p]))
-        if fronts[worst][0].too_many and not hosted[worst]:
-            raise MisfitError(stage_group=worst, too_many=fronts[worst][0].too_many, limit=place.limits[worst])
+        offloaded = self._offloaded(c, ends, fronts)
+        worst = max(range(c.pipeline), key=lambda p: fronts[p][0].too_many * (not offloaded[p]))
+        if fronts[worst][0].too_many and not offloaded[worst]:
+            raise DoesNotFitError(stage_group=worst, too_many=fronts[worst][0].too_many, limit=place.limits[worst])
 
         tied, seconds_of = self._ties(c, ends), partial(self._seconds, c, sums)
         found = [
-            self._treated(c, ends, sums, tied, memories)
-            for ways in with_hosts(fronts, hosted)
-            for memories in one_from_each(c.positions, ways, seconds_of)
+            self._candidate(c, ends, sums, tied, memories)
+            for treatments in with_offloads(fronts, offloaded)
+            for memories in one_of_each_rank(c.positions, treatments, seconds_of)
         ]
         return sorted(found, key=lambda each: (float(f"{each.bound:.8e}"), each.num_shards, each.memory_bytes))
 
@@ -222,15 +224,15 @@ class PlanEvaluator:
             recompute=[each.recompute[v] for each, v in treatments],
             shards=[each.shards[v] for each, v in treatments],
             action=self.model(c).profile.action_seconds,
-            apart=self._apart(c),
+            split_share=self._split_share(c),
         )
 
-    def _treated(
+    def _candidate(
         self, c: Configuration, ends: Ends, sums: StageSums, tied: Ties, memories: Sequence[RankMemory]
-    ) -> Evaluated:
+    ) -> Candidate:
         seconds = self._seconds(c, sums, memories)
-        beside = self._beside(c, self.model(c))
-        return Evaluated(
+        outside = self._outside_pipeline(c, self.model(c))
+        return Candidate(
             configuration=c,
             ends=ends,
             models={size: self.model(c, size) for size in {*c.tensors}},
@@ -241,40 +243,42 @@ class PlanEvaluator:
             norm=self._norm_seconds(c.schedule),
             memories=tuple(memories),
             bottleneck=float(rank_paces(c, seconds).max()),
-            bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + beside,
+            bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + outside,
         )
 
-    def given(self, c: Configuration, ends: Ends, *, recompute: Sequence[str], shards: Sequence[int]) -> Evaluated:
+    def given(self, c: Configuration, ends: Ends, *, recompute: Sequence[str], shards: Sequence[int]) -> Candidate:
         """Its stages treated like that, [S] each, whether that fits or not."""
         sums = self.sums(c, ends)
-        flights = self.schedules.in_flight(c, exact=True, kv_share=self.model(c).profile.kv_share)
+        in_flight = self.schedules.in_flight(c, exact=True, kv_share=self.model(c).profile.kv_share)
         memories = []
-        for p, flight in enumerate(flights):
+        for p, counted in enumerate(in_flight):
             place = self._rank_place(c, p)
             names, parts = [recompute[s] for s in place.stages], [shards[s] for s in place.stages]
-            memories.append(self.model(c).rules.given(sums, flight, place, names, parts))
-        return self._treated(c, ends, sums, self._ties(c, ends), memories)
+            memories.append(self.model(c).rules.given(sums, counted, place, names, parts))
+        return self._candidate(c, ends, sums, self._ties(c, ends), memories)
 
-    def _apart(self, c: Configuration) -> Floats | None:
+    def _split_share(self, c: Configuration) -> Floats | None:
         """[S] part of the microbatches whose I and W run apart, in the batch that is simulated for the whole."""
         if not family(c.schedule).splits_backward:
             return None
         m = microbatches_of(c)
         m = min(short_batches(c, m) if c.is_equal else (), default=m)
         key = (c.schedule, c.num_chunks, c.counts, m)
-        if key not in self._parts_apart:
-            self._parts_apart[key] = num_weight_grads(self.schedules.schedule(c, m))
-        return self._parts_apart[key]
+        if key not in self._split_shares:
+            self._split_shares[key] = num_weight_grads(self.schedules.schedule(c, m))
+        return self._split_shares[key]
 
     def _may_offload(self, c: Configuration, p: int) -> bool:
-        rule, actions = family(c.schedule).rule, 2 * c.num_stages * (c.num_microbatches or MOVED_ACTIONS)
+        rule, actions = family(c.schedule).rule, 2 * c.num_stages * (c.num_microbatches or MAX_OFFLOAD_ACTIONS)
         is_known = self.model(c).rules.offloads and self.placement(c).hosts[p] > 0
-        return is_known and not rule.is_asynchronous and actions <= MOVED_ACTIONS
+        return is_known and not rule.is_asynchronous and actions <= MAX_OFFLOAD_ACTIONS
 
-    def _hosted(self, c: Configuration, ends: Ends, fronts: Sequence[Sequence[RankMemory]]) -> list[list[RankMemory]]:
+    def _offloaded(
+        self, c: Configuration, ends: Ends, fronts: Sequence[Sequence[RankMemory]]
+    ) -> list[list[RankMemory]]:
         """[P] treatments of the ranks that cannot keep all, under which activations of the stages of their first, or
         first two, .. chunks wait on the host; as if the link took no time."""
-        kept = [{name for way in own for name in way.recompute} == {"none"} and not own[0].too_many for own in fronts]
+        kept = [{name for each in own for name in each.recompute} == {"none"} and not own[0].too_many for own in fronts]
         ranks = [p for p in range(c.pipeline) if not kept[p] and self._may_offload(c, p)]
         found: list[list[RankMemory]] = [[] for _ in fronts]
         if not ranks:
@@ -283,38 +287,40 @@ class PlanEvaluator:
         none, whole = ["none"] * c.num_stages, [1] * c.num_stages
         action = model.profile.action_seconds
         seconds = stage_seconds(
-            sums, place, c.positions, recompute=none, shards=whole, action=action, apart=self._apart(c)
+            sums, place, c.positions, recompute=none, shards=whole, action=action, split_share=self._split_share(c)
         )
         plain, costs = self.schedules.schedule(c, microbatches_of(c)), seconds.costs(around=0.0, norm=None, tied=())
         for number in range(1, c.num_chunks + 1):
             leaving = [s for s, p in enumerate(c.positions) if p in ranks and s < number * c.pipeline]
-            moved = with_offload(plain, stages=leaving, costs=_moving(costs, sums, place, c.positions, leaving))
-            moments = by_place(c, count_in_flight(moved))
+            moved = with_offload(plain, stages=leaving, costs=_with_offloads(costs, sums, place, c.positions, leaving))
+            in_flight = by_place(c, count_in_flight(moved))
             for p in ranks:
-                ways = model.rules.offloaded(sums, moments[p], self._rank_place(c, p), number)
-                found[p] += [way for way in ways if not way.too_many]
+                treatments = model.rules.offloaded(sums, in_flight[p], self._rank_place(c, p), number)
+                found[p] += [each for each in treatments if not each.too_many]
         return found
 
-    def _as_simulated(self, e: Evaluated, timeline: Timeline) -> tuple[RankMemory, ...]:
+    def _with_simulated_peaks(self, e: Candidate, timeline: Timeline) -> tuple[RankMemory, ...]:
         """[P] its treatments, with what waits on the host there until its way out is through.
 
-        MisfitError where that is too much.
+        DoesNotFitError where that is too much.
         """
         c, found = e.configuration, list(e.memories)
-        moments = by_place(c, count_over_time(timeline))
+        in_flight = by_place(c, count_over_time(timeline))
         for p, memory in enumerate(e.memories):
             if number := memory.recompute.count(OFFLOAD):
-                ways = e.model.rules.offloaded(e.sums, moments[p], self._rank_place(c, p), number)
-                found[p] = next(way for way in ways if way.shards == memory.shards)
+                treatments = e.model.rules.offloaded(e.sums, in_flight[p], self._rank_place(c, p), number)
+                found[p] = next(each for each in treatments if each.shards == memory.shards)
             if too_many := found[p].too_many:
-                raise MisfitError(stage_group=p, too_many=too_many, limit=memory.limit)
+                raise DoesNotFitError(stage_group=p, too_many=too_many, limit=memory.limit)
         return tuple(found)
 
-    def least_seconds(self, c: Configuration, ends: Ends, *, flights: Sequence[Moments] | None = None) -> float:
+    def least_seconds(
+        self, c: Configuration, ends: Ends, *, in_flight: Sequence[InFlightCounts] | None = None
+    ) -> float:
         """No order of this work is faster, with any treatment of memory [s]; 0 where M is open.
 
         Arguments:
-            flights: where given, what each rank must run again for its memory counts, too (and for much more time).
+            in_flight: where given, what each rank must run again for its memory counts, too (and for much more time).
         """
         if c.num_microbatches is None:
             return 0.0
@@ -329,29 +335,29 @@ class PlanEvaluator:
             action=model.profile.action_seconds,
         )
         if may_shard:  # or not divided, where that is faster
-            whole = round_seconds(sums, [place.rings[p] for p in positions])
-            seconds = replace(seconds, ring=np.minimum(seconds.around, whole), gather=np.zeros_like(whole))
+            whole = collective_seconds(sums, [place.rings[p] for p in positions])
+            seconds = replace(seconds, ring=np.minimum(seconds.collectives, whole), gather=np.zeros_like(whole))
         again = np.zeros(c.pipeline)
-        if flights is not None:
+        if in_flight is not None:
 
             def least_again(p: int, rank: RankPlace) -> float:
-                return 0.0 if self._may_offload(c, p) else model.rules.least_seconds_again(sums, flights[p], rank)
+                return 0.0 if self._may_offload(c, p) else model.rules.least_seconds_again(sums, in_flight[p], rank)
 
-            least = self._by_rank(c, ends, flights, self._again, least_again)
+            least = self._of_each_rank(c, ends, in_flight, self._again, least_again)
             again = np.array(least) / np.array(place.speeds)
-        return least_step(c, seconds, self._ties(c, ends), again) + self._beside(c, model)
+        return least_step(c, seconds, self._ties(c, ends), again) + self._outside_pipeline(c, model)
 
-    def _by_rank(
+    def _of_each_rank(
         self,
         c: Configuration,
         ends: Ends,
-        flights: Sequence[Moments],
+        in_flight: Sequence[InFlightCounts],
         known: dict[object, Figure],
         find: Callable[[int, RankPlace], Figure],
     ) -> list[Figure]:
         """[P] what is found of each rank with its stages; for the configuration at hand it is kept in `known`."""
-        if self._memories_of != (c, flights):
-            self._memories_of = c, flights
+        if self._memories_of != (c, in_flight):
+            self._memories_of = c, in_flight
             self._fronts.clear()
             self._again.clear()
         found = []
@@ -370,13 +376,13 @@ class PlanEvaluator:
             tensor=min(c.tensors[max(0, p - 1) : p + 2]),  # the fewest that a message is divided over
             limit=self.placement(c).limits[p],
             streams=family(c.schedule).rule.is_asynchronous,
-            beside=certain(self.model(c).profile.device),
+            context_bytes=context_bytes(self.model(c).profile.device),
             num_messages=c.num_messages(p),
         )
 
-    def simulate(self, evaluated: Evaluated) -> Evaluated:
+    def simulate(self, evaluated: Candidate) -> Candidate:
         """The same with seconds and bubble of its step; SizesError where the schedule does not take its sizes,
-        MisfitError where the link to the host is too slow for what waits there.
+        DoesNotFitError where the link to the host is too slow for what waits there.
 
         One batch, warm-up and drain included, or one of the steady state; of equal replicas one is simulated for all. A
         long batch is simulated by a short one, where that gives the same (`long_batch`).
@@ -391,14 +397,14 @@ class PlanEvaluator:
         long = long_batch(batch, c, m) if alike else None
         if long is None:
             whole = batch(m)
-            memories = self._as_simulated(evaluated, whole) if leaving else evaluated.memories
+            memories = self._with_simulated_peaks(evaluated, whole) if leaving else evaluated.memories
             bubble = max(0.0, whole.bubble)  # rounding may take it below
             return replace(evaluated, memories=memories, simulated_seconds=whole.batch_seconds, bubble=bubble)
         long_seconds, short = long
         s = evaluated.seconds
         each = float((s.work + num_weight_grads(short.schedule) * s.overhead).sum())
         busy = m / c.pipeline * each
-        if s.held.any():  # actions during sums are longer, in its drain alone
+        if s.busy_in_collectives.any():  # actions during sums are longer, in its drain alone
             worked = sum(trace.busy for trace in short.ranks)
             busy += (worked - short.schedule.num_microbatches * each) / c.pipeline
         return replace(
@@ -411,7 +417,7 @@ class PlanEvaluator:
         """Devices and links of its stages; equal ones are found once. O(devices) the first time."""
         key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks)
         if key not in self._placements:
-            self._placements[key] = place(c, self.topology, self.model(c).profile)
+            self._placements[key] = placement_of(c, self.topology, self.model(c).profile)
         return self._placements[key]
 
     def _ties(self, c: Configuration, ends: Ends) -> Ties:
@@ -419,15 +425,17 @@ class PlanEvaluator:
         together: dict[tuple[int, ...], float] = {}
         for stages, shared in self.model(c).tied_stages(ends):
             together[stages] = together.get(stages, 0.0) + shared
-        seconds = {stages: self._sum(c, stages).seconds(shared) for stages, shared in together.items() if shared > 0}
-        return tuple(each for each in seconds.items() if each[1] > 0)
+        seconds = (
+            (stages, self._tied_sum(c, stages).seconds(shared)) for stages, shared in together.items() if shared > 0
+        )
+        return tuple(each for each in seconds if each[1] > 0)
 
-    def _sum(self, c: Configuration, stages: Iterable[int]) -> TransferTime:
+    def _tied_sum(self, c: Configuration, stages: Iterable[int]) -> TransferTime:
         places = tuple(sorted({c.positions[stage] for stage in stages}))
         if len(places) == 1:
             return NO_TRANSFER
         key = (c.pipeline, c.data, c.tensors, places, c.ranks)
-        if key not in self._sums:
+        if key not in self._tied_sums:
             ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place]]]
-            self._sums[key] = self.topology.ring(ranks, tensor=min(c.tensors))
-        return self._sums[key]
+            self._tied_sums[key] = self.topology.ring(ranks, tensor=min(c.tensors))
+        return self._tied_sums[key]

@@ -20,7 +20,7 @@ from ..stage_cost import OFFLOAD
 from ..strict import count, fail
 from ..topology import Topology
 from .arguments import SLICED, Given, check_ranks, places_of, refuse_given
-from .evaluate import Ends, MisfitError, PlanEvaluator
+from .evaluate import DoesNotFitError, Ends, PlanEvaluator
 from .model import Model
 from .plan import models_of, norm_seconds
 from .result import as_plan, label
@@ -83,7 +83,7 @@ def _of_kinds(source: Source | Mapping[str, Source], cluster: Cluster, stages: S
     kinds = [kind.name for kind in cluster.used_kinds]
     given: Any = source
     if not (isinstance(given, Mapping) and any(isinstance(key, str) for key in given)):
-        if not cluster.ways:
+        if not cluster.node_links:
             return as_source(given, cluster)
         given = dict.fromkeys(kinds, given)
     if lacking := sorted({*kinds} - {*given}):
@@ -165,7 +165,7 @@ def evaluate(
     )
     try:
         found = evaluator.simulate(found)
-    except MisfitError as error:
+    except DoesNotFitError as error:
         raise ValueError(
             f"{OFFLOAD!r}: on stage {error.stage_group} {error}: the link to the host is too slow"
         ) from None

@@ -16,7 +16,8 @@ in flight allow.
     rest[e, layer, i] = least over j, r of max{ stage(i, j, r, e), rest[e - r, layer, j] } + messages over cut i
 
 Each layer is minimised alone, so that `rest` is at most what any row after a cut takes: best-first search over first
-parts of rows (`Rows.best_first`) yields rows in the order of their bounds. O(n^2 D^2) for n cuts and D devices.
+parts of rows (`UnevenLayouts.in_order_of_bound`) yields rows in the order of their bounds. O(n^2 D^2) for n cuts and D
+devices.
 """
 
 from __future__ import annotations
@@ -34,46 +35,46 @@ from ..solve.dynamic import RangeCosts
 from ..solve.orders import node_orders, own_ranks
 from ..topology import Floats, Topology
 from .cuts import range_costs
-from .evaluate import Ends, Evaluated
+from .evaluate import Candidate, Ends
 from .model import Model
 from .space import Configuration
 
 MOST_DEVICES = 32
 MOST_ACTIONS = 10_000  # of a batch; in longer ones the bottleneck is nearly all
 _MOST_CUTS = 32
-_MOST_LOOKED_AT = 4_000  # first parts of rows
-_STEPS = (-2, -1, 1, 2)
+_MAX_EXPANDED = 4_000  # first parts of rows
+_SHIFTS = (-2, -1, 1, 2)
 
 Layout = tuple[float, Configuration, Ends]  # with least seconds of its step [s]
 _Row = tuple[int, ...]  # of each stage its first device, and the one after its last
-_Way = tuple[tuple[int, ...], _Row]  # with its cuts
+_CutsAndRow = tuple[tuple[int, ...], _Row]  # with its cuts
 
 
-def all_rows(topology: Topology, model: Model, beside: float, **sizes: Any) -> list[Rows]:
+def uneven_layouts(topology: Topology, model: Model, outside: float, **sizes: Any) -> list[UnevenLayouts]:
     """Those of each order of unequal nodes; none on many devices, or of long batches. `sizes`: what is given of a
-    `Configuration`; beside: seconds of a step that no layout hides [s]."""
+    `Configuration`; outside: seconds of a step that no layout hides [s]."""
     sample, most = Configuration(pipeline=1, data=1, tensor=1, num_chunks=1, **sizes), topology.num_devices
     if most > MOST_DEVICES or 2 * sample.batch * most > MOST_ACTIONS:
         return []
-    return [Rows(topology, model, order, sample, beside) for order in node_orders(topology.cluster)[0]]
+    return [UnevenLayouts(topology, model, order, sample, outside) for order in node_orders(topology.cluster)[0]]
 
 
-class Rows:
+class UnevenLayouts:
     """Rows of stages on the devices of nodes in one order; `sample`: a configuration that is theirs but for its
     stages."""
 
     def __init__(
-        self, topology: Topology, model: Model, order: Sequence[int], sample: Configuration, beside: float
+        self, topology: Topology, model: Model, order: Sequence[int], sample: Configuration, outside: float
     ) -> None:
-        self.order, self.sample, self._beside, self._size = order, sample, beside, topology.level_sizes[0]
+        self.order, self.sample, self._outside, self._size = order, sample, outside, topology.level_sizes[0]
         self.ends = thinned(model.cuts, _MOST_CUTS)
         cluster = topology.cluster.reordered(order)
         costs = range_costs(model, cluster, sample.schedule, sample.batch, memory_limit=topology.memory_limit)
-        self.num_devices, self._most = costs.num_devices, min(sample.batch, costs.num_devices)  # replicas
-        self._tables(model, costs)
-        self._behind = self._least_behind(costs)
+        self.num_devices, self._max_replicas = costs.num_devices, min(sample.batch, costs.num_devices)
+        self._fill_tables(model, costs)
+        self._rest = self._least_rest(costs)
 
-    def _tables(self, model: Model, costs: RangeCosts) -> None:
+    def _fill_tables(self, model: Model, costs: RangeCosts) -> None:
         """Sets `_seconds` [e, r - 1, layer, i, j]: a stage's part of each layer, infinite where no treatment fits the
         memory; `_update` [e, r - 1, i, j]: u of the stage, messages apart; and `_messages` [a, b, layer, i]: seconds
         over cut i between device a and device b of the stage before it."""
@@ -86,13 +87,13 @@ class Rows:
         forward, backward = sums.forward / fastest, sums.backward / fastest
         beyond = (model.seconds - model.cuts.seconds[last]) / fastest
         stash = sums.stash if rules.recompute == ("none",) and not rules.offloads else 0.0
-        self._seconds: Floats = np.full((self.num_devices + 1, self._most, 3, n, n), np.inf)
-        self._update: Floats = np.zeros((self.num_devices + 1, self._most, n, n))
+        self._seconds: Floats = np.full((self.num_devices + 1, self._max_replicas, 3, n, n), np.inf)
+        self._update: Floats = np.zeros((self.num_devices + 1, self._max_replicas, n, n))
         link = costs.per_byte(every[:, None], np.append(every, every[-1]))
         times = np.zeros(3) if streams else np.arange(3.0)
         self._messages: Floats = link[:, :, None, None] * times[:, None] * model.cuts.crossing[ends]
         for e in range(1, self.num_devices + 1):
-            r = np.arange(1, min(self._most, e) + 1)[:, None, None]
+            r = np.arange(1, min(self._max_replicas, e) + 1)[:, None, None]
             at, parts = costs.ranges(r, e), r if "full" in rules.sharding else 1
             work = m * costs.compute(sums, at) + costs.runtime(first, last) * -(-m // r)
             lanes, behind = np.maximum(work, m * costs.communication(sums, at)), m * sums.summed * at.ring
@@ -108,7 +109,7 @@ class Rows:
             self._seconds[e, : len(r)] = np.where(fits[:, None], np.stack(layers, axis=1), np.inf)
             self._update[e, : len(r)] = 0.0 if streams else behind - back
 
-    def _least_behind(self, costs: RangeCosts) -> Floats:
+    def _least_rest(self, costs: RangeCosts) -> Floats:
         """[e, layer, i] `rest` of the module's recurrence: the stages after cut i on e devices to the end, some of
         them idle after the last stage or before a node's end. Layer 1 counts layer 2 of later stages plus u, too."""
         size, most = self._size, self.num_devices
@@ -116,7 +117,7 @@ class Rows:
         found[: (1 if size == most else size) if costs.is_uniform else most, :, -1] = 0.0
         across = found.copy()
         for e in range(1, most + 1):
-            behind = found[e - 1 :: -1][: self._most]
+            behind = found[e - 1 :: -1][: self._max_replicas]
             all_of_it = np.maximum(self._seconds[e, : len(behind)], behind[:, :, None, :])
             all_of_it[:, 1] = np.maximum(all_of_it[:, 1], all_of_it[:, 2] + self._update[e, : len(behind)])
             front, least = np.arange(e - 1, e - 1 - len(behind), -1), all_of_it.min(axis=3)
@@ -127,16 +128,14 @@ class Rows:
                 found[e] = np.minimum(found[e], across[e - size + 1 : e + 1].min(axis=0))
         return found
 
-    def best_first(self, below: float) -> Iterator[Layout]:
-        """Layouts whose least step is `below`, with that [s], the least first."""
-        below, numbers, none = below - self._beside, count(), np.zeros(3)
+    def in_order_of_bound(self, less_than: float) -> Iterator[Layout]:
+        """Layouts whose least step is `less_than` that, with it [s], the least first."""
+        limit, numbers, none = less_than - self._outside, count(), np.zeros(3)
         starts = range(1, self.num_devices + 1)
-        todo: list[Any] = [
-            (self._behind[e, :, 0].max(), next(numbers), e, (0,), _Row(), none, none, 0.0) for e in starts
-        ]
+        todo: list[Any] = [(self._rest[e, :, 0].max(), next(numbers), e, (0,), _Row(), none, none, 0.0) for e in starts]
         heapify(todo)
-        for _ in range(_MOST_LOOKED_AT):
-            if not todo or todo[0][0] >= below:
+        for _ in range(_MAX_EXPANDED):
+            if not todo or todo[0][0] >= limit:
                 break
             least, _, begin, cuts, row, ahead, most, update = heappop(todo)
             if self.ends[cuts[-1]] == self.ends[-1]:
@@ -144,44 +143,44 @@ class Rows:
                 continue
             idle = self._size if row and begin % self._size == 0 else 1
             for e in range(begin, begin - idle, -1):
-                replicas, i = min(self._most, e), cuts[-1]
+                replicas, i = min(self._max_replicas, e), cuts[-1]
                 head = ahead + self._messages[np.arange(e - 1, e - 1 - replicas, -1), begin, :, i]
                 updates = np.maximum(update, self._update[e, :replicas, i] - head[:, 1, None])
                 heads = np.repeat(head[:, :, None], len(self.ends), axis=2)
                 heads[:, 2] += updates
                 own = np.maximum(most[:, None], self._seconds[e, :replicas, :, i] + heads)
-                total = np.maximum(own, self._behind[e - 1 :: -1][:replicas] + heads).max(axis=1)
-                for at, j in np.argwhere(total < below).tolist():
+                total = np.maximum(own, self._rest[e - 1 :: -1][:replicas] + heads).max(axis=1)
+                for at, j in np.argwhere(total < limit).tolist():
                     rest, front = e - at - 1, self.num_devices - e
-                    way = (*cuts, j), (*row, front, front + at + 1), head[at], own[at, :, j], updates[at, j]
-                    heappush(todo, (total[at, j], next(numbers), rest, *way))
+                    longer = (*cuts, j), (*row, front, front + at + 1), head[at], own[at, :, j], updates[at, j]
+                    heappush(todo, (total[at, j], next(numbers), rest, *longer))
 
-    def next_to(self, e: Evaluated) -> list[Layout]:
+    def neighbours(self, e: Candidate) -> list[Layout]:
         """Those one step from a layout that may be faster, the least first: some stages in a row, or their ends, moved
         by a device or two, and a cut with them; a stage as two, or two as one. None where it is in no row."""
-        start = self._way(e)
+        start = self._cuts_and_row(e)
         if start is None:
             return []
-        groups: dict[int, dict[_Way, None]] = {}
-        for cuts, row in self._steps(*start):
+        groups: dict[int, dict[_CutsAndRow, None]] = {}
+        for cuts, row in self._moves(*start):
             sizes = [b - a for a, b in pairwise((0, *row, self.num_devices))]
-            if min(sizes) >= 0 and min(sizes[1::2]) > 0 and max(sizes[1::2]) <= self._most:
+            if min(sizes) >= 0 and min(sizes[1::2]) > 0 and max(sizes[1::2]) <= self._max_replicas:
                 groups.setdefault(len(cuts), {})[cuts, row] = None
-        found, below = [], e.simulated_seconds - self._beside
-        for ways in groups.values():
-            least = self._least(np.array([cuts for cuts, _ in ways]), np.array([row for _, row in ways]))
-            found += [(float(seconds), way) for seconds, way in zip(least, ways, strict=True) if seconds < below]
-        return [self._layout(least, *way) for least, way in sorted(found)]
+        found, below = [], e.simulated_seconds - self._outside
+        for moves in groups.values():
+            least = self._bounds(np.array([cuts for cuts, _ in moves]), np.array([row for _, row in moves]))
+            found += [(float(seconds), move) for seconds, move in zip(least, moves, strict=True) if seconds < below]
+        return [self._layout(least, *move) for least, move in sorted(found)]
 
-    def _steps(self, cuts: tuple[int, ...], row: _Row) -> Iterator[_Way]:
+    def _moves(self, cuts: tuple[int, ...], row: _Row) -> Iterator[_CutsAndRow]:
         near = [
             (*cuts[:s], cuts[s] + step, *cuts[s + 1 :])
-            for s, step in product(range(1, len(cuts) - 1), _STEPS)
+            for s, step in product(range(1, len(cuts) - 1), _SHIFTS)
             if cuts[s - 1] < cuts[s] + step < cuts[s + 1]
         ]
         rows = [row]
         for a, b in combinations(range(len(row) + 1), 2):
-            rows += [(*row[:a], *(at + step for at in row[a:b]), *row[b:]) for step in _STEPS]
+            rows += [(*row[:a], *(at + step for at in row[a:b]), *row[b:]) for step in _SHIFTS]
         yield from product((cuts, *near), rows)
         for s, (i, j) in enumerate(pairwise(cuts)):
             begin, end = row[2 * s : 2 * s + 2]
@@ -190,8 +189,8 @@ class Rows:
             if s:
                 yield (*cuts[:s], *cuts[s + 1 :]), (*row[: 2 * s - 1], *row[2 * s + 1 :])
 
-    def _least(self, cuts: np.ndarray, rows: np.ndarray) -> Floats:
-        """[ways] bounds of layouts [s], infinite where a stage is impossible; cuts [ways, S + 1], rows [ways, 2 S]."""
+    def _bounds(self, cuts: np.ndarray, rows: np.ndarray) -> Floats:
+        """[n] bounds of layouts [s], infinite where a stage is impossible; cuts [n, S + 1], rows [n, 2 S]."""
         found, ahead, update = np.zeros((len(cuts), 3)), np.zeros((len(cuts), 3)), np.zeros(len(cuts))
         begin = self.num_devices - rows[:, 0]
         for s in range(cuts.shape[1] - 1):
@@ -204,7 +203,7 @@ class Rows:
             found = np.maximum(found, own)
         return np.asarray(found.max(axis=1))
 
-    def _way(self, e: Evaluated) -> _Way | None:
+    def _cuts_and_row(self, e: Candidate) -> _CutsAndRow | None:
         """Positions in `ends` of a layout's cuts, and its row; None where its ranks are not in a row of this order, or
         `ends` lacks one of its cuts."""
         c, every = e.configuration, own_ranks(self.order, self._size, range(self.num_devices))
@@ -219,4 +218,4 @@ class Rows:
         every = [range(a, b) for a, b in zip(row[::2], row[1::2], strict=True)]
         ranks = tuple(own_ranks(self.order, self._size, own) for own in every)
         c = replace(self.sample, pipeline=len(ranks), data=len(ranks[0]), ranks=ranks)
-        return least + self._beside, c, tuple(self.ends[at] for at in cuts)
+        return least + self._outside, c, tuple(self.ends[at] for at in cuts)

@@ -133,7 +133,7 @@ class Model:
         if positions is None or not self.cuts.tied or len(set(positions)) == len(positions):
             return sums
         weights, update, small = sums.weights.copy(), sums.update.copy(), sums.small.copy()
-        apart, small_apart = sums.apart.copy(), sums.small_apart.copy()
+        tied, small_tied = sums.tied.copy(), sums.small_tied.copy()
         parts = zip(self._holders(ends), self.cuts.shared_update, self.cuts.shared_small, strict=True)
         for (stages, shared), updates, smalls in parts:
             firsts = {positions[s]: s for s in sorted(stages, reverse=True)}
@@ -141,15 +141,15 @@ class Model:
                 weights[s] -= shared
                 update[s] -= updates[stages.index(s)]
                 small[s] -= smalls[stages.index(s)]
-            is_apart = len(set(stages)) > 1
-            for s in set(stages) if is_apart else ():
+            is_shared = len(set(stages)) > 1
+            for s in set(stages) if is_shared else ():
                 if len(firsts) == 1 or s not in firsts.values():  # nothing of it leaves the stage for another rank's
-                    apart[s] -= shared
-                    small_apart[s] -= max(smalls)
-        weights, update, small, apart, small_apart = (
-            np.maximum(each, 0.0) for each in (weights, update, small, apart, small_apart)
+                    tied[s] -= shared
+                    small_tied[s] -= max(smalls)
+        weights, update, small, tied, small_tied = (
+            np.maximum(each, 0.0) for each in (weights, update, small, tied, small_tied)
         )
-        return replace(sums, weights=weights, update=update, small=small, apart=apart, small_apart=small_apart)
+        return replace(sums, weights=weights, update=update, small=small, tied=tied, small_tied=small_tied)
 
     def tied_stages(self, ends: Sequence[int]) -> list[tuple[tuple[int, ...], float]]:
         """Stages between these cuts that share weights, ascending, and bytes of these: `Profile.tied`."""

@@ -11,7 +11,7 @@ from ...schedules.families.registry import family
 from ...schedules.timing.costs import Costs
 from ..analytic.pipedream import PipeDreamModel
 from ..cluster import Cluster
-from ..memory import certain, steady_in_flight
+from ..memory import context_bytes, steady_in_flight
 from ..plans.plan import Plan
 from ..plans.record import PlanStage
 from ..profile import Profile
@@ -23,7 +23,7 @@ from ..strict import made_of
 from ..topology import Topology
 from .arguments import CHUNK_SIZES, LOOPING, PartitionOptions, refuse_endless
 from .cuts import candidates
-from .evaluate import Evaluated, MisfitError, PlanEvaluator
+from .evaluate import Candidate, DoesNotFitError, PlanEvaluator
 from .model import Model
 from .plan import plan
 from .result import as_plan, distinct
@@ -112,10 +112,10 @@ def _steady(profile: Profile, cluster: Cluster, options: PartitionOptions) -> Pl
         straight=options.straight,
         wanted=min(options.num_candidates, _MOST_STEADY),
     )
-    evaluator, found = PlanEvaluator(topology, lambda _size, _tensor: model), list[Evaluated]()
+    evaluator, found = PlanEvaluator(topology, lambda _size, _tensor: model), list[Candidate]()
     for c, ends in every:
-        with suppress(MisfitError):
-            found.append(evaluator.evaluate(c, ends, flights=steady_in_flight(schedule, c.counts, None)))
+        with suppress(DoesNotFitError):
+            found.append(evaluator.evaluate(c, ends, in_flight=steady_in_flight(schedule, c.counts, None)))
     if not found:
         raise ValueError(_why_nothing_fits(profile, schedule, rules.optimizer_ratio, topology))
     # With fewer cuts than the graph has, only the work itself bounds what might have been.
@@ -133,15 +133,15 @@ def _steady(profile: Profile, cluster: Cluster, options: PartitionOptions) -> Pl
 
 
 def _why_nothing_fits(profile: Profile, schedule: str, optimizer_ratio: float, topology: Topology) -> str:
-    beside, limit = certain(profile.device), topology.largest_memory
-    kept = f" ({beside:,.0f} of them besides tensors, for the device's context)" if beside else ""
+    context, limit = context_bytes(profile.device), topology.largest_memory
+    kept = f" ({context:,.0f} of them besides tensors, for the device's context)" if context else ""
     copies = family(schedule).rule.versions_kept(1) + 1 + optimizer_ratio
     tensors = [
         node.parameter_bytes * copies + node.buffer_bytes + node.stash_bytes + node.workspace_bytes
         for node in profile.nodes
     ]
     largest = max(range(len(tensors)), key=lambda i: tensors[i])
-    needed = tensors[largest] + beside
+    needed = tensors[largest] + context
     whole, most = math.ceil(needed), math.floor(limit)
     if needed > limit:
         return (

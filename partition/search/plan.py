@@ -12,7 +12,7 @@ import numpy as np
 
 from ...schedules.families.registry import family
 from ..cluster import Cluster
-from ..memory import certain
+from ..memory import context_bytes
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
 from ..profile import Profile
@@ -39,8 +39,8 @@ from .arguments import (
 from .arguments import microbatch_sizes as sizes_to_try
 from .arguments import tensor_sizes as tensor_sizes_of
 from .cuts import TooLargeError, candidates
-from .evaluate import Ends, Evaluated, PlanEvaluator
-from .layouts import all_rows
+from .evaluate import Candidate, Ends, PlanEvaluator
+from .layouts import uneven_layouts
 from .model import Model, alike
 from .result import as_plan, distinct, label
 from .search import PlanSearch, Progress
@@ -52,7 +52,7 @@ CANDIDATES = 8  # of unequal replicas, by each way
 MAX_ORDERS = 6  # of unequal nodes, for configurations with equal replicas
 ADAM_BYTES = 2.0  # of state a byte of parameters, where a profile does not say
 
-_Found = tuple[PlanSearch, list[Evaluated], Profile]  # the search, what it found, the best first, and one profile
+_Found = tuple[PlanSearch, list[Candidate], Profile]  # the search, what it found, the best first, and one profile
 
 
 def plan(
@@ -134,7 +134,7 @@ def plan(
     sizes, named = sizes_to_try(given, global_batch, microbatch_sizes), schedules_with_chunks(schedules, chunk_sizes)
     refuse_endless("global_batch", global_batch, dict(named), cluster.num_devices, largest=sizes[-1])
     allowed, sharding = treatments(recompute, cluster), choices("optimizer_sharding", optimizer_sharding, SHARDING)
-    ways, order = tensor_sizes_of(given, cluster, tensor_sizes), canonical_order(cluster)
+    tensors, order = tensor_sizes_of(given, cluster, tensor_sizes), canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=figure("memory_limit", memory_limit))
     ratio, taken = figure("optimizer_bytes", optimizer_bytes), figure("seconds", seconds)
     space = partial(
@@ -143,17 +143,17 @@ def plan(
         global_batch=global_batch,
         schedules=named,
         microbatch_sizes=sizes,
-        tensor_sizes=ways,
+        tensor_sizes=tensors,
         pipeline_sizes=counts("pipeline_sizes", pipeline_sizes),
         data_sizes=counts("data_sizes", data_sizes),
     )
 
     def searched(source: ProfileSource) -> _Found:
         model_of = models_of(source, ratio, allowed, sharding, max_cuts)
-        models = [model_of(size, ways[0]) for size in sizes]
+        models = [model_of(size, tensors[0]) for size in sizes]
         refuse_unknown([model.profile for model in models], () if recompute is None else allowed)
         own = space(max_stages=max(model.max_stages for model in models), slicings=_slicings(model_of))
-        one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in ways else ways[0])
+        one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in tensors else tensors[0])
         evaluator = PlanEvaluator(topology, model_of, norm=norm_seconds(max_grad_norm, one, topology))
         most = count("max_simulated", max_simulated)
         search = PlanSearch(evaluator, wanted=num_runners_up + 1, max_simulated=most, seconds=taken, progress=progress)
@@ -167,7 +167,7 @@ def plan(
 
 
 def _best(source: ProfileSource, searched: Callable[[ProfileSource], _Found]) -> _Found:
-    """The outcome; where ways by layer are to be chosen, the better of with and without: one with whole weights
+    """The outcome; where splits of nodes are to be chosen, the better of with and without: one with whole weights
     takes more memory, and longer to sum over replicas."""
     if not isinstance(source, MeasuredProfiles) or source.chooses is not None:
         return searched(source)
@@ -208,9 +208,9 @@ def models_of(
     return model_of
 
 
-def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool) -> list[Evaluated]:
+def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool) -> list[Candidate]:
     """Configurations with their cuts, simulated, the best first; ValueError where nothing fits."""
-    evaluator, brought, rows = search.evaluator, [], []
+    evaluator, unequal, layouts = search.evaluator, [], []
     _refuse_slices(space, evaluator.model_of(space.microbatch_sizes[0], space.tensor_sizes[0]).rules.recompute)
     cluster, names = evaluator.topology.cluster, [name for name, _ in space.schedules]
     runs = Runs(num_devices=cluster.num_devices, order=order, node_size=cluster.levels[0].size, runnable=runnable)
@@ -219,28 +219,29 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
             model, num_microbatches = evaluator.model_of(size, 1), space.global_batch // size
             sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
             find = partial(_unequal, model, evaluator.topology, schedule=name, runs=runs, **sizes)
-            least, beside = search.least.of_any(name, model, num_microbatches), search.least.beside(name, model)
-            brought.append((least, find))
-            rows.append((least, partial(all_rows, evaluator.topology, model, beside, schedule=name, **sizes)))
-    sizes_of = {size: [evaluator.model_of(size, way) for way in space.tensor_sizes] for size in space.microbatch_sizes}
-    if not all(map(alike, sizes_of.values())):
+            least = search.bounds.of_schedule(name, model, num_microbatches)
+            outside = search.bounds.outside_pipeline(name, model)
+            unequal.append((least, find))
+            layouts.append((least, partial(uneven_layouts, evaluator.topology, model, outside, schedule=name, **sizes)))
+    models = ([evaluator.model_of(size, tensor) for tensor in space.tensor_sizes] for size in space.microbatch_sizes)
+    if not all(map(alike, models)):
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
     def is_new(c: Configuration) -> bool:
         return runs(c) and (not c.is_equal or c.stage_ranks[-1][-1] >= c.num_devices)
 
-    found = search.run(filter(runs, in_all_orders(space, cluster)), brought) or search.run(
+    found = search.run(filter(runs, in_all_orders(space, cluster)), unequal) or search.run(
         filter(runs, in_all_orders(every, cluster)), []
     )
-    found = search.improved(found, rows, is_new)
+    found = search.improve_with_layouts(found, layouts, is_new)
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
     return found
 
 
 def _ranked(
-    search: PlanSearch, found: Sequence[Evaluated], at: int, *, order: Sequence[int], one: Profile, num_runners_up: int
+    search: PlanSearch, found: Sequence[Candidate], at: int, *, order: Sequence[int], one: Profile, num_runners_up: int
 ) -> Plan:
     """The plan of `found[at]`, with the others as its runners-up. `one`: a profile, which shows whether
     microbatch sizes are known."""
@@ -346,8 +347,8 @@ def _why_nothing(search: PlanSearch, space: SearchSpace, *, runnable: bool) -> s
     c, miss = search.miss
     ranks = c.stage_ranks[miss.stage_group]
     needed, most = math.ceil(miss.limit + miss.too_many), math.floor(miss.limit)
-    beside = certain(search.evaluator.model(c).profile.device)
-    kept = f" ({beside:,.0f} of them besides tensors, for the device's context)" if beside else ""
+    context = context_bytes(search.evaluator.model(c).profile.device)
+    kept = f" ({context:,.0f} of them besides tensors, for the device's context)" if context else ""
     rules = search.evaluator.model(c).rules
     allowed = (("recompute", rules.recompute), ("optimizer sharding", rules.sharding))
     tried = [what for what, names in allowed if set(names) != {"none"}]

@@ -17,12 +17,12 @@ from ..solve.orders import own_ranks
 from ..stage_cost import OFFLOAD, RECOMPUTE, kind_of
 from ..topology import Topology
 from .bounds import stage_paces
-from .evaluate import Evaluated
+from .evaluate import Candidate
 
 
-def distinct(found: Iterable[Evaluated]) -> list[Evaluated]:
+def distinct(found: Iterable[Candidate]) -> list[Candidate]:
     """Each of them once: of those that differ in nothing but which of the devices their stages are on, the first."""
-    seen: dict[object, Evaluated] = {}
+    seen: dict[object, Candidate] = {}
     for e in found:
         figures = (e.bottleneck, e.simulated_seconds, e.memory_bytes)
         seen.setdefault((label(e), e.configuration.counts, e.ends, *(f"{figure:.9g}" for figure in figures)), e)
@@ -30,7 +30,7 @@ def distinct(found: Iterable[Evaluated]) -> list[Evaluated]:
 
 
 def as_plan(
-    found: Sequence[Evaluated],
+    found: Sequence[Candidate],
     topology: Topology,
     *,
     order: Sequence[int],
@@ -74,7 +74,7 @@ def as_plan(
     )
 
 
-def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[PlanStage, ...]:
+def plan_stages(e: Candidate, order: Sequence[int], node_size: int) -> tuple[PlanStage, ...]:
     """The stages in order, each on all its ranks of the cluster as its user lists it."""
     c, ranks = e.configuration, e.configuration.stage_ranks
     paces = stage_paces(c, e.seconds)
@@ -90,8 +90,8 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
     for s in range(c.num_stages):
         p, v = c.positions[s], s // c.pipeline
         memory, first, last = e.memories[p], e.ends[s], e.ends[s + 1]
-        over = {node.name: node.way for node in e.models[c.tensors[p]].profile.nodes}
-        ways = tuple(over[name] for name in e.model.names(first, last))
+        split_of = {node.name: node.split for node in e.models[c.tensors[p]].profile.nodes}
+        splits = tuple(split_of[name] for name in e.model.names(first, last))
         stages.append(
             PlanStage(
                 nodes=e.model.names(first, last),
@@ -106,7 +106,7 @@ def plan_stages(e: Evaluated, order: Sequence[int], node_size: int) -> tuple[Pla
                 in_flight=max(1, memory.in_flight[v]),
                 recompute=memory.recompute[v],
                 optimizer_shards=memory.shards[v],
-                ways=ways if c.tensors[p] > 1 and {*ways} != {"divided"} else (),
+                splits=splits if c.tensors[p] > 1 and {*splits} != {"divided"} else (),
             )
         )
     return tuple(stages)
@@ -119,7 +119,7 @@ def _spread(nodes: Sequence[Node]) -> float:
     return varied / seconds if seconds > 0 else 0.0
 
 
-def label(e: Evaluated) -> str:
+def label(e: Candidate) -> str:
     """The configuration and what was done about its memory."""
     c = e.configuration
     parts = [c.label]
@@ -135,7 +135,7 @@ def label(e: Evaluated) -> str:
     return ", ".join(parts)
 
 
-def _runner_up(e: Evaluated) -> RunnerUp:
+def _runner_up(e: Candidate) -> RunnerUp:
     sizes = e.model.cuts.members.sum(axis=1)
     return RunnerUp(
         label=label(e),

@@ -26,8 +26,8 @@ from ..plans.record import Searched
 from ..solve.chunks import level_ranks, neighbours
 from .bounds import LeastSeconds
 from .cuts import candidate_ends
-from .evaluate import Ends, Evaluated, MisfitError, PlanEvaluator
-from .layouts import Layout, Rows
+from .evaluate import Candidate, DoesNotFitError, Ends, PlanEvaluator
+from .layouts import Layout, UnevenLayouts
 from .simulated import MAX_ACTIONS, SizesError, TooLongError, num_actions
 from .space import Configuration
 
@@ -37,20 +37,20 @@ _REFINED = 3  # configurations whose cuts are moved
 _LAYOUTS = 32  # in a row, the least first, that are simulated before moves; four times as many after them
 _STREAM_BATCHES = 8  # about as many as the program of a stream spans
 _MISSES = 400  # configurations that are looked at for the nearest miss alone
-_STEPS = 12  # of best first to one of farthest first, where seconds are counted
+_NEAREST_PER_FARTHEST = 12  # steps of the entry with the least bound to one of the farthest, where seconds are counted
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
 _MOVES = 40  # from one of them, simulated
 _STARTS = 3  # numbers of stages from whose best they are moved
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
-_Steps = Iterator[float]  # with what is looked at; after each its least seconds, up to when it is done
+_Steps = Iterator[float]  # of one entry of the queue; yields its lower bound [s] after each, until it is done
 _Entry = tuple[float, int, tuple[object, ...], int, _Steps]  # bound, steps that were taken, key, number
 Progress = Callable[[Searched, float | None], None]
-# Configurations that bring their own cuts (unequal replicas), found when they may win.
-Brought = Callable[[], Iterable[tuple[Configuration, Ends]]]
-Moves = Callable[[Evaluated], Iterable[Layout]]
-Better = Callable[[Evaluated], Iterable[Evaluated]]  # than one: of the moves from it those that help
+# Configurations with unequal replicas and their cuts, found when they may win.
+FindUnequal = Callable[[], Iterable[tuple[Configuration, Ends]]]
+Moves = Callable[[Candidate], Iterable[Layout]]
+Better = Callable[[Candidate], Iterable[Candidate]]  # those of its neighbours that take less
 
 
 class PlanSearch:
@@ -75,99 +75,102 @@ class PlanSearch:
         self.evaluator = evaluator
         self.wanted, self.max_simulated, self.progress = wanted, max_simulated, progress
         self._counts = Counter[str]()
-        self.least = LeastSeconds(evaluator.topology, norm=evaluator.norm)
-        self.miss: tuple[Configuration, MisfitError] | None = None  # what came nearest to fitting
+        self.bounds = LeastSeconds(evaluator.topology, norm=evaluator.norm)
+        self.miss: tuple[Configuration, DoesNotFitError] | None = None  # what came nearest to fitting
         self._hopeless: list[tuple[float, Configuration]] = []  # bytes a rank that they have too many at least
         self.refused: list[str] = []  # configurations whose schedule can't run
         self.refusal: str | None = None  # of sizes that a schedule does not take, the first
         self.deadline = None if seconds is None else time.monotonic() + seconds
         self._least_seconds = math.inf  # of any configuration, with any cuts
         self._least_left = math.inf  # of those that were not simulated
-        self._queue, self._numbers, self._brought_numbers = list[_Entry](), count(), count(-1, -1)
+        self._queue, self._numbers, self._unequal_numbers = list[_Entry](), count(), count(-1, -1)
         self._actions_left, self._best_seconds = 0, math.inf  # of simulations that move cuts; the best so far [s]
 
-    def run(self, configurations: Iterable[Configuration], brought: Sequence[tuple[float, Brought]]) -> list[Evaluated]:
+    def run(
+        self, configurations: Iterable[Configuration], unequal: Sequence[tuple[float, FindUnequal]]
+    ) -> list[Candidate]:
         """Simulated configurations, the best first; empty where nothing fits.
 
         Arguments:
-            brought: each with the seconds that none of its configurations falls below [s].
+            unequal: each with the seconds that none of its configurations falls below [s].
         """
-        found, queue = list[Evaluated](), list[_Entry]()
+        found, queue = list[Candidate](), list[_Entry]()
         for c in configurations:
             self._counts["considered"] += 1
             if self._is_hopeless(c):
                 self._counts["unfit"] += 1
             else:
-                queue.append((self._least(c), 0, c.key, len(queue), self._steps(c, found)))
-        self._numbers, self._brought_numbers = count(len(queue)), count(-1, -1)
-        for least, find in brought:
-            queue.append((least, 0, (), next(self._brought_numbers), self._found_now(find, least, found)))
+                queue.append((self._least_seconds_of(c), 0, c.key, len(queue), self._steps(c, found)))
+        self._numbers, self._unequal_numbers = count(len(queue)), count(-1, -1)
+        for least, find in unequal:
+            queue.append((least, 0, (), next(self._unequal_numbers), self._find_unequal(find, least, found)))
         self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue)])
         heapify(queue)
         self._queue = queue
         for step in count():
             if not queue or self._is_done(queue[0][0], found):
                 break
-            self._look(self._next(step))
+            self._take_step(self._next_entry(step))
             if self.progress is not None:
-                self.progress(self.searched, _least_seconds(found) if found else None)
-        # Stopped or not, nothing that was brought along and may still win is left out.
+                self.progress(self.searched, _seconds_of_best(found) if found else None)
+        # Stopped or not, nothing with unequal replicas that may still win is left out.
         self._queue = own = [entry for entry in queue if entry[3] < 0]
         self._least_left = min([self._least_left, *(entry[0] for entry in queue if entry[3] >= 0)])
         heapify(own)
-        while own and own[0][0] < _least_seconds(found):
-            self._look(heappop(own))
+        while own and own[0][0] < _seconds_of_best(found):
+            self._take_step(heappop(own))
         self._least_left = min([self._least_left, *(entry[0] for entry in own)])
         if not found:
             self._find_miss()
-        return self._refined(found)
+        return self._with_moved_cuts(found)
 
-    def improved(
+    def improve_with_layouts(
         self,
-        found: Sequence[Evaluated],
-        every: Iterable[tuple[float, Callable[[], Sequence[Rows]]]],
+        found: Sequence[Candidate],
+        every: Iterable[tuple[float, Callable[[], Sequence[UnevenLayouts]]]],
         is_new: Callable[[Configuration], bool] = lambda c: True,
-    ) -> list[Evaluated]:
-        """With layouts in rows as well: the least first, and then the best of each number of stages, of the best few,
-        moved for as long as that helps.
+    ) -> list[Candidate]:
+        """With layouts of unequal replicas as well: the least first, and then the best of each number of stages, of the
+        best few, moved for as long as that helps.
 
         Arguments:
-            every: rows, each with the seconds that none of their layouts falls below [s].
+            every: layouts by order of the nodes, each with the seconds that none of them falls below [s].
         """
         found, looked = [*found], set[tuple[Configuration, Ends]]()
-        rows = [row for least, find in every if least < _least_seconds(found) for row in find()]
+        orders = [order for least, find in every if least < _seconds_of_best(found) for order in find()]
 
-        def moves(e: Evaluated) -> Iterator[Layout]:
-            yield from (each for row in rows for each in row.next_to(e) if is_new(each[1]))
+        def moves(e: Candidate) -> Iterator[Layout]:
+            yield from (each for order in orders for each in order.neighbours(e) if is_new(each[1]))
             sliced = e.model.next_slicings(e.configuration) if e.configuration.lengths else ()
             yield from sorted(((self.evaluator.least_seconds(c, e.ends), c, e.ends) for c in sliced), key=itemgetter(0))
 
         for most, limit in (_LAYOUTS, math.inf), (4 * _LAYOUTS, 0.0):
-            left, layouts = math.inf, merge(*(row.best_first(_least_seconds(found)) for row in rows), key=itemgetter(0))
+            left = math.inf
+            layouts = merge(*(order.in_order_of_bound(_seconds_of_best(found)) for order in orders), key=itemgetter(0))
             for number, (least, c, ends) in enumerate(each for each in layouts if is_new(each[1])):
-                if number == most or least >= _least_seconds(found) or self._is_late(found):
+                if number == most or least >= _seconds_of_best(found) or self._is_late(found):
                     left = least
                     break
                 if (c, ends) not in looked:
                     looked.add((c, ends))
-                    found += self._simulated(c, {ends: least}, limit or _least_seconds(found))
-            starts = dict[tuple[int, int], Evaluated]()
-            for each in sorted(found, key=_rank):
+                    found += self._simulated(c, {ends: least}, limit or _seconds_of_best(found))
+            starts = dict[tuple[int, int], Candidate]()
+            for each in sorted(found, key=_sort_key):
                 starts.setdefault((each.configuration.num_stages, len(each.configuration.lengths)), each)
-            climbed = [_climb(each, self._by_moves(moves, looked)) for each in [*starts.values()][:_STARTS]]
-            found += self._refined([each for each in climbed if each not in found], most=1)
+            climbed = [_hill_climb(each, self._better_by_moves(moves, looked)) for each in [*starts.values()][:_STARTS]]
+            found += self._with_moved_cuts([each for each in climbed if each not in found], most=1)
         self._least_left = min(self._least_left, left)
         self._counts["considered"] += len(looked)
         return sorted(found, key=lambda each: float(f"{each.simulated_seconds:.8e}"))
 
-    def _is_late(self, found: Sequence[Evaluated]) -> bool:
+    def _is_late(self, found: Sequence[Candidate]) -> bool:
         return bool(found) and self.deadline is not None and time.monotonic() > self.deadline
 
-    def _by_moves(self, moves: Moves, looked: set[tuple[Configuration, Ends]]) -> Better:
+    def _better_by_moves(self, moves: Moves, looked: set[tuple[Configuration, Ends]]) -> Better:
         """Better candidates that moves make of one, a few moves in all; those that were `looked` at do not."""
         left = iter(range(_MOVES))
 
-        def better(start: Evaluated) -> Iterator[Evaluated]:
+        def better(start: Candidate) -> Iterator[Candidate]:
             limit = start.simulated_seconds * (1 - _TIE)
             for least, c, ends in () if self._is_late([start]) else moves(start):
                 if least >= limit:
@@ -180,9 +183,9 @@ class PlanSearch:
 
         return better
 
-    def _least(self, c: Configuration) -> float:
+    def _least_seconds_of(self, c: Configuration) -> float:
         """Seconds of a batch, at least, with any cuts [s]; of unequal groups as in `bounds`, with their members."""
-        least, m = self.least.of(c, self.evaluator.least_model(c)), c.batch
+        least, m = self.bounds.of_configuration(c, self.evaluator.least_model(c)), c.batch
         if c.sizes is None:
             return least
         weight = 0.0
@@ -191,20 +194,20 @@ class PlanSearch:
         weight = c.num_devices / m if family(c.schedule).splits_backward else weight
         return max(least, self.evaluator.work_of_all(c) / weight / self.evaluator.topology.fastest)
 
-    def _look(self, entry: _Entry) -> None:
-        """Take one step with what is looked at, which is in the queue again unless it is done."""
+    def _take_step(self, entry: _Entry) -> None:
+        """Take one step with an entry, which is in the queue again unless it is done."""
         bound, taken, key, number, steps = entry
         least = next(steps, None)
         if least is not None:
             number = number if taken else next(self._numbers)
             heappush(self._queue, (max(bound, least), taken + 1, key, number, steps))
 
-    def _found_now(self, find: Brought, bound: float, found: list[Evaluated]) -> _Steps:
-        """Configurations that bring their own cuts, each of which joins the queue."""
+    def _find_unequal(self, find: FindUnequal, bound: float, found: list[Candidate]) -> _Steps:
+        """Configurations with unequal replicas and their cuts, each of which joins the queue."""
         for c, ends in find():
             least = max(bound, self.evaluator.least_seconds(c, ends))
             steps = self._steps_of_cuts(c, [ends], found)
-            heappush(self._queue, (least, 1, c.key, next(self._brought_numbers), steps))
+            heappush(self._queue, (least, 1, c.key, next(self._unequal_numbers), steps))
             self._counts["considered"] += 1
         yield from ()
 
@@ -216,26 +219,26 @@ class PlanSearch:
             least=self._least_seconds,
         )
 
-    def _next(self, step: int) -> _Entry:
+    def _next_entry(self, step: int) -> _Entry:
         """Entry with the least bound; where seconds are counted, now and then the farthest of all."""
-        if self.deadline is None or step % _STEPS:
+        if self.deadline is None or step % _NEAREST_PER_FARTHEST:
             return heappop(self._queue)
         farthest = min(self._queue, key=lambda entry: (-entry[1], entry[0], *entry[2:4]))
         self._queue.remove(farthest)
         heapify(self._queue)
         return farthest
 
-    def _is_done(self, least: float, found: Sequence[Evaluated]) -> bool:
+    def _is_done(self, least: float, found: Sequence[Candidate]) -> bool:
         """True where nothing left can win, all of it being at `least` or above, or where enough was simulated."""
         if self._is_late(found):
             return True
-        done = bool(found) and least >= _least_seconds(found) and len(found) >= self.wanted
+        done = bool(found) and least >= _seconds_of_best(found) and len(found) >= self.wanted
         return done or len(found) >= self.max_simulated
 
-    def _steps(self, c: Configuration, found: list[Evaluated]) -> _Steps:
+    def _steps(self, c: Configuration, found: list[Candidate]) -> _Steps:
         """A configuration is cut, unless it can't be cut so that it fits; then as its cuts."""
         self._counts["cut"] += 1
-        every = self._ends(c)
+        every = self._cuts_to_try(c)
         if not every:
             self._counts["unfit"] += 1
             return
@@ -248,18 +251,18 @@ class PlanSearch:
         yield min(least.values())
         yield from self._steps_of_cuts(c, sorted(least, key=lambda ends: (least[ends], ends)), found)
 
-    def _steps_of_cuts(self, c: Configuration, every: list[Ends], found: list[Evaluated]) -> _Steps:
+    def _steps_of_cuts(self, c: Configuration, every: list[Ends], found: list[Candidate]) -> _Steps:
         """Candidates, refined: what runs again is known, then what fits the memory; that is simulated, the best of
         it joins `found`."""
         bound = 0.0
-        with suppress(SizesError):  # `_fitting` says so
+        with suppress(SizesError):  # `_choices_that_fit` says so
             kv_share = self.evaluator.model(c).profile.kv_share
-            flights = self.evaluator.schedules.in_flight(c, exact=False, kv_share=kv_share)
-            least = {ends: self.evaluator.least_seconds(c, ends, flights=flights) for ends in every}
+            in_flight = self.evaluator.schedules.in_flight(c, exact=False, kv_share=kv_share)
+            least = {ends: self.evaluator.least_seconds(c, ends, in_flight=in_flight) for ends in every}
             every = sorted(every, key=lambda ends: (least[ends], ends))
             bound = least[every[0]]
         yield bound
-        fitting = self._fitting(c, every)
+        fitting = self._choices_that_fit(c, every)
         if not fitting:
             self._counts["unfit"] += 1
             return
@@ -275,12 +278,12 @@ class PlanSearch:
         found += ran
         self._counts["unfit"] += not ran
 
-    def _ends(self, c: Configuration) -> list[Ends]:
+    def _cuts_to_try(self, c: Configuration) -> list[Ends]:
         """Cuts to look at; none where the schedule does not take its sizes."""
         try:
             return candidate_ends(self.evaluator, c)
         except SizesError as error:
-            self._note_refusal(error, self._least(c))
+            self._note_refusal(error, self._least_seconds_of(c))
             return []
 
     def _find_miss(self) -> None:
@@ -288,7 +291,7 @@ class PlanSearch:
         for tried, (excess, c) in enumerate(sorted(self._hopeless, key=lambda each: (each[0], each[1].key))):
             if self.miss is not None and (excess >= self.miss[1].too_many or tried >= _MISSES):
                 break
-            self._fitting(c, self._ends(c))
+            self._choices_that_fit(c, self._cuts_to_try(c))
 
     def _is_hopeless(self, c: Configuration) -> bool:
         """True where the fullest rank is too small for its weights alone, without a look at the cuts.
@@ -297,27 +300,27 @@ class PlanSearch:
         """
         model = self.evaluator.least_model(c)
         rules = model.rules
-        ways = {"none": rules.optimizer_ratio, "full": (rules.optimizer_ratio - 1) / c.data + 1}
-        optimizer = min(ways[name] for name in rules.sharding) if c.data > 1 else rules.optimizer_ratio
-        excess = self.least.weights_of_a_rank(c, model) * (2 + optimizer) - self.evaluator.topology.largest_memory
+        state_of = {"none": rules.optimizer_ratio, "full": (rules.optimizer_ratio - 1) / c.data + 1}
+        optimizer = min(state_of[name] for name in rules.sharding) if c.data > 1 else rules.optimizer_ratio
+        excess = self.bounds.weights_of_a_rank(c, model) * (2 + optimizer) - self.evaluator.topology.largest_memory
         if excess <= 0:
             return False
         self._hopeless.append((excess, c))
         return True
 
-    def _fitting(self, c: Configuration, every: Sequence[Ends]) -> list[Evaluated]:
+    def _choices_that_fit(self, c: Configuration, every: Sequence[Ends]) -> list[Candidate]:
         fitting = []
         for ends in every:
             try:
                 fitting += self.evaluator.choices(c, ends)
-            except MisfitError as error:
+            except DoesNotFitError as error:
                 self._note_miss(c, error)
             except SizesError as error:
                 self._note_refusal(error, self.evaluator.least_seconds(c, ends))
                 break
         return sorted(fitting, key=lambda each: (each.bound, each.ends))
 
-    def _note_miss(self, c: Configuration, error: MisfitError) -> None:
+    def _note_miss(self, c: Configuration, error: DoesNotFitError) -> None:
         if self.miss is None or error.too_many < self.miss[1].too_many:
             self.miss = c, error.with_traceback(None)
 
@@ -327,19 +330,19 @@ class PlanSearch:
             self._least_left = min(self._least_left, least)
         self.refusal = str(error) if self.refusal is None else self.refusal
 
-    def _simulated(self, c: Configuration, bounds: Mapping[Ends, float], limit: float = math.inf) -> list[Evaluated]:
+    def _simulated(self, c: Configuration, bounds: Mapping[Ends, float], limit: float = math.inf) -> list[Candidate]:
         """The best of its cuts, those whose bounds can't win left out; none below the limit where all turn out not to
         run [s]."""
-        found: list[Evaluated] = []
+        found: list[Candidate] = []
         for ends, bound in bounds.items():
-            if bound >= min(limit, _least_seconds(found) * (1 - _TIE)):
+            if bound >= min(limit, _seconds_of_best(found) * (1 - _TIE)):
                 continue
             try:
                 exact = self.evaluator.choices(c, ends, exact=True)
                 for choice in exact[: _num_choices(c)]:
-                    if choice.bound < min(limit, _least_seconds(found) * (1 - _TIE)):
-                        found += self._ran(choice)
-            except MisfitError as error:
+                    if choice.bound < min(limit, _seconds_of_best(found) * (1 - _TIE)):
+                        found += self._simulated_if_it_fits(choice)
+            except DoesNotFitError as error:
                 self._note_miss(c, error)
             except SizesError as error:  # no short batch replaces it, and all of it is too long
                 self._note_refusal(error, bound)
@@ -348,33 +351,33 @@ class PlanSearch:
                 self.refused.append(f"{c.label}: {error}")
                 break
         self._counts["simulated"] += bool(found)
-        return [best] if found and (best := min(found, key=_rank)).simulated_seconds < limit else []
+        return [best] if found and (best := min(found, key=_sort_key)).simulated_seconds < limit else []
 
-    def _ran(self, choice: Evaluated) -> list[Evaluated]:
+    def _simulated_if_it_fits(self, choice: Candidate) -> list[Candidate]:
         try:
             return [self.evaluator.simulate(choice)]
-        except MisfitError as error:
+        except DoesNotFitError as error:
             self._note_miss(choice.configuration, error)
             return []
 
-    def _refined(self, found: list[Evaluated], most: int = _REFINED) -> list[Evaluated]:
+    def _with_moved_cuts(self, found: list[Candidate], most: int = _REFINED) -> list[Candidate]:
         """The best cuts of each configuration; the best few with their cuts moved for as long as that helps."""
-        best: dict[Configuration, Evaluated] = {}  # of one configuration, with its own cuts and those that were brought
-        for each in sorted(found, key=_rank):
+        best: dict[Configuration, Candidate] = {}  # cuts of each configuration
+        for each in sorted(found, key=_sort_key):
             best.setdefault(each.configuration, each)
         self._actions_left, others = _REFINED_ACTIONS, [*best.values()]
-        self._best_seconds = _least_seconds(found)
-        better = [_climb(each, self._by_cuts) for each in others[:most]]
-        return sorted(better + others[most:], key=_rank)
+        self._best_seconds = _seconds_of_best(found)
+        better = [_hill_climb(each, self._better_by_a_cut) for each in others[:most]]
+        return sorted(better + others[most:], key=_sort_key)
 
-    def _by_cuts(self, start: Evaluated) -> Iterator[Evaluated]:
+    def _better_by_a_cut(self, start: Candidate) -> Iterator[Candidate]:
         """The better ones with one cut moved, for as long as there are actions left to simulate."""
         best, c = start, start.configuration
         cost = num_actions(c) * (_STREAM_BATCHES if family(c.schedule).rule.is_asynchronous else 1)
         for ends in neighbours(self.evaluator.model(c).cuts, start.ends):
             try:
                 choices = self.evaluator.choices(c, ends, exact=True)[: _num_choices(c)]
-            except MisfitError:
+            except DoesNotFitError:
                 continue
             for evaluated in choices:
                 if evaluated.bound >= best.simulated_seconds * (1 - _TIE):
@@ -386,7 +389,7 @@ class PlanSearch:
                 if not can_win and self._actions_left - cost < _REFINED_ACTIONS - _RUNNER_UP_ACTIONS:
                     continue
                 self._actions_left -= cost
-                with suppress(SizesError, MisfitError):  # too long, as no short batch replaces these cuts
+                with suppress(SizesError, DoesNotFitError):  # too long, as no short batch replaces these cuts
                     simulated = self.evaluator.simulate(evaluated)
                     if simulated.simulated_seconds < best.simulated_seconds * (1 - _TIE):
                         best = simulated
@@ -395,7 +398,7 @@ class PlanSearch:
                 yield best
 
 
-def _climb(best: Evaluated, better: Better) -> Evaluated:
+def _hill_climb(best: Candidate, better: Better) -> Candidate:
     """The best that comes of one: the first that is better is taken, for as long as there is one."""
     while (found := next(iter(better(best)), None)) is not None:
         best = found
@@ -406,11 +409,11 @@ def _num_choices(c: Configuration) -> int:
     return max(1, _CHOSEN_ACTIONS // num_actions(c))
 
 
-def _least_seconds(found: Sequence[Evaluated]) -> float:
+def _seconds_of_best(found: Sequence[Candidate]) -> float:
     return min((each.simulated_seconds for each in found), default=math.inf)
 
 
-def _rank(e: Evaluated) -> tuple[object, ...]:
+def _sort_key(e: Candidate) -> tuple[object, ...]:
     """Least simulated seconds (to nine digits), then the simplest configuration, the fewest shards, the least memory,
     the first cuts."""
     return (float(f"{e.simulated_seconds:.8e}"), e.configuration.key, e.num_shards, e.memory_bytes, e.ends)

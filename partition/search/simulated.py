@@ -35,7 +35,7 @@ from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.timeline import RankTrace, Timeline
 from ...schedules.transform import replicate, with_late_updates, with_offload
-from ..memory import Moments, count_in_flight, in_flight_of_turns, merged, steady_in_flight
+from ..memory import InFlightCounts, count_in_flight, in_flight_of_chunk_order, most_of_replicas, steady_in_flight
 from ..topology import Floats
 from .space import Configuration
 
@@ -57,10 +57,10 @@ class BuiltSchedules:
     """The last few schedules, and all counts of what is in flight."""
 
     def __init__(self) -> None:
-        self._flights: dict[object, tuple[Moments, ...]] = {}
+        self._known_in_flight: dict[object, tuple[InFlightCounts, ...]] = {}
         self._schedules: dict[object, Schedule] = {}
 
-    def in_flight(self, c: Configuration, *, exact: bool, kv_share: float = 0.0) -> tuple[Moments, ...]:
+    def in_flight(self, c: Configuration, *, exact: bool, kv_share: float = 0.0) -> tuple[InFlightCounts, ...]:
         """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch: no
         less. Slices count by tokens, and what is kept besides them for whole sequences (`KVCache`) with the first.
 
@@ -75,16 +75,18 @@ class BuiltSchedules:
             m = (full + 1) * c.pipeline + rest
         _check_length(c, m)
         key = (c.schedule, c.num_chunks, c.pipeline if c.is_equal else c.counts, m, c.lengths, kv_share)
-        if key not in self._flights:
+        if key not in self._known_in_flight:
             if c.lengths:
                 first, *others = c.parts
                 ranks = count_in_flight(self.schedule(c, m), (first + kv_share, *others))
             elif c.is_equal and known.chunk_order is not None:
-                ranks = in_flight_of_turns(known.chunk_order(c.pipeline, m, c.num_chunks), num_chunks=c.num_chunks)
+                ranks = in_flight_of_chunk_order(
+                    known.chunk_order(c.pipeline, m, c.num_chunks), num_chunks=c.num_chunks
+                )
             else:
                 ranks = count_in_flight(self.schedule(c, m))
-            self._flights[key] = by_place(c, ranks)
-        return self._flights[key]
+            self._known_in_flight[key] = by_place(c, ranks)
+        return self._known_in_flight[key]
 
     def schedule(self, c: Configuration, num_microbatches: int) -> Schedule:
         """Schedule of one replica, where all are equal; else of all. SizesError where it does not take these sizes."""
@@ -110,10 +112,10 @@ class BuiltSchedules:
         return self._schedules[key]
 
 
-def by_place(c: Configuration, ranks: tuple[Moments, ...]) -> tuple[Moments, ...]:
+def by_place(c: Configuration, ranks: tuple[InFlightCounts, ...]) -> tuple[InFlightCounts, ...]:
     """[P] the most of any replica, of the ranks of one replica where all are equal, else of all."""
     starts = np.cumsum([0, *c.counts])
-    return ranks if c.is_equal else tuple(merged(ranks[a:b]) for a, b in pairwise(starts))
+    return ranks if c.is_equal else tuple(most_of_replicas(ranks[a:b]) for a, b in pairwise(starts))
 
 
 def _check_length(c: Configuration, num_microbatches: int) -> None:

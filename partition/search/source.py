@@ -35,8 +35,8 @@ class MeasuredProfiles:
     """Profiles by microbatch size and by the ranks over which matrices were cut.
 
     Sums over those ranks are added to the seconds of F and B: by the bytes that the profiler counted and the links
-    between neighbours of the cluster, those of the slowest group. Nodes have the ways that `by_layer` finds; not those
-    of "any" way where `chooses` is False; None: not said, and it matters.
+    between neighbours of the cluster, those of the slowest group. Nodes have the splits that `choose_splits` finds; not
+    those of "any" split where `chooses` is False; None: not said, and it matters.
 
     Arguments:
         profiles: by microbatch size, or as they come.
@@ -62,8 +62,8 @@ class MeasuredProfiles:
                 raise ValueError(f"a second profile of microbatches of {size}{_over(profile)}: expected one a size")
             self._profiles[size, profile.tensor] = profile
         self.sizes = tuple(dict.fromkeys(size for size, _ in self._profiles))
-        self._ways = tuple(dict.fromkeys(tensor for _, tensor in self._profiles))
-        for size, tensor in product(self.sizes, self._ways):
+        self._tensor_sizes = tuple(dict.fromkeys(tensor for _, tensor in self._profiles))
+        for size, tensor in product(self.sizes, self._tensor_sizes):
             if (size, tensor) not in self._profiles:
                 raise ValueError(
                     f"no profile of microbatches of {size} over {tensor} tensor ranks, among those of others: "
@@ -78,14 +78,14 @@ class MeasuredProfiles:
                     f"{differs}: expected profiles of one model, device and type"
                 )
         took = {sizes: sizes[1] * profile.parts_seconds for sizes, profile in self._profiles.items()}
-        for way in self._ways:
-            _refuse_seconds("microbatches of", {size: took[size, way] for size in self.sizes})
+        for tensor in self._tensor_sizes:
+            _refuse_seconds("microbatches of", {size: took[size, tensor] for size in self.sizes})
         for size in self.sizes:
-            _refuse_seconds("tensor ranks", {way: took[size, way] for way in self._ways})
+            _refuse_seconds("tensor ranks", {tensor: took[size, tensor] for tensor in self._tensor_sizes})
         self._cluster = cluster
         self._groups: Sequence[Sequence[int]] | None = None
-        is_open = any(node.way == "any" for each in self._profiles.values() for node in each.nodes)
-        self.chooses: bool | None = None if is_open and len(self._ways) > 1 else False
+        is_open = any(node.split == "any" for each in self._profiles.values() for node in each.nodes)
+        self.chooses: bool | None = None if is_open and len(self._tensor_sizes) > 1 else False
 
     def decided(self, *, chooses: bool, groups: Sequence[Sequence[int]] | None = None) -> MeasuredProfiles:
         """A copy in which `chooses` is decided, with sums over these tensor groups; None: over all groups of
@@ -96,8 +96,9 @@ class MeasuredProfiles:
 
     def profile(self, *, microbatch_size: int, tensor: int) -> Profile:
         """The measured profile, with the seconds of its sums over the tensor ranks."""
-        if tensor not in self._ways:
-            fail("tensor", tensor, f"one of the profiles', {', '.join(map(str, self._ways))}, or one more profile")
+        if tensor not in self._tensor_sizes:
+            known = ", ".join(map(str, self._tensor_sizes))
+            fail("tensor", tensor, f"one of the profiles', {known}, or one more profile")
         found = self._profiles[microbatch_size, tensor]
         if tensor == 1:
             return found
@@ -107,13 +108,13 @@ class MeasuredProfiles:
         whole = self._profiles.get((microbatch_size, 1), found)
         part = None if microbatch_size % tensor else self._profiles.get((microbatch_size // tensor, 1))
         three = (whole.typical(), found.typical(), part and part.typical())
-        nodes = by_layer(*three, partial(_with_sums, rings=rings), chooses=self.chooses is not False)
+        nodes = choose_splits(*three, partial(_with_sums, rings=rings), chooses=self.chooses is not False)
         return replace(found, nodes=nodes, step_seconds=None, slowdown=1.0)  # the whole was measured without the sums
 
     def tensor_sizes(self, limit: int) -> Sequence[int]:
         """Those that were measured, of groups within an innermost group of devices."""
         most = min(limit, self._cluster.levels[0].size if self._cluster is not None else 1)
-        return tuple(tensor for tensor in self._ways if tensor == 1 or tensor <= most)
+        return tuple(tensor for tensor in self._tensor_sizes if tensor == 1 or tensor <= most)
 
 
 def _refuse_seconds(what: str, took: Mapping[int, float]) -> None:
@@ -156,12 +157,12 @@ def _with_sums(node: Node, rings: Sequence[TransferTime]) -> Node:
     )
 
 
-def by_layer(
+def choose_splits(
     whole: Profile, divided: Profile, part: Profile | None, priced: Priced, *, chooses: bool = True
 ) -> tuple[Node, ...]:
-    """The nodes over T ranks, each in the way with which all of them together take least, F and B of a microbatch.
+    """The nodes over T ranks, each with the split with which all of them together take least, F and B of a microbatch.
 
-        way          comes in   goes out                         weights   on top of F and B
+        split        comes in   goes out                         weights   on top of F and B
         divided      as the profile of T ranks has it                      its sums
         whole        whole      whole                            whole
         samples      whole      whole                            whole     results and gradients of inputs put together,
@@ -177,9 +178,9 @@ def by_layer(
         whole, part: of one rank, a microbatch and its T-th part; None: none runs by samples.
         divided: of one of T ranks.
         priced: adds the seconds of a node's sums to its F and B.
-        chooses: or "any" way is "divided".
+        chooses: or "any" split is "divided".
 
-    Raises ValueError for ways that a profile asks for and that do not go together.
+    Raises ValueError for splits that a profile asks for and that do not go together.
     """
     ones, cut, parts = ({x.name: x for x in each.nodes} if each else {} for each in (whole, divided, part))
     order, links = [divided.nodes[at].name for at in divided.order()], divided.edges or ()
@@ -192,40 +193,40 @@ def by_layer(
         one = ones[name]
         is_cut = cut[name].parameter_bytes != one.parameter_bytes or any(name in pair for pair in features)
         known = ("divided", *("whole",) * is_cut, *SAMPLES * (name in parts)) if name not in stay else ("divided",)
-        asked = {"any": known if chooses else ("divided",), "samples": SAMPLES}.get(one.way, (one.way,))
+        asked = {"any": known if chooses else ("divided",), "samples": SAMPLES}.get(one.split, (one.split,))
         num_bytes = sum(ones[maker].activation_bytes for maker, taker in links if taker == name)
         found: dict[str, tuple[float, tuple[Node, ...]]] = {}
-        for (last, (seconds, nodes)), way in product(best.items(), (way for way in known if way in asked)):
-            goes_on = (before, name) in lines and way in SAMPLES
-            is_apart = (before, name) in features and (last == "divided") != (way == "divided")
-            if is_apart or (last == ON and not goes_on) or (way == ON and name == order[-1]):
+        for (last, (seconds, nodes)), split in product(best.items(), (split for split in known if split in asked)):
+            goes_on = (before, name) in lines and split in SAMPLES
+            is_apart = (before, name) in features and (last == "divided") != (split == "divided")
+            if is_apart or (last == ON and not goes_on) or (split == ON and name == order[-1]):
                 continue
-            node = cut[name] if way == "divided" else one
-            if way in SAMPLES:
-                node = _of_samples(parts[name], node, way, priced, num_bytes=0.0 if last == ON else num_bytes)
-            node = priced(replace(node, way=way))
-            if (total := seconds + node.seconds) < found.get(way, (math.inf,))[0]:
-                found[way] = total, (*nodes, node)
+            node = cut[name] if split == "divided" else one
+            if split in SAMPLES:
+                node = _of_samples(parts[name], node, split, priced, num_bytes=0.0 if last == ON else num_bytes)
+            node = priced(replace(node, split=split))
+            if (total := seconds + node.seconds) < found.get(split, (math.inf,))[0]:
+                found[split] = total, (*nodes, node)
         if not found:
             raise ValueError(
-                f"node {name!r}: way={one.way!r} over T={divided.tensor} ranks: expected 'any', or what goes with its "
-                f"neighbours and tied weights; and by samples a profile of 1/T of the microbatch on one rank"
+                f"node {name!r}: split={one.split!r} over T={divided.tensor} ranks: expected 'any', or what goes with "
+                f"its neighbours and tied weights; and by samples a profile of 1/T of the microbatch on one rank"
             )
         best = found
     chosen = {node.name: node for node in min(best.values(), key=lambda each: each[0])[1]}
     return tuple(chosen[node.name] for node in divided.nodes)
 
 
-def _of_samples(part: Node, whole: Node, way: str, priced: Priced, *, num_bytes: float) -> Node:
+def _of_samples(part: Node, whole: Node, split: str, priced: Priced, *, num_bytes: float) -> Node:
     """A node by samples, with so many bytes of whole inputs; gradients of its weights are summed one by one, of which
     there are at least as many as if all were as large as the largest."""
     joined = replace(part, forward_sums=0.5, forward_sum_bytes=whole.activation_bytes / 2)
     joining = priced(joined).forward_seconds - part.forward_seconds
     weights, largest = part.parameter_bytes, part.largest_parameter_bytes
     return replace(
-        part if way == ON else joined,
+        part if split == ON else joined,
         activation_bytes=whole.activation_bytes,
-        joining_seconds=joining if way == ON else 0.0,
+        joining_seconds=joining if split == ON else 0.0,
         backward_sums=(math.ceil(weights / largest) if largest else float(weights > 0)) + 0.5 * (num_bytes > 0),
         backward_sum_bytes=weights + num_bytes / 2,
     )
@@ -237,12 +238,12 @@ def difference(one: Profile, other: Profile) -> str | None:
         a, b = getattr(one, field), getattr(other, field)
         if a != b:
             return f"{field} {a!r} and {b!r}"
-    ours, theirs = ({node.name: (node.parameter_bytes, node.way) for node in each.nodes} for each in (one, other))
+    ours, theirs = ({node.name: (node.parameter_bytes, node.split) for node in each.nodes} for each in (one, other))
     for name in (*ours, *theirs):
         if name not in ours or name not in theirs:
             return f"node {name!r} is only in the {'first' if name in ours else 'second'}"
-        (a, way), (b, another) = ours[name], theirs[name]
-        if a != b and way == another and one.tensor == other.tensor:
+        (a, split), (b, other_split) = ours[name], theirs[name]
+        if a != b and split == other_split and one.tensor == other.tensor:
             return f"node {name!r} has {a:,.0f} and {b:,.0f} bytes of parameters"
     edges, others = (set(_edges(each)) for each in (one, other))
     for src, dst in sorted(edges ^ others):

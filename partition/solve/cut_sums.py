@@ -82,13 +82,13 @@ class Cuts:
             buffers=_between(self.buffers, first, last),
             stash=_between(self.stash, first, last),
             before=np.asarray(self.crossing[first]),
-            behind=np.asarray(self.crossing[last]),
+            after=np.asarray(self.crossing[last]),
             workspace=np.asarray(self._workspace[first, last]),
             largest=np.asarray(self._parameters[first, last]),
             small=self._less_twice(_between(self._small, first, last), first, last, self.shared_small),
-            apart=self.apart(first, last),
+            tied=self.tied_bytes(first, last),
             experts=_between(self._experts, first, last),
-            small_apart=self._apart(first, last, [max(own) for own in self.shared_small]),
+            small_tied=self._shared_with_others(first, last, [max(own) for own in self.shared_small]),
             by_node=partial(self._recomputed, first, last),
             by_count=lambda stage, kind: self._counted(int(first[stage]), int(last[stage]), kind),
         )
@@ -98,11 +98,11 @@ class Cuts:
         shared = [[each] * len(nodes) for nodes, each in self.tied]
         return self._less_twice(_between(self.parameters, first, last), first, last, shared)
 
-    def apart(self, first: Cut, last: Cut) -> Floats:
+    def tied_bytes(self, first: Cut, last: Cut) -> Floats:
         """Bytes of these parameters that nodes of other stages share, elementwise."""
-        return self._apart(first, last, [shared for _, shared in self.tied])
+        return self._shared_with_others(first, last, [shared for _, shared in self.tied])
 
-    def _apart(self, first: Cut, last: Cut, shared: Sequence[float]) -> Floats:
+    def _shared_with_others(self, first: Cut, last: Cut, shared: Sequence[float]) -> Floats:
         """Figures that stages share with others; `shared`: by group of `tied`."""
         found = np.zeros(np.broadcast_shapes(np.shape(first), np.shape(last)))
         for (nodes, _), each in zip(self.tied, shared, strict=True):

@@ -71,7 +71,7 @@ class RangeCosts:
     Arguments:
         num_microbatches: of a batch, M.
         memory_limit: of every device [bytes]; None: what its kind says, if anything.
-        beside: of it, what is certain to go to others than tensors (`memory.certain`) [bytes].
+        beside: of it, what others than tensors take at least (`memory.context_bytes`) [bytes].
         optimizer_ratio: bytes of optimizer state a byte of parameters (2 for Adam).
         action_seconds: that the runtime takes of a rank around each action, messages apart [s].
     """
@@ -163,8 +163,8 @@ class RangeCosts:
 
     def communication(self, sums: StageSums, at: Ranges) -> Floats:
         """Messages and all-reduces of gradients, or the consumer's messages [s a microbatch]."""
-        own = sums.summed * at.ring + sums.before * at.inward + sums.behind * at.outward
-        return np.maximum(own, sums.behind * at.taken)
+        own = sums.summed * at.ring + sums.before * at.inward + sums.after * at.outward
+        return np.maximum(own, sums.after * at.taken)
 
     def bytes(self, sums: StageSums, at: Ranges) -> Floats:
         fixed, each, behind = self.parts(sums, replicas=at.replicas)

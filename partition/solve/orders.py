@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..cluster import Cluster
 
 MAX_ORDERS = 100
-_Kind = tuple[str, int]  # its name, and the number of a node that has ways of its own
+_Kind = tuple[str, int]  # its name, and the number of a node that has links of its own
 
 
 def canonical_order(cluster: Cluster) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def own_ranks(order: Sequence[int], size: int, ranks: Iterable[int]) -> tuple[in
 
 
 def node_orders(cluster: Cluster) -> tuple[list[tuple[int, ...]], str | None]:
-    """Orders of the nodes that differ in their kinds and `ways`, and a note where these are not all.
+    """Orders of the nodes that differ in their kinds and `node_links`, and a note where these are not all.
 
     Nodes are moved only where that moves no link: on two levels, where any node is as near to any other. Where more
     than MAX_ORDERS differ: as given, the slow ones first, and the slow ones last.
@@ -50,7 +50,7 @@ def node_orders(cluster: Cluster) -> tuple[list[tuple[int, ...]], str | None]:
     >>> node_orders(Cluster.from_levels([(8, 1e9), (3, 1e9)]))
     ([(0, 1, 2)], None)
     """
-    apart = {node for src, dst, *_ in cluster.ways for node in (src, dst)}
+    apart = {node for src, dst, *_ in cluster.node_links for node in (src, dst)}
     names = tuple((name, at if at in apart else -1) for at, name in enumerate(cluster.nodes or ()))
     given = tuple(range(len(names)))
     counts = Counter(names)

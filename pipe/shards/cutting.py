@@ -148,18 +148,19 @@ def styles_of_plan(tensor: TensorStyles, plan: Plan | None, model: nn.Module) ->
     StyleError for nodes that are no children of an nn.Sequential, and for modules that can't be cut by samples."""
     styles, order = dict(tensor.styles), [name for name, _ in model.named_modules()]
     for stage in plan.stages if plan is not None else ():
-        if stage.tensor != tensor.count or not stage.ways:
+        if stage.tensor != tensor.count or not stage.splits:
             continue
         if not is_sequential(model) or not {*stage.nodes} <= {*order}:
             raise StyleError(
-                f"the plan runs {stage.by_layer} of {stage.nodes[0]} .. {stage.nodes[-1]}: expected an nn.Sequential "
-                f"with these children, or a plan from profiles without ways by layer, for a {type(model).__name__}"
+                f"the plan runs {stage.split_summary} of {stage.nodes[0]} .. {stage.nodes[-1]}: expected an "
+                f"nn.Sequential with these children, or a plan from profiles without splits by node, for a "
+                f"{type(model).__name__}"
             )
-        for name, way, before in zip(stage.nodes, stage.ways, ("", *stage.ways), strict=False):
-            if way != "divided":
+        for name, split, before in zip(stage.nodes, stage.splits, ("", *stage.splits), strict=False):
+            if split != "divided":
                 styles = {key: style for key, style in styles.items() if not f"{key}.".startswith(f"{name}.")}
-            if way in SAMPLES:
-                gathers = way != ON or name == stage.nodes[-1]
+            if split in SAMPLES:
+                gathers = split != ON or name == stage.nodes[-1]
                 styles[name] = Samples(split_input=before != ON, gather_output=gathers)
     return replace(tensor, styles={name: styles[name] for name in order if name in styles})
 

@@ -14,9 +14,9 @@ from support.inside import (
     find_declaration,
     grid,
     jobs_of,
+    jobs_with,
     latency,
     main,
-    select,
 )
 from support.inside import JobChanges as Changes
 from support.inside import quantities_bandwidth as bandwidth
@@ -91,7 +91,7 @@ def test_only_some_of_it(tmp_path: Path) -> None:
     jobs = jobs_of(declared(tmp_path))
 
     def names(*words: str) -> list[str]:
-        return [job.name for job in select(jobs, words)]
+        return [job.name for job in jobs_with(jobs, words)]
 
     assert len(names()) == 7
     assert len(names("simulated")) == 5

@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.inside import (
     SCHEDULES,
-    Evaluated,
+    Candidate,
+    DoesNotFitError,
     MemoryRules,
-    MisfitError,
     Model,
     PlanEvaluator,
     RangeCosts,
@@ -67,11 +67,11 @@ class Case:
         )
         self.evaluator = PlanEvaluator(Topology(cluster), lambda _size, _tensor: self.model)
 
-    def exact(self) -> Evaluated:
+    def exact(self) -> Candidate:
         if self.num_microbatches is not None:
             return self.evaluator.evaluate(self.configuration, self.ends, exact=True)
-        flights = steady_in_flight(self.schedule, self.counts, None)
-        return self.evaluator.evaluate(self.configuration, self.ends, flights=flights)
+        in_flight = steady_in_flight(self.schedule, self.counts, None)
+        return self.evaluator.evaluate(self.configuration, self.ends, in_flight=in_flight)
 
     def by_range(self) -> tuple[list[float], list[float]]:
         """Seconds and bytes of each stage as the dynamic program sees them."""
@@ -118,7 +118,7 @@ NODES = (
 )
 
 
-def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] = NODES) -> tuple[Evaluated, Evaluated]:
+def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] = NODES) -> tuple[Candidate, Candidate]:
     """Four microbatches of two stages."""
     model = Model(Profile(nodes=nodes), MemoryRules(optimizer_ratio=2.0))
     evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
@@ -225,13 +225,13 @@ def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
         evaluator = PlanEvaluator(Topology(CLUSTER, memory_limit=limit), lambda _s, _t, m=model: m)
         for schedule, pipeline, chunks in (("1f1b", 2, 1), ("interleaved", 2, 2), ("interleaved", 2, 3)):
             c = configuration(pipeline=pipeline, data=2, schedule=schedule, num_chunks=chunks, num_microbatches=12)
-            flights = evaluator.schedules.in_flight(c, exact=True)
+            in_flight = evaluator.schedules.in_flight(c, exact=True)
             for inner in combinations(range(1, 7), c.num_stages - 1):
                 ends = (0, *inner, 7)
-                plain, least = evaluator.least_seconds(c, ends), evaluator.least_seconds(c, ends, flights=flights)
+                plain, least = evaluator.least_seconds(c, ends), evaluator.least_seconds(c, ends, in_flight=in_flight)
                 try:
-                    found = evaluator.evaluate(c, ends, flights=flights)
-                except MisfitError:
+                    found = evaluator.evaluate(c, ends, in_flight=in_flight)
+                except DoesNotFitError:
                     continue
                 again = any(name != "none" for each in found.memories for name in each.recompute)
                 assert plain <= least <= found.bound * (1 + 1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.inside import certain
+from support.inside import context_bytes
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 
@@ -15,7 +15,7 @@ from stagewright.partition import Cluster, Node, Plan, Profile, plan
     [("cpu", 0), ("cuda:0", 300e6), ("NVIDIA L4", 300e6), ("A100-80GB", 300e6), ("device", 0), ("tpu", 0)],
 )
 def test_a_gpu_holds_its_context(device: str, num_bytes: float) -> None:
-    assert certain(device) == num_bytes
+    assert context_bytes(device) == num_bytes
 
 
 def planned(device: str, memory: str, **options: Any) -> Plan:

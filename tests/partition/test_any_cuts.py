@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from support.inside import EvenCosts, LeastSeconds, MemoryRules, Model, Rows, Topology
+from support.inside import EvenCosts, LeastSeconds, MemoryRules, Model, Topology, UnevenLayouts
 
 from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, partition, plan
 
@@ -52,7 +52,7 @@ def test_no_bound_is_above_any_cuts_that_fit(sharding: tuple[str, ...]) -> None:
         names, size = [node.name for node in profile.nodes], cluster.num_devices
         model = Model(profile, MemoryRules(optimizer_ratio=2.0, sharding=sharding))
         bounds = LeastSeconds(Topology(cluster, memory_limit=limit))
-        least_of_any, best = bounds.of_any("1f1b", model, M), math.inf
+        least_of_any, best = bounds.of_schedule("1f1b", model, M), math.inf
         for S in range(1, len(names) + 1):
             every = product(combinations(range(1, len(names)), S - 1), combinations(range(size + 1), S + 1), sharding)
             for inner, places, way in every:
@@ -71,7 +71,7 @@ def test_no_bound_is_above_any_cuts_that_fit(sharding: tuple[str, ...]) -> None:
                 assert least_of_any <= seconds, (seed, stages)
                 if len({*counts}) == 1 and M % counts[0] == 0:
                     c = configuration(pipeline=S, data=counts[0], num_microbatches=M)
-                    assert bounds.of(c, model) <= seconds, (seed, stages)
+                    assert bounds.of_configuration(c, model) <= seconds, (seed, stages)
         if best < math.inf:
             options = {"recompute": ("none",), "optimizer_sharding": sharding, "memory_limit": limit}
             found = plan(profile, cluster, global_batch=M, schedules=("1f1b",), **options)  # type: ignore[arg-type]
@@ -148,10 +148,10 @@ def test_on_more_devices_layouts_are_moved(monkeypatch: pytest.MonkeyPatch) -> N
         for i, (f, b, a, w) in enumerate(figures)
     ]
     profile, cluster, M = Profile(nodes=tuple(nodes), microbatch_size=1), Cluster.from_levels([(11, 100.0)]), 15
-    every, next_to = list[tuple[tuple[int, ...], ...]](), Rows.next_to
+    every, neighbours = list[tuple[tuple[int, ...], ...]](), UnevenLayouts.neighbours
 
     def noted(rows: Any, e: Any) -> list[Any]:
-        found = next_to(rows, e)
+        found = neighbours(rows, e)
         every.extend(tuple(map(tuple, c.stage_ranks)) for _, c, _ in found)
         assert [least for least, _, _ in found] == sorted(least for least, _, _ in found)
         return found
@@ -164,10 +164,10 @@ def test_on_more_devices_layouts_are_moved(monkeypatch: pytest.MonkeyPatch) -> N
         return given
 
     options = {"optimizer_sharding": ("none",), "recompute": ("none",), "schedules": ("1f1b",), "global_batch": M}
-    monkeypatch.setattr(Rows, "best_first", lambda *_: iter(()))
-    monkeypatch.setattr(Rows, "next_to", noted)
+    monkeypatch.setattr(UnevenLayouts, "in_order_of_bound", lambda *_: iter(()))
+    monkeypatch.setattr(UnevenLayouts, "neighbours", noted)
     best = plan(profile, cluster, **options)  # type: ignore[arg-type]
-    monkeypatch.setattr(Rows, "next_to", lambda *_: [])
+    monkeypatch.setattr(UnevenLayouts, "neighbours", lambda *_: [])
     assert seconds(best) * 1.05 < seconds(plan(profile, cluster, **options))  # type: ignore[arg-type]
     assert len({len(stage.ranks) for stage in best.stages}) > 1
     assert every
@@ -181,7 +181,7 @@ def test_on_more_devices_layouts_are_moved(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bytes_of_a_place_follow_the_tensor_sizes_of_its_neighbours() -> None:
     """With sizes (4, 4, 2) place 1 took the entry of place 0, whose messages are divided by 4 and not by 2."""
     costs: Any = object.__new__(EvenCosts)
-    costs.counts, costs.flights, costs._parts = (1, 1, 1), [SimpleNamespace(versions=1)] * 3, {}
+    costs.counts, costs.in_flight, costs._parts = (1, 1, 1), [SimpleNamespace(versions=1)] * 3, {}
     costs.sums, costs.rules = {4: None, 2: None}, SimpleNamespace(sharding=("none",), optimizer_ratio=2.0)
     costs.place = SimpleNamespace(limits=[math.inf] * 3)
     costs.c = SimpleNamespace(tensors=(4, 4, 2), num_chunks=1, schedule="1f1b", num_messages=lambda p: 8)

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import pytest
-from support.inside import by_layer
+from support.inside import choose_splits
 
 from stagewright.partition import Cluster, Node, Plan, PlanStage, Profile, plan
 from stagewright.schedules import Op
@@ -41,7 +41,7 @@ def random_profiles(seed: int) -> tuple[Profile, Profile, Profile]:
         edges.append((names[0], names[rng.randrange(2, n)]))
     whole, cut, half = [], [], []
     for i, name in enumerate(names):
-        weights, way = rng.choice((0.0, 4.0, 12.0, 60.0)), rng.choice(("any",) * 5 + ("divided",))
+        weights, split = rng.choice((0.0, 4.0, 12.0, 60.0)), rng.choice(("any",) * 5 + ("divided",))
         one = Node(
             name=name,
             forward_seconds=rng.randint(2, 20) / 4,
@@ -49,10 +49,10 @@ def random_profiles(seed: int) -> tuple[Profile, Profile, Profile]:
             activation_bytes=rng.choice((2.0, 8.0, 30.0)),
             parameter_bytes=weights,
             largest_parameter_bytes=weights and weights / rng.choice((1, 2)),
-            way=way,
+            split=split,
         )
         parts = bool(cut) and cut[-1].activation_bytes < whole[-1].activation_bytes  # of features come in
-        is_cut = weights > 0 and way == "any" and rng.random() < 0.7
+        is_cut = weights > 0 and split == "any" and rng.random() < 0.7
         on = is_cut and i < n - 1 and not parts and rng.random() < 0.5
         faster = 0.55 if is_cut or parts else 1.0
         sums = {"forward_sums": 1.0, "forward_sum_bytes": one.activation_bytes} if is_cut and not on else {}
@@ -60,7 +60,7 @@ def random_profiles(seed: int) -> tuple[Profile, Profile, Profile]:
         cut.append(
             replace(
                 one,
-                way="divided",
+                split="divided",
                 forward_seconds=one.forward_seconds * faster,
                 backward_seconds=one.backward_seconds * faster,
                 parameter_bytes=weights / 2 if is_cut else weights,
@@ -89,28 +89,28 @@ def seconds(node: Node) -> float:
     return priced(node).seconds
 
 
-def seconds_of(ways: tuple[str, ...], whole: Profile, cut: Profile, half: Profile) -> float | None:
-    """F + B of all nodes, with the seconds of what travels as the runtime does it; None for ways that do not run."""
+def seconds_of(splits: tuple[str, ...], whole: Profile, cut: Profile, half: Profile) -> float | None:
+    """F + B of all nodes, with the seconds of what travels as the runtime does it; None for splits that do not run."""
     place = {node.name: i for i, node in enumerate(whole.nodes)}
     edges = [(place[a], place[b]) for a, b in whole.edges or ()]
-    takers = [[b for a, b in edges if a == i] for i in range(len(ways))]
-    makers = [[a for a, b in edges if b == i] for i in range(len(ways))]
+    takers = [[b for a, b in edges if a == i] for i in range(len(splits))]
+    makers = [[a for a, b in edges if b == i] for i in range(len(splits))]
     has_part = [c.activation_bytes < w.activation_bytes for c, w in zip(cut.nodes, whole.nodes, strict=True)]
     for a, b in edges:
-        if has_part[a] and (ways[a] == "divided") != (ways[b] == "divided"):
+        if has_part[a] and (splits[a] == "divided") != (splits[b] == "divided"):
             return None
     total = 0.0
-    for i, way in enumerate(ways):
+    for i, split in enumerate(splits):
         one = whole.nodes[i]
-        if one.way == "divided" and way != "divided":
+        if one.split == "divided" and split != "divided":
             return None
-        if way != "samples":
-            total += seconds(cut.nodes[i] if way == "divided" else one)
+        if split != "samples":
+            total += seconds(cut.nodes[i] if split == "divided" else one)
             continue
         part = half.nodes[i]
         total += part.seconds
-        goes_on = takers[i] == [i + 1] and makers[i + 1] == [i] and ways[i + 1] == "samples"
-        comes_in = len(makers[i]) == 1 and takers[i - 1] == [i] and makers[i] == [i - 1] and ways[i - 1] == "samples"
+        goes_on = takers[i] == [i + 1] and makers[i + 1] == [i] and splits[i + 1] == "samples"
+        comes_in = len(makers[i]) == 1 and takers[i - 1] == [i] and makers[i] == [i - 1] and splits[i - 1] == "samples"
         if not goes_on:
             total += LATENCY / 2 + PER_BYTE * one.activation_bytes / 2
         if makers[i] and not comes_in:
@@ -126,13 +126,13 @@ def test_no_assignment_takes_less(first: int) -> None:
     seen: set[str] = set()
     for seed in range(first, first + 100):
         profiles = random_profiles(seed)
-        found = by_layer(*profiles, priced)
+        found = choose_splits(*profiles, priced)
         every = product(("divided", "whole", "samples"), repeat=len(found))
-        least = min(took for ways in every if (took := seconds_of(ways, *profiles)) is not None)
+        least = min(took for splits in every if (took := seconds_of(splits, *profiles)) is not None)
         assert sum(node.seconds for node in found) == pytest.approx(least, rel=1e-12), seed
-        words = tuple(node.way.split()[0] for node in found)
+        words = tuple(node.split.split()[0] for node in found)
         assert seconds_of(words, *profiles) == pytest.approx(least, rel=1e-12), seed
-        seen.update(node.way for node in found)
+        seen.update(node.split for node in found)
     assert seen == {"divided", "whole", "samples", "samples on"}
 
 
@@ -162,7 +162,7 @@ def made(name: str, figures: tuple[float, float, float], samples: int, *, tensor
         forward_sum_bytes=sums * out * 1e6 * samples / 32,
         backward_sums=sums,
         backward_sum_bytes=sums * out * 1e6 * samples / 32,
-        way="any" if tensor == 1 else "divided",
+        split="any" if tensor == 1 else "divided",
     )
 
 
@@ -175,9 +175,9 @@ def profiles(layers: dict[str, tuple[float, float, float]], size: int) -> list[P
     ]
 
 
-def with_way(given: list[Profile], way: str) -> list[Profile]:
+def with_split(given: list[Profile], split: str) -> list[Profile]:
     return [
-        each if each.tensor > 1 else replace(each, nodes=[replace(node, way=way) for node in each.nodes])
+        each if each.tensor > 1 else replace(each, nodes=[replace(node, split=split) for node in each.nodes])
         for each in given
     ]
 
@@ -190,21 +190,21 @@ def planned(given: list[Profile], cluster: str = LINKS, **options: Any) -> Plan:
 
 @pytest.mark.thorough
 def test_convolutions_by_samples_and_linear_layers_divided() -> None:
-    """Simulated seconds of a batch, in one stage and in two: by layer at most as long as either of one way for all."""
+    """Simulated seconds of a batch, in one stage and in two: by node at most as long as one split for all."""
     given = profiles(CONVOLUTIONS | LINEARS, 32)
     found = planned(given)
     on, by, cut = "samples on", "samples", "divided"
-    assert [stage.ways for stage in found.stages] == [(on, on, by, cut, cut)]
+    assert [stage.splits for stage in found.stages] == [(on, on, by, cut, cut)]
     assert "nodes 3 by samples and 2 divided" in found.explain()
-    by_samples = planned(with_way(given, "samples"))
-    assert [stage.ways for stage in by_samples.stages] == [(on, on, on, on, by)]
-    steps = [each.simulated_step_time or 0.0 for each in (found, planned(with_way(given, "divided")), by_samples)]
+    by_samples = planned(with_split(given, "samples"))
+    assert [stage.splits for stage in by_samples.stages] == [(on, on, on, on, by)]
+    steps = [each.simulated_step_time or 0.0 for each in (found, planned(with_split(given, "divided")), by_samples)]
     print(f"by layer {steps[0]:.3f} s, divided {steps[1]:.3f} s, by samples {steps[2]:.3f} s a batch")
     assert steps[0] < 0.6 * steps[1] < steps[1]
     assert steps[0] < 0.86 * steps[2]
     for sizes in ((1,), (2,)):
         options = {"cluster": "4:link=10GB/s@20us", "pipeline_sizes": sizes}
-        each = [planned(with_way(given, way), **options) for way in ("any", "divided", "samples")]  # type: ignore[arg-type]
+        each = [planned(with_split(given, split), **options) for split in ("any", "divided", "samples")]  # type: ignore[arg-type]
         seconds = [one.simulated_step_time or 0.0 for one in each]
         assert seconds[0] <= min(seconds)
 
@@ -222,7 +222,7 @@ def test_a_cut_between_parts_puts_them_together() -> None:
     given = profiles(CONVOLUTIONS | LINEARS, 32)
     whole = planned(given)
     two = planned(given, "4:link=10GB/s@20us", pipeline_sizes=(2,), data_sizes=(1,))
-    assert [stage.ways[-1] for stage in two.stages] == ["samples on", "divided"]
+    assert [stage.splits[-1] for stage in two.stages] == ["samples on", "divided"]
     assert two.stages[0].nodes == ("c1", "c2")
     half_a_sum = 18e6 / 2 / 10e9 + 20e-6  # two ranks: a sum sends all bytes, and waits for latency twice
     for op in (Op.F, Op.B):
@@ -233,12 +233,12 @@ def test_a_cut_between_parts_puts_them_together() -> None:
 
 def test_linear_layers_with_a_tiny_batch_stay_divided() -> None:
     found = planned(profiles(LINEARS, 2))
-    assert [stage.ways for stage in found.stages] == [()]
+    assert [stage.splits for stage in found.stages] == [()]
 
 
 def test_with_little_memory_weights_are_divided_though_it_takes_longer() -> None:
     given = profiles({"c1": (40.0, 60.0, 24.0), **LINEARS}, 32)
-    assert planned(given, "2:link=40GB/s").stages[0].ways[0] == "samples"
+    assert planned(given, "2:link=40GB/s").stages[0].splits[0] == "samples"
     halved = [
         each if each.tensor == 1 else
         replace(each, nodes=[replace(each.nodes[0], parameter_bytes=30e6, largest_parameter_bytes=0), *each.nodes[1:]])
@@ -246,7 +246,7 @@ def test_with_little_memory_weights_are_divided_though_it_takes_longer() -> None
     ]  # fmt: skip
     limit = 2 * (30 + 217 / 2) * 1e6 + 30e6
     tight = planned(halved, "2:link=40GB/s", memory_limit=limit, recompute="none")
-    assert tight.stages[0].ways == ()
+    assert tight.stages[0].splits == ()
 
 
 def test_files() -> None:
@@ -254,26 +254,28 @@ def test_files() -> None:
     assert [Profile.from_json(each.to_json()) for each in given] == given
     found = planned(given)
     assert Plan.from_json(found.to_json()) == found
-    old = given[0].to_json().replace('"way": "any",', "").replace('"joining_seconds": 0.0', '"spread": 0.0')
+    old = given[0].to_json().replace('"split": "any",', "").replace('"joining_seconds": 0.0', '"spread": 0.0')
     old = old.replace('   "spread": 0.0,\n', "", 3).replace('   "spread": 0.0,\n', "")
-    assert {node.way for node in Profile.from_json(old).nodes} == {"divided"}
+    assert {node.split for node in Profile.from_json(old).nodes} == {"divided"}
     lines = [line for line in found.to_json().splitlines() if '"samples' not in line and '"divided"' not in line]
-    text = "\n".join(lines).replace('"ways": [\n   ]', '"ways": []')
-    assert Plan.from_json(text).stages[0].ways == ()
+    text = "\n".join(lines).replace('"splits": [\n   ]', '"splits": []')
+    assert Plan.from_json(text).stages[0].splits == ()
 
 
 def test_refused_by_name() -> None:
     given = profiles(CONVOLUTIONS | LINEARS, 32)
-    with pytest.raises(ValueError, match="node c1: way: 'rows': expected one of any, divided, whole, samples"):
-        replace(given[0].nodes[0], way="rows")
+    with pytest.raises(ValueError, match="node c1: split: 'rows': expected one of any, divided, whole, samples"):
+        replace(given[0].nodes[0], split="rows")
     odd = [replace(each, microbatch_size=3 * (each.microbatch_size or 0) // 16) for each in given]  # 3 and 6 samples
     sizes: dict[str, Any] = {"microbatch_sizes": (3,), "global_batch": 6}
-    assert planned(odd, **sizes).stages[0].ways == ()
-    with pytest.raises(ValueError, match=r"node 'c1': way='samples' over T=2 ranks: .*a profile of 1/T of the microb"):
-        planned(with_way(odd, "samples"), **sizes)
-    with pytest.raises(ValueError, match="node 'fc2': way='samples on' over T=2 ranks: expected 'any', or what goes"):
-        planned(with_way(given, "samples on"))
+    assert planned(odd, **sizes).stages[0].splits == ()
+    with pytest.raises(
+        ValueError, match=r"node 'c1': split='samples' over T=2 ranks: .*a profile of 1/T of the microb"
+    ):
+        planned(with_split(odd, "samples"), **sizes)
+    with pytest.raises(ValueError, match="node 'fc2': split='samples on' over T=2 ranks: expected 'any', or what goes"):
+        planned(with_split(given, "samples on"))
     stage = {"nodes": ("a", "b"), "ranks": (0, 1), "step_seconds": 1.0}
-    for ways, tensor in ((("samples",), 2), (("samples", "any"), 2), (("whole", "whole"), 1)):
-        with pytest.raises(ValueError, match=r"ways=\(.*expected one of divided, .* for each of 2 nodes, over 2"):
-            PlanStage(ways=ways, tensor=tensor, **stage)  # type: ignore[arg-type]
+    for splits, tensor in ((("samples",), 2), (("samples", "any"), 2), (("whole", "whole"), 1)):
+        with pytest.raises(ValueError, match=r"splits=\(.*expected one of divided, .* for each of 2 nodes, over 2"):
+            PlanStage(splits=splits, tensor=tensor, **stage)  # type: ignore[arg-type]

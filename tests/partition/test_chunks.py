@@ -73,10 +73,10 @@ def test_short_stages_alone_say_the_same(work: list[tuple[int, int, int]], memor
     c = configuration(schedule="interleaved" if chunks > 1 else "1f1b", num_chunks=chunks)
     topology = Topology(Cluster.from_levels([(2, 2.0)]), memory_limit=float(memory))
     evaluator = PlanEvaluator(topology, lambda *_: model)
-    place, flights = evaluator.placement(c), evaluator.schedules.in_flight(c, exact=False)
-    every = even_ends({1: model}, place, flights, c, reach=len(model.coarse))
+    place, in_flight = evaluator.placement(c), evaluator.schedules.in_flight(c, exact=False)
+    every = even_ends({1: model}, place, in_flight, c, reach=len(model.coarse))
     for reach in (1, 2, 4):
-        assert even_ends({1: model}, place, flights, c, reach=reach) == every
+        assert even_ends({1: model}, place, in_flight, c, reach=reach) == every
 
 
 def test_no_cut_fits() -> None:

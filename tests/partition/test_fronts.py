@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from support.inside import (
     COUNTED,
-    OUTSIDE,
+    NOT_SEARCHED,
     RECOMPUTE,
     Configuration,
+    DoesNotFitError,
+    InFlightCounts,
     MemoryRules,
-    MisfitError,
     Model,
-    Moments,
     PlaceNetwork,
     PlanEvaluator,
     RankPlace,
@@ -96,7 +96,7 @@ def every_step(
     for inner in combinations(range(1, len(profile.nodes)), c.num_stages - 1):
         ends = (0, *inner, len(profile.nodes))
         base, flights = free.evaluate(c, ends, exact=True), tight.schedules.in_flight(c, exact=True)
-        places, fitting = tight._by_rank(c, ends, flights, {}, lambda _, place: place), []
+        places, fitting = tight._of_each_rank(c, ends, flights, {}, lambda _, place: place), []
         for p, place in enumerate(places):
             rank = _TreatedRank(base.sums, flights[p], place, rules)
             counted = [word for word in own_words if word in COUNTED]
@@ -129,7 +129,7 @@ def every_step(
                 )
                 try:
                     found = tight.simulate(replace(base, seconds=seconds, memories=memories))
-                except MisfitError:
+                except DoesNotFitError:
                     steps[key] = math.inf
                 else:
                     steps[key] = found.simulated_seconds
@@ -235,7 +235,7 @@ def test_of_very_many_ways_the_pruned_ones_are_nearly_the_best(seed: int, monkey
     stash, forward = rng.uniform(50, 100, V), rng.uniform(1, 2, V)
     tables = [np.linspace(0, 1, 6) for _ in range(V)]
     nothing = np.zeros(V)
-    others = ("backward", "update", "weights", "buffers", "before", "behind", "workspace", "largest", "small")
+    others = ("backward", "update", "weights", "buffers", "before", "after", "workspace", "largest", "small")
     sums = StageSums(
         forward=forward,
         stash=stash,
@@ -247,13 +247,13 @@ def test_of_very_many_ways_the_pruned_ones_are_nearly_the_best(seed: int, monkey
     )
     held, running = rng.integers(1, 7, (moments, V)), np.eye(V)[rng.integers(0, V, moments)]
     counts = np.concatenate([held, np.zeros((moments, 2 * V)), running], axis=1).astype(float)
-    flight = Moments(counts=counts, num_forwards=moments, versions=1)
+    flight = InFlightCounts(counts=counts, num_forwards=moments, versions=1)
     most = float((held @ stash).max())
     for share in (0.9, 0.6, 0.35):
         place = RankPlace(stages=tuple(range(V)), replicas=1, tensor=1, limit=share * most)
         took = []
         for ways in (10_000, 40):
-            monkeypatch.setattr("stagewright.partition.recompute._WAYS", ways)
+            monkeypatch.setattr("stagewright.partition.recompute._MOST_PARTIAL", ways)
             best = MemoryRules(optimizer_ratio=2.0, recompute=("none", "layer")).front(sums, flight, place)[0]
             assert best.too_many == 0
             took.append(float(sums.seconds_again(best.recompute).sum()))
@@ -367,7 +367,7 @@ def test_tensor_sizes_of_stages_are_those_that_are_not_told_to_be_left_out(num_d
     assert {(each.data, each.num_chunks, each.num_devices) for each in mixed} == {(1, 1, num_devices)}
     turns = [sum(one != other for one, other in pairwise(each.sizes or ())) for each in mixed]
     assert max(turns) == (2 if num_devices == 4 else 1)
-    said = next(each for each in OUTSIDE if "tensor ranks that do" in each)
+    said = next(each for each in NOT_SEARCHED if "tensor ranks that do" in each)
     for what in ("replicas", "chunks", "streams", "idle devices", "on more than 8 devices", "take turns"):
         assert what in said
 

@@ -149,7 +149,7 @@ def test_what_is_no_stage() -> None:
 def two_hosts(*, ways: Any = (), **level: Any) -> Cluster:
     """Two of each kind; a message of two bytes takes 2 s between them."""
     levels = (Level(name="in", size=2, bandwidth=1000.0), Level(name="net", size=2, bandwidth=1.0, **level))
-    return Cluster(levels=levels, kinds=(DeviceKind(name="A"), DeviceKind(name="B")), nodes=("A", "B"), ways=ways)
+    return Cluster(levels=levels, kinds=(DeviceKind(name="A"), DeviceKind(name="B")), nodes=("A", "B"), node_links=ways)
 
 
 def step(cluster: Cluster, stages: list[GivenStage], number: int = 1, source: Any = PROFILE, **options: Any) -> float:
@@ -229,11 +229,11 @@ def test_links_of_one_direction() -> None:
 def test_links_of_their_own_are_checked_and_kept() -> None:
     cluster = two_hosts(ways=[(0, 1, 0.5, 1.0)], devices_per_card=2, sends="blocking")
     assert Cluster.from_json(cluster.to_json()) == cluster
-    assert cluster.reordered([1, 0]).ways == ((1, 0, 0.5, 1.0),)
+    assert cluster.reordered([1, 0]).node_links == ((1, 0, 0.5, 1.0),)
     for ways in ([(0, 2, 1.0, 0.0)], [(0, 1, 1.0)], [(0, 1, 0.0, 0.0)], [(0, 1, 1.0, 0.0), (0, 1, 0.5, 0.0)]):
-        with pytest.raises(ValueError, match="way"):
+        with pytest.raises(ValueError, match=r"node_links|link from"):
             two_hosts(ways=ways)
-    with pytest.raises(ValueError, match="way from node 0 to node 1: 2 bytes/s after 0 s: expected no faster one"):
+    with pytest.raises(ValueError, match="link from node 0 to node 1: 2 bytes/s after 0 s: expected no faster one"):
         step(two_hosts(ways=[(0, 1, 2.0, 0.0)]), HALVES)
     for number in (3, 4):
         with pytest.raises(ValueError, match=f"devices_per_card: {number}: expected a divisor of the 2 devices"):

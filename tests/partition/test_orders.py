@@ -84,7 +84,8 @@ def test_idle_devices_are_the_slow_ones() -> None:
 
 
 def test_orders() -> None:
-    apart = Cluster(levels=cluster_of((1.0, 1.0, 1.0)).levels, ways=((0, 1, 1e-3, 1.0),))  # as good as of other kinds
+    levels = cluster_of((1.0, 1.0, 1.0)).levels
+    apart = Cluster(levels=levels, node_links=((0, 1, 1e-3, 1.0),))  # as good as of other kinds
     assert len(node_orders(apart)[0]) == 6
     assert node_orders(cluster_of((1.0, 2.0, 1.0))) == ([(0, 2, 1), (0, 1, 2), (1, 0, 2)], None)
     assert Topology(cluster_of((1.0, 2.0, 1.0), size=4)).total_speed == 16.0

@@ -133,7 +133,7 @@ def bound(profile: Profile, cluster: Cluster, each: dict[str, Any]) -> float:
         num_chunks=(len(each["ends"]) - 1) // each["pipeline"],
         **{name: value for name, value in each.items() if name != "ends"},
     )
-    return LeastSeconds(Topology(cluster)).of(c, Model(profile, MemoryRules(optimizer_ratio=2.0)))
+    return LeastSeconds(Topology(cluster)).of_configuration(c, Model(profile, MemoryRules(optimizer_ratio=2.0)))
 
 
 @dataclass(frozen=True)

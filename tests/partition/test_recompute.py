@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import COUNTED, RECOMPUTE, MemoryRules, Model, Moments, RankMemory, RankPlace, Recomputed, StageSums
+from support.inside import (
+    COUNTED,
+    RECOMPUTE,
+    InFlightCounts,
+    MemoryRules,
+    Model,
+    RankMemory,
+    RankPlace,
+    Recomputed,
+    StageSums,
+)
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Op
@@ -143,7 +153,7 @@ BYTES = st.integers(0, 20).map(float)
 
 
 @st.composite
-def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, Moments, float]:
+def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, InFlightCounts, float]:
     """One rank with V stages, what is in flight on it, and a device that is just large enough for some choice."""
 
     def column() -> np.ndarray:
@@ -159,7 +169,7 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, Moments, float]:
         buffers=nothing,
         stash=column(),
         before=column(),
-        behind=nothing,
+        after=nothing,
         workspace=nothing,
         largest=nothing,
         small=nothing,
@@ -174,20 +184,20 @@ def ranks(draw: st.DrawFn, num_chunks: int) -> tuple[StageSums, Moments, float]:
     in_backward = np.concatenate([held, nobody, nobody, np.eye(num_chunks)[running]], axis=1)
     in_forward = np.concatenate([held, nobody, nobody, nobody], axis=1)
     counts = np.concatenate([in_forward, in_backward])
-    flight = Moments(counts=counts, num_forwards=moments, versions=1)
+    flight = InFlightCounts(counts=counts, num_forwards=moments, versions=1)
     tightest = [draw(st.sampled_from(RECOMPUTE))] * num_chunks
     if draw(st.booleans()):
         tightest = [draw(st.sampled_from(RECOMPUTE)) for _ in tightest]
     return sums, flight, total_by_hand((sums, flight, 0.0), tuple(tightest))
 
 
-def fitted(case: tuple[StageSums, Moments, float], recompute: tuple[str, ...]) -> RankMemory:
+def fitted(case: tuple[StageSums, InFlightCounts, float], recompute: tuple[str, ...]) -> RankMemory:
     sums, flight, limit = case
     place = RankPlace(stages=tuple(range(len(sums.stash))), replicas=1, tensor=1, limit=limit)
     return MemoryRules(optimizer_ratio=2.0, recompute=recompute).front(sums, flight, place)[0]
 
 
-def total_by_hand(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]) -> float:
+def total_by_hand(case: tuple[StageSums, InFlightCounts, float], choice: tuple[str, ...]) -> float:
     sums, flight, _ = case
     kept, again = (
         [float(getattr(sums.under(name), what)[v]) for v, name in enumerate(choice)] for what in ("kept", "again")
@@ -200,7 +210,7 @@ def total_by_hand(case: tuple[StageSums, Moments, float], choice: tuple[str, ...
     return most + received + float(sums.before.max())  # the gradient of an input
 
 
-def fitted_alone(case: tuple[StageSums, Moments, float], choice: tuple[str, ...]) -> RankMemory:
+def fitted_alone(case: tuple[StageSums, InFlightCounts, float], choice: tuple[str, ...]) -> RankMemory:
     """The same rank with one choice: as if each stage had "none" alone, with the figures of that choice."""
     sums, flight, limit = case
     kept = np.array([sums.under(name).kept[v] for v, name in enumerate(choice)])
@@ -224,11 +234,11 @@ def test_stages_of_one_rank_send_each_other_nothing() -> None:
     none = np.zeros(2)
     known = Recomputed(kept=none, again=none, seconds=none)
     counts = np.array([[1.0, 2.0, *np.zeros(6)]])
-    flight = Moments(counts=counts, num_forwards=1, versions=1)
+    flight = InFlightCounts(counts=counts, num_forwards=1, versions=1)
     place = RankPlace(stages=(0, 1), replicas=1, tensor=1, limit=1e9)
     sums = StageSums(
         before=np.array([0.0, 10.0]),
-        behind=np.array([10.0, 20.0]),
+        after=np.array([10.0, 20.0]),
         **dict.fromkeys(others, none),
         by_node=lambda _: known,
     )

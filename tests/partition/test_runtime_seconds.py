@@ -215,7 +215,7 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
             num_microbatches=(4, 8)[trial % 2],
         )
         bounds = LeastSeconds(links, norm=norm)
-        least = bounds.of(c, model)
+        least = bounds.of_configuration(c, model)
         for ends in candidate_ends(evaluator, c):
             evaluated = evaluator.evaluate(c, ends, exact=True)
             seconds = evaluator.simulate(evaluated).simulated_seconds
@@ -223,7 +223,7 @@ def test_bounds_stay_below_what_is_simulated(schedule: str) -> None:
             assert least <= seconds * (1 + 1e-9)
             assert evaluated.bottleneck * c.batch <= seconds * (1 + 1e-9)
             if data == 1 and schedule == "1f1b":
-                assert bounds.of_any(schedule, model, c.batch) <= seconds * (1 + 1e-9)
+                assert bounds.of_schedule(schedule, model, c.batch) <= seconds * (1 + 1e-9)
 
 
 @pytest.mark.thorough(but=["0.5-1"])
@@ -248,7 +248,7 @@ def test_sums_that_keep_ranks_busy_are_no_time_beside_compute(busy: float, chunk
     assert simulated(found).timeline.batch_seconds == pytest.approx(found.simulated_step_time)
     # The bound before cuts are known: all of it in one chunk, of several what keeps the ranks busy; latencies apart.
     c = configuration(pipeline=1, data=2, schedule=found.schedule or "", num_chunks=chunks, num_microbatches=8)
-    least = LeastSeconds(Topology(cluster(bandwidth=20.0, sum_busy=busy))).of(
+    least = LeastSeconds(Topology(cluster(bandwidth=20.0, sum_busy=busy))).of_configuration(
         c, Model(profile(0.0), MemoryRules(optimizer_ratio=2.0))
     )
     assert least == pytest.approx(work + 8 * (1.0 if chunks == 1 else busy))

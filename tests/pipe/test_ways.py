@@ -64,16 +64,17 @@ def train_plain() -> dict[str, Any]:
 
 
 ON, BY, CUT, WHOLE = "samples on", "samples", "divided", "whole"
-ONE = plan_of(stage("c1 r1 c2 pool flat fc1 r2 fc2", 0, 1, ways=(ON, ON, ON, ON, BY, CUT, CUT, CUT)))
+ONE = plan_of(stage("c1 r1 c2 pool flat fc1 r2 fc2", 0, 1, splits=(ON, ON, ON, ON, BY, CUT, CUT, CUT)))
 CASES = {
     "one stage": ONE,
     "a cut between parts": plan_of(
-        stage("c1 r1 c2", 0, 1, ways=(ON, ON, ON)), stage("pool flat fc1 r2 fc2", 2, 3, ways=(ON, BY, CUT, CUT, CUT))
+        stage("c1 r1 c2", 0, 1, splits=(ON, ON, ON)),
+        stage("pool flat fc1 r2 fc2", 2, 3, splits=(ON, BY, CUT, CUT, CUT)),
     ),
     "all by samples, and one size a stage": plan_of(
-        stage("c1 r1 c2", 0, ways=()), stage("pool flat fc1 r2 fc2", 1, 2, ways=(ON, ON, ON, BY, BY))
+        stage("c1 r1 c2", 0, splits=()), stage("pool flat fc1 r2 fc2", 1, 2, splits=(ON, ON, ON, BY, BY))
     ),
-    "whole": plan_of(stage("c1 r1 c2 pool flat fc1 r2 fc2", 0, 1, ways=(BY, BY, ON, BY, CUT, WHOLE, WHOLE, WHOLE))),
+    "whole": plan_of(stage("c1 r1 c2 pool flat fc1 r2 fc2", 0, 1, splits=(BY, BY, ON, BY, CUT, WHOLE, WHOLE, WHOLE))),
 }
 
 
@@ -116,9 +117,9 @@ def test_what_may_run_by_samples() -> None:
     }
     model, x = nn.Sequential(OrderedDict(parts)), torch.rand(4, 2, 6, 6)
     found = profile_cut(model, (x,), tensor=1, repetitions=1)
-    assert [node.name for node in found.nodes if node.way == "any"] == ["conv", "group", "inner", "last"]
+    assert [node.name for node in found.nodes if node.split == "any"] == ["conv", "group", "inner", "last"]
     single = profile_cut(nn.Sequential(nn.Linear(3, 3)), (torch.rand(1, 3),), tensor=1, repetitions=1)
-    assert single.nodes[0].way == "divided"
+    assert single.nodes[0].split == "divided"
 
 
 # --- refused by name ---
@@ -154,8 +155,8 @@ def normed() -> nn.Module:
     return nn.Sequential(OrderedDict(named))
 
 
-def halves(*ways: str, nodes: str = "c1 r1 c2 pool flat fc1 r2 fc2") -> Plan:
-    return plan_of(stage(nodes, 0, 1, ways=ways))
+def halves(*splits: str, nodes: str = "c1 r1 c2 pool flat fc1 r2 fc2") -> Plan:
+    return plan_of(stage(nodes, 0, 1, splits=splits))
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], Plan, int, str]] = [

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from support.inside import (
-    Moments,
+    InFlightCounts,
     RankProgram,
     Sharing,
     Step,
     Transfer,
     activations,
     count_in_flight,
-    in_flight_of_turns,
+    in_flight_of_chunk_order,
     message_changes,
     peak_activations,
 )
@@ -71,7 +71,7 @@ def test_checker_timeline_and_planner_agree(schedule: Schedule) -> None:
     assert simulate(schedule, Costs()).peak_activations == peaks
     planned = count_in_flight(schedule)
     if schedule.has_backward:
-        assert tuple(int(np.max(rank.held.sum(axis=1))) for rank in planned) == peaks
+        assert tuple(int(np.max(rank.microbatches.sum(axis=1))) for rank in planned) == peaks
 
 
 def test_an_order_in_figures_holds_what_its_programs_hold() -> None:
@@ -83,9 +83,9 @@ def test_an_order_in_figures_holds_what_its_programs_hold() -> None:
             continue
         schedule = build(each.name, num_ranks=P, num_microbatches=M, num_chunks=V if each.takes_chunks else None)
         assert each.chunk_order is not None
-        quick = in_flight_of_turns(each.chunk_order(P, M, V), num_chunks=V)
+        quick = in_flight_of_chunk_order(each.chunk_order(P, M, V), num_chunks=V)
         for ours, counted in zip(quick, count_in_flight(schedule), strict=True):
-            for figure in (field.name for field in fields(Moments)):
+            for figure in (field.name for field in fields(InFlightCounts)):
                 assert np.array_equal(getattr(ours, figure), getattr(counted, figure)), (each.name, P, V, M, figure)
 
 
