@@ -15,7 +15,7 @@ from ...schedules.search.request import Request
 from ...schedules.search.search import BatchOrders, FoundOrder
 from ...schedules.timing.costs import Costs
 from .as_schedule import one_pipeline, schedule_of
-from .record import PlanRecord, PlanStage
+from .record import PlanRecord, PlanStage, order_of
 from .sizes import Profiles, Size, ascending, stage_laws
 
 
@@ -86,8 +86,7 @@ class Replanner:
             links=self._links,
         )
         found = self._orders.find(request.problem())
-        order = tuple(" ".join(map(str, program)) for program in found.schedule.programs)
-        return replace(found, schedule=schedule_of(replace(self._plan, order=order)))
+        return replace(found, schedule=schedule_of(replace(self._plan, order=order_of(found.schedule))))
 
 
 def _room(plan: PlanRecord, stages: Sequence[PlanStage]) -> float:

@@ -106,7 +106,7 @@ class Arranged(NamedTuple):
     cost: float
 
 
-class Chain:
+class LayerChain:
     """Layers, M microbatches and P ranks, with limits of their memory. Of `runtime` the latency, the overhead (of each
     action, and of either end of a message) and the norm count."""
 

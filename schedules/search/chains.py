@@ -29,7 +29,7 @@ from itertools import product, repeat
 from random import Random
 
 from ..orders.evaluate import Orders
-from .arranged import Arranged, Chain, Stages, StageTables
+from .arranged import Arranged, LayerChain, Stages, StageTables
 from .incumbent import Incumbent
 
 _CHUNKS = (3, 2, 4, 1)  # stages per rank of starts, what promises most first
@@ -54,7 +54,7 @@ _REPAIRS = 20
 class ChainSearch:
     """A search for the best state of a chain; `incumbent` has the budget and counts evaluations."""
 
-    def __init__(self, chain: Chain, incumbent: Incumbent[Arranged], random: Random) -> None:
+    def __init__(self, chain: LayerChain, incumbent: Incumbent[Arranged], random: Random) -> None:
         self.chain, self.incumbent, self.random = chain, incumbent, random
         self.P, self.M, self.L, self.ideal = chain.P, chain.M, chain.L, chain.ideal
         self.ends: list[Arranged] = []

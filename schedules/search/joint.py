@@ -17,7 +17,7 @@ from ..orders.problem import MemoryLimitError
 from ..placement import StagePlacement
 from ..timing.costs import Costs
 from ..timing.links import Links
-from .arranged import Arranged, Chain, Layer
+from .arranged import Arranged, Layer, LayerChain
 from .chains import ChainSearch
 from .incumbent import Budget, Incumbent, Progress
 from .request import Cut, Request, numbers
@@ -139,7 +139,7 @@ class _JointSearch:
         assert request.num_ranks is not None
         self.layers, self.request, self.budget, self.P = layers, request, budget, request.num_ranks
         limits = [math.inf] * self.P if request.memory_limit is None else list(request.memory_limit)  # type: ignore[arg-type]
-        self.chain = Chain(
+        self.chain = LayerChain(
             layers,
             num_microbatches=request.num_microbatches,
             limits=limits,

@@ -207,7 +207,7 @@ _NAMES = {
     "schedules.placement": "FAMILY_PLACEMENTS place",
     "schedules.program": "GroupStep Lowered RankProgram Step run_as_one",
     "schedules.progress": "where_sends_wait",
-    "schedules.search.arranged": "Arranged Chain",
+    "schedules.search.arranged": "Arranged LayerChain",
     "schedules.search.chains": "ChainSearch",
     "schedules.orders.evaluate": "SlideSearch",
     "schedules.search.incumbent": "Budget Incumbent",

@@ -10,9 +10,9 @@ import pytest
 from support.inside import (
     Arranged,
     Budget,
-    Chain,
     ChainSearch,
     Incumbent,
+    LayerChain,
     Request,
 )
 from support.inside import SynthesisEvaluateEvaluator as OrderEvaluator
@@ -83,7 +83,7 @@ def test_what_a_chain_says_is_what_the_evaluator_of_orders_says(kind: str) -> No
     limits = [0.6 * sum(each.activation for each in layers)] * 3
 
     def states() -> tuple[list[Arranged], list[Arranged]]:
-        chain = Chain(layers, num_microbatches=5, limits=limits, runtime=runtime, links=links)
+        chain = LayerChain(layers, num_microbatches=5, limits=limits, runtime=runtime, links=links)
         incumbent = Incumbent[Arranged](Budget(evaluations=1500), bound=0.0)
         search = ChainSearch(chain, incumbent, Random(0))
         return search._starts(), search.run()
@@ -171,7 +171,7 @@ def test_the_bound_holds_for_every_cut_and_order() -> None:
     for seed in range(8):
         layers = drawn(Random(seed), 3)
         runtime = Costs(latency=0.1, overhead=0.05, norm=0.1)
-        chain = Chain(layers, num_microbatches=2, limits=[1e9] * 2, runtime=runtime, links=None)
+        chain = LayerChain(layers, num_microbatches=2, limits=[1e9] * 2, runtime=runtime, links=None)
         values = []
         for cut in ([0, 1, 3], [0, 2, 3], [0, 1, 2, 3]):
             for ranks in ([0, 1], [1, 0], [0, 1, 0], [1, 0, 1]):
