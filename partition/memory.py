@@ -32,6 +32,7 @@ from ..schedules.families.warmup import ChunkOrder
 from ..schedules.ir import BACKWARD_OPS, LAST_USES, MOVE_OPS, Action, Op, Schedule
 from ..schedules.liveness import activation_counts, activations
 from ..schedules.messages import AHEAD_BYTES, BUCKET_BYTES, RECEIVES_AHEAD
+from ..schedules.placement import chunk_of_stages
 from ..schedules.timing.memory import StageBytes
 from ..schedules.timing.timeline import Timeline
 from ..schedules.versions import derive_versions
@@ -404,9 +405,9 @@ def stage_bytes(
 ) -> tuple[StageBytes, ...]:
     """[S] bytes of each stage on one of its devices, as its rank treats it; memories and replicas by place, [P].
     `tensor`: [S] ranks over which the message to the next stage is divided."""
-    found, pipeline = [], len(memories)
-    for stage, weights in enumerate(sums.weights.tolist()):
-        chunk, memory = stage // pipeline, memories[positions[stage]]
+    found = []
+    for stage, (weights, chunk) in enumerate(zip(sums.weights.tolist(), chunk_of_stages(positions), strict=True)):
+        memory = memories[positions[stage]]
         use, row, shards = memory.uses[chunk], sums.under(memory.recompute[chunk]), memory.shards[chunk]
         summing = _bytes_while_summing(sums, replicas=replicas[positions[stage]], shards=shards, streams=streams)
         found.append(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .messages import Message as Message
     from .messages import MessageKind as MessageKind
     from .orders.problem import MemoryLimitError as MemoryLimitError
-    from .search.joint import Layer as Layer
+    from .search.arranged import Layer as Layer
     from .search.joint import synthesize_jointly as synthesize_jointly
     from .search.synthesize import synthesize as synthesize
     from .slice_lengths import CausalSeconds as CausalSeconds
@@ -77,7 +77,8 @@ _FILES = {
     "lowering.calls": "flushed",
     "lowering.lower": "lower",
     "messages": "Message MessageKind",
-    "search.joint": "Layer synthesize_jointly",
+    "search.arranged": "Layer",
+    "search.joint": "synthesize_jointly",
     "orders.problem": "MemoryLimitError",
     "search.synthesize": "synthesize",
     "slice_lengths": "CausalSeconds equal_work_lengths shortest_lengths",

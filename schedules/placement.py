@@ -11,6 +11,7 @@ two-way   each stage on two ranks, for the microbatches that   (0, 3) (1, 2) (1,
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
@@ -19,6 +20,19 @@ from .actions import ScheduleError
 from .kinds import at_least, option
 
 PLACEMENTS = ("plain", "cyclic", "v")  # that users choose from
+
+
+def chunk_of_stages(rank_of: Sequence[int]) -> tuple[int, ...]:
+    """[S] which of its rank's stages each is.
+
+    >>> chunk_of_stages([0, 1, 0, 2, 0])
+    (0, 0, 1, 0, 2)
+    """
+    found, seen = [], Counter[int]()
+    for rank in rank_of:
+        found.append(seen[rank])
+        seen[rank] += 1
+    return tuple(found)
 
 
 class StagePlacement(tuple[tuple[int, ...], ...]):

@@ -21,7 +21,7 @@ import torch
 import stagewright as sw
 
 model = torch.nn.Linear(2, 2)
-pipe = sw.PipelineModule(model, schedule=sw.Auto(trials=2), mesh={"pipe": 2})
+pipe = sw.PipelineModule(model, schedule=sw.Auto(trials=2, search="joint", seconds=5), mesh={"pipe": 2})
 loss: float | None = pipe.train_step(torch.ones(4, 2), torch.ones(4, 2)).loss
 pipe.predict(torch.ones(4, 2)).argmax(dim=1)
 pipe.eval_step(torch.ones(4, 2)).output.argmax(dim=1)

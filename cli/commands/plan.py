@@ -114,7 +114,11 @@ class PlanOptions(SourceOptions):
     runnable: bool = False
     """Only plans that `stagewright train --plan` can run."""
     seconds: float | None = None
-    """Longest time of the search [s], continued until a plan is found (default: until no other can be faster)."""
+    """Longest time of the search [s], continued until a plan is found (default: until no other can be faster); of
+    --joint as many more, of CPU time (default: 20)."""
+    joint: bool = False
+    """Also search for cut, placement and order of a chain of layers together, with any number of stages on a rank, and
+    take the better plan."""
     order_seconds: float = 0.0
     """Time to search for a better order of the plan's actions in no more memory [s] (default: keep the schedule's)."""
     out: Path | None = None
@@ -239,6 +243,7 @@ def _planned(
         runnable=options.runnable,
         seconds=options.seconds,
         max_grad_norm=options.clip,
+        search="joint" if options.joint else "named",
         progress=report,
     )
 
@@ -249,7 +254,7 @@ def as_typed(message: str) -> str:
     >>> as_typed("chunk_sizes: 1: expected at least 2")
     '--chunks 1: expected at least 2'
     """
-    message = re.sub("^unknown schedule", "--schedules: unknown schedule", message)
+    message = re.sub("^unknown schedule", "--schedules: unknown schedule", message).replace("search='joint'", "--joint")
     for name, option in _OPTIONS.items():
         message = re.sub(rf"\b{name}: (?=-?\d)|\b{name}=\b", f"{option} ", message)
         message = re.sub(rf"\b{name}(?=[:=])|\b{name}$|(?<=with ){name}\b", option, message)

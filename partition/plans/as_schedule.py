@@ -31,7 +31,7 @@ from ...schedules.timing.timeline import Timeline
 from ...schedules.transform import on_ranks, replicate, with_late_updates, with_offload
 from ...schedules.wording import count, duration
 from ..stage_cost import OFFLOAD
-from .record import PlanRecord, PlanStage
+from .record import OWN, PlanRecord, PlanStage
 
 if TYPE_CHECKING:
     from ...viz.exhibit import Exhibit
@@ -58,7 +58,7 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
         )
     if wanted is None:
         raise ValueError("the plan leaves the number of microbatches open: expected num_microbatches= as well")
-    first = plan.stages[: len(plan.stages) // plan.num_chunks]
+    first = [plan.stages[s] for s in plan.firsts]
     rank_of = {rank: number for number, group in enumerate(plan.tensor_groups) for rank in group}
     groups = [rank_of[rank] for stage in first for rank in sorted(stage.ranks[:: stage.tensor])]
     counts = tuple(stage.replicas for stage in first)
@@ -76,25 +76,27 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
 def one_pipeline(plan: PlanRecord, *, num_microbatches: int) -> Schedule:
     """The schedule of one of a plan's equal replicas, its share of the microbatches, on ranks 0 to P - 1. Raises
     ValueError for replicas that are not equal, or do not divide M; ScheduleError for an order that is none."""
-    width = len(plan.stages) // plan.num_chunks
     each = plan.stages[0].replicas
     if any(count != each for count in plan.replicas):
         raise ValueError(f"replicas {plan.replicas} under an order of one pipeline: expected as many of each stage")
-    name = canonical_name(plan.schedule or DEFAULT_SCHEDULE)
+    name = OWN if plan.schedule == OWN else canonical_name(plan.schedule or DEFAULT_SCHEDULE)
     _check_share(num_microbatches, each, name)
-    own = build(name, num_ranks=width, num_microbatches=num_microbatches // each, **_sizes(plan))  # type: ignore[arg-type]
-    return _ordered(own, plan.order) if plan.order else own
+    if plan.order:
+        return _ordered(plan, num_microbatches // each)
+    sizes = {"num_ranks": len(plan.firsts), "num_microbatches": num_microbatches // each, **_sizes(plan)}
+    return build(name, **sizes)  # type: ignore[arg-type]
 
 
-def _ordered(schedule: Schedule, order: Sequence[str]) -> Schedule:
-    """The programs of `order` in place of a schedule's; ScheduleError for an order of other work."""
+def _ordered(plan: PlanRecord, num_microbatches: int) -> Schedule:
+    """The programs of the plan's order; ScheduleError for an order of other work."""
     try:
-        programs = tuple(tuple(map(Action.parse, text.split())) for text in order)
+        programs = tuple(tuple(map(Action.parse, text.split())) for text in plan.order)
     except ValueError as error:
         raise ScheduleError(f"order of a plan: {error}") from None
-    if len(programs) != schedule.num_ranks:
-        raise ScheduleError(f"order of a plan: {len(programs)} programs for {schedule.num_ranks} ranks of one pipeline")
-    made = replace(schedule, name="auto", programs=programs)
+    if len(programs) != (width := len(plan.firsts)):
+        raise ScheduleError(f"order of a plan: {len(programs)} programs for {width} ranks of one pipeline")
+    placed = tuple(tuple(s for s, p in enumerate(plan.positions) if p == place) for place in range(width))
+    made = Schedule(name="auto", placement=placed, programs=programs, num_microbatches=num_microbatches)
     check(made)
     return made
 
@@ -185,7 +187,7 @@ def expected(plan: PlanRecord) -> tuple[float, float] | None:
 def _scheduled(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule, Links | None]:
     schedule, links = schedule_of(plan, num_microbatches=num_microbatches), plan.links
     if links is not None:
-        links = links.on(schedule.owners[: len(plan.stages) // plan.num_chunks])
+        links = links.on([schedule.owners[s] for s in plan.firsts])
     return with_late_updates(schedule, links), links
 
 
@@ -227,7 +229,7 @@ def with_measured(plan: P, steps: Sequence[Timeline], known: Costs) -> P:
             each: seconds for each, seconds in seen.items() if each.kind != "overhead"
         }  # a process of several ranks
     costs, links = calibrate(predicted.schedule, plan.costs, on_ranks, seen, queueing=True)
-    alone = [(place,) for place in range(len(plan.stages) // plan.num_chunks)]
+    alone = [(place,) for place in range(len(plan.firsts))]
     measured = replace(plan, costs=costs, links=None if links is None else links.on(alone))
     after = simulated(measured).timeline
     took = median(step.batch_seconds for step in steps)

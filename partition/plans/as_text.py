@@ -12,7 +12,7 @@ from ...schedules.wording import count, duration, size, wrapped
 from ..memory import MemoryUse
 from ..stage_cost import message_seconds
 from .as_schedule import sampled
-from .record import NOT_SEARCHED, PlanRecord, RunnerUp, Searched
+from .record import NOT_SEARCHED, OWN, PlanRecord, RunnerUp, Searched
 
 CHOSEN = "chosen: "  # begins the note that names the planner's choice
 NEAR = 0.02  # of the least time: by so much predictions are not told apart
@@ -76,13 +76,12 @@ def describe(plan: PlanRecord) -> str:
     >>> describe(partition(Profile(nodes=nodes), Cluster.from_levels([(3, 1e9)]), straight=True))
     '1-1-1 on 3 devices'
     """
-    width = len(plan.stages) // plan.num_chunks
-    counts = plan.replicas[:width]
+    counts = [plan.replicas[s] for s in plan.firsts]
     config = "-".join(map(str, counts)) if len(counts) <= 16 else f"{len(counts)} stages"
-    tensor = [stage.tensor for stage in plan.stages[:width]]
+    tensor = [plan.stages[s].tensor for s in plan.firsts]
     parts = [f"{config} on {count(plan.num_devices, 'device')}"]
     if plan.num_chunks > 1:
-        parts.append(f"{plan.num_chunks} chunks a rank")
+        parts.append(f"{'up to ' if plan.schedule == OWN else ''}{plan.num_chunks} chunks a rank")
     if max(tensor) > 1:
         parts.append(f"tensors over {'-'.join(map(str, tensor)) if len({*tensor}) > 1 else tensor[0]}")
     if plan.microbatch_size is not None:

@@ -17,7 +17,7 @@ from ..memory import MemoryUse
 from ..strict import Fields, number, parse_object, read_text
 from .as_schedule import exhibit_of_plan, schedule_of
 from .as_text import explain
-from .record import PlanRecord, PlanStage, RunnerUp, Searched, positions_of
+from .record import PlanRecord, PlanStage, RunnerUp, Searched
 
 _JSON_VERSION = 2
 _MODELS = ("default", "pipedream")
@@ -70,14 +70,17 @@ def _read(record: Fields) -> Plan:
     stages = record.objects("stages")
     num_chunks, schedule = record.count("num_chunks", default=1), record.optional_text("schedule")
     num_microbatches = record.optional_count("num_microbatches")
-    positions = positions_of(schedule, num_stages=len(stages), num_chunks=num_chunks)
-    costs, links = _costs(record), _links(record.optional_object("links"), num_places=len({*positions}))
+    read = tuple(map(_stage, stages))
+    costs, links = (
+        _costs(record),
+        _links(record.optional_object("links"), num_places=len({each.ranks for each in read})),
+    )
     lengths = tuple(number("slice_lengths", each, positive=True) for each in record.items("slice_lengths", default=[]))
     if links is not None and lengths:
         links = replace(links, index_factors=tuple(tokens / sum(lengths) for tokens in lengths))
     searched = record.optional_object("searched")
     given: Mapping[str, Any] = {
-        "stages": tuple(map(_stage, stages)),
+        "stages": read,
         "num_chunks": num_chunks,
         "costs": costs,
         "links": links,

@@ -12,7 +12,8 @@ from operator import add
 from statistics import fmean
 
 from ...schedules.families.registry import family
-from ...schedules.ir import Op
+from ...schedules.ir import Op, Schedule
+from ...schedules.placement import chunk_of_stages
 from ...schedules.timing.costs import Costs, Row, by_stage
 from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.memory import StageBytes
@@ -21,6 +22,9 @@ from ..memory import MemoryUse
 from ..profile import SAMPLES, SPLITS
 from ..stage_cost import OFFLOAD, RULES, count_again
 from ..strict import count
+
+SEARCHES = ("named", "joint")  # for a plan
+OWN = "auto"  # the schedule of a plan whose stages and order a search found together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,15 +196,16 @@ class PlanRecord:
     """Stages in order, on ranks 0..num_devices-1; where a plan needs fewer, the rest stay idle.
 
     Arguments:
-        stages: [S]; the first P are on the places 0 to P - 1, those of later chunks as the schedule has it.
-        num_chunks: V.
+        stages: [S]; the first P are on the places 0 to P - 1, those of later chunks as the schedule has it. Under
+            OWN they are on any ranks, and places are these in the order of their first stages.
+        num_chunks: V; of an order of its own the most stages of any place.
         costs: that it is simulated from: of F, B, I, W of each stage on one rank, recomputation included, of updates,
             sums of tied weights, the norm and the runtime; a row where its replicas differ (microbatch k runs on
             replica `k % replicas`).
         links: of one rank a place (`PlaceNetwork`), with bytes over each cut and sums over the replicas; None where
             they were not kept: messages take no time, and the sums are a part of each update.
         cost_model: "default" or "pipedream".
-        schedule: that memory was counted for; None under PipeDream's model.
+        schedule: that memory was counted for, or OWN where `order` is all there is; None under PipeDream's model.
         order: actions of each rank of one pipeline in the order in which they run, of the share of M that one of the
             equal replicas has; none: the schedule's own.
         num_microbatches: of a batch over all replicas, M; None where the plan does not depend on it.
@@ -253,21 +258,26 @@ class PlanRecord:
             count("slice_lengths", tokens)
         M = self.num_microbatches and self.num_microbatches * (len(self.slice_lengths) or 1)
         self.costs.table(num_stages=len(self.stages), num_indices=M)  # refuses other stages
-        if self.num_chunks < 1 or len(self.stages) % self.num_chunks:
+        if self.schedule == OWN and (self.num_microbatches is None or len(self.order) != len(self.firsts)):
+            raise ValueError(
+                f"schedule {OWN!r} with an order of {len(self.order)} ranks, num_microbatches={self.num_microbatches}: "
+                f"expected an order of the {len(self.firsts)} ranks of its stages, and a number of microbatches"
+            )
+        if self.num_chunks < 1 or (self.schedule != OWN and len(self.stages) % self.num_chunks):
             raise ValueError(
                 f"{len(self.stages)} stages in num_chunks={self.num_chunks}: expected a number that divides "
                 f"{len(self.stages)}"
             )
         _refuse_twice("node", [node for stage in self.stages for node in stage.nodes])
-        width = len(self.stages) // self.num_chunks
+        firsts = [self.stages[s] for s in self.firsts]
         for number, (stage, place) in enumerate(zip(self.stages, self.positions, strict=True)):
-            first = self.stages[place]
+            first = firsts[place]
             if (stage.ranks, stage.tensor) != (first.ranks, first.tensor):
                 raise ValueError(
                     f"stage {number} on ranks {stage.ranks} with tensor={stage.tensor} and stage {place}, of another "
                     f"chunk, on {first.ranks} with tensor={first.tensor}: expected the same ranks in the same groups"
                 )
-        ranks = [rank for stage in self.stages[:width] for rank in stage.ranks]
+        ranks = [rank for stage in firsts for rank in stage.ranks]
         _refuse_twice("rank", ranks)
         for rank in ranks:
             if isinstance(rank, bool) or not isinstance(rank, Integral) or not 0 <= rank < self.num_devices:
@@ -277,7 +287,7 @@ class PlanRecord:
     def _check_links(self) -> None:
         if self.links is None:
             return
-        network, sizes, places = self.links.network, self.links.activation_bytes, len(self.stages) // self.num_chunks
+        network, sizes, places = self.links.network, self.links.activation_bytes, len(self.firsts)
         if not isinstance(network, PlaceNetwork) or network.places != tuple((p,) for p in range(places)):
             raise ValueError(f"links over {network!r:.80}: expected a PlaceNetwork of one rank each on {places} places")
         if isinstance(sizes, float | int) or len(sizes) != len(self.stages) - 1:
@@ -293,7 +303,20 @@ class PlanRecord:
     def positions(self) -> tuple[int, ...]:
         """[S] place of each stage: the stage of the first chunk that is on the same ranks. ValueError for a
         schedule that no plans are made for."""
+        if self.schedule == OWN:
+            places = {ranks: place for place, ranks in enumerate(dict.fromkeys(stage.ranks for stage in self.stages))}
+            return tuple(places[stage.ranks] for stage in self.stages)
         return positions_of(self.schedule, num_stages=len(self.stages), num_chunks=self.num_chunks)
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """[P] number of the first stage of each place."""
+        return tuple(s for s, chunk in enumerate(chunk_of_stages(self.positions)) if chunk == 0)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether its batches follow each other without a flush."""
+        return self.schedule not in (None, OWN) and family(self.schedule or "").rule.is_asynchronous
 
     @property
     def tensor(self) -> int:
@@ -309,7 +332,7 @@ class PlanRecord:
         size, is_even = self.tensor, len({stage.tensor for stage in self.stages}) == 1
         rows = [
             stage.ranks[begin : begin + stage.tensor]
-            for stage in self.stages[: len(self.stages) // self.num_chunks]
+            for stage in (self.stages[s] for s in self.firsts)
             for begin in range(0, len(stage.ranks), stage.tensor)
         ]
         for row in rows:
@@ -394,6 +417,11 @@ class PlanRecord:
         firsts = [group[0] for group in self.tensor_groups]
         found = tuple(figures[rank] for rank in firsts if rank in figures)
         return found if len(found) == len(firsts) else None
+
+
+def order_of(schedule: Schedule) -> tuple[str, ...]:
+    """A schedule's programs as text, for `PlanRecord.order`."""
+    return tuple(" ".join(map(str, program)) for program in schedule.programs)
 
 
 def positions_of(schedule: str | None, *, num_stages: int, num_chunks: int) -> tuple[int, ...]:

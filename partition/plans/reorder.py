@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ...schedules.checks import check
-from ...schedules.families.registry import canonical_name, family
+from ...schedules.families.registry import canonical_name
 from ...schedules.ir import Op, Schedule
 from ...schedules.search.synthesize import synthesize
 from ...schedules.timing.costs import Costs, by_stage, columns
@@ -14,7 +14,7 @@ from ...schedules.wording import duration
 from ..profile import Profile
 from ..stage_cost import OFFLOAD
 from .as_schedule import one_pipeline, simulated
-from .record import PlanRecord, PlanStage
+from .record import PlanRecord, PlanStage, order_of
 
 P = TypeVar("P", bound=PlanRecord)
 
@@ -30,17 +30,18 @@ def reorder(
     No rank holds more activations at once than under the plan's own schedule.
 
     Arguments:
-        plan: of a flush schedule, over equal replicas, without offloading and slices; any other is returned as it is.
+        plan: of a named flush schedule, over equal replicas, without offloading and slices; any other is returned as it
+            is.
         profile: with seconds of I and W; without, or without those, each is half of a backward.
         seconds: of the search, at most.
         evaluations: orders that it tries, at most; None: as many as there is time for.
     """
-    name = canonical_name(plan.schedule or "1f1b")
-    M, width = plan.num_microbatches, len(plan.stages) // plan.num_chunks
+    M = plan.num_microbatches
     alike = len(set(plan.replicas)) == 1 and len({stage.tensor for stage in plan.stages}) == 1
     alike &= not plan.slice_lengths and all(stage.recompute != OFFLOAD for stage in plan.stages)
-    if M is None or width == 1 or not alike or family(name).rule.is_asynchronous or plan.order:
+    if M is None or len(plan.firsts) == 1 or not alike or plan.is_asynchronous or plan.order:
         return plan
+    name = canonical_name(plan.schedule or "1f1b")
     split = replace(plan, costs=_split(plan, profile))
     before = simulated(split).timeline.batch_seconds
     own = one_pipeline(split, num_microbatches=M)
@@ -55,7 +56,7 @@ def reorder(
         evaluations=evaluations,
         seed=seed,
     )
-    better = replace(split, order=tuple(" ".join(map(str, program)) for program in found.schedule.programs))
+    better = replace(split, order=order_of(found.schedule))
     after = simulated(better).timeline
     if after.batch_seconds >= before * (1 - WORTH):
         note = (

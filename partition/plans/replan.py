@@ -14,7 +14,7 @@ from ...schedules.liveness import peak_held
 from ...schedules.search.request import Request
 from ...schedules.search.search import BatchOrders, FoundOrder
 from .as_schedule import one_pipeline, schedule_of
-from .record import PlanRecord, PlanStage
+from .record import PlanRecord, PlanStage, order_of
 from .reorder import costs_of_orders
 from .sizes import Profiles, Size, ascending, stage_laws
 
@@ -84,8 +84,7 @@ class Replanner:
             links=self._links,
         )
         found = self._orders.find(request.problem())
-        order = tuple(" ".join(map(str, program)) for program in found.schedule.programs)
-        return replace(found, schedule=schedule_of(replace(self._plan, order=order)))
+        return replace(found, schedule=schedule_of(replace(self._plan, order=order_of(found.schedule))))
 
 
 def _room(plan: PlanRecord, stages: Sequence[PlanStage]) -> float:

@@ -83,7 +83,7 @@ class LeastSeconds:
 
     def _of_actions(self, c: Configuration, model: Model) -> float:
         """Seconds of a batch without what the runtime takes around the step [s]."""
-        m, known, around = -(-c.batch // c.data), family(c.schedule), 2 * model.profile.action_seconds
+        m, known, around = -(-c.batch // c.data), c.family, 2 * model.profile.action_seconds
         messages = 4 * m * self._least_busy * (sum(a != b for a, b in pairwise(c.positions)) if self._least_busy else 0)
         own = m * c.num_chunks * around  # of F and B of a rank's stages
         # All of V and the schedule that counts: most numbers of chunks have the same bound.
@@ -104,12 +104,12 @@ class LeastSeconds:
         around = 2 * model.profile.action_seconds
         total = m * model.seconds / speed + messages
         stages, of_nodes = np.arange(c.pipeline), m * nodes.seconds / speed
-        if family(c.schedule).rule.is_asynchronous:
+        if c.family.rule.is_asynchronous:
             return max(total / c.pipeline, _most_on_a_rank(of_nodes, c.pipeline)) + own
         head = np.searchsorted(nodes.sizes, stages)
         speed_ahead = speed / c.least_slice
         there = own + nodes.forward[head] / speed_ahead + stages * around / 2
-        is_split = family(c.schedule).splits_backward
+        is_split = c.family.splits_backward
         both = there if is_split else own + nodes.both[head] / speed_ahead + stages * around
         least = (total + float(both.sum())) / c.pipeline
         rounds = self._rounds(c, model.profile)
@@ -258,7 +258,7 @@ def _updates_per_microbatch(c: Configuration) -> Floats:
     """[P] sums of gradients a microbatch: once a batch, or once each replica of every stage has had a microbatch."""
     if c.num_microbatches is None:
         return np.asarray(1 / np.array(c.counts))
-    once = family(c.schedule).rule.updates_per_batch(c.batch, c.counts)
+    once = c.family.rule.updates_per_batch(c.batch, c.counts)
     return np.full(c.pipeline, once / c.batch)
 
 
@@ -314,7 +314,7 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
     """
     work, busy = (_work(c, s) + again * _share(c)) * c.batch, _busy_in_collectives(c, s) * c.batch
     links = float(_links(c, s).max()) * c.batch
-    if family(c.schedule).rule.is_asynchronous:
+    if c.family.rule.is_asynchronous:
         return max(float((work + _sum_by_rank(c, s.step) * _updates_per_microbatch(c) * c.batch).max()), links)
     update = _updates_after_backward(c, s, collectives=np.maximum(s.after - s.busy_in_collectives, 0.0))
     front, around = c.pipeline - 1, s.overhead + s.message_overhead
@@ -323,7 +323,7 @@ def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | fl
         np.concatenate([[0.0], np.cumsum(part * (own + s.message[:front]) + around[:front])])
         for own in (s.forward[:front], s.backward[:front])
     )
-    if family(c.schedule).splits_backward:
+    if c.family.splits_backward:
         return max(float((head + work + update).max()), links)
     shared = max((seconds + float(s.step[0]) for (first, *_), seconds in tied if first == 0), default=0.0)
     behind = _updates_after_backward(c, s, collectives=s.after) - tail

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from ...schedules.families.registry import family
 from ...schedules.timing.costs import Costs, Ties
 from ...schedules.timing.links import Links
 from ...schedules.timing.timeline import Timeline
@@ -93,7 +92,7 @@ class Candidate:
     def leaving(self) -> tuple[int, ...]:
         """Stages whose activations wait on the host."""
         c = self.configuration
-        treated = enumerate(self.memories[p].recompute[s // c.pipeline] for s, p in enumerate(c.positions))
+        treated = enumerate(self.memories[p].recompute[v] for p, v in zip(c.positions, c.chunks, strict=True))
         return tuple(s for s, name in treated if name == OFFLOAD)
 
     @property
@@ -171,13 +170,13 @@ class PlanEvaluator:
         is_ahead = sums.gathers_ahead and not family(c.schedule).rule.is_asynchronous
         return sums if is_ahead == sums.gathers_ahead else replace(sums, gathers_ahead=is_ahead)
 
-    def _norm_seconds(self, schedule: str) -> float | None:
+    def _norm_seconds(self, c: Configuration) -> float | None:
         """Seconds of the global norm, for which ranks wait under a flush alone [s]."""
-        return None if family(schedule).rule.is_asynchronous else self.norm
+        return None if c.family.rule.is_asynchronous else self.norm
 
     def _outside_pipeline(self, c: Configuration, model: Model) -> float:
         """Seconds of a step that no schedule hides [s]."""
-        return model.profile.around_seconds + (self._norm_seconds(c.schedule) or 0.0)
+        return model.profile.around_seconds + (self._norm_seconds(c) or 0.0)
 
     def evaluate(
         self, c: Configuration, ends: Ends, *, exact: bool = False, in_flight: Sequence[InFlightCounts] | None = None
@@ -220,7 +219,7 @@ class PlanEvaluator:
 
     def _seconds(self, c: Configuration, sums: StageSums, memories: Sequence[RankMemory]) -> StageSeconds:
         """[S] seconds of the stages under these treatments of their ranks, [P]."""
-        treatments = [(memories[p], s // c.pipeline) for s, p in enumerate(c.positions)]
+        treatments = [(memories[p], v) for p, v in zip(c.positions, c.chunks, strict=True)]
         return stage_seconds(
             sums,
             self.placement(c),
@@ -244,7 +243,7 @@ class PlanEvaluator:
             sums=sums,
             seconds=seconds,
             tied=tied,
-            norm=self._norm_seconds(c.schedule),
+            norm=self._norm_seconds(c),
             memories=tuple(memories),
             bottleneck=float(rank_paces(c, seconds).max()),
             bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + outside,
@@ -263,17 +262,19 @@ class PlanEvaluator:
 
     def _split_share(self, c: Configuration) -> Floats | None:
         """[S] part of the microbatches whose I and W run apart, in the batch that is simulated for the whole."""
-        if not family(c.schedule).splits_backward:
+        if not c.family.splits_backward:
             return None
         m = microbatches_of(c)
         m = min(short_batches(c, m) if c.is_equal else (), default=m)
+        if c.own is not None:
+            return num_weight_grads(c.own)
         key = (c.schedule, c.num_chunks, c.counts, m)
         if key not in self._split_shares:
             self._split_shares[key] = num_weight_grads(self.schedules.schedule(c, m))
         return self._split_shares[key]
 
     def _may_offload(self, c: Configuration, p: int) -> bool:
-        rule, actions = family(c.schedule).rule, 2 * c.num_stages * (c.num_microbatches or MAX_OFFLOAD_ACTIONS)
+        rule, actions = c.family.rule, 2 * c.num_stages * (c.num_microbatches or MAX_OFFLOAD_ACTIONS)
         is_known = self.model(c).rules.offloads and self.placement(c).hosts[p] > 0
         return is_known and not rule.is_asynchronous and actions <= MAX_OFFLOAD_ACTIONS
 
@@ -379,7 +380,7 @@ class PlanEvaluator:
             replicas=c.counts[p],
             tensor=min(c.tensors[max(0, p - 1) : p + 2]),  # the fewest that a message is divided over
             limit=self.placement(c).limits[p],
-            streams=family(c.schedule).rule.is_asynchronous,
+            streams=c.family.rule.is_asynchronous,
             context_bytes=context_bytes(self.model(c).profile.device),
             num_messages=c.num_messages(p),
         )

@@ -11,10 +11,12 @@ from itertools import product
 import numpy as np
 
 from ...schedules.families.registry import family
+from ...schedules.kinds import one_of, option
 from ..cluster import Cluster
 from ..memory import context_bytes
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
+from ..plans.record import SEARCHES
 from ..profile import Profile
 from ..recompute import MemoryRules
 from ..solve.antichains import MAX_CUTS
@@ -40,6 +42,7 @@ from .arguments import microbatch_sizes as sizes_to_try
 from .arguments import tensor_sizes as tensor_sizes_of
 from .cuts import TooLargeError, candidates
 from .evaluate import Candidate, Ends, PlanEvaluator
+from .joint import JOINT_SECONDS, refuse_joint, verdict, with_joint
 from .layouts import uneven_layouts
 from .model import Model, alike
 from .result import as_plan, distinct, label
@@ -76,6 +79,7 @@ def plan(
     max_simulated: int = 64,
     seconds: float | None = None,
     max_cuts: int = MAX_CUTS,
+    search: str = "named",
     progress: Progress | None = None,
     on_runners_up: Callable[[Sequence[Plan]], object] | None = None,
 ) -> Plan:
@@ -111,8 +115,12 @@ def plan(
         num_runners_up: to name in the plan.
         max_simulated: configurations to simulate at most; `Plan.searched` says what the rest may gain at most.
         seconds: to search for, or a little longer, until something is found; likewise. None: until nothing left can
-            win. With it the same input may give another plan.
+            win. With it the same input may give another plan. Of a joint search as many more, of CPU time; 20 by
+            default.
         max_cuts: beyond which a graph is simplified, see `all_cuts`.
+        search: "named", among schedules by name; "joint": then for cut, placement and order of a chain at once
+            (`synthesize_jointly`), with any number of stages on each of all devices, one replica, no tensor ranks,
+            and nothing recomputed. The better of the two is returned; a note says which won, and by how much.
         progress: called with a `Searched` and the best seconds so far.
         on_runners_up: called with those that are named, each as the plan that it would be, the better ones first.
 
@@ -137,6 +145,7 @@ def plan(
     tensors, order = tensor_sizes_of(given, cluster, tensor_sizes), canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=figure("memory_limit", memory_limit))
     ratio, taken = figure("optimizer_bytes", optimizer_bytes), figure("seconds", seconds)
+    joint = (taken or JOINT_SECONDS) if option("search", search, one_of(SEARCHES)) == "joint" else None
     space = partial(
         SearchSpace,
         num_devices=cluster.num_devices,
@@ -156,11 +165,11 @@ def plan(
         one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in tensors else tensors[0])
         evaluator = PlanEvaluator(topology, model_of, norm=norm_seconds(max_grad_norm, one, topology))
         most = count("max_simulated", max_simulated)
-        search = PlanSearch(evaluator, wanted=num_runners_up + 1, max_simulated=most, seconds=taken, progress=progress)
-        return search, distinct(_found(search, own, order, runnable=runnable)), one
+        planner = PlanSearch(evaluator, wanted=num_runners_up + 1, max_simulated=most, seconds=taken, progress=progress)
+        return planner, distinct(_found(planner, own, order, runnable=runnable, joint=joint)), one
 
-    search, found, one = _best(given, searched)
-    ranked = partial(_ranked, search, found, order=order, one=one, num_runners_up=num_runners_up)
+    planner, found, one = _best(given, searched)
+    ranked = partial(_ranked, planner, found, order=order, one=one, num_runners_up=num_runners_up, joint=joint)
     if on_runners_up is not None:
         on_runners_up([*map(ranked, range(1, min(len(found), num_runners_up + 1)))])
     return ranked(0)
@@ -208,8 +217,13 @@ def models_of(
     return model_of
 
 
-def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool) -> list[Candidate]:
-    """Configurations with their cuts, simulated, the best first; ValueError where nothing fits."""
+def _found(
+    search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runnable: bool, joint: float | None
+) -> list[Candidate]:
+    """Configurations with their cuts, simulated, the best first; ValueError where nothing fits. `joint`: seconds of a
+    joint search besides; None: there is none."""
+    if joint is not None:
+        refuse_joint(space, search.evaluator)
     evaluator, unequal, layouts = search.evaluator, [], []
     _refuse_slices(space, evaluator.model_of(space.microbatch_sizes[0], space.tensor_sizes[0]).rules.recompute)
     cluster, names = evaluator.topology.cluster, [name for name, _ in space.schedules]
@@ -239,11 +253,18 @@ def _found(search: PlanSearch, space: SearchSpace, order: Sequence[int], *, runn
     found = search.improve_with_layouts(found, layouts, is_new)
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
-    return found
+    return found if joint is None else with_joint(search, space, found, seconds=joint)
 
 
 def _ranked(
-    search: PlanSearch, found: Sequence[Candidate], at: int, *, order: Sequence[int], one: Profile, num_runners_up: int
+    search: PlanSearch,
+    found: Sequence[Candidate],
+    at: int,
+    *,
+    order: Sequence[int],
+    one: Profile,
+    num_runners_up: int,
+    joint: float | None,
 ) -> Plan:
     """The plan of `found[at]`, with the others as its runners-up. `one`: a profile, which shows whether
     microbatch sizes are known."""
@@ -251,6 +272,8 @@ def _ranked(
     notes = [f"{CHOSEN}{label(best)}", *best.model.notes]
     if not says_size:
         notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
+    if joint is not None:
+        notes.append(verdict(found))
     if search.refused:
         notes.append(f"{len(search.refused)} left out, whose schedule does not run, such as {search.refused[0]}")
     return as_plan(

@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from ...schedules.families.registry import family
 from ...schedules.timing.memory import StageBytes
 from ..memory import stage_bytes
 from ..plans.plan import Plan
-from ..plans.record import PlanStage, RunnerUp, Searched
+from ..plans.record import PlanStage, RunnerUp, Searched, order_of
 from ..profile import Node
 from ..solve.orders import own_ranks
 from ..stage_cost import OFFLOAD, RECOMPUTE, kind_of
@@ -61,6 +60,7 @@ def as_plan(
         links=e.links,
         cost_model="default",
         schedule=c.schedule,
+        order=() if c.own is None else order_of(c.own),
         num_microbatches=c.num_microbatches,
         slice_lengths=c.lengths,
         microbatch_size=c.microbatch_size if says_size else None,
@@ -78,7 +78,7 @@ def plan_stages(e: Candidate, order: Sequence[int], node_size: int) -> tuple[Pla
     """The stages in order, each on all its ranks of the cluster as its user lists it."""
     c, ranks = e.configuration, e.configuration.stage_ranks
     paces = stage_paces(c, e.seconds)
-    streams = family(c.schedule).rule.is_asynchronous
+    streams = c.family.rule.is_asynchronous
     fewest = [min(c.tensors[p], c.tensors[q]) for p, q in pairwise([*c.positions, c.positions[-1]])]
     held: Sequence[StageBytes | None] = (
         [None] * c.num_stages
@@ -88,7 +88,7 @@ def plan_stages(e: Candidate, order: Sequence[int], node_size: int) -> tuple[Pla
     nodes = {node.name: node for node in e.model.profile.nodes}
     stages = []
     for s in range(c.num_stages):
-        p, v = c.positions[s], s // c.pipeline
+        p, v = c.positions[s], c.chunks[s]
         memory, first, last = e.memories[p], e.ends[s], e.ends[s + 1]
         split_of = {node.name: node.split for node in e.models[c.tensors[p]].profile.nodes}
         splits = tuple(split_of[name] for name in e.model.names(first, last))

@@ -27,7 +27,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from ...schedules.families.registry import build, family
+from ...schedules.families.registry import build
 from ...schedules.ir import Action, Op, Schedule
 from ...schedules.program import run_as_one
 from ...schedules.timing.costs import Costs
@@ -66,10 +66,12 @@ class BuiltSchedules:
 
         SizesError where the schedule does not take these sizes.
         """
+        if c.own is not None:
+            return count_in_flight(c.own)
         if not (exact or c.is_equal):
             return steady_in_flight(c.schedule, c.counts, c.num_microbatches)
         m = microbatches_of(c)
-        known, rest = family(c.schedule), m % c.pipeline
+        known, rest = c.family, m % c.pipeline
         full, is_alike = known.full_after, not (known.takes_chunks and rest)  # a shorter batch holds exactly as much
         if c.is_equal and full is not None and (is_alike or not exact) and m > (full + 2) * c.pipeline:
             m = (full + 1) * c.pipeline + rest
@@ -89,8 +91,11 @@ class BuiltSchedules:
         return self._known_in_flight[key]
 
     def schedule(self, c: Configuration, num_microbatches: int, *, is_of_all: bool = False) -> Schedule:
-        """Schedule of one of equal replicas, or `is_of_all`; else of all. SizesError where it lacks these sizes."""
+        """Schedule of one of equal replicas, or `is_of_all`; else of all; its own where it has one. SizesError where it
+        lacks these sizes."""
         _check_length(c, num_microbatches)
+        if c.own is not None:
+            return c.own
         chunks = c.num_chunks if c.num_chunks > 1 else None
         counts = None if c.is_equal and not is_of_all else c.counts
         key = (c.schedule, c.pipeline, chunks, counts, num_microbatches, len(c.lengths))
@@ -177,7 +182,7 @@ def short_batches(c: Configuration, num_microbatches: int) -> tuple[int, ...]:
 
     None where the schedule's rounds are not all alike, and none of more than half its size.
     """
-    known = family(c.schedule)
+    known = c.family
     rest = num_microbatches % c.pipeline
     if known.full_after is None or known.rule.is_asynchronous or (known.takes_chunks and rest):
         return ()

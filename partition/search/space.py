@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, permutations, product
 
+from ...schedules.families.family import Family
 from ...schedules.families.registry import family
+from ...schedules.ir import Schedule
+from ...schedules.placement import chunk_of_stages
+from ..plans.record import OWN
 from ..solve.orders import own_ranks
 
+_OWN = Family(name=OWN, build=Schedule, splits_backward=True)
 MIXED_SIZES = 8  # devices up to which tensor sizes of stages are mixed in every way
 ALL_SIZES = 64  # devices up to which plans that leave more than an eighth of them idle are always looked at, too
 
@@ -23,8 +28,8 @@ class Configuration:
 
     Arguments:
         pipeline, data, tensor: P, D, T.
-        schedule: canonical name.
-        num_chunks: V.
+        schedule: canonical name, or OWN.
+        num_chunks: V; of a schedule of its own the most of any place.
         microbatch_size: samples in one; 1 where a profile does not say what it ran.
         num_microbatches: of a batch over all replicas, M; None: open, each replica updates with each microbatch.
         ranks: of each of P stages, where these are not D T in a row each (unequal replicas, unequal nodes moved).
@@ -32,6 +37,7 @@ class Configuration:
         sizes: T of each of P stages, where these differ, on neighbours in a row; `tensor` is the largest then, and D 1.
         lengths: tokens of each slice of a microbatch; none: it passes whole.
         shares: of each slice, its part of a microbatch's seconds.
+        own: the schedule, where no family makes it: of one pipeline, places in the order of their first stages.
     """
 
     pipeline: int
@@ -46,6 +52,11 @@ class Configuration:
     sizes: tuple[int, ...] | None = None
     lengths: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
+    own: Schedule | None = None
+
+    @property
+    def family(self) -> Family:
+        return family(self.schedule) if self.own is None else _OWN
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -64,12 +75,19 @@ class Configuration:
 
     @property
     def num_stages(self) -> int:
-        return self.pipeline * self.num_chunks
+        return self.pipeline * self.num_chunks if self.own is None else self.own.num_stages
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """[S] which of the P places each stage has; stage s is chunk s // P there."""
+        """[S] which of the P places each stage has."""
+        if self.own is not None:
+            return tuple(rank for (rank,) in self.own.owners)
         return family(self.schedule).rank_of_stages(num_ranks=self.pipeline, num_chunks=self.num_chunks)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """[S] which of its place's stages each is."""
+        return chunk_of_stages(self.positions)
 
     @property
     def num_devices(self) -> int:
@@ -140,6 +158,7 @@ class Configuration:
         if self.tensor > 1:
             parts.append(f"tensor {'-'.join(map(str, self.sizes or (self.tensor,)))}")
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
+        schedule = schedule if self.own is None else f"joint search, {self.num_stages} stages"
         schedule += f", slices of {'-'.join(map(str, self.lengths))} tokens" if self.lengths else ""
         return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])
 

@@ -142,6 +142,8 @@ class AutoLayout:
             "runnable": True,
             "optimizer_sharding": ("none",),
             "max_grad_norm": self._options.max_grad_norm or 0.0,
+            "search": self._options.auto.search,
+            "seconds": self._options.auto.seconds,
             **restrictions,
         }
 

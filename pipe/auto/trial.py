@@ -31,9 +31,9 @@ from ...partition.model.untouched import StateSnapshot
 from ...partition.plans.as_schedule import with_measured
 from ...partition.plans.as_text import CHOSEN, describe
 from ...partition.plans.plan import Plan
+from ...partition.plans.record import OWN
 from ...partition.profiler.optimizers import NamedParameters, make_optimizers_of_copies, named
 from ...schedules import Costs, Timeline
-from ...schedules.families.registry import family
 from ...schedules.wording import count, duration, size
 from ..build import Pipeline, build
 from ..context import Run, layout_of_plan
@@ -62,8 +62,8 @@ def to_try(best: Plan, others: Sequence[Plan], *, trials: int, noise: float) -> 
 
 
 def _layout(plan: Plan) -> object:
-    width = len(plan.stages) // plan.num_chunks
-    return plan.replicas[:width], plan.microbatch_size, plan.num_chunks > 1
+    counts = tuple(plan.replicas[s] for s in plan.firsts)
+    return counts, plan.microbatch_size, plan.num_chunks > 1, plan.schedule == OWN
 
 
 _Ran = tuple[list[Timeline], Costs]  # steps of a trial, and costs
@@ -129,7 +129,7 @@ class Trials:
             return "all ranks are in one process, where they take turns"
         if plan.tensor > 1:
             return "its matrices are split over tensor ranks"
-        if family(plan.schedule or "1f1b").rule.is_asynchronous:
+        if plan.is_asynchronous:
             return "batches of a stream overlap: a few of them say little"
         step = plan.simulated_step_time or 0.0
         if _LEAST * step > LONGEST:

@@ -107,11 +107,16 @@ class Auto:
         schedules: names to choose among, including those of `stagewright.schedules.register`; by default the planner's.
         replan: "batch": each batch gets its own order, searched for the sizes of its microbatches within the plan's
             memory (docs/guides/schedules.md); pass them as `train_step(microbatches=[...])`.
+        search: "joint": cut, placement and order of a chain of layers are also searched together, with any number of
+            stages on each rank, and the better plan is taken (docs/guides/planning.md). "named": schedules by name.
+        seconds: of the search for a plan, and of a joint search as many more, of CPU time (20 by default).
     """
 
     trials: int | None = None
     schedules: Sequence[str] | None = None
     replan: str | None = None
+    search: str = "named"
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from ...partition.deferred.parameters import DeferredParameter
 from ...partition.deferred.recipes import device_where_built
 from ...partition.model.batch_dims import check_batch_dims
 from ...partition.plans.plan import Plan
+from ...partition.plans.record import SEARCHES
 from ...partition.profiler.optimizers import NamedFactory
 from ...schedules import canonical_name
 from ...schedules.kinds import Kind, above_zero, at_least, one_of, option
@@ -127,6 +128,12 @@ class Options(GivenOptions):
             raise ValueError(f"schedules={asked!r}: expected at least one name, or None")
         for name in [asked] if isinstance(asked, str) else asked or ():
             canonical_name(name)  # ValueError before anything is measured
+        if option("search", self.auto.search, one_of(SEARCHES)) == "joint" and self.auto.replan is not None:
+            raise ValueError(
+                f"Auto(search='joint', replan={self.auto.replan!r}): expected one of them: a joint plan has one order"
+            )
+        if self.auto.seconds is not None:
+            option("seconds", self.auto.seconds, above_zero("seconds above 0, or None"))
         option("verify", self.verify, _VERIFY)
         _ = self.example  # ValueError where it is none
         option("sends", self.mesh.sends, one_of(SENDS))

@@ -61,11 +61,18 @@ class Budget:
 
 class Incumbent(Generic[Answer]):
     """The best answer so far, and the remaining budget. No answer can be below the bound [s] (0: not known). `history`:
-    each improvement."""
+    each improvement. `clock`: of the seconds; None: the wall clock."""
 
-    def __init__(self, budget: Budget, *, bound: float, on_progress: Callable[[Progress], None] | None = None) -> None:
-        self.budget, self.bound, self.on_progress = budget, bound, on_progress
-        self.began = time.monotonic()
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        bound: float,
+        on_progress: Callable[[Progress], None] | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.budget, self.bound, self.on_progress, self.clock = budget, bound, on_progress, clock or time.monotonic
+        self.began = self.clock()
         self.evaluations = 0
         self.value = math.inf
         self.answer: Answer | None = None
@@ -73,7 +80,7 @@ class Incumbent(Generic[Answer]):
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self.began
+        return self.clock() - self.began
 
     @property
     def is_over(self) -> bool:

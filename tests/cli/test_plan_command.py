@@ -45,6 +45,19 @@ def test_a_table_a_file_and_how_long_it_took(capsys: pytest.CaptureFixture[str],
     assert "memory of a device: 32.0 GB (--memory gives another)" in printed
 
 
+@pytest.mark.thorough
+def test_a_joint_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    profile, out = written(tmp_path / "a.json", 1), tmp_path / "plan.json"
+    words = ["plan", "--profile", profile, "--cluster", "3:net=1GB/s", "--batch", "8", "--joint", "--seconds", "0.2"]
+    assert main([*words, "--replicas", "1", "--pipeline", "3", "--json"]) == 0
+    found = Plan.from_json(capsys.readouterr().out)
+    assert (found.schedule, len(found.order)) == ("auto", 3)
+    assert main([*words, "--out", str(out)]) == 0
+    assert "joint search: " in capsys.readouterr().out
+    assert main([*words, "--replicas", "3"]) == 2
+    assert "--joint with --replicas 3: expected 1 among them" in capsys.readouterr().err
+
+
 @pytest.mark.thorough(but=["None-1-norm of gradients: ranks wait 5.00 s for it (--clip 0: none)"])
 @pytest.mark.parametrize(
     ("known", "typed", "said"),

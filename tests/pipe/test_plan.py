@@ -84,6 +84,17 @@ PLANS = {
             num_microbatches=4,
         ),
     ),
+    "an order of its own, unequal chunks": (
+        "chain",
+        plan_of(
+            *[stage(f"{i}", rank) for i, rank in enumerate((2, 0, 2, 1))],
+            num_devices=3,
+            num_chunks=2,
+            schedule="auto",
+            num_microbatches=2,
+            order=("0F0 0F1 2F0 2F1 2B0 0I0 2B1 0B1 0W0", "1F0 1F1 1B0 1B1", "3F0 3B0 3F1 3B1"),
+        ),
+    ),
     "a V over replicas": (
         "chain",
         plan_of(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.schedules import synthesize, synthesize_jointly
+from stagewright.schedules import synthesize
 
 
 @pytest.fixture(autouse=True)
 def _no_hurry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The nightly tests judge seconds."""
     if request.node.get_closest_marker("nightly") is None:
-        for search in (synthesize, synthesize_jointly):
-            monkeypatch.setitem(search.__kwdefaults__, "seconds", 400.0)
+        monkeypatch.setitem(synthesize.__kwdefaults__, "seconds", 400.0)

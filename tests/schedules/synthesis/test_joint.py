@@ -1,16 +1,31 @@
-"""Cut, placement and schedule together: against every cut there is, and never behind partition first."""
+"""Cut, placement and schedule together: against every cut there is, and against what each state takes elsewhere."""
 
 from __future__ import annotations
 
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, product
 from random import Random
+from typing import Any
 
 import pytest
-from support.inside import ChainSearch, Request
+from support.inside import (
+    Arranged,
+    Budget,
+    ChainSearch,
+    Incumbent,
+    LayerChain,
+    Request,
+)
+from support.inside import SynthesisEvaluateEvaluator as OrderEvaluator
 
-from stagewright.schedules import Costs, Layer, MemoryLimitError, Op, check, simulate, synthesize, synthesize_jointly
+from stagewright.schedules import Costs, Layer, Link, Links, MemoryLimitError, Op, check, synthesize, synthesize_jointly
 
 ORDERS = 40
+ROUTES = {(a, b): Link(latency=0.05 * a, seconds_per_byte=0.1 * (b + 1)) for a in range(4) for b in range(4)}
+RUNTIMES = {
+    "free": (Costs(latency=0.0), None),
+    "links": (Costs(latency=0.1, overhead=0.05, message_overhead=0.02), Links(network=ROUTES)),
+    "norm": (Costs(latency=0.2, norm=0.3), None),
+}
 
 
 def drawn(random: Random, num: int) -> list[Layer]:
@@ -19,171 +34,198 @@ def drawn(random: Random, num: int) -> list[Layer]:
     for at in range(num):
         size = random.uniform(0.3, 2.0) * (2.5 if at == num - 1 else 1.0)
         layers.append(
-            Layer(forward=size, input_grad=1.1 * size, weight_grad=0.7 * size, activation=random.uniform(0.5, 2))
+            Layer(
+                forward=size,
+                input_grad=1.1 * size,
+                weight_grad=0.7 * size,
+                activation=random.uniform(0.5, 2),
+                update=random.uniform(0, 0.3),
+                weights=random.uniform(0, 0.2),
+                output=random.uniform(0.1, 0.5),
+            )
         )
     return layers
 
 
-def schedule_of(
-    layers: list[Layer], cut: tuple[int, ...], placement: str, *, P: int, M: int, latency: float, limit: float
-):  # type: ignore[no-untyped-def]
+def request_for(
+    layers: list[Layer], cut: Any, placement: Any, *, M: int, limits: list[float], runtime: Costs, links: Links | None
+) -> Request:
+    """The stages of a cut, put together here."""
     parts = [layers[start:end] for start, end in pairwise(cut)]
+    outputs = [part[-1].output for part in parts[:-1]]
+    held = [sum(each.activation for each in part) + out for part, out in zip(parts, [*outputs, 0.0], strict=True)]
     costs = Costs(
-        forward=[sum(each.forward for each in part) for part in parts],
-        input_grad=[sum(each.input_grad for each in part) for part in parts],
-        weight_grad=[sum(each.weight_grad for each in part) for part in parts],
-        latency=latency,
+        **{
+            name: [sum(getattr(each, name) for each in part) for part in parts]
+            for name in ("forward", "input_grad", "weight_grad", "update")
+        },
+        overhead=runtime.overhead,
+        message_overhead=[runtime.message_overhead * n for n in [1, *[2] * (len(parts) - 2), 1]],  # type: ignore[operator]
+        latency=runtime.latency,
+        norm=runtime.norm,
     )
-    held = [sum(each.activation for each in part) for part in parts]
-    found = synthesize(
-        num_ranks=P,
+    fixed = [sum(each.weights for s in own for each in parts[s]) for own in placement]
+    return Request(
+        placement=placement,
         num_microbatches=M,
         costs=costs,
-        memory_limit=limit,
-        placement=placement,
+        memory_limit=[limit - own for limit, own in zip(limits, fixed, strict=True)],
         activations=held,
-        evaluations=ORDERS,
+        links=None if links is None else Links(network=ROUTES, activation_bytes=outputs),
     )
-    return found, costs, held
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", RUNTIMES)
+def test_what_a_chain_says_is_what_the_evaluator_of_orders_says(kind: str) -> None:
+    """From a start, through many cuts; the same again."""
+    layers, (runtime, links) = drawn(Random(4), 12), RUNTIMES[kind]
+    limits = [0.6 * sum(each.activation for each in layers)] * 3
+
+    def states() -> tuple[list[Arranged], list[Arranged]]:
+        chain = LayerChain(layers, num_microbatches=5, limits=limits, runtime=runtime, links=links)
+        incumbent = Incumbent[Arranged](Budget(evaluations=1500), bound=0.0)
+        search = ChainSearch(chain, incumbent, Random(0))
+        return search._starts(), search.run()
+
+    starts, ends = states()
+    assert ends[0].value < min(each.value for each in starts)
+    for state in (*starts, *ends):
+        placement = [[s for s, own in enumerate(state.ranks) if own == rank] for rank in range(3)]
+        asked = request_for(layers, state.cut, placement, M=5, limits=limits, runtime=runtime, links=links)
+        evaluator = OrderEvaluator(asked.problem())
+        assert evaluator.value(state.written) == pytest.approx(state.value)
+        assert evaluator.fits(state.written)
+    assert [each.value for each in states()[1]] == [each.value for each in ends]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("seed", "num", "P", "M", "latency"), [(1, 8, 3, 2, 0.0), (2, 7, 3, 4, 0.2), (3, 8, 2, 3, 0.1)]
+    ("seed", "num", "P", "M", "kind"), [(1, 8, 3, 2, "free"), (2, 7, 3, 4, "norm"), (3, 8, 2, 3, "norm")]
 )
-def test_it_reaches_the_best_of_all_cuts_and_placements(seed: int, num: int, P: int, M: int, latency: float) -> None:
-    layers = drawn(Random(seed), num)
-    limit = 1.2 * sum(each.activation for each in layers)
-    best, even = {}, {}
-    for placement, S in (("plain", P), ("cyclic", 2 * P), ("v", 2 * P)):
-        for inner in combinations(range(1, num), S - 1):
+def test_it_reaches_the_best_of_all_cuts_on_named_placements(seed: int, num: int, P: int, M: int, kind: str) -> None:
+    layers, (runtime, links) = drawn(Random(seed), num), RUNTIMES[kind]
+    limit = 1.4 * sum(each.activation for each in layers)
+    best = []
+    for V, snakes in ((1, False), (2, False), (2, True)):
+        rank_of = [P - 1 - s % P if snakes and s >= P else s % P for s in range(V * P)]
+        placement = [[s for s, own in enumerate(rank_of) if own == rank] for rank in range(P)]
+        for inner in combinations(range(1, num), V * P - 1):
             cut = (0, *inner, num)
+            asked = request_for(layers, cut, placement, M=M, limits=[limit] * P, runtime=runtime, links=links)
             try:
-                found, costs, _ = schedule_of(layers, cut, placement, P=P, M=M, latency=latency, limit=limit)
+                found = synthesize(
+                    placement=placement,
+                    num_microbatches=M,
+                    costs=asked.costs,
+                    memory_limit=asked.memory_limit,
+                    activations=asked.activations,
+                    evaluations=ORDERS,
+                )
             except MemoryLimitError:
                 continue
-            best[placement, cut] = found.value
-            table = costs.table(num_stages=S)
-            even[placement, cut] = max(f + b for f, b in zip(table.column(Op.F), table.column(Op.B), strict=True))
+            best.append(found.value)
     got = synthesize_jointly(
-        layers, num_ranks=P, num_microbatches=M, latency=latency, memory_limit=limit, cuts=20, evaluations=ORDERS
+        layers, num_ranks=P, num_microbatches=M, runtime=runtime, memory_limit=limit, evaluations=20_000, seconds=600
     )
-    assert got.best.value <= min(best.values()) * (1 + 1e-9)
-    assert got.separate.value >= got.best.value
-    first = even[got.separate.placement, got.separate.cut]
-    assert first == pytest.approx(min(size for (name, _), size in even.items() if name == got.separate.placement))
-    assert got.separate.value <= best[got.separate.placement, got.separate.cut] * (1 + 1e-9)
+    assert got.lower_bound <= got.best.value <= min(best) * (1 + 1e-9)
 
 
 @pytest.mark.thorough
 def test_what_it_returns_is_a_schedule_of_its_cut_within_the_memory_and_the_same_again() -> None:
-    layers = drawn(Random(5), 12)
+    layers, (runtime, links) = drawn(Random(5), 12), RUNTIMES["links"]
     limit = 0.8 * sum(each.activation for each in layers)
-    many = {"num_ranks": 4, "num_microbatches": 5, "latency": 0.1, "memory_limit": limit, "evaluations": 40, "cuts": 8}
-    got = synthesize_jointly(layers, **many)  # type: ignore[arg-type]
-    _, costs, held = schedule_of(layers, got.best.cut, got.best.placement, P=4, M=5, latency=0.1, limit=limit)
-    schedule = got.best.synthesis.schedule
-    check(schedule)
-    assert simulate(schedule, costs).makespan == pytest.approx(got.best.value)
-    assert [row[0] for row in got.best.synthesis.problem.held] == pytest.approx(held)
-    assert all(peak <= limit for peak in _peaks(got.best.synthesis))
-    assert got.gain > 0
-    assert got.cuts_tried <= 3 + 8
-    again = synthesize_jointly(layers, **many)  # type: ignore[arg-type]
-    assert (again.best.cut, again.best.placement, again.best.value) == (
-        got.best.cut,
-        got.best.placement,
-        got.best.value,
+    sizes: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 5, "memory_limit": limit, "evaluations": 600}
+    improvements: list[float] = []
+    got, again = (
+        synthesize_jointly(
+            layers, **sizes, runtime=runtime, links=links, on_progress=lambda point: improvements.append(point.value)
+        )
+        for _ in range(2)
     )
+    assert (got.best.cut, got.best.placement, got.best.value) == (
+        again.best.cut,
+        again.best.placement,
+        again.best.value,
+    )
+    assert got.best.value <= min(improvements) * (1 + 1e-9)
+    assert got.gap == pytest.approx(got.best.value / got.lower_bound - 1)
+    for each in got.found:
+        schedule = each.synthesis.schedule
+        check(schedule)
+        asked = request_for(
+            layers, each.cut, each.placement, M=5, limits=[limit] * 4, runtime=runtime, links=links
+        ).problem()
+        evaluator = OrderEvaluator(asked)
+        assert evaluator.fits(evaluator.orders(schedule))
+        for own, program in zip(each.placement, schedule.programs, strict=True):
+            held = list(
+                accumulate(asked.held[a.stage][0] * {Op.F: 1, Op.W: -1, Op.B: -1}.get(a.op, 0) for a in program)
+            )
+            fixed = sum(layer.weights for s in own for layer in layers[each.cut[s] : each.cut[s + 1]])
+            assert max(held) + fixed <= limit * (1 + 1e-9)
+
+
+def test_the_bound_holds_for_every_cut_and_order() -> None:
+    """Two layers a stage at most, of a few that are small enough to try each cut on each placement."""
+    for seed in range(8):
+        layers = drawn(Random(seed), 3)
+        runtime = Costs(latency=0.1, overhead=0.05, norm=0.1)
+        chain = LayerChain(layers, num_microbatches=2, limits=[1e9] * 2, runtime=runtime, links=None)
+        values = []
+        for cut in ([0, 1, 3], [0, 2, 3], [0, 1, 2, 3]):
+            for ranks in ([0, 1], [1, 0], [0, 1, 0], [1, 0, 1]):
+                if len(ranks) == len(cut) - 1:
+                    for lag, share in product((0.1, 1.0, 5.0), (0.0, 1.5)):
+                        over = [share] * 2
+                        tables = chain.tables((cut, ranks), over)
+                        orders = chain.listed(ranks, tables, chain.even(tables, lag), over)
+                        state = None if orders is None else chain.play((cut, ranks), orders, over)
+                        assert state is not None
+                        values.append(state.value)
+                        assert max(chain.loads((cut, ranks))) <= state.value * (1 + 1e-9)
+        assert chain.least_seconds() <= min(values) * (1 + 1e-9)
+
+
+def test_a_backward_that_is_shorter_as_one_is_run_as_one() -> None:
+    layers = [Layer(forward=1.0, input_grad=1.0, weight_grad=1.0, backward=1.2) for _ in range(4)]
+    got = synthesize_jointly(layers, num_ranks=1, num_microbatches=3, evaluations=100)
+    assert got.best.value == pytest.approx(3 * 4 * 2.2)
+    assert got.gap == pytest.approx(0.0)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("objective", "share"), [("makespan", 0.5), ("span", 0.6)])
-def test_any_placement_within_the_memory(objective: str, share: float) -> None:
-    """Stages on any ranks, their order carried from cut to cut."""
-    layers = drawn(Random(3), 14)
-    limit = share * sum(each.activation for each in layers)
-    sizes = {"num_ranks": 3, "num_microbatches": 6, "memory_limit": limit, "latency": 0.2, "objective": objective}
-    many = {"cuts": 8, "evaluations": 300}
-    got = synthesize_jointly(layers, placements=["any"], **sizes, **many)  # type: ignore[arg-type]
-    named = synthesize_jointly(layers, placements=["plain"], **sizes, **many)  # type: ignore[arg-type]
-    assert not isinstance(got.best.placement, str)
-    assert got.lower_bound <= got.best.value < named.best.value
-    assert got.separate.value == named.separate.value
-    assert got.gap == pytest.approx(got.best.value / got.lower_bound - 1)
-    check(got.best.synthesis.schedule)
-    assert all(peak <= limit * (1 + 1e-9) for peak in _peaks(got.best.synthesis))
-    assert got.best.synthesis.problem.placement == got.best.placement
-
-
-@pytest.mark.thorough(but=["makespan"])
-@pytest.mark.parametrize("objective", ["makespan", "span"])
-def test_what_a_chain_says_is_what_the_simulator_says(objective: str) -> None:
-    """From an order on another cut, through many cuts; the same again."""
-    layers = drawn(Random(4), 12)
-    limit, cut = 0.6 * sum(each.activation for each in layers), (0, 3, 5, 7, 8, 10, 12)
-    found, _, _ = schedule_of(layers, cut, "cyclic", P=3, M=5, latency=0.2, limit=limit)
-    request = Request(num_ranks=3, num_microbatches=5, costs=Costs(latency=0.2), objective=objective)  # type: ignore[arg-type]
-    columns = [[getattr(each, name) for each in layers] for name in Layer.__slots__]
-
-    def ends() -> list[tuple[float, tuple[int, ...], object]]:
-        chains = ChainSearch(columns, request, [limit] * 3, Random(0))
-        start = chains._begun(cut, found.problem, found.schedule)
-        states = [start, chains._chain(start, 800)]
-        assert states[1].value < start.value
-        return [(state.value, *chains._written(state)[::2]) for state in states]
-
-    for value, own, schedule in ends():
-        check(schedule)
-        _, costs, held = schedule_of(layers, own, schedule.placement, P=3, M=5, latency=0.2, limit=limit)
-        assert getattr(simulate(schedule, costs), objective) == pytest.approx(value)
-        for rank in schedule.programs:
-            changes = [held[a.stage] * {Op.F: 1, Op.W: -1}.get(a.op, 0) for a in rank]
-            assert max(accumulate(changes)) <= limit * (1 + 1e-9)
-    assert ends() == ends()
-
-
-def test_partition_first_is_the_least_largest_stage_even_where_another_cut_is_more_even() -> None:
-    """Stages of 7, 14 and 14 before 15, 11 and 9, whose sum of squares is less."""
-    layers = [Layer(forward=size, input_grad=size, weight_grad=size) for size in (3, 4, 8, 6, 5, 6, 3)]
-    got = synthesize_jointly(layers, num_ranks=3, num_microbatches=2, placements=["plain"], evaluations=10, cuts=1)
-    assert got.separate.cut == (0, 2, 4, 7)
-
-
-def test_a_first_cut_that_exceeds_the_memory_gives_way() -> None:
+def test_a_limit_that_only_some_cuts_meet() -> None:
     """Even in seconds, all activations are in the first half; then a limit that no cut meets."""
     layers = [Layer(forward=1, input_grad=1, weight_grad=1, activation=a) for a in (4, 4, 4, 1, 1, 1)]
-    got = synthesize_jointly(layers, num_ranks=2, num_microbatches=3, memory_limit=8, evaluations=40)
-    assert got.separate.value >= got.best.value
+    got = synthesize_jointly(layers, num_ranks=2, num_microbatches=3, memory_limit=8, evaluations=200)
     assert all(peak <= 8 for peak in _peaks(got.best.synthesis))
     with pytest.raises(MemoryLimitError, match="expected at least 8"):
-        synthesize_jointly(layers, num_ranks=2, num_microbatches=3, memory_limit=7, placements=["plain"])
+        synthesize_jointly(layers, num_ranks=2, num_microbatches=3, memory_limit=7, evaluations=50)
 
 
 def _peaks(found) -> list[float]:  # type: ignore[no-untyped-def]
     """By rank, the most that it holds, counted along its program."""
-    peaks = []
-    for rank in found.schedule.programs:
-        now = most = 0.0
-        for action in rank:
-            held = found.problem.held[action.stage][0]
-            now += {Op.F: held, Op.W: -held, Op.B: -held}.get(action.op, 0.0)
-            most = max(most, now)
-        peaks.append(most)
-    return peaks
+    changes = ({Op.F: 1.0, Op.W: -1.0, Op.B: -1.0}, found.problem.held)
+    return [
+        max(accumulate(changes[0].get(a.op, 0.0) * changes[1][a.stage][0] for a in rank))
+        for rank in found.schedule.programs
+    ]
 
 
 def test_bad_input() -> None:
     layers = drawn(Random(1), 3)
     for wrong, said in (
         ({"num_ranks": 4}, "expected 1 to 3"),
-        ({"placements": []}, "expected at least one name"),
-        ({"placements": ["w"]}, "placement='w'"),
-        ({"cuts": 0}, "cuts=0"),
+        ({"num_microbatches": 0}, "num_microbatches=0"),
+        ({"evaluations": 0}, "evaluations=0"),
         ({"seconds": 0}, "seconds=0"),
         ({"memory_limit": [1.0]}, "or 2, one per rank"),
+        ({"runtime": Costs(latency=[0.1, 0.2])}, r"latency=.*expected one number"),
     ):
         with pytest.raises(ValueError, match=said):
             synthesize_jointly(layers, **{"num_ranks": 2, "num_microbatches": 2} | wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes no cuts"):
+        synthesize_jointly(layers, num_ranks=2, num_microbatches=2, cuts=3)
     with pytest.raises(ValueError, match="forward=0"):
         Layer(forward=0, input_grad=1, weight_grad=1)

@@ -37,6 +37,7 @@ def calls_as_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], flo
 
     with monkeypatch.context() as patched:
         patched.setattr(time, "monotonic", clock)
+        patched.setattr(time, "thread_time", clock)
         before = sys.getprofile()
         sys.setprofile(count)
         try:
@@ -54,18 +55,17 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough(but=["v", "links", "cuts"])
-@pytest.mark.parametrize("kind", [*SIZES, "cuts", "chains"])
+@pytest.mark.thorough(but=["v", "links"])
+@pytest.mark.parametrize("kind", [*SIZES, "chains"])
 def test_seconds_are_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond them only what an order takes to be written down: its simulation, and what a search was about to end."""
     layers = [Layer(forward=s, input_grad=s, weight_grad=s) for s in uneven(30).forward]  # type: ignore[union-attr]
-    sizes = {"num_ranks": 4, "num_microbatches": 8, "placements": ["plain", "v"] if kind == "cuts" else ["any"]}
     seconds = 1.5 if kind == "chains" else 0.6  # an order for the end of a chain takes 0.15
     with calls_as_clock(monkeypatch) as clock:
         if kind in SIZES:
             synthesize(**SIZES[kind], seconds=seconds)
         else:
-            synthesize_jointly(layers, **sizes, seconds=seconds)  # type: ignore[arg-type]
+            synthesize_jointly(layers, num_ranks=4, num_microbatches=8, seconds=seconds)
         assert clock() < 1.15 * seconds
 
 
