@@ -167,7 +167,7 @@ class PlanEvaluator:
         sizes = [c.tensors[p] for p in c.positions]
         found = {size: self.model(c, size).stages(ends, c.positions) for size in {*sizes}}
         sums = found[sizes[0]] if len(found) == 1 else stages_from([found[size] for size in sizes])
-        is_ahead = sums.gathers_ahead and not family(c.schedule).rule.is_asynchronous
+        is_ahead = sums.gathers_ahead and not c.family.rule.is_asynchronous
         return sums if is_ahead == sums.gathers_ahead else replace(sums, gathers_ahead=is_ahead)
 
     def _norm_seconds(self, c: Configuration) -> float | None:
