@@ -99,7 +99,7 @@ class Exhibit:
             peaks, how = self.peaks(timeline)
             if timeline.measured and how == _OF_PLAN:  # the run has no figure of its own
                 continue
-            held = f"{held_activations(timeline):.3g} activations of the model"
+            held = f"{held_activations(timeline):.3g} x activations of the model"
             label = PREDICTED if how == _OF_PLAN else caption.partition(",")[0]
             words[label] = held if peaks is None else size(max(peaks, default=0.0))
         return words

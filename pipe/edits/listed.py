@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.mesh import World
 from ...partition.deferred.recording import as_recipes
@@ -106,7 +107,7 @@ class Edits:
                     )
         self._edits.append(edit)
 
-    def verify(self, example: Any, *, mesh: Any = None, seed: int = 0) -> list[str]:
+    def verify(self, example: Any, *, mesh: DeviceMesh | None = None, seed: int = 0) -> list[str]:
         """Runs copies of the model with more and more of the edits, and compares them with the untouched model.
 
         Compared are outputs, every gradient, gradients of inputs, buffers, and which parameters are one. Removes edits
@@ -187,7 +188,7 @@ class Edits:
             self._edits = before
             raise ValueError(f"{path}: {error}") from None
 
-    def build(self, mesh: Any = None) -> nn.Module:
+    def build(self, mesh: DeviceMesh | None = None) -> nn.Module:
         """The model with all edits applied, for one process.
 
         Modules are edited in place, and edits can then not be added or undone. A failed edit restores everything.
@@ -204,7 +205,7 @@ class Edits:
             # As a pipeline's stages do it: with the same random numbers, and buffers that change once.
             rules = RecomputedModules(Recompute(stages=(), modules=options.get("recompute", {})), self.model).rules
         CheckpointedModules(rules, Seeder(0, torch.device("cpu"))).begin()  # devices are seen when it runs
-        if shards:
+        if shards and mesh is not None:
             _parallelize(self.model, options["tensor_parallel"], mesh)
         return self.model
 
@@ -284,7 +285,7 @@ class Edits:
         """Modules by name. Raises ValueError, with near matches, if there is none."""
         return {"": self.model} if pattern == "" else match(pattern, self.model, option=f"edits[{pattern!r}]")
 
-    def _copy(self, mesh: Any, edits: Sequence[Edit]) -> Edited:
+    def _copy(self, mesh: DeviceMesh | None, edits: Sequence[Edit]) -> Edited:
         self.refuse_applied()
         copies = Copies(self.model)
         other = Edits(copies.of(self.model))
@@ -428,7 +429,7 @@ def edit(model: nn.Module) -> Edits:
     return Edits(model)
 
 
-def _parallelize(model: nn.Module, plan: Mapping[str, Any], mesh: Any) -> None:
+def _parallelize(model: nn.Module, plan: Mapping[str, Any], mesh: DeviceMesh) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     words = {"column": ColwiseParallel, "row": RowwiseParallel}
