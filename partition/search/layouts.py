@@ -25,13 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import combinations, count, pairwise, product
 from typing import Any
 
 import numpy as np
 
+from ..cluster import Cluster
 from ..solve.cut_sums import thinned
 from ..solve.dynamic import DeviceRow, RangeCosts
 from ..solve.orders import device_orders, node_orders, own_ranks
@@ -59,8 +59,11 @@ def uneven_layouts(topology: Topology, model: Model, outside: float, **sizes: An
     sample, most = Configuration(pipeline=1, data=1, tensor=1, num_chunks=1, **sizes), topology.num_devices
     if most > MOST_DEVICES or 2 * sample.batch * most > MOST_ACTIONS:
         return []
-    cluster, options = topology.cluster, {"memory_limit": topology.memory_limit}
-    costs_of = partial(range_costs, model, schedule=sample.schedule, num_microbatches=sample.batch, **options)
+    cluster, limit = topology.cluster, topology.memory_limit
+
+    def costs_of(devices: Cluster, row: DeviceRow | None = None) -> RangeCosts:
+        return range_costs(model, devices, sample.schedule, sample.batch, memory_limit=limit, row=row)
+
     rows = [DeviceRow(topology, order) for order in device_orders(cluster, MOST_ORDERS)]
     every = [(costs_of(cluster, row=row), row.devices) for row in rows]
     for order in () if rows else node_orders(cluster)[0]:
