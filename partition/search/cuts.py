@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from ...schedules.families.registry import family
 from ..cluster import Cluster
 from ..memory import InFlightCounts, RankPlace, context_bytes, stage_parts
 from ..solve.chunks import all_stages, equal_stages, even_stages
-from ..solve.dynamic import RangeCosts, grain_of, solve, stage_ranks
+from ..solve.dynamic import DeviceRow, RangeCosts, grain_of, solve, stage_ranks
 from ..solve.orders import node_orders
 from ..stage_cost import COUNTED, Placement, pace
 from ..topology import Floats
@@ -218,9 +217,8 @@ class TooLargeError(ValueError):
 
 
 def range_costs(
-    model: Model, cluster: Cluster, schedule: str, num_microbatches: int | None, **options: Any
+    model: Model, cluster: Cluster | DeviceRow, schedule: str, num_microbatches: int | None, memory_limit: float | None
 ) -> RangeCosts:
-    """Those of a model; `options`: `memory_limit` and `row`."""
     return RangeCosts(
         model.cuts,
         cluster,
@@ -229,7 +227,7 @@ def range_costs(
         beside=context_bytes(model.profile.device),
         optimizer_ratio=model.rules.optimizer_ratio,
         action_seconds=model.profile.action_seconds,
-        **options,
+        memory_limit=memory_limit,
     )
 
 

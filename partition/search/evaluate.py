@@ -178,12 +178,6 @@ class PlanEvaluator:
         """Seconds of a step that no schedule hides [s]."""
         return model.profile.around_seconds + (self._norm_seconds(c) or 0.0)
 
-    def evaluate(
-        self, c: Configuration, ends: Ends, *, exact: bool = False, in_flight: Sequence[InFlightCounts] | None = None
-    ) -> Candidate:
-        """The first of `choices`."""
-        return self.choices(c, ends, exact=exact, in_flight=in_flight)[0]
-
     def choices(
         self, c: Configuration, ends: Ends, *, exact: bool = False, in_flight: Sequence[InFlightCounts] | None = None
     ) -> list[Candidate]:

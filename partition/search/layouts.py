@@ -61,11 +61,11 @@ def uneven_layouts(topology: Topology, model: Model, outside: float, **sizes: An
         return []
     cluster, limit = topology.cluster, topology.memory_limit
 
-    def costs_of(devices: Cluster, row: DeviceRow | None = None) -> RangeCosts:
-        return range_costs(model, devices, sample.schedule, sample.batch, memory_limit=limit, row=row)
+    def costs_of(devices: Cluster | DeviceRow) -> RangeCosts:
+        return range_costs(model, devices, sample.schedule, sample.batch, limit)
 
     rows = [DeviceRow(topology, order) for order in device_orders(cluster, MOST_ORDERS)]
-    every = [(costs_of(cluster, row=row), row.devices) for row in rows]
+    every = [(costs_of(row), row.devices) for row in rows]
     for order in () if rows else node_orders(cluster)[0]:
         every.append((costs_of(cluster.reordered(order)), own_ranks(order, topology.level_sizes[0], range(most))))
     return [UnevenLayouts(model, costs, row, sample, outside) for costs, row in every]

@@ -115,7 +115,7 @@ def _steady(profile: Profile, cluster: Cluster, options: PartitionOptions) -> Pl
     evaluator, found = PlanEvaluator(topology, lambda _size, _tensor: model), list[Candidate]()
     for c, ends in every:
         with suppress(DoesNotFitError):
-            found.append(evaluator.evaluate(c, ends, in_flight=steady_in_flight(schedule, c.counts, None)))
+            found.append(evaluator.choices(c, ends, in_flight=steady_in_flight(schedule, c.counts, None))[0])
     if not found:
         raise ValueError(_why_nothing_fits(profile, schedule, rules.optimizer_ratio, topology))
     # With fewer cuts than the graph has, only the work itself bounds what might have been.

@@ -74,7 +74,7 @@ class DeviceRow:
     """
 
     def __init__(self, topology: Topology, devices: Sequence[int]) -> None:
-        self.devices, back, size = devices, devices[::-1], len(devices)
+        self.topology, self.devices, back, size = topology, devices, devices[::-1], len(devices)
         self.rings, self.inward, self.outward = np.zeros((3, size, size + 1))
         for a, b in combinations(range(size + 1), 2):
             self.rings[a, b] = topology.ring(sorted(back[a:b])).seconds_a_byte
@@ -88,18 +88,18 @@ class RangeCosts:
     """The model above for one profile on one cluster.
 
     Arguments:
+        cluster: with its devices in their order; or these in another.
         num_microbatches: of a batch, M.
-        memory_limit: of every device [bytes]; None: what its kind says, if anything.
+        memory_limit: of every device [bytes]; None: what its kind, or the row's topology, says, if anything.
         beside: of it, what others than tensors take at least (`memory.context_bytes`) [bytes].
         optimizer_ratio: bytes of optimizer state a byte of parameters (2 for Adam).
         action_seconds: that the runtime takes of a rank around each action, messages apart [s].
-        row: the cluster's devices in another order.
     """
 
     def __init__(
         self,
         cuts: Cuts,
-        cluster: Cluster,
+        cluster: Cluster | DeviceRow,
         *,
         schedule: str,
         num_microbatches: int | None,
@@ -107,13 +107,15 @@ class RangeCosts:
         beside: float = 0.0,
         optimizer_ratio: float = 2.0,
         action_seconds: float = 0.0,
-        row: DeviceRow | None = None,
     ) -> None:
         self.cuts, self.schedule, self.num_microbatches = cuts, schedule, num_microbatches
         self.optimizer_ratio, self.rule = optimizer_ratio, family(schedule).rule
         self.versions = self.rule.versions_kept(0)  # of the weights in any case, and for each microbatch in flight
         self.versions_in_flight = self.rule.versions_kept(1) - self.versions
-        self.topology = topology = Topology(cluster, memory_limit=memory_limit)
+        self.row = row = cluster if isinstance(cluster, DeviceRow) else None
+        self.topology = topology = (
+            cluster.topology if isinstance(cluster, DeviceRow) else Topology(cluster, memory_limit=memory_limit)
+        )
         self.num_devices = topology.num_devices
         self.is_uniform = topology.is_uniform
         self.work = cuts.seconds / topology.fastest
@@ -121,7 +123,7 @@ class RangeCosts:
         self._action, self._busy = action_seconds, min(link.busy for link in topology.links)
         self.seconds_a_byte: Floats = np.array([link.seconds_a_byte for link in topology.links])
         # [first, last] of a range of devices: its slowest one, its smallest one, its slowest network card
-        self.row, back = row, (range(self.num_devices) if row is None else row.devices)[::-1]
+        back = (range(self.num_devices) if row is None else row.devices)[::-1]
         if not self.is_uniform:
             self._slowness = topology.fastest / _least(topology.speeds[list(back)])
             self._memory = _least(topology.memory_bytes[list(back)] - beside)

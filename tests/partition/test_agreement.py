@@ -69,9 +69,9 @@ class Case:
 
     def exact(self) -> Candidate:
         if self.num_microbatches is not None:
-            return self.evaluator.evaluate(self.configuration, self.ends, exact=True)
+            return self.evaluator.choices(self.configuration, self.ends, exact=True)[0]
         in_flight = steady_in_flight(self.schedule, self.counts, None)
-        return self.evaluator.evaluate(self.configuration, self.ends, in_flight=in_flight)
+        return self.evaluator.choices(self.configuration, self.ends, in_flight=in_flight)[0]
 
     def by_range(self) -> tuple[list[float], list[float]]:
         """Seconds and bytes of each stage as the dynamic program sees them."""
@@ -125,7 +125,7 @@ def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] 
     c = configuration(
         data=replicas[0], schedule=schedule, ranks=(tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas))))
     )
-    found = evaluator.evaluate(c, (0, 1, 2), exact=True)
+    found = evaluator.choices(c, (0, 1, 2), exact=True)[0]
     return found, evaluator.simulate(found)
 
 
@@ -149,7 +149,7 @@ def test_memory_is_that_of_the_configuration_at_hand() -> None:
     evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
     small = configuration(num_microbatches=1)
     large = replace(small, num_microbatches=2)
-    held = [evaluator.evaluate(c, (0, 1, 2)).memories[0].in_flight for c in (small, large, small)]
+    held = [evaluator.choices(c, (0, 1, 2))[0].memories[0].in_flight for c in (small, large, small)]
     assert held == [(1,), (2,), (1,)]
 
 
@@ -171,7 +171,7 @@ def test_a_divided_optimizer_steps_a_share_of_its_weights_on_each_rank() -> None
     model = Model(Profile(nodes=nodes), MemoryRules(optimizer_ratio=2.0, sharding=("full",)))
     evaluator = PlanEvaluator(Topology(CLUSTER), lambda _size, _tensor: model)
     c = configuration(data=2, ranks=((0, 1), (2,)))
-    assert evaluator.evaluate(c, (0, 1, 2), exact=True).seconds.step.tolist() == [1.5, 3.0]
+    assert evaluator.choices(c, (0, 1, 2), exact=True)[0].seconds.step.tolist() == [1.5, 3.0]
 
 
 def test_replicas_without_a_flush() -> None:
@@ -230,7 +230,7 @@ def test_what_must_run_again_is_known_before_it_is_chosen() -> None:
                 ends = (0, *inner, 7)
                 plain, least = evaluator.least_seconds(c, ends), evaluator.least_seconds(c, ends, in_flight=in_flight)
                 try:
-                    found = evaluator.evaluate(c, ends, in_flight=in_flight)
+                    found = evaluator.choices(c, ends, in_flight=in_flight)[0]
                 except DoesNotFitError:
                     continue
                 again = any(name != "none" for each in found.memories for name in each.recompute)

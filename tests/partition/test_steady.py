@@ -83,7 +83,7 @@ def test_the_same_as_all_of_the_batch(data: st.DataObject) -> None:
     M = data.draw(st.integers(20, 60)) * P + (data.draw(st.integers(0, P - 1)) if V == 1 else 0)
     c = configuration("1f1b" if V == 1 else "interleaved", P, V, M)
     evaluator = evaluator_of(Profile(nodes=nodes), data.draw(st.sampled_from([0.5, 2.0, 2.0**30])), P)
-    found = evaluator.evaluate(c, tuple(range(P * V + 1)), exact=True)
+    found = evaluator.choices(c, tuple(range(P * V + 1)), exact=True)[0]
     whole, folded = simulated_batch(c, found.costs, found.links, evaluator.schedules, M), evaluator.simulate(found)
     assert folded.simulated_seconds == whole.makespan
     assert folded.bubble == pytest.approx(whole.bubble, abs=1e-9)
