@@ -34,7 +34,7 @@ import numpy as np
 from ..cluster import Cluster
 from ..solve.cut_sums import thinned
 from ..solve.dynamic import DeviceRow, RangeCosts
-from ..solve.orders import device_orders, node_orders, own_ranks
+from ..solve.orders import device_orders, level_orders, node_orders, own_ranks
 from ..topology import Floats, Topology
 from .cuts import range_costs
 from .evaluate import Candidate, Ends
@@ -43,6 +43,7 @@ from .space import Configuration
 
 MOST_DEVICES = 32
 MOST_ORDERS = 35  # of devices, up to which each is looked at
+MOST_IN_LEVELS = 16  # devices, up to which those along each level are
 MOST_ACTIONS = 10_000  # of a batch; in longer ones the bottleneck is nearly all
 _MOST_CUTS = 32
 _MAX_EXPANDED = 4_000  # first parts of rows
@@ -54,8 +55,8 @@ _CutsAndRow = tuple[tuple[int, ...], _Row]  # with its cuts
 
 
 def uneven_layouts(topology: Topology, model: Model, outside: float, **sizes: Any) -> list[UnevenLayouts]:
-    """Those of each order of the devices, or, where these are many, of the nodes; none on many devices, or of long
-    batches. `sizes`: what is given of a `Configuration`; outside: seconds of a step that no layout hides [s]."""
+    """Those of each order of the devices, or, of more, along each level, and of the nodes; none on many devices, or of
+    long batches. `sizes`: what is given of a `Configuration`; outside: seconds of a step that no layout hides [s]."""
     sample, most = Configuration(pipeline=1, data=1, tensor=1, num_chunks=1, **sizes), topology.num_devices
     if most > MOST_DEVICES or 2 * sample.batch * most > MOST_ACTIONS:
         return []
@@ -64,9 +65,11 @@ def uneven_layouts(topology: Topology, model: Model, outside: float, **sizes: An
     def costs_of(devices: Cluster | DeviceRow) -> RangeCosts:
         return range_costs(model, devices, sample.schedule, sample.batch, limit)
 
-    rows = [DeviceRow(topology, order) for order in device_orders(cluster, MOST_ORDERS)]
-    every = [(costs_of(row), row.devices) for row in rows]
-    for order in () if rows else node_orders(cluster)[0]:
+    orders = all_orders = device_orders(cluster, MOST_ORDERS)
+    if not orders and topology.is_uniform and most <= MOST_IN_LEVELS:
+        orders = level_orders(cluster)
+    every = [(costs_of(DeviceRow(topology, order)), order) for order in orders]
+    for order in () if all_orders else node_orders(cluster)[0]:
         every.append((costs_of(cluster.reordered(order)), own_ranks(order, topology.level_sizes[0], range(most))))
     return [UnevenLayouts(model, costs, row, sample, outside) for costs, row in every]
 

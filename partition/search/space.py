@@ -111,10 +111,9 @@ class Configuration:
         """True where all stages have D replicas, of which one is simulated for all: the one with the most microbatches.
         Where they have different numbers, under a flush alone."""
         replicas, *others = set(self.counts)
-        if others or self.batch % replicas == 0:
-            return not others
         known = family(self.schedule)
-        return replicas < self.batch and known.takes_replicas and not known.rule.is_asynchronous
+        may_differ = known.takes_replicas and not known.rule.is_asynchronous and replicas < self.batch
+        return not others and (self.batch % replicas == 0 or may_differ)
 
     @property
     def batch(self) -> int:

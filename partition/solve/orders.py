@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, permutations
 from operator import mul
+
+import numpy as np
 
 from ..cluster import Cluster
 
@@ -97,6 +99,13 @@ def device_orders(cluster: Cluster, most: int) -> list[tuple[int, ...]]:
         if len(orders) > most:
             return []
     return orders
+
+
+def level_orders(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Orders of the devices that go along other levels before the innermost: (0, 2, 1, 3) on two levels of two."""
+    every = np.arange(cluster.num_devices).reshape([level.size for level in cluster.levels[::-1]])
+    orders = (every.transpose(axes).ravel().tolist() for axes in permutations(range(every.ndim)))
+    return [*dict.fromkeys(map(tuple, orders))][1:]
 
 
 def _node_kinds(cluster: Cluster) -> tuple[_Kind, ...]:

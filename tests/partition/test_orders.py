@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import Topology, device_orders, node_orders
+from support.inside import Topology, device_orders, level_orders, node_orders
 from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, partition, plan
@@ -143,3 +143,9 @@ def test_nodes_of_several_kinds_are_not_exchanged_and_shared_cards_neither() -> 
     assert len(device_orders(cluster, 1000)) == 2 * len(device_orders(cluster_of((1.0, 1.0)), 1000))
     level = Level(name="net", size=2, bandwidth=1.0, devices_per_card=2)
     assert device_orders(Cluster(levels=(Level(name="in", size=4, bandwidth=9.0), level)), 1000) == []
+
+
+def test_orders_along_other_levels() -> None:
+    assert level_orders(Cluster.from_levels([(3, 2.0), (2, 1.0)])) == [(0, 3, 1, 4, 2, 5)]
+    assert level_orders(Cluster.from_levels([(4, 2.0)])) == level_orders(cluster_of((1.0, 1.0))) == []
+    assert (0, 2, 1, 3, 4, 6, 5, 7) in level_orders(Cluster.from_levels([(2, 4.0), (2, 2.0), (2, 1.0)]))

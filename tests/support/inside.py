@@ -133,7 +133,7 @@ _NAMES = {
     "partition.solve.chunks": "all_stages equal_stages even_stages level_ranks neighbours",
     "partition.solve.cut_sums": "Cuts thinned",
     "partition.solve.dynamic": "RangeCosts SCHEDULES Solution solve",
-    "partition.solve.orders": "device_orders node_orders",
+    "partition.solve.orders": "device_orders level_orders node_orders",
     "partition.stage_cost": "COUNTED RECOMPUTE Recomputed StageSums message_overheads message_seconds stage_seconds",
     "partition.topology": "Topology",
     "pipe.compression.added": "begin_packed_sum choose",
