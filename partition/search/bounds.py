@@ -73,7 +73,7 @@ class LeastSeconds:
         self._fast = topology.with_fast_cards()
         self._least_busy = min(link.busy for link in topology.links)
         self._nodes: dict[int, tuple[Model, _LeastOfNodes]] = {}
-        self._rings: dict[tuple[int, int, bool], tuple[float, float]] = {}  # seconds a byte
+        self._rings: dict[object, tuple[float, float]] = {}  # seconds a byte
         self._known_passes: dict[object, float] = {}
         self._known_works: dict[object, float] = {}
 
@@ -173,7 +173,7 @@ class LeastSeconds:
         in the best of the places that stages of D T ranks may have; of several chunks those that keep a rank busy."""
         is_one, gradients = c.num_chunks == 1, profile.gradient_ratio
         weights = 0.0 if profile.gathers_ahead else profile.gather_ratio
-        key = (c.data, c.tensor, is_one)
+        key = (c.data, c.tensor, is_one, gradients, weights)
         if key not in self._rings:
             groups = self._fast.groups(c.data, stride=c.tensor)
             found = (
