@@ -29,7 +29,7 @@ from ...schedules.wording import count, duration, wrapped
 from ..options import check_out, plain_help, read, read_file, write_out
 from ..tables import console
 from ..tables import table as new_table
-from .plan import SourceOptions, read_cluster, read_source
+from .plan_source import SourceOptions, read_cluster, read_source
 
 _SIZES = {"P": None, "D": "1", "T": "1", "V": "1", "microbatch": None, "M": None}  # columns with what they are else
 _COLUMNS = (*_SIZES, "schedule", "recompute", "seconds")

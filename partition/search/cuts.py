@@ -16,7 +16,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ...schedules.families.registry import family
 from ..cluster import Cluster
 from ..memory import InFlightCounts, RankPlace, context_bytes, stage_parts
 from ..solve.chunks import all_stages, equal_stages, even_stages
@@ -201,7 +200,7 @@ class _EvenCosts:
                     replicas=counts,
                     tensor=tensor,
                     limit=self.place.limits[p],
-                    streams=family(self.c.schedule).rule.is_asynchronous,
+                    streams=self.c.family.rule.is_asynchronous,
                     num_messages=self.c.num_messages(p),
                 ),
                 copies=versions + 1 + self.rules.optimizer_ratio / (counts if divides else 1),

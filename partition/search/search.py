@@ -20,7 +20,6 @@ from heapq import heapify, heappop, heappush, merge
 from itertools import count
 from operator import itemgetter
 
-from ...schedules.families.registry import family
 from ...schedules.ir import ScheduleError
 from ..plans.record import Searched
 from ..solve.chunks import level_ranks, neighbours
@@ -192,7 +191,7 @@ class PlanSearch:
         weight = 0.0
         for size in reversed(c.sizes):
             weight += max(0.0, size - weight) / m
-        weight = c.num_devices / m if family(c.schedule).splits_backward else weight
+        weight = c.num_devices / m if c.family.splits_backward else weight
         return max(least, self.evaluator.work_of_all(c) / weight / self.evaluator.topology.fastest)
 
     def _take_step(self, entry: _Entry) -> None:
@@ -374,7 +373,7 @@ class PlanSearch:
     def _better_by_a_cut(self, start: Candidate) -> Iterator[Candidate]:
         """The better ones with one cut moved, for as long as there are actions left to simulate."""
         best, c = start, start.configuration
-        cost = num_actions(c) * (_STREAM_BATCHES if family(c.schedule).rule.is_asynchronous else 1)
+        cost = num_actions(c) * (_STREAM_BATCHES if c.family.rule.is_asynchronous else 1)
         for ends in neighbours(self.evaluator.model(c).cuts, start.ends):
             try:
                 choices = self.evaluator.choices(c, ends, exact=True)[: _num_choices(c)]

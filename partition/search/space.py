@@ -111,7 +111,7 @@ class Configuration:
         """True where all stages have D replicas, of which one is simulated for all: the one with the most microbatches.
         Where they have different numbers, under a flush alone."""
         replicas, *others = set(self.counts)
-        known = family(self.schedule)
+        known = self.family
         may_differ = known.takes_replicas and not known.rule.is_asynchronous and replicas < self.batch
         return not others and (self.batch % replicas == 0 or may_differ)
 
@@ -175,7 +175,7 @@ class Runs:
     def __call__(self, c: Configuration) -> bool:
         if c.sizes is not None:  # in a row, each within the innermost links
             return all(ranks[0] // self.node_size == ranks[-1] // self.node_size for ranks in c.stage_ranks)
-        idle = c.num_devices < self.num_devices and family(c.schedule).rule.is_asynchronous
+        idle = c.num_devices < self.num_devices and c.family.rule.is_asynchronous
         if self.runnable and (idle or self.num_devices % c.tensor):
             return False
         if self.node_size % c.tensor == 0 or (c.ranks is None and list(self.order) == sorted(self.order)):

@@ -120,10 +120,10 @@ def test_a_plan_measured_again_does_not_vouch_for_itself() -> None:
 def test_scales_of_a_cluster() -> None:
     """Twice as fast links halve a message's seconds; the file keeps them."""
     cluster = Cluster.parse("2x2:nvlink=4GB/s@2us,net=1GB/s@4us")
-    cluster = replace(cluster, ways=((0, 1, 5e8, 8e-6),))
+    cluster = replace(cluster, node_links=((0, 1, 5e8, 8e-6),))
     found = Scales(compute=0.5, links=2.0).of(cluster)
     assert [(level.bandwidth, level.latency) for level in found.levels] == [(8e9, 1e-6), (2e9, 2e-6)]
-    assert found.ways == ((0, 1, 1e9, 4e-6),)
+    assert found.node_links == ((0, 1, 1e9, 4e-6),)
     assert found.kinds[0].speed == 0.5
     assert Cluster.from_json(found.to_json()) == found
     with pytest.raises(ValueError, match=r"scales: compute: 0: expected a finite number above 0"):
