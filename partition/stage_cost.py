@@ -157,6 +157,11 @@ class StageSums:
         """Bytes that go round the replicas once and back for these, whether the optimizer's state is divided or not."""
         return self.summed * min(self.gradient_ratio, (self.gradient_ratio + self.gather_ratio) / 2)
 
+    @property
+    def least_round_after(self) -> Floats:
+        """Of these, what goes round after the last backward."""
+        return self.summed * self.gradient_ratio / 2 if self.gathers_ahead else self.least_round
+
     def counts(self, stage: int, kind: str = "layer") -> Recomputed:
         """[n + 1] of one stage, of which none to all n nodes that run again do so, the first ones first."""
         if self.by_count is None:

@@ -99,7 +99,7 @@ def run(argv: Sequence[str]) -> int:
             f"what was measured: `stagewright compare runs/gpt runs/gpt-2`"
         )
     for path in options.out:
-        check_output(path)
+        check_output(path, sources=options.inputs)
     command = "compare" if len(options.inputs) > 1 else "compare gpipe"
     exhibits = read_exhibits(options.inputs, options, command=command)
     comparison = compare_exhibits(exhibits, options.inputs)

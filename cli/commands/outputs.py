@@ -63,8 +63,10 @@ class TimelinePictureOptions(PictureOptions):
         return replace(super().style(usual), captions=not self.no_captions)
 
 
-def check_output(path: Path) -> None:
-    """Raise ValueError, before any work, for another suffix or a missing folder."""
+def check_output(path: Path, *, sources: Sequence[str] = ()) -> None:
+    """Raise ValueError, before any work, for another suffix, a missing folder, or a file that is read, too."""
+    if any(path.exists() and Path(each).exists() and path.samefile(each) for each in sources):
+        raise ValueError(f"-o {path}: expected another file than the one that is read")
     if not path.name.lower().endswith(_SUFFIXES):
         raise ValueError(f"-o {path}: expected a name that ends in {', '.join(_SUFFIXES)}")
     check_out("-o", path)

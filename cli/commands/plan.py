@@ -233,7 +233,7 @@ def as_typed(message: str) -> str:
     message = re.sub("^unknown schedule", "--schedules: unknown schedule", message).replace("search='joint'", "--joint")
     for name, option in _OPTIONS.items():
         message = re.sub(rf"\b{name}: (?=-?\d)|\b{name}=\b", f"{option} ", message)
-        message = re.sub(rf"\b{name}(?=[:=])|\b{name}$|(?<=with ){name}\b", option, message)
+        message = re.sub(rf"(?<!-)\b{name}(?=[:=])|\b{name}$|(?<=with ){name}\b", option, message)
     return message
 
 

@@ -24,7 +24,7 @@ from ...partition.analytic import Calibration, DeviceModel, Scales, TransformerS
 from ...partition.analytic.calibration import LEAST_PLANS, NO_FIT
 from ...partition.analytic.fit import read_number, read_rows
 from ...partition.plans.record import PlanStage, positions_of
-from ...schedules.families.registry import canonical_name
+from ...schedules.families.registry import canonical_name, family
 from ...schedules.wording import count, duration, wrapped
 from ..options import check_out, plain_help, read, read_file, write_out
 from ..tables import console
@@ -144,6 +144,11 @@ def _of_plan(where: str, path: Path) -> _Given:
         raise ValueError(f"{where}: column plan: {error}") from None
     if found.num_microbatches is None or found.schedule is None:
         raise ValueError(f"{where}: column plan: {path} is for no schedule: expected a plan of `stagewright plan`")
+    if found.order is not None:
+        raise ValueError(
+            f"{where}: column plan: {path} has an order of its own: expected a plan made without --order-seconds and "
+            f"--joint, whose schedule has a name"
+        )
     names = ("num_microbatches", "schedule", "microbatch_size", "slice_lengths")
     return found.stages, {name: getattr(found, name) for name in names}
 
@@ -159,6 +164,11 @@ def _of_sizes(where: str, row: Mapping[str, str], source: _Source, cluster: Clus
     recompute, column = row.get("recompute") or "none", "column schedule: "
     try:
         schedule = canonical_name(row.get("schedule") or ("1f1b" if V == 1 else "interleaved"))
+        column = "column V: "
+        if (V > 1) != (takes := family(schedule).takes_chunks):
+            raise ValueError(
+                f"{V}: {schedule} has {'at least 2' if takes else '1'}: expected that, or another schedule"
+            )
         column = ""
         if isinstance(source, TransformerSource):
             stages: Sequence[GivenStage | PlanStage] = _equal_stages(source, (P, D, T, V), schedule, recompute)
@@ -248,7 +258,8 @@ def _said(options: CalibrateOptions, steps: Sequence[StepRow], found: Calibratio
 
 def _next(options: CalibrateOptions, found: Calibration[Any]) -> list[str]:
     if found.choice == NO_FIT:
-        return ["no fit comes closer to rows that are left out: the constants stay as they are"]
+        said = "no fit predicts rows that are left out better than chance would: the constants stay as they are"
+        return [said if options.out is None else f"{said}, also in {options.out}"]
     option = "--cluster" if isinstance(found.constants, Scales) else "--device"
     if options.out is None:
         return [f"--out FILE.json writes it, for `stagewright plan {option} FILE.json`"]

@@ -36,8 +36,8 @@ class ScheduleOptions(TimelinePictureOptions, SynthesisOptions):
     format: Literal["grid", "csv", "json"] = "grid"
     """grid: for people. csv: the table of torch.distributed.pipelining (flush schedules). json: everything."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """File to draw it in, simulated with the costs, by its suffix, as with `stagewright timeline`; may be given several
-    times."""
+    """File to draw it in, simulated with the costs, by its suffix, as with `stagewright timeline` (.json: for Perfetto;
+    `--format json > FILE` writes the schedule); may be given several times."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object: the schedule and its figures, and of `auto` bound, gap and the search."""
 
@@ -45,7 +45,7 @@ class ScheduleOptions(TimelinePictureOptions, SynthesisOptions):
 def run(argv: Sequence[str]) -> int:
     options = read(ScheduleOptions, argv, "schedule")
     for path in options.out:
-        check_output(path)
+        check_output(path, sources=[options.schedule])
     if options.json and options.format != "grid":
         raise ValueError(f"--json with --format {options.format}: expected one of the two")
     schedule, costs, found = made_or_found(options.schedule, options, command=f"schedule {options.schedule}")

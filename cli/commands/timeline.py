@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     if options.terminal and options.json:
         raise ValueError("--terminal with --json: expected one of them")
     for path in options.out:
-        check_output(path)
+        check_output(path, sources=options.inputs)
     exhibits = read_exhibits(options.inputs, options)
     notes = [note for exhibit in exhibits for note in exhibit.notes] + shape_notes(exhibits)
     if options.memory:

@@ -212,14 +212,22 @@ class RunFolder:
         return cls(path=path, lock=lock)
 
     def keep_before(self, step: int) -> tuple[list[Metrics], int]:
-        """Keep only the metrics of steps before `step`. Returns them in order, and the number of removed lines."""
+        """Keep only the metrics of steps before `step`. Returns them in order, and the number of removed lines. Raises
+        ValueError for a whole line of another version: its steps would be lost."""
         path, kept = self.path / _METRICS, dict[int, Metrics]()
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        for line in lines:
-            with suppress(ValueError, TypeError):  # a truncated line, or one of another version
+        for number, line in enumerate(lines, start=1):
+            try:
                 metrics = Metrics(**json.loads(line))
-                if metrics.step < step:
-                    kept[metrics.step] = metrics
+            except ValueError:  # a truncated line
+                continue
+            except TypeError as error:
+                raise ValueError(
+                    f"{path}, line {number}: {error}: expected lines of this version: resume with the one that wrote "
+                    f"them, or move the file away"
+                ) from None
+            if metrics.step < step:
+                kept[metrics.step] = metrics
         found = [kept[number] for number in sorted(kept)]
         if len(found) != len(lines):
             write_whole(path, "".join(map(_line, found)))

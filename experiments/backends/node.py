@@ -63,9 +63,10 @@ class Order:
     def from_json(cls, line: str) -> Order:
         read = json.loads(line)
         work, nodes, meeting = (read.pop(name) for name in ("work", "nodes", "meeting"))
+        shape = Shape(**nodes["shape"] | {"sites": tuple(nodes["shape"]["sites"])})
         return cls(
             work=Work(**work | {"arguments": tuple(work["arguments"]), "folder": Path(work["folder"])}),
-            nodes=Nodes(**nodes | {"shape": Shape(**nodes["shape"])}),
+            nodes=Nodes(**nodes | {"shape": shape}),
             meeting=Meeting(**meeting | {"names": tuple(meeting["names"])}),
             **read,
         )

@@ -131,7 +131,9 @@ class SlurmBackend:
         files = [_NodeFiles(rank=rank, name=f"node {rank}", folder=folder, say=say) for rank in ranks]
         watch = _Watch(job, self._cluster, self._say)
         for _ in Supervision(None, pause=_POLL):
-            if watch.is_over() or watch.running_since:
+            for node in files:
+                node.read()
+            if watch.is_over() or watch.running_since or any(node.words or node.status is not None for node in files):
                 break
         for _ in (looks := Supervision(work.timeout, pause=_POLL)):
             if watch.is_over():

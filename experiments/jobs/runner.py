@@ -236,12 +236,13 @@ def _in_process(intent: Intent, progress: JobProgress, stop: threading.Event) ->
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **dict(intent.job.part.environment)}
         process = Process.begin(command, environment, out=log, err=subprocess.STDOUT)
         try:
+            has_ended = False
             for _ in (looks := Supervision(intent.job.part.timeout)):
-                if process.poll() or stop.is_set():
+                if (has_ended := process.poll()) or stop.is_set():
                     break
         finally:
             end([process], patience=_END_GRACE)
-    if stop.is_set():
+    if stop.is_set() and not has_ended:
         return Status()
     if looks.is_late:
         return _finished(begun, State.TIMED_OUT, _limit(intent))

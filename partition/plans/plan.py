@@ -111,7 +111,11 @@ def _links_as_json(links: Links) -> dict[str, object]:
         | ({"blocks": True} if way.blocks else {})
         for pair, way in links.network.routes.items()
     ]
-    sums = [{"stage": each.stage, "seconds": each.seconds, "gather": each.gather} for each in links.sums]
+    sums = [
+        {"stage": each.stage, "seconds": each.seconds, "gather": each.gather}
+        | ({"unshards": True} if each.unshards else {})
+        for each in links.sums
+    ]
     cards = {"cards": links.network.cards} if links.network.cards else {}
     return {"routes": routes, "activation_bytes": links.activation_bytes, "sums": sums, **cards}
 
@@ -133,7 +137,8 @@ def _links(record: Fields | None, *, num_places: int) -> Links | None:
     sums = []
     for each in record.objects("sums"):
         stage, seconds, gather = each.whole("stage"), each.number("seconds"), each.number("gather")
-        sums.append(AllReduce(stage=stage, seconds=seconds, gather=gather, ways=None))
+        ahead = each.truth("unshards", default=False)
+        sums.append(AllReduce(stage=stage, seconds=seconds, gather=gather, ways=None, unshards=ahead))
         each.done()
     sizes = record.items("activation_bytes")
     cards = [Fields({"cards": own}, where=record.where) for own in record.items("cards", default=[])]

@@ -173,9 +173,10 @@ class LeastSeconds:
         in the best of the places that stages of D T ranks may have; of several chunks those that keep a rank busy."""
         is_one, gradients = c.num_chunks == 1, profile.gradient_ratio
         weights = 0.0 if profile.gathers_ahead else profile.gather_ratio
-        key = (c.data, c.tensor, is_one, gradients, weights)
+        context = profile.context  # members of a tensor group that hold the same weights
+        key = (c.data, c.tensor, is_one, gradients, weights, context)
         if key not in self._rings:
-            groups = self._fast.groups(c.data, stride=c.tensor)
+            groups = self._fast.groups(c.data * context, stride=c.tensor // context)
             found = (
                 [(gradients, self._fast.ring(group)) for group in groups],
                 [(gradients + weights, self._fast.exchange(group)) for group in groups],

@@ -306,9 +306,9 @@ class PlanEvaluator:
         c, found = e.configuration, list(e.memories)
         in_flight = by_place(c, count_over_time(timeline))
         for p, memory in enumerate(e.memories):
-            if number := memory.recompute.count(OFFLOAD):
-                treatments = e.model.rules.offloaded(e.sums, in_flight[p], self._rank_place(c, p), number)
-                found[p] = next(each for each in treatments if each.shards == memory.shards)
+            if OFFLOAD in memory.recompute:
+                place = self._rank_place(c, p)
+                found[p] = e.model.rules.given(e.sums, in_flight[p], place, memory.recompute, memory.shards)
             if too_many := found[p].too_many:
                 raise DoesNotFitError(stage_group=p, too_many=too_many, limit=memory.limit)
         return tuple(found)
@@ -335,7 +335,8 @@ class PlanEvaluator:
         )
         if may_shard:  # or not divided, where that is faster
             whole = collective_seconds(sums, [place.rings[p] for p in positions], ratio=sums.gradient_ratio)
-            seconds = replace(seconds, ring=np.minimum(seconds.collectives, whole), gather=np.zeros_like(whole))
+            least, after = np.minimum(seconds.collectives, whole), np.minimum(seconds.after, whole)
+            seconds = replace(seconds, ring=after, gather=np.maximum(least - after, 0.0))
         again = np.zeros(c.pipeline)
         if in_flight is not None:
 
@@ -443,6 +444,7 @@ class PlanEvaluator:
             return NO_TRANSFER
         key = (c.pipeline, c.data, c.tensors, places, c.ranks, c.by_replica)
         if key not in self._tied_sums:
-            ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place]]]
-            self._tied_sums[key] = self.topology.ring(ranks, tensor=min(c.tensors))
+            context = self.model(c).profile.context  # members of a group that hold the same weights
+            ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place] // context]]
+            self._tied_sums[key] = self.topology.ring(ranks, tensor=min(c.tensors) // context)
         return self._tied_sums[key]

@@ -114,7 +114,7 @@ class UnevenLayouts:
             r = np.arange(1, min(self._max_replicas, e) + 1)[:, None, None]
             at, parts = costs.ranges(r, e), r if "full" in rules.sharding else 1
             work = m * costs.compute(sums, at) + costs.runtime(first, last) * -(-m // r)
-            lanes, behind = np.maximum(work, m * costs.communication(sums, at)), m * sums.least_round * at.ring
+            lanes, behind = np.maximum(work, m * costs.communication(sums, at)), m * sums.least_round_after * at.ring
             behind = behind + sums.update / fastest / parts
             own, flights, some = -(-m // r), at.in_flight, (-(-m // r) - 1) % at.in_flight
             first_back = forward + beyond + own * backward + (own - flights) * forward

@@ -107,8 +107,9 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """The first start of any rank, or of the wait for its batch before that [s]."""
+        """The first start of any rank, or of what it waits for before that: its batch, or its weights [s]."""
         waits = [rank.data[0][0] for rank in self.ranks if rank.compute and rank.data]
+        waits += [each.start for rank in self.ranks for each in rank.collectives if each.what.op is Op.UNSHARD]
         return min([self.first_action, *waits])
 
     @property
