@@ -164,12 +164,9 @@ def _of_sizes(where: str, row: Mapping[str, str], source: _Source, cluster: Clus
     recompute, column = row.get("recompute") or "none", "column schedule: "
     try:
         schedule = canonical_name(row.get("schedule") or ("1f1b" if V == 1 else "interleaved"))
-        column = "column V: "
-        if (V > 1) != (takes := family(schedule).takes_chunks):
-            raise ValueError(
-                f"{V}: {schedule} has {'at least 2' if takes else '1'}: expected that, or another schedule"
-            )
         column = ""
+        if V == 1 and family(schedule).takes_chunks:
+            raise ValueError(f"column V: 1: expected at least 2 chunks for {schedule}, or another schedule")
         if isinstance(source, TransformerSource):
             stages: Sequence[GivenStage | PlanStage] = _equal_stages(source, (P, D, T, V), schedule, recompute)
         else:

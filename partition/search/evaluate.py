@@ -335,8 +335,8 @@ class PlanEvaluator:
         )
         if may_shard:  # or not divided, where that is faster
             whole = collective_seconds(sums, [place.rings[p] for p in positions], ratio=sums.gradient_ratio)
-            least, after = np.minimum(seconds.collectives, whole), np.minimum(seconds.after, whole)
-            seconds = replace(seconds, ring=after, gather=np.maximum(least - after, 0.0))
+            both, after = np.minimum(seconds.collectives, whole), np.minimum(seconds.after, whole)
+            seconds = replace(seconds, ring=after, gather=np.maximum(both - after, 0.0))
         again = np.zeros(c.pipeline)
         if in_flight is not None:
 
