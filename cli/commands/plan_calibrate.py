@@ -144,7 +144,7 @@ def _of_plan(where: str, path: Path) -> _Given:
         raise ValueError(f"{where}: column plan: {error}") from None
     if found.num_microbatches is None or found.schedule is None:
         raise ValueError(f"{where}: column plan: {path} is for no schedule: expected a plan of `stagewright plan`")
-    if found.order is not None:
+    if found.order:
         raise ValueError(
             f"{where}: column plan: {path} has an order of its own: expected a plan made without --order-seconds and "
             f"--joint, whose schedule has a name"

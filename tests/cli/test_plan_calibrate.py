@@ -140,6 +140,11 @@ MISTAKES: Sequence[tuple[str, str, str]] = (
     ("P,V,microbatch,M,seconds", "2,4,1,8,1", "runs.csv, line 2: columns P, V: 8 stages of 4 layers: expected a divis"),
     ("P,microbatch,M,schedule,seconds", "2,1,8,1f2b,1", "runs.csv, line 2: column schedule: unknown schedule '1f2b'"),
     ("P,microbatch,M,schedule,seconds", "2,1,8,zb-v,1", "runs.csv, line 2: "),
+    (
+        "P,V,microbatch,M,schedule,seconds",
+        "2,1,1,8,interleaved,1",
+        "runs.csv, line 2: column V: 1: expected at least 2",
+    ),
     ("P,microbatch,M,recompute,seconds", "2,1,8,some,1", "runs.csv, line 2: "),
     ("P,T,microbatch,M,seconds", "1,3,1,8,1", "runs.csv, line 2: tensor: 3: expected a divisor of heads=8"),
 )

@@ -139,7 +139,10 @@ def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp
         (["--pipedream", "{vgg}", "--cluster", "2:a=1GB"], "cluster '2:a=1GB': link 'a': bandwidth: '1GB'"),
         (["--pipedream", "nowhere.txt", "--ranks", "2"], "nowhere.txt: No such file or directory"),
         (["--pipedream", "{vgg}", "--ranks", "2", "--memory", "many"], "--memory 'many': expected a number above 0"),
-        (["--pipedream", "{vgg}", "--ranks", "2", "--schedules", "1f2b"], "--schedules: unknown schedule '1f2b'"),
+        (
+            ["--pipedream", "{vgg}", "--ranks", "2", "--schedules", "1f2b"],
+            "error: --schedules: unknown schedule '1f2b'",
+        ),
         (["--transformer", "layers=4,depth=2", "--ranks", "2"], "--transformer: 'depth=2': expected name=value"),
         (["--transformer", "layers=4", "--ranks", "2"], "hidden, heads, vocabulary, length missing"),
         (["--pipedream", "{vgg}", "--ranks", "2", "--chunks", "1"], "--chunks 1: expected at least 2"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
 
@@ -71,6 +72,19 @@ def disk_with_room_for(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_steps_that_another_version_wrote_are_kept_and_named(tmp_path: Path) -> None:
+    folder = RunFolder.create(manifest("gpt"), root=tmp_path)
+    for step in range(3):
+        folder.log(replace(METRICS, step=step, simulated_bubble=0.5))
+    path = folder.path / "metrics.jsonl"
+    old = path.read_text().replace("simulated_bubble", "predicted_bubble")
+    path.write_text(old)
+    with pytest.raises(ValueError, match=r"line 1: .*'predicted_bubble'.* expected lines of this version"):
+        folder.keep_before(3)
+    assert path.read_text() == old
+    folder.close()
 
 
 def test_a_full_disk_is_told_and_leaves_no_torn_line(tmp_path: Path) -> None:

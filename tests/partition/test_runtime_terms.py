@@ -12,12 +12,14 @@ from support.inside import (
     PLAIN,
     DeviceModel,
     Runtime,
+    Topology,
     Transformer,
     TransformerSource,
+    simulated_simulated,
     transformer_profile,
 )
 
-from stagewright.partition import Cluster, GivenStage, Profile, evaluate
+from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, plan
 from stagewright.schedules import AllReduce
 
 # Computes 1 FLOP a second and does nothing else: seconds are FLOPs.
@@ -143,3 +145,47 @@ def test_the_runtime_takes_its_time_around_each_action() -> None:
         for each in (plain, profile)
     ]
     assert steps[1] - steps[0] == pytest.approx(5 * 2 * 1e3)
+
+
+def test_weights_that_are_gathered_first_are_waited_for() -> None:
+    """With one stage nothing hides the gather before the first forward; the plan's file keeps when it comes."""
+    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, parameter_bytes=4e9) for name in "abcd"]
+    after, ahead = (Profile(nodes=nodes, microbatch_size=1, gathers_ahead=each) for each in (False, True))
+    stages, cluster = [GivenStage("abcd", [0, 1], 1, "none", 2)], Cluster.from_levels([(2, 1e9)])
+    found = [evaluate(profile, cluster, stages, num_microbatches=4) for profile in (after, ahead)]
+    assert [each.simulated_step_time for each in found] == [4 / 2 * 12 + 8 + 8] * 2  # work, sums, gather
+    again = Plan.from_json(found[1].to_json())
+    assert again == found[1]
+    assert simulated_simulated(again).timeline.makespan == pytest.approx(40)
+
+
+@pytest.mark.parametrize("field", ["gradient_ratio", "gather_ratio", "gathers_ahead"])
+def test_profiles_of_one_model_have_one_kind_of_gradients(field: str) -> None:
+    other: dict[str, Any] = {"gradient_ratio": 2.0, "gather_ratio": 0.5, "gathers_ahead": True}
+    nodes = [Node(name="a", forward_seconds=1.0, backward_seconds=2.0)]
+    profiles = [
+        Profile(nodes=nodes, microbatch_size=1),
+        Profile(nodes=nodes, microbatch_size=2, **{field: other[field]}),
+    ]
+    with pytest.raises(ValueError, match=field):
+        plan(profiles, Cluster.from_levels([(1, 1e9)]), global_batch=2)
+
+
+def test_members_that_share_weights_sum_them_with_all_replicas() -> None:
+    """Of a sequence in eight parts all eight members of a node hold the same: sums are scattered over them first."""
+    model = Transformer(layers=4, hidden=1024, heads=8, vocabulary=51200, length=512)
+    cluster, device = Cluster.parse("4x8:nvlink=600GB/s,net=2GB/s"), DeviceModel.preset("A100-80GB")
+    source = TransformerSource(transformer=model, device=device, cluster=cluster, context=8)
+    names = ["embedding", *(f"layer{i}" for i in range(4)), "head"]
+    halves = [GivenStage(names[:3], range(16), 8), GivenStage(names[3:], range(16, 32), 8)]
+    given = evaluate(source, cluster, halves, num_microbatches=4, microbatch_size=1)
+    assert given.costs is not None
+    ((_, tied),) = given.costs.tied
+    ring = Topology(device.reached(cluster)).ring(range(32)).seconds(2 * 51200 * 1024)
+    assert tied == pytest.approx(ring, rel=0.01)
+    best = plan(source, cluster, global_batch=8, microbatch_sizes=[1], tensor_sizes=[8], schedules="1f1b")
+    whole = [GivenStage(names, range(32), 8)]
+    every = [evaluate(source, cluster, whole, num_microbatches=8, microbatch_size=1), best]
+    assert (best.simulated_step_time or 0) <= min(each.simulated_step_time or 0 for each in every)
+    assert best.searched is not None
+    assert best.searched.least <= (best.simulated_step_time or 0)
