@@ -183,9 +183,17 @@ def test_members_that_share_weights_sum_them_with_all_replicas() -> None:
     ((_, tied),) = given.costs.tied
     ring = Topology(device.reached(cluster)).ring(range(32)).seconds(2 * 51200 * 1024)
     assert tied == pytest.approx(ring, rel=0.01)
-    best = plan(source, cluster, global_batch=8, microbatch_sizes=[1], tensor_sizes=[8], schedules="1f1b")
-    whole = [GivenStage(names, range(32), 8)]
-    every = [evaluate(source, cluster, whole, num_microbatches=8, microbatch_size=1), best]
-    assert (best.simulated_step_time or 0) <= min(each.simulated_step_time or 0 for each in every)
+    model = replace(model, heads=32, length=2048, head="untied")
+    cluster = Cluster.parse("4x8:nvlink=600GB/s,net=10GB/s")
+    source = TransformerSource(transformer=model, device=device, cluster=cluster, context=8)
+    options: dict[str, Any] = {
+        "microbatch_sizes": [1],
+        "tensor_sizes": [8],
+        "schedules": "1f1b",
+        "recompute": ("none",),
+    }
+    best = plan(source, cluster, global_batch=64, **options)
+    whole = evaluate(source, cluster, [GivenStage(names, range(32), 8)], num_microbatches=64, microbatch_size=1)
     assert best.searched is not None
-    assert best.searched.least <= (best.simulated_step_time or 0)
+    least, found, given = best.searched.least, best.simulated_step_time or 0.0, whole.simulated_step_time or 0.0
+    assert least <= found <= given  # its bound left it out, once
