@@ -306,7 +306,12 @@ class PlanRecord:
         if self.schedule == OWN:
             places = {ranks: place for place, ranks in enumerate(dict.fromkeys(stage.ranks for stage in self.stages))}
             return tuple(places[stage.ranks] for stage in self.stages)
-        return positions_of(self.schedule, num_stages=len(self.stages), num_chunks=self.num_chunks)
+        if self.num_chunks == 1:
+            return tuple(range(len(self.stages)))
+        own = family(self.schedule or "interleaved")
+        if not (own.is_planned or own.takes_slices):
+            raise ValueError(f"a plan of schedule {own.name!r}: expected stages of one rank each, and whole sequences")
+        return own.rank_of_stages(num_ranks=len(self.stages) // self.num_chunks, num_chunks=self.num_chunks)
 
     @property
     def firsts(self) -> tuple[int, ...]:
@@ -422,16 +427,6 @@ class PlanRecord:
 def order_of(schedule: Schedule) -> tuple[str, ...]:
     """A schedule's programs as text, for `PlanRecord.order`."""
     return tuple(" ".join(map(str, program)) for program in schedule.programs)
-
-
-def positions_of(schedule: str | None, *, num_stages: int, num_chunks: int) -> tuple[int, ...]:
-    """[S] place of each stage; ValueError for a schedule that no plans are made for."""
-    if num_chunks == 1:
-        return tuple(range(num_stages))
-    own = family(schedule or "interleaved")
-    if not (own.is_planned or own.takes_slices):
-        raise ValueError(f"a plan of schedule {own.name!r}: expected stages of one rank each, and whole sequences")
-    return own.rank_of_stages(num_ranks=num_stages // num_chunks, num_chunks=num_chunks)
 
 
 def _refuse_twice(what: str, values: Sequence[object]) -> None:

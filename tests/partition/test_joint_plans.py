@@ -44,6 +44,7 @@ def jointly(profile: Profile | None = None, cluster: Cluster = CLUSTER, **option
     return plan(profile or hybrid(), cluster, **(ALONE | {"search": "joint", "seconds": 0.4} | options))
 
 
+@pytest.mark.thorough
 def test_it_beats_named_schedules_and_is_read_back_as_it_was_found() -> None:
     found, named = jointly(), plan(hybrid(), CLUSTER, **ALONE)
     assert found.schedule == "auto"
@@ -121,6 +122,7 @@ def test_what_a_joint_search_does_not_know_is_refused_by_name() -> None:
             jointly(profile, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_an_order_of_its_own_belongs_to_its_plan() -> None:
     record = json.loads(jointly(seconds=0.1).to_json())
     assert record["schedule"] == "auto"

@@ -67,7 +67,7 @@ def assert_as_alone(state: dict[str, Tensor]) -> None:
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.thorough(but=["4"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_found_plan_in_one_process(num_ranks: int) -> None:
     found = joint_plan(num_ranks)
