@@ -23,7 +23,7 @@ from ...partition import Cluster, GivenStage, Plan, Profile, ProfileSource, eval
 from ...partition.analytic import Calibration, DeviceModel, Scales, TransformerSource, calibrate
 from ...partition.analytic.calibration import LEAST_PLANS, NO_FIT
 from ...partition.analytic.fit import read_number, read_rows
-from ...partition.plans.record import PlanStage, positions_of
+from ...partition.plans.record import PlanStage
 from ...schedules.families.registry import canonical_name, family
 from ...schedules.wording import count, duration, wrapped
 from ..options import check_out, plain_help, read, read_file, write_out
@@ -205,7 +205,7 @@ def _equal_stages(
     names = ["embedding", *(f"layer{i}" for i in range(layers)), "head"]
     ends = [0, *range(each + 1, layers + 1, each), len(names)]
     ranks = [range(D * T * place, D * T * (place + 1)) for place in range(P)]
-    places = positions_of(schedule, num_stages=P * V, num_chunks=V)
+    places = family(schedule).rank_of_stages(num_ranks=P, num_chunks=V) if V > 1 else range(P)
     return [GivenStage(names[a:b], ranks[p], T, recompute) for (a, b), p in zip(pairwise(ends), places, strict=True)]
 
 
