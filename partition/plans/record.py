@@ -132,8 +132,8 @@ class RunnerUp:
 
 NOT_SEARCHED = (
     "replicas that differ by stage, but for those that the dynamic program finds without tensor ranks",
-    "stages on ranks that are not neighbours, but for replicas that each have a row of their own, and, on few devices "
-    "(two nodes of four, three of two), for stages without tensor ranks and chunks",
+    "stages on ranks that are not neighbours, but for replicas that each have a row of their own (on more than 64 "
+    "devices within a node), and, on few (two nodes of four, three of two), for stages without tensor ranks and chunks",
     "layouts that leave more than an eighth of more than 64 devices idle, while others fit",
     "tensor ranks beyond the innermost links",
     "microbatches and chunks that differ by stage; tensor ranks that do, where there are replicas, chunks, streams or "

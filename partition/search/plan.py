@@ -49,7 +49,7 @@ from .result import as_plan, distinct, label
 from .search import PlanSearch, Progress
 from .simulated import MAX_ACTIONS
 from .source import MeasuredProfiles, ProfileSource, as_source
-from .space import Configuration, Runs, SearchSpace
+from .space import ALL_SIZES, Configuration, Runs, SearchSpace
 
 CANDIDATES = 8  # of unequal replicas, by each way
 MAX_ORDERS = 6  # of unequal nodes, for configurations with equal replicas
@@ -298,7 +298,8 @@ def norm_seconds(max_grad_norm: float | None, one: Profile, topology: Topology) 
 
 def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuration]:
     """Every configuration, the same with each replica in a row, so that messages stay on its nodes and sums leave
-    them, and along other orders of unequal nodes; of many orders the slow ones last."""
+    them (of many devices where it is on one), and along other orders of unequal nodes; of many orders the slow ones
+    last."""
     size, inner = cluster.levels[0].size, cluster.num_devices // cluster.levels[-1].size
     is_uniform = len(cluster.used_kinds) == 1 and not cluster.node_links
     given = tuple(range(len(cluster.nodes or ())))
@@ -309,7 +310,8 @@ def in_all_orders(space: SearchSpace, cluster: Cluster) -> Iterator[Configuratio
         yield configuration
         c = configuration
         lies_alike = is_uniform and inner <= c.tensor  # any two groups are as far apart as any others
-        if c.num_devices > size and min(c.data, c.pipeline) > 1 and c.sizes is None and not lies_alike:
+        is_near = c.num_devices <= ALL_SIZES or size % (c.pipeline * c.tensor) == 0
+        if c.num_devices > size and min(c.data, c.pipeline) > 1 and c.sizes is None and is_near and not lies_alike:
             yield replace(c, by_replica=True)
         for order in orders if configuration.sizes is None else ():
             if order != given:
