@@ -5,8 +5,8 @@ stagewright plan --model m.py:make --data m.py:batches --ranks 2 --batch 32
 stagewright plan --profile b1.json b2.json b4.json --cluster 4x8:nvlink=300GB/s,net=12GB/s:80GB --batch 512
 stagewright plan --transformer layers=100,hidden=8192,heads=64,vocabulary=51200,length=2048 --device a100 \\
     --cluster 128x8:nvlink=300GB/s,infiniband=25GB/s --batch 1536
-stagewright plan --check runs/gpt                         the plan of a run compared with its measurement
 stagewright plan --calibrate runs.csv --profile ..        measured steps correct what plans are computed from
+stagewright plan --check runs/gpt                         the plan of a run compared with its measurement
 """
 
 from __future__ import annotations

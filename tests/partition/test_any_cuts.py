@@ -284,6 +284,7 @@ def test_bytes_of_a_place_follow_the_tensor_sizes_of_its_neighbours() -> None:
     costs.counts, costs.in_flight, costs._parts = (1, 1, 1), [SimpleNamespace(versions=1)] * 3, {}
     costs.sums, costs.rules = {4: None, 2: None}, SimpleNamespace(sharding=("none",), optimizer_ratio=2.0)
     costs.place = SimpleNamespace(limits=[math.inf] * 3)
-    costs.c = SimpleNamespace(tensors=(4, 4, 2), num_chunks=1, schedule="1f1b", num_messages=lambda p: 8)
+    flush = SimpleNamespace(rule=SimpleNamespace(is_asynchronous=False))
+    costs.c = SimpleNamespace(tensors=(4, 4, 2), num_chunks=1, family=flush, num_messages=lambda p: 8)
     with mock.patch("stagewright.partition.search.cuts.stage_parts", lambda _, place, **__: (1 / place.tensor, 0, 0)):
         assert [float(costs._bytes(p, 1, "none")) for p in range(3)] == [0.25, 0.5, 0.5]

@@ -95,7 +95,7 @@ def every_step(
     ways = (1, c.data) if sharding == ("none", "full") else (1,)
     for inner in combinations(range(1, len(profile.nodes)), c.num_stages - 1):
         ends = (0, *inner, len(profile.nodes))
-        base, flights = free.evaluate(c, ends, exact=True), tight.schedules.in_flight(c, exact=True)
+        base, flights = free.choices(c, ends, exact=True)[0], tight.schedules.in_flight(c, exact=True)
         places, fitting = tight._of_each_rank(c, ends, flights, {}, lambda _, place: place), []
         for p, place in enumerate(places):
             rank = _TreatedRank(base.sums, flights[p], place, rules)
