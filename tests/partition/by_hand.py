@@ -71,11 +71,13 @@ def sum_seconds(cluster: Cluster, members: Sequence[int], num_bytes: float) -> f
 
 
 def exchange_seconds(cluster: Cluster, members: Sequence[int], num_bytes: float) -> float:
-    """Seconds for which the busiest member sends every other one its part, message by message."""
+    """Seconds of the half of a sum that goes up or down the levels; over a flat ring those for which the busiest member
+    sends every other one its part, message by message."""
+    if cluster.rings == "levels":
+        return sum_seconds(cluster, members, num_bytes) / 2
     if not num_bytes or len(members) == 1:
         return 0.0
     in_node = Counter(member // cluster.levels[0].size for member in members)
-    is_partial = 1 < min(in_node.values()) < cluster.levels[0].size
     worst, latency = 0.0, 0.0
     for a in members:
         seconds = 0.0
@@ -84,8 +86,7 @@ def exchange_seconds(cluster: Cluster, members: Sequence[int], num_bytes: float)
             way = cluster.levels[: joined + 1]
             each = num_bytes / len(members) / min(level.reduce_bandwidth or level.bandwidth for level in way)
             if joined:
-                each *= in_node[a // cluster.levels[0].size] if cluster.rings == "flat" else 1
-                each /= way[-1].partial_reduce if is_partial else 1.0
+                each *= in_node[a // cluster.levels[0].size]
             seconds += each
             steps = (level.latency if level.reduce_latency is None else level.reduce_latency for level in way)
             latency = max(latency, *steps)
