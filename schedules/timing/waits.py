@@ -64,9 +64,12 @@ def find_gaps(timeline: Timeline) -> tuple[dict[Action, Idle], ...]:
         made, arrival = min(made, start), min(max(arrival, made), start)
         return Idle(late_peer=made - previous, transfer=arrival - made, unexplained=start - arrival)
 
+    begun = [rank.data[0][0] for rank in timeline.ranks if rank.compute and rank.data]
+    data_since = min([timeline.first_action, *begun])  # a gather of weights before that is a part of the warm-up
+
     def gaps_of(rank: RankTrace) -> dict[Action, Idle]:
         gaps: dict[Action, Idle] = {}
-        for_data = rank.data or ((timeline.start, timeline.first_action),)
+        for_data = rank.data or ((data_since, timeline.first_action),)
         previous = timeline.start
         for at, (action, start, end) in enumerate(rank.compute):
             if start > previous:

@@ -209,6 +209,7 @@
     play() {
       const { wiring, arrived, user } = this;
       const { programs, inputs } = wiring;
+      this.gathersFirst = false;
       const position = new Int32Array(wiring.ranks);
       const freeAt = new Float64Array(wiring.ranks);
       // Ranks that wait for a slot, as a linked list: the newest by slot, and the next one by rank (a rank waits for one).
@@ -247,7 +248,10 @@
 
       const ready = [];
       wiring.begins.forEach((begins, rank) => {
-        for (const [joint, group] of begins.get(0) || []) this.begin(joint, group, rank, 0);
+        for (const [joint, group] of begins.get(0) || []) {
+          this.begin(joint, group, rank, 0);
+          this.gathersFirst = true;
+        }
       });
       for (let rank = 0; rank < wiring.ranks; rank++) start(rank);
       while (events.size) {
@@ -335,6 +339,7 @@
     // --- figures, as Timeline has them ---
 
     get start() {
+      if (this.gathersFirst) return 0; // weights that the first forwards wait for
       let first = Infinity;
       for (let rank = 0; rank < this.wiring.ranks; rank++) {
         if (this.starts[rank].length) first = Math.min(first, this.starts[rank][0]);
