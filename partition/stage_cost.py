@@ -159,7 +159,7 @@ class StageSums:
 
     @property
     def least_round_after(self) -> Floats:
-        """Of these, what goes round after the last backward."""
+        """The bytes of these that go round after the last backward."""
         return self.summed * self.gradient_ratio / 2 if self.gathers_ahead else self.least_round
 
     def counts(self, stage: int, kind: str = "layer") -> Recomputed:

@@ -64,7 +64,7 @@ SUMS_AT_ONCE = 2  # over gloo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTime:
-    """What a transfer takes: `latency` of an empty one [s], and `seconds_a_byte` of each byte of a large one [s/byte].
+    """Time of a transfer: `latency` of an empty one [s], and `seconds_a_byte` of each byte of a large one [s/byte].
 
     Arguments:
         busy: of either end with a message [s].

@@ -103,7 +103,7 @@ def _no_model() -> list[Profile]:
 
 
 def calibrated(steps: Sequence[StepRow], source: _Source, cluster: Cluster) -> Calibration[Any]:
-    """Of formulas the device is fitted, of profiles the cluster."""
+    """The fit: of the device for formulas, of the cluster for profiles."""
     if isinstance(source, TransformerSource):
 
         def on_device(step: StepRow, device: DeviceModel) -> float:

@@ -82,7 +82,7 @@ class FittedConstant(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration(Generic[Constants]):
-    """What `calibrate` finds.
+    """The result of `calibrate`.
 
     Arguments:
         constants: as fitted, or as they were given where no fit helps.

@@ -1,4 +1,4 @@
-"""What a training's runtime overlaps with its products, and in what type it gathers."""
+"""Work that a training's runtime overlaps with its products, and the type in which it gathers."""
 
 from __future__ import annotations
 

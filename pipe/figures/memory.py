@@ -29,7 +29,7 @@ from ..build import Pipeline
 
 @dataclass(slots=True)
 class _Seen:
-    """Of one stage, in bytes."""
+    """Memory of one stage, in bytes."""
 
     kept: list[int] = field(default_factory=list)  # by forward: rise of the level
     forward: list[int] = field(default_factory=list)  # highest level within, above those before and after

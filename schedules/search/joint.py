@@ -47,7 +47,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointSynthesis:
-    """What `synthesize_jointly` found.
+    """The result of `synthesize_jointly`.
 
     Arguments:
         found: the best few arrangements, the best one first.
