@@ -50,7 +50,7 @@ def _connections() -> dict[int, tuple[str, int]]:
 
 
 def _let_go() -> None:
-    """In a child. Its objects may close these numbers later, so they are kept open on /dev/null."""
+    """Release connections in a child. Its objects may close these numbers later: they are kept open on /dev/null."""
     nothing, there = os.open(os.devnull, os.O_RDWR), _connections()
     still = {descriptor for descriptor, target in _kept.items() if _target(descriptor) == target}
     accepting = {there[descriptor][1] for descriptor in still & there.keys()}

@@ -102,7 +102,7 @@ class ProcessGroupTransport(Transport):
         self._posted[message] = (peer, buffers, works)
 
     def is_here(self, message: Message) -> bool:
-        """By the last bytes of its buffers, which gloo fills in order: it has no test for a complete receive."""
+        """Whether it was received: the last bytes of its buffers, which gloo fills in order, are there."""
         last = self._watched.get(message, ())
         return len(last) > 0 and all(any(byte != _UNTOUCHED for byte in one.tolist()) for one in last)
 

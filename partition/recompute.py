@@ -1,6 +1,6 @@
 """Treatments of a rank's memory: what its stages recompute, and whether its optimizer's state is divided.
 
-`memory` counts what a rank holds; here that is weighed under each treatment, and those that fit and are not beaten are
+`memory` counts a rank's bytes; here they are compared under each treatment, and those that fit and are not beaten are
 kept. Stages are added one after the other, under each treatment of its own front:
 
     stage front   treatments of a stage, none beaten in seconds, bytes kept and bytes made again at once
@@ -230,7 +230,7 @@ class _TreatedRank:
         return [stage_front(self.sums, stage, names) for stage in self.own]
 
     def treatments(self, options: Sequence[StageFront], shards: tuple[int, ...]) -> list[_Chosen]:
-        """Those that fit with the optimizer divided like that; or the one with the least excess."""
+        """Treatments that fit with the optimizer divided into these shards; if none does, that of the least excess."""
         division = self.division(shards)
         loads = [
             np.outer(each.kept, self.in_flight[:, v]) + np.outer(each.again, self.remade[:, v])

@@ -17,7 +17,7 @@ from ..schedules import Timeline
 
 
 class Known(NamedTuple):
-    """Result of a batch, once a rank knows it; `grad_norm` is the global norm before clipping.
+    """Result of a batch on a rank that knows it; `grad_norm` is the global norm before clipping.
 
     skipped: whether the update was left out because gradients overflowed in float16.
     """

@@ -152,7 +152,7 @@ class Dependencies(Needs):
 
 
 def _wires(schedule: Schedule) -> Iterator[Wire]:
-    """In the order of the edges: each wire at the place of its first consumer."""
+    """Wires in the order of the edges, each at the position of its first consumer."""
     together: dict[tuple[int, tuple[int, ...]], list[Edge]] = {}  # (producer, the consumers' ranks)
     for edge in schedule.stage_edges:
         together.setdefault((edge.src, schedule.owners[edge.dst]), []).append(edge)

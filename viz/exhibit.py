@@ -106,7 +106,7 @@ class Exhibit:
 
 
 def held_activations(timeline: Timeline) -> float:
-    """Most activations that a rank holds at once, in those of one microbatch of the whole model, so that schedules with
+    """Most activations held at once on any rank, in those of one microbatch of the whole model, so that schedules with
     different numbers of stages compare."""
     schedule = timeline.schedule
     return max(timeline.peak_activations, default=0) / (schedule.num_stages * schedule.num_slices)
@@ -126,7 +126,7 @@ class HeadFigure(NamedTuple):
 
 
 def headline(exhibit: Exhibit) -> tuple[HeadFigure, ...]:
-    """What is simulated, predicted and measured, and the lower bound, as far as known, for all views.
+    """Simulated, predicted and measured seconds, and the lower bound, as far as known, for all views.
 
     The bound is under the costs of the simulation; if these are not known, under the medians of the timeline's own
     actions.

@@ -144,7 +144,7 @@ class TimelinePanel:
 
     @property
     def seconds(self) -> float:
-        """From batch to batch [s], with which others are compared: as predicted, else as simulated or measured."""
+        """Time from batch to batch [s], by which panels compare: as predicted, else as simulated or measured."""
         return self.timeline.batch_seconds if self.sampled is None else self.sampled.median
 
     @property
@@ -202,7 +202,7 @@ class TimelinePanel:
 
     @property
     def expected_end(self) -> float | None:
-        """Its predicted, else simulated end [s]; None for a stream, which continues."""
+        """The predicted, else simulated end [s]; None for a stream, which continues."""
         if not self.is_own or self.reference is None:
             return None
         before = self.reference

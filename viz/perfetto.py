@@ -189,8 +189,8 @@ class _Trace:
             self.num_arrows += 1
 
     def _action_args(self, rank: int, gaps: Mapping[Action, Idle], action: Action) -> Event:
-        """With the idle time before it [us] and its cause, its weight version, and the error of its rank's clock
-        [us]."""
+        """Arguments of an action's event: the idle time before it [us] and its cause, its weight version, and the error
+        of its rank's clock [us]."""
         stage, op, index = action
         args: Event = {"action": str(action), "stage": stage}
         args |= {"update_group": index} if op is Op.U else self._part(index)

@@ -1,4 +1,4 @@
-"""What `stagewright plan` plans from: profiles or a transformer's formulas, and a cluster."""
+"""Inputs of `stagewright plan`: profiles or a transformer's formulas, and a cluster."""
 
 from __future__ import annotations
 

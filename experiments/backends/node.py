@@ -2,7 +2,7 @@
 
     stdin    one line with the order; then empty lines as signs of life: when it closes, or over a network is silent,
              the sender of the order is gone
-    stdout   events, a JSON object per line: up (with this node's facts), met, line, failed
+    stdout   events, a JSON object per line: up (with this node's facts), reached (facts of all nodes), line, failed
     stderr   output of agents and ranks, one stream
 
 torchrun's agent starts each rank in its own session, so that killing the agent or its group leaves ranks running.
@@ -96,7 +96,7 @@ def main() -> int:
 def _prepared(order: Order, facts: NodeFacts) -> tuple[str, ...]:
     met = meet(order.meeting, facts, _own_problem(order, facts))
     if met.nodes:
-        _say("met", nodes=[asdict(node) for node in met.nodes])
+        _say("reached", nodes=[asdict(node) for node in met.nodes])
     return torchrun_words(
         order.work,
         order.nodes,

@@ -1,6 +1,6 @@
 """Starts the starters of all nodes and supervises them to any ending: the common part of back ends that have nodes.
 
-run_nodes <-- stdout: events: up, met, line, failed   starter of node i (here, in a namespace, over ssh)
+run_nodes <-- stdout: events: up, reached, line, failed   starter of node i (here, in a namespace, over ssh)
           --- stdin: the order once all are up, then held open -->
           <-- stderr: output of agents and ranks ---> folder/nodeI.log, and `say` line by line
 """
@@ -239,7 +239,7 @@ def _judge(running: list[_Running]) -> Outcome:
 def hear(node: Any, event: Mapping[str, Any]) -> None:
     """Store a node's event: the result of its preflight, its torchrun line, or its failure."""
     match event["event"]:
-        case "met":
+        case "reached":
             (node.log.parent / "nodes.json").write_text(json.dumps(event["nodes"], indent=1) + "\n")
         case "line":
             node.say(f"{node.name}: {shlex.join(event['words'])}")

@@ -9,7 +9,7 @@ max-min       maximises the least rate relative to an equal split, by weight
 finish-time   minimises the largest (time so far + time left) relative to an equal split from the start (Themis' rho)
 makespan      finishes all jobs as early as possible
 cost          minimises the cost of at least the rates of an equal split
-deadline      minimises the cost of meeting all deadlines; if impossible, misses each by the same factor
+deadline      minimises the cost at which no deadline is missed; if impossible, misses each by the same factor
 
 The first three distribute the remaining devices by a second program that keeps the first's result. An equal split gives
 each job the same share, by weight, of each kind.

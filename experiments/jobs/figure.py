@@ -71,7 +71,7 @@ class Target:
 
     @classmethod
     def of(cls, record: Fields) -> Target:
-        """From the fields of `asdict`."""
+        """Make it from the fields of `asdict`."""
         judged = Judged(record.text("judged", choices=list(Judged)))
         return record.made(cls, {"judged": judged}, needed=("at_least",))
 

@@ -49,14 +49,14 @@ def overlap(case: Case, repetitions: int) -> Iterator[Figure]:
     Emulated: stages sleep, and each all-reduce occupies this process's wire in turn for bytes / `BANDWIDTH` after the
     real one over gloo. Two data replicas of two ranks with two stages each:
 
-        beside    2B 2B ... 0B 0B      0U 2U        the all-reduce of stage 2 overlaps the backwards of stage 0
-        sums           [ 2 ]     [ 0 ]
-        behind    2B 2B ... 0B 0B           0U 2U   both follow all backwards
-        sums                     [ 2 ][ 0 ]
+        overlapped  2B 2B ... 0B 0B      0U 2U        the all-reduce of stage 2 overlaps the backwards of stage 0
+        sums             [ 2 ]     [ 0 ]
+        after       2B 2B ... 0B 0B           0U 2U   both follow all backwards
+        sums                       [ 2 ][ 0 ]
     """
-    beside, behind = _Side(), _Side()
-    behind.put_sums_behind()
-    sides = {"beside": beside, "behind": behind}
+    overlapped, after = _Side(), _Side()
+    after.put_sums_after()
+    sides = {"overlapped": overlapped, "after": after}
     for side in sides.values():
         for _ in range(_WARM_UP_STEPS):
             timed(side.step)
@@ -65,19 +65,19 @@ def overlap(case: Case, repetitions: int) -> Iterator[Figure]:
     runs = {name: partial(timed, side.step) for name, side in sides.items()}
     seconds = in_turn(case.text("case"), runs, repetitions=repetitions)
     costs = {name: side.pipe.measured_costs() for name, side in sides.items()}
-    schedule = beside.pipe.schedule
+    schedule = overlapped.pipe.schedule
     for side in sides.values():
         side.pipe.close()
     predicted = {
-        "beside": simulate(schedule, costs["beside"]).makespan,
-        "behind": predicted_behind(schedule, replace(costs["behind"], reduce_grad=costs["beside"].reduce_grad)),
+        "overlapped": simulate(schedule, costs["overlapped"]).makespan,
+        "after": predicted_after(schedule, replace(costs["after"], reduce_grad=costs["overlapped"].reduce_grad)),
     }
-    part = predicted["beside"] / predicted["behind"]
+    part = predicted["overlapped"] / predicted["after"]
     shown = Case.of({"case": case.text("case"), "run": "interleaved V=2, 2 x 2 ranks, slow wire"})
     yield from compared(
-        (seconds["beside"], seconds["behind"]),
+        (seconds["overlapped"], seconds["after"]),
         case=shown,
-        name="step, sums beside / behind",
+        name="step, sums overlapped / after",
         how=How.EMULATED,
         target=Target(limit=1.02 * part),
         note=f", simulated {part:.3f}",
@@ -93,7 +93,7 @@ def overlap(case: Case, repetitions: int) -> Iterator[Figure]:
         )
 
 
-def predicted_behind(schedule: Schedule, costs: Costs) -> float:
+def predicted_after(schedule: Schedule, costs: Costs) -> float:
     """Makespan if each rank reduces the gradients of its stages one after the other, after all its actions [s]."""
     timeline = simulate(schedule, replace(costs, reduce_grad=0.0))
     sums = costs.table(num_stages=schedule.num_stages).reduce_grad
@@ -134,7 +134,7 @@ class _Side:
         self.pipe.forward_backward(*self._batch)
         drop_gradients(self.pipe.parameters())
 
-    def put_sums_behind(self) -> None:
+    def put_sums_after(self) -> None:
         """Make the programs of all ranks begin their all-reduces after everything else."""
         update = self._built.training._update
         assert isinstance(update, FlushUpdate)

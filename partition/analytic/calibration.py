@@ -207,7 +207,7 @@ class _Tangent(NamedTuple):
         return np.maximum(found, 1e-3 * self.seconds)
 
     def of(self, rows: Floats) -> _Tangent:
-        """Of some rows, by a mask."""
+        """The tangent of the rows that a mask selects."""
         return self._replace(seconds=self.seconds[rows], measured=self.measured[rows], slopes=self.slopes[rows])
 
     @property
@@ -220,7 +220,7 @@ class _Tangent(NamedTuple):
         return tuple(name for k, name in enumerate(self.names) if k in most)
 
     def fit(self, start: Constants) -> Constants:
-        """From the scale that the rows show in the middle, in which outliers do not count."""
+        """Constants that fit the rows, found from their median scale, in which outliers do not count."""
         names = self.shown
         scaled = found = self._scaled(_typical(start, names))
         for _ in range(2):  # what the scale leaves is not all noise
@@ -232,7 +232,7 @@ class _Tangent(NamedTuple):
         return max(NOISE, 1.48 * float(np.median(abs(np.log(self.predict(model) / self.measured)))))
 
     def _scaled(self, start: Constants) -> Constants:
-        """With the median of the scales that make each row exact, weighted by the share of the row that scales."""
+        """`start` at the median of the scales that make each row exact, weighted by the share of it that scales."""
         name, slopes = self.names[0], self.slopes[:, 0]
         least, most, (rows,) = *FITTED[name][:2], np.nonzero(slopes > 0)
         if not len(rows):
@@ -263,7 +263,7 @@ class _Tangent(NamedTuple):
 
 
 def _typical(model: Constants, names: Sequence[str]) -> Constants:
-    """With what devices typically have where it was ideal: all of a data sheet's figure, or no seconds at all."""
+    """The model with typical values of devices for its ideal ones (all of a data sheet's figure, or no seconds)."""
     found = {name: FITTED[name].start for name in names if getattr(model, name, None) in (0.0, 1.0)}
     return replace(model, **found)  # type: ignore[arg-type]
 

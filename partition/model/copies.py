@@ -40,7 +40,7 @@ class Copies:
                 self.memo.setdefault(id(x), x.detach().clone())
 
     def of(self, value: Any) -> Any:
-        """Its copy; what copy.deepcopy raises."""
+        """A copy of the value. Raises what copy.deepcopy raises."""
         return self._copied(value, self._deep)
 
     def instead(self, value: Any) -> Any:
@@ -172,7 +172,7 @@ def _known_to(value: Any) -> Collection[Any]:
 
 
 def _globals(function: FunctionType) -> dict[str, Any]:
-    """Those that a function of the user's names, or functions within it."""
+    """Globals that a function of the user's, or a function within it, names."""
     if not is_users_module(function.__module__):
         return {}
     names = dict.fromkeys(name for code in codes(function.__code__) for name in code.co_names)

@@ -74,8 +74,8 @@ def stand_ins(module: nn.Module, device: torch.device) -> Iterator[set[int]]:
 
 
 def _fakes_of(values: Sequence[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
-    """By id. Made around the mode, which gives the same at ten times the cost: a model has as many parameters as
-    operations."""
+    """Fakes by id of the value. They are made around the mode, which gives the same at ten times the cost: a model has
+    as many parameters as operations."""
     originals = {id(value): value for value in values}
     with unset_fake_temporarily() as mode:
         assert mode is not None, "outside of a fake mode"

@@ -140,8 +140,8 @@ class Arguments:
 
     @classmethod
     def of(cls, args: Sequence[object], kwargs: Mapping[str, object] = _NOTHING) -> Arguments:
-        """From positional arguments and keywords, with the batch in dimension 0 of each tensor that has one. Raises
-        ValueError with the name of what is neither tensor nor constant."""
+        """Make it from positional arguments and keywords, with the batch in dimension 0 of each tensor that has one.
+        Raises ValueError with the name of what is neither tensor nor constant."""
         try:
             form, tensors = Form.of((tuple(args), {name: kwargs[name] for name in sorted(kwargs)}))
         except FormError as error:

@@ -59,7 +59,7 @@ def keep_less(name: str, module: nn.Module, root: nn.Module, *, what: str) -> No
 
 
 class _Again(NamedTuple):
-    """In place of a saved tensor: how it was made, and which view of the result it is.
+    """A record that replaces a saved tensor: how it was made, and which view of the result it is.
 
     Arguments:
         source: as the saved tensors around keep it.

@@ -28,7 +28,7 @@ def walk(
 
 
 def parts(value: Any) -> Collection[Any] | None:
-    """Those of a container, a partial or a bound method; None: it is another object."""
+    """Parts of a container, a partial or a bound method; None: it is another object."""
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
         return () if len(value) > _MOST else value.values() if isinstance(value, dict) else value
     if isinstance(value, partial):

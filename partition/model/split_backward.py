@@ -145,7 +145,7 @@ class SplitBackward:
             return None
 
     def cast(self, x: torch.Tensor, dtype: torch.dtype, *, tracked: bool) -> torch.Tensor:
-        """As autocast casts what a product takes; what it keeps for a while, leaves that are trained, we keep, too."""
+        """Cast a product's operand as autocast does. Casts of trained leaves are kept, as autocast keeps them."""
         if x.dtype == dtype or not x.is_floating_point() or x.dtype == torch.float64:
             return x
         known = self._casts.get(id(x))

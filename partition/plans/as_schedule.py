@@ -192,7 +192,7 @@ def _scheduled(plan: PlanRecord, num_microbatches: int | None) -> tuple[Schedule
 
 
 def exhibit_of_plan(plan: PlanRecord, *, name: str | None = None, num_microbatches: int | None = None) -> Exhibit:
-    """Its own schedule, simulated with its own costs and links; of a plan that keeps none over free ones, with a note.
+    """The plan's schedule, simulated with its costs and links; with a note if the plan has no links: they are free.
     Raises ValueError as `schedule_of` does."""
     from ...viz.exhibit import Exhibit
 

@@ -30,7 +30,7 @@ class HostClock:
         return stamp
 
     def between(self, begin: Stamp, end: Stamp) -> float:
-        """From one stamp to another [s]: more exact than a difference of `seconds`."""
+        """Time from one stamp to another [s]: more exact than a difference of `seconds`."""
         return self.seconds(end) - self.seconds(begin)
 
     def now(self) -> float:

@@ -100,7 +100,7 @@ def _checksum(parameter: torch.Tensor) -> float:
 
 def agreed(make: Callable[[], T], collectives: Collectives, guard: Guard, *, what: str) -> T:
     """Call `make`; where it fails on one rank, ValueError on all, and the run continues. Collective over all. `make`
-    may gather as `_BUILDING`: a rank that failed before takes part in that gather with its error."""
+    may gather as `_BUILDING`: a rank that failed before joins that gather with its error."""
     if collectives.alone:
         return make()
     made: list[T] = []

@@ -68,7 +68,7 @@ class HostShare:
         self._iteration, self._number = self._iteration + 1, 0
 
     def put(self, batch: Any, position: tuple[int, int]) -> None:
-        """Give the next batch to all others; waits for a process that is far behind."""
+        """Give the next batch to all others; waits for a process that still takes much earlier ones."""
         new = self.folder / f"new.{self._process}"
         save_sealed((position, batch), new)
         for process in self._others:

@@ -37,7 +37,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _DcpUnpickler(pickle._Unpickler):
-    """In Python, since the one in C allocates a list as long as the pickle says."""
+    """An unpickler in Python, since the one in C allocates a list as long as the pickle says."""
 
     dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {pickle.BYTEARRAY8[0]: None}  # allocates as it says
 

@@ -58,7 +58,7 @@ class Checkpoint:
     def as_refusals(self) -> Iterator[None]:
         """Context that turns any error over the checkpoint's content into a ValueError that names the file at fault.
 
-        Values of the manifest may have any form, whatever their hash.
+        Values of the manifest may have any form, even with a correct hash.
         """
         try:
             yield

@@ -285,7 +285,7 @@ def _given(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """In place if it is a tensor, which compiled steps hold; a number stays a number."""
+    """Set an option: in place if it is a tensor, which compiled steps hold; a number stays a number."""
     if isinstance(group.get(key), torch.Tensor):
         group[key].fill_(value)
     else:

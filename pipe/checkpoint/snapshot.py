@@ -298,7 +298,7 @@ def _rest(name: str) -> str:
 
 
 def _shared_out(everyone: Sequence[Mapping[_Place, int]]) -> list[set[_Place]]:
-    """What each process writes: the largest first, each by the holder that has least to write."""
+    """Pieces that each process writes: the largest first, each by the holder that has least to write."""
     holders: dict[_Place, list[int]] = {}
     sizes: dict[_Place, int] = {}
     for process, held in enumerate(everyone):

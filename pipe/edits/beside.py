@@ -219,7 +219,7 @@ def verify(
 
 @torch.no_grad()
 def _rounded(edited: Edited, rounding: float) -> Edited:
-    """Its weights are off by up to the rounding, each by another share."""
+    """Change the weights by up to the rounding, each by another share."""
     for p in edited.model.parameters():
         held = p.to_local() if isinstance(p, DTensor) else p
         pattern = torch.arange(held.numel(), dtype=torch.float64).mul_(1e4).sin_().view_as(held)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RunFigures:
-    """What a run is and takes, background work, parameters and state; for `PipelineModule`."""
+    """Properties of a run for `PipelineModule`: layout, memory, traffic, background work, parameters and state."""
 
     _building: Building
 
@@ -68,7 +68,7 @@ class RunFigures:
         pipeline = self._building.built("explain")
         run, names = pipeline.state.run, pipeline.parts.names
         with run.guard.together():
-            told = run.collectives.gather(pipeline.parts.recomputed.told, what="gathering what runs again")
+            told = run.collectives.gather(pipeline.parts.recomputed.reasons, what="gathering what runs again")
         kinds = {float: "as the first batch to train on decides", str: "{!r}"}
         rules = [kinds.get(type(rule), "by a policy").format(rule) for rule in run.layout.recompute.stages]
         found = [next((each[s] for each in told if s in each), f"recompute={rule}") for s, rule in enumerate(rules)]

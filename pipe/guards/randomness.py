@@ -293,7 +293,7 @@ class _Numpy(_Global):
     name = "numpy's random numbers"
 
     def position(self) -> object:
-        """Its memory: reading its state takes 20 times as long."""
+        """The bytes of its memory: reading its state takes 20 times as long."""
         generator = get_bit_generator()
         if isinstance(generator, np.random.MT19937):
             return ctypes.string_at(generator.ctypes.state_address, 4 * (MERSENNE_WORDS + 1))

@@ -311,7 +311,7 @@ class Budgets:
             always = self._held_always(probe, s, len(traces[0].units), optimizer)
             plain = always.most(traces[0])
             if plain <= limit:
-                self._recomputed.told[s] = f"budget {size(limit)}: {size(plain)} at the most, nothing runs again"
+                self._recomputed.reasons[s] = f"budget {size(limit)}: {size(plain)} at the most, nothing runs again"
                 return every[0]
             traces += [probe.trace(each, LiveBytes()) for each in every[1:]]
             moments, seconds = always.moments(traces, len(probe.units)), probe.seconds(every)
@@ -334,7 +334,7 @@ class Budgets:
         took = duration(sum(float(seconds[unit, rule]) for unit, rule in enumerate(choice)))
         total = f"budget {size(limit)}: {size(most)} at the most, {size(plain)} with nothing run again; {took} more"
         lines = _lines(probe.names, choice, moments, seconds, why)
-        self._recomputed.told[s] = "\n".join([f"{total} a microbatch", *lines])
+        self._recomputed.reasons[s] = "\n".join([f"{total} a microbatch", *lines])
         return reruns
 
     def _held_always(self, probe: _Probe, s: int, num_calls: int, optimizer: tuple[int, int]) -> _HeldAlways:

@@ -106,7 +106,7 @@ def _budgets(recompute: Mapping[str, Any], num_stages: int) -> tuple[Rule | floa
 
 class RecomputedModules:
     """Modules of a model that are recomputed: `rules` by module, and by stage under a budget the choice and its reason
-    (`told`).
+    (`reasons`).
 
     `begins` are names of the modules with which a unit of several begins, as a plan's nodes; none: each is one. Raises
     ValueError for a pattern of no module or one that nothing calls, and for modules that two patterns treat
@@ -116,7 +116,7 @@ class RecomputedModules:
     def __init__(self, recompute: Recompute, root: nn.Module, begins: Collection[str] = ()) -> None:
         self._stages = recompute.stages
         self._begins = {module for name, module in root.named_modules() if name in begins}
-        self.told: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}
         self._together: Together = ()
         self._matches = {pattern: _matches(pattern, root) for pattern in recompute.modules}
         self.rules: dict[nn.Module, NamedRule] = {}

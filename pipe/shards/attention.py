@@ -65,7 +65,7 @@ def _attend(
     *options: Any,
     **named: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As torch.nn.MultiheadAttention.forward: [B, T, D] (or [T, B, D], or [T, D]) and the weights [B, T, S]."""
+    """The outputs of torch.nn.MultiheadAttention.forward: [B, T, D] ([T, B, D], or [T, D]) and weights [B, T, S]."""
     key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal = _Options(*options, **named)
     if is_causal and attn_mask is None:
         raise ValueError("is_causal=True without attn_mask: expected the mask, too, as torch requires")

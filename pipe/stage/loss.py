@@ -73,7 +73,7 @@ def untrained() -> ValueError:
 
 
 class _Left(torch.Tensor):
-    """In place of a tensor that another stage has left in an attribute: any use of it is a ValueError."""
+    """A substitute for a tensor that another stage has left in an attribute: any use of it is a ValueError."""
 
     place: str
 

@@ -1,6 +1,6 @@
 """Shape inference: inputs and outputs of every stage, found on fake tensors, without computing.
 
-Every rank runs it over the whole model, with stand-ins for the parameters that it does not hold. It runs the user's
+Every rank runs it over the whole model, with placeholders for the parameters that it does not hold. It runs the user's
 code, without a trace: counters, buffers, lists of hooks and random generators are unchanged.
 """
 

@@ -107,7 +107,7 @@ def together(waits: list[Callable[[], None]]) -> Callable[[], None]:
 
 
 class Shards:
-    """Parameters that a rank has parts of.
+    """Parameters of which this rank has parts.
 
     Arguments:
         stages: the parts of each stage that has any, in the same order on all ranks of the stage.

@@ -84,7 +84,7 @@ class Verifier:
         return found
 
     def copy_again(self) -> None:
-        """In one process, since the user's code may have changed the model after the copy was made."""
+        """Copy the model again for the next batch: in one process the user's code may have changed it since."""
         self._fresh = None
 
     def _verified(self, given: Given, *, evaluates: bool) -> Verification:

@@ -77,9 +77,9 @@ class Layer:
 
 
 class StageTables(NamedTuple):
-    """Of stages on ranks: by code seconds of F and I (or B), and delay and code of their input; by stage the seconds of
-    W and the memory of a microbatch; by rank the memory that is left for these, seconds after its last action, and its
-    work with these."""
+    """Tables of stages on ranks: by code seconds of F and I (or B), and delay and code of their input; by stage the
+    seconds of W and the memory of a microbatch; by rank the memory that is left for these, seconds after its last
+    action, and its work with these."""
 
     seconds: list[float]
     delay: list[float]

@@ -124,7 +124,7 @@ class ChainSearch:
         return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))
 
     def _settled(self, stages: Stages, changes: float) -> Stages:
-        """As many stages with a small bound, by annealing with such changes."""
+        """Find the same number of stages with a small bound, by annealing with such changes."""
         random, S = self.random, len(stages[1])
 
         def cost_of(stages: Stages) -> float:
@@ -317,6 +317,6 @@ def _shift(cut: list[int], at: int, by: int) -> None:
 
 
 def _joined(cut: Sequence[int], ranks: Sequence[int]) -> Stages:
-    """With neighbours on one rank as one stage."""
+    """Join neighbours on one rank into one stage."""
     firsts = [s for s in range(len(ranks)) if s == 0 or ranks[s] != ranks[s - 1]]
     return [*(cut[s] for s in firsts), cut[-1]], [ranks[s] for s in firsts]

@@ -55,7 +55,7 @@ class Budget:
         return cls(seconds=seconds, evaluations=evaluations, seed=int(seed))
 
     def after(self, evaluations: int) -> Budget:
-        """As much again, after so many evaluations."""
+        """The same number of evaluations again, after the given number."""
         return self if self.evaluations is None else replace(self, evaluations=evaluations + self.evaluations)
 
 

@@ -120,7 +120,7 @@ class Request:
     # --- pieces of a model, and stages of them ---
 
     def pieces(self) -> Request:
-        """With numbers for each of the given pieces, or for one piece per rank.
+        """The request with numbers for each of the given pieces, or for one piece per rank.
 
         Raises ValueError if two of them have different numbers of pieces.
         """

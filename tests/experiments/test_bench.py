@@ -216,7 +216,7 @@ def test_the_json_is_one_object_with_targets_and_verdicts(capsys: pytest.Capture
 def test_sums_behind_all_backwards_are_predicted_one_after_the_other():
     schedule = replicate(build("interleaved", num_ranks=2, num_microbatches=4, num_chunks=2), 2)
     costs = Costs(forward=0.01, backward=0.02, reduce_grad=0.04)
-    assert bench_beside.predicted_behind(schedule, costs) == pytest.approx(0.27 + 2 * 0.04)
+    assert bench_beside.predicted_after(schedule, costs) == pytest.approx(0.27 + 2 * 0.04)
     assert simulate(schedule, costs).makespan == pytest.approx(0.27 + 0.04)  # one of them beside two backwards
     programs = lower(schedule, sharing=Sharing(collectives=(Collective((2,), Op.REDUCE_GRAD, 0),))).programs
     last = programs[0].steps[-1]

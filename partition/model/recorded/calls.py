@@ -63,7 +63,7 @@ class Call:
         changed: number of a value that it changed in place -> that of the changed value.
         enters: its number for random numbers; None: it draws none, or has none of its own. Calls within a unit that was
             opened have the unit's, and in the upper half how many of them have drawn before.
-        behind: an earlier call that must have been made because it changes memory that this one reads.
+        follows: earlier calls that must have been made because they change memory that this one reads.
         writes: whether it writes to memory of a parameter or buffer.
         line: of the user's code.
     """
@@ -77,7 +77,7 @@ class Call:
     structure: pytree.TreeSpec
     changed: dict[int, int]
     enters: int | None = None
-    behind: frozenset[int] = frozenset()
+    follows: frozenset[int] = frozenset()
     writes: bool = False
 
     def templates(self) -> list[Template]:

@@ -2,7 +2,7 @@
 
 tokens, positions = arange(T)  | glue that depends on the model's inputs alone: made wherever it is needed
 h = embedding(tokens)          | position 0
-m = h.mean()                   | nobody needs it: gone
+m = h.mean()                   | never needed: left out
 h = blocks.0(h, positions)     | position 1
 """
 
@@ -53,7 +53,7 @@ class Flow:
 
     def sources(self, call: int) -> set[int]:
         made = {self.maker[number] for number in self.values[call] if number in self.maker}
-        return (made | self.record.calls[call].behind) - {call}
+        return (made | self.record.calls[call].follows) - {call}
 
     def _live(self) -> frozenset[int]:
         calls = self.record.calls
@@ -192,7 +192,7 @@ class Flow:
             if call in calls:
                 continue
             calls.add(call)
-            todo += [each for each in self.record.calls[call].behind if each in self.everywhere]
+            todo += [each for each in self.record.calls[call].follows if each in self.everywhere]
             for number in self.values[call]:
                 want(number)
         return sorted(given, key=lambda number: (number not in self.maker, number)), sorted(calls)

@@ -325,7 +325,7 @@ class Walk:
         return self._attributes(path, x)
 
     def _attributes(self, path: str, x: object) -> _Places:
-        """Those of an object, or of a container that is of the user's class."""
+        """Places within an object, or within a container of the user's class."""
         kind, table = type(x), _table(x)
         if _is_library(kind.__module__) and not isinstance(x, (nn.Module, *_NAMESPACES)):
             return []

@@ -333,8 +333,8 @@ class ForwardRecorder:
         modes: Context,
         structure: pytree.TreeSpec,
     ) -> dict[str, Any]:
-        """Those that both kinds of calls have; what it gives is noted later."""
-        behind = (self._values.last_write.get(memory_of(x)) for x in given)
+        """Fields that both kinds of calls have; the results are noted later."""
+        writers = (self._values.last_write.get(memory_of(x)) for x in given)
         return {
             "args": templates[0],
             "kwargs": templates[1],
@@ -344,7 +344,7 @@ class ForwardRecorder:
             "results": {},
             "structure": structure,
             "changed": {},
-            "behind": frozenset(call for call in behind if call is not None),
+            "follows": frozenset(call for call in writers if call is not None),
         }
 
     def _note_change(self, record: Call, me: int, tensor: torch.Tensor, *, is_hook: bool) -> None:

@@ -68,8 +68,8 @@ class Words:
             region = "" if call.region is None else regions.setdefault(call.region, len(regions))
             name = call.name if isinstance(call, UnitCall) else ""
             gives = f"{call.results} {_plain(call.structure)} {call.changed} {call.writes} {call.enters}"
-            behind = f"{sorted(call.behind)} {name} {region}"
-            yield Step(f"{self.call(call, _number)} -> {gives} {behind}", call.line)
+            after = f"{sorted(call.follows)} {name} {region}"
+            yield Step(f"{self.call(call, _number)} -> {gives} {after}", call.line)
         results = [self._template(each, _number) for each in record.results]
         pairs = sorted({(first, second) for first, second, _ in record.together})
         yield Step(f"the model returns {results} as {record.output_form}, with {pairs} together")
@@ -192,7 +192,7 @@ def _needs(record: Record) -> list[set[int]]:
     calls = record.calls
     maker = _makers(calls)
     taken = [frozenset(_takes(call)) for call in calls]
-    found = [{maker[n] for n in taken[i] if n in maker} | call.behind for i, call in enumerate(calls)]
+    found = [{maker[n] for n in taken[i] if n in maker} | call.follows for i, call in enumerate(calls)]
     partners: dict[int, set[int]] = {}
     for pair in record.together:
         first, second = sorted(pair[:2])
@@ -292,7 +292,7 @@ def _in_order(record: Record, order: Sequence[int]) -> Record:
             kwargs=renumbered(call.kwargs, numbers),
             results={at: numbers[number] for at, number in call.results.items()},
             changed={numbers[old]: numbers[number] for old, number in call.changed.items()},
-            behind=frozenset(place[each] for each in call.behind),
+            follows=frozenset(place[each] for each in call.follows),
             enters=enters,
         )
         if isinstance(new, UnitCall):
