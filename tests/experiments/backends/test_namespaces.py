@@ -117,12 +117,14 @@ def test_the_wire_holds_packets_back_and_tells_sites_apart(exact):
 
 def test_a_node_that_crashes_takes_all_its_processes_along():
     with Host("node0") as host:
-        # One that has left its session and its parent.
-        stray = host.start(("sh", "-c", "setsid sleep 1000 & exec sleep 1000"), output=subprocess.DEVNULL)
-        wait_for(lambda: len(processes_in(host.pid)) >= 3)
+        # One that has left its session and its parent, and says so: before, nsenter may not have entered the node yet.
+        script = "setsid sh -c 'echo left; exec sleep 1000' & exec sleep 1000"
+        started = host.start(("sh", "-c", script), output=subprocess.PIPE)
+        assert started.stdout.readline() == b"left\n"
         network_of_it = os.stat(f"/proc/{host.pid}/ns/net").st_ino
         host.crash()
-        assert stray.wait(WITHIN) == -9
+        assert started.communicate(timeout=WITHIN) == (b"", None)  # its end: both sleeps are gone
+        assert started.returncode == -9
         wait_for(lambda: host._holder.poll() is not None)
         assert not processes_of(network_of_it)
 
@@ -163,10 +165,6 @@ def test_a_node_that_cannot_be_set_up_says_what_was_tried():
         pytest.raises(OSError, match=r'node0: .*"nowhere".*status 1 of: ip link set nowhere up'),
     ):
         host.set_up("ip link set nowhere up")
-
-
-def processes_in(pid):
-    return processes_of(os.stat(f"/proc/{pid}/ns/net").st_ino)
 
 
 def processes_of(inode):
