@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, repeat, zip_longest
+from itertools import repeat, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -406,7 +406,9 @@ def stream_seconds(
     """Seconds between arrivals of messages that are sent back to back: the median of the slowest half.
 
     A shaper lets a burst pass at once, and another one after each pause, such as while a pong returns: so round trips
-    show a link as faster than it is. The slowest half comes after the burst, if that is less than half of all.
+    show a link as faster than it is. The slowest half comes after the burst, if that is less than half of all. Two
+    messages are in flight at a time, and where they share the link both arrive at once: each counts half of the time
+    from the arrival before them to the later of them.
     Both ranks of the pair must call it; the second one has the result, the others 0.
     """
     rank, (first, second) = transport.rank, pair
@@ -426,8 +428,8 @@ def stream_seconds(
                 torch.cuda.synchronize(device)
             arrivals.append(clock())
     transport.drain(timeout)
-    between = sorted(later - earlier for earlier, later in pairwise(arrivals))
-    return statistics.median(between[number // 2 :]) if between else 0.0
+    between = sorted((later - earlier) / 2 for earlier, later in zip(arrivals, arrivals[2:], strict=False))
+    return statistics.median(between[len(between) // 2 :]) if between else 0.0
 
 
 def waking_seconds(hot: PingPong, cold: PingPong) -> float:
