@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import os
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -205,10 +206,16 @@ def write_out(path: Path, text: str) -> None:
         ) from None
 
 
-def check_out(option: str, path: Path) -> None:
-    """Raise ValueError, before any work, for a missing folder."""
+def check_out(option: str, path: Path, *, sources: Iterable[str | Path | None] = ()) -> None:
+    """Raise ValueError, before any work, for a file that cannot be written, or that is read: one of `sources`."""
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: cannot write: expected a file in a folder that exists")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: cannot write: a folder: expected a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} {path}: cannot write: no permission: expected a file that may be written")
+    if path.exists() and any(each is not None and Path(each).exists() and path.samefile(each) for each in sources):
+        raise ValueError(f"{option} {path}: expected another file than the one that is read")
 
 
 def is_function(name: str) -> bool:

@@ -24,7 +24,7 @@ from ..options import plain_help, read
 from ..tables import signed
 from ..train.run_folder import RUNS, find_run, read_manifest
 from .exhibits import read_exhibits
-from .outputs import TimelinePictureOptions, check_output, write_output
+from .outputs import TimelinePictureOptions, write_output
 from .schedule_options import CostOptions
 
 _WIDTH = 22  # of the first column
@@ -98,13 +98,13 @@ def run(argv: Sequence[str]) -> int:
             f"{len(options.inputs)} inputs: expected two to compare, or a run alone, whose simulation is compared with "
             f"what was measured: `stagewright compare runs/gpt runs/gpt-2`"
         )
-    for path in options.out:
-        check_output(path, sources=options.inputs)
+    options.check_output(options.out, sources=options.inputs)
+    style = options.style()
     command = "compare" if len(options.inputs) > 1 else "compare gpipe"
     exhibits = read_exhibits(options.inputs, options, command=command)
     comparison = compare_exhibits(exhibits, options.inputs)
     for path in options.out:
-        write_output(exhibits, path, options.style())
+        write_output(exhibits, path, style)
     if options.json:
         print(json.dumps(as_json(comparison) | {"written": list(map(str, options.out))}))
         return 0

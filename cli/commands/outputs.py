@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -14,8 +14,9 @@ from ..options import check_out, plain_help
 if TYPE_CHECKING:
     from ...viz import Exhibit, FigureStyle
 
-_PICTURES = (".png", ".svg", ".pdf")
-_SUFFIXES = (*_PICTURES, ".html", ".json")
+PICTURES = (".png", ".svg", ".pdf")
+_SUFFIXES = (*PICTURES, ".html", ".json")
+_TRACE = ".perfetto.json"
 _COLUMNS = {"one": (3.5, 6.0), "two": (7.16, 7.0)}  # inch, points
 
 
@@ -36,19 +37,36 @@ class PictureOptions:
     no_title: tyro.conf.FlagCreatePairsOff[bool] = False
     """Leave the title to a paper's caption."""
 
-    def style(self, usual: FigureStyle | None = None) -> FigureStyle:
-        """The look of a picture, which without these options is `usual`."""
+    def check_output(self, out: Sequence[Path], *, sources: Sequence[str], suffixes: Sequence[str] = _SUFFIXES) -> None:
+        """Raise ValueError, before any work, for files that cannot be written, and for a look that no file takes.
+
+        Arguments:
+            out: files to write.
+            sources: files and folders that are read, as typed.
+            suffixes: of files that can be written.
+        """
+        for path in out:
+            if not path.name.lower().endswith(tuple(suffixes)):
+                raise ValueError(f"-o {path}: expected a name that ends in {', '.join(suffixes)}")
+            check_out("-o", path, sources=sources)
+            _keep_files_of_runs(path, sources)
+        for name in ("column", "width", "dpi", "font"):
+            value = getattr(self, name)
+            if value is not None and not any(path.name.lower().endswith(PICTURES) for path in out):
+                raise ValueError(f"--{name} {value} without a picture: expected -o with {' or '.join(PICTURES)}, too")
+
+    def style(self, **usual: Any) -> FigureStyle:
+        """The look of a picture, with fields of `FigureStyle` that are not as usual. Raises ValueError that names the
+        option."""
         from ...viz import FigureStyle
 
-        usual = FigureStyle() if usual is None else usual
-        width, font = _COLUMNS[self.column] if self.column else (usual.width, usual.font)
-        return replace(
-            usual,
-            width=width if self.width is None else self.width,
-            dpi=usual.dpi if self.dpi is None else self.dpi,
-            font=font if self.font is None else self.font,
-            title=not self.no_title,
-        )
+        if self.column is not None:
+            usual["width"], usual["font"] = _COLUMNS[self.column]
+        given = {name: value for name in ("width", "dpi", "font") if (value := getattr(self, name)) is not None}
+        try:
+            return FigureStyle(**usual | given, title=not self.no_title)
+        except ValueError as error:
+            raise ValueError(f"--{str(error).replace('=', ' ', 1)}") from None
 
 
 @plain_help
@@ -59,24 +77,20 @@ class TimelinePictureOptions(PictureOptions):
     no_captions: tyro.conf.FlagCreatePairsOff[bool] = False
     """Leave out the line above each timeline."""
 
-    def style(self, usual: FigureStyle | None = None) -> FigureStyle:
-        return replace(super().style(usual), captions=not self.no_captions)
+    def style(self, **usual: Any) -> FigureStyle:
+        return super().style(**usual, captions=not self.no_captions)
 
 
-def check_output(path: Path, *, sources: Sequence[str] = ()) -> None:
-    """Raise ValueError, before any work, for another suffix, a missing folder, or a file that is read, too."""
-    if any(path.exists() and Path(each).exists() and path.samefile(each) for each in sources):
-        raise ValueError(f"-o {path}: expected another file than the one that is read")
-    if not path.name.lower().endswith(_SUFFIXES):
-        raise ValueError(f"-o {path}: expected a name that ends in {', '.join(_SUFFIXES)}")
-    check_out("-o", path)
+def _keep_files_of_runs(path: Path, sources: Sequence[str]) -> None:
+    """Raise ValueError for a JSON file that is in the folder of a run or of traces, and was not drawn there."""
+    name = path.name.lower()
+    if not path.exists() or not name.endswith(".json") or name.endswith(_TRACE):
+        return
+    from ..train.run_folder import RUNS
 
-
-def check_picture(path: Path) -> None:
-    """ValueError, before any work, for a file that is no picture, or is in no folder."""
-    if path.suffix.lower() not in _PICTURES:
-        raise ValueError(f"-o {path}: expected a name that ends in {', '.join(_PICTURES)}")
-    check_out("-o", path)
+    folders = [folder for each in sources for folder in (Path(each), RUNS / each) if folder.is_dir()]
+    if (path.parent / "manifest.json").exists() or any(path.parent.samefile(folder) for folder in folders):
+        raise ValueError(f"-o {path}: a file of the run: expected another one, such as {path.with_suffix('')}{_TRACE}")
 
 
 def write_output(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> str:

@@ -120,6 +120,8 @@ def run(argv: Sequence[str]) -> int:
     options.check_own({})
     if not 0 <= options.order_seconds < math.inf:
         raise ValueError(f"--order-seconds {options.order_seconds}: expected seconds, at least 0")
+    if options.out is not None:
+        check_out("--out", options.out, sources=[options.tensor_parallel, *options.files])
     cluster = read_cluster(options)
     source, default_memory = read_source(options, cluster, partial(_profiled, options, cluster))
     if isinstance(source, TransformerSource):
@@ -127,8 +129,6 @@ def run(argv: Sequence[str]) -> int:
     limit = _memory(options.memory) if options.memory is not None else None
     if limit is None and all(kind.memory_bytes is None for kind in cluster.used_kinds):
         limit = default_memory
-    if options.out is not None:
-        check_out("--out", options.out)
     started = time.perf_counter()
     try:
         found = _planned(options, source, cluster, limit)

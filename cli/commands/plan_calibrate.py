@@ -74,7 +74,7 @@ class StepRow:
 def run(argv: Sequence[str]) -> int:
     options = read(CalibrateOptions, argv, "plan")
     if options.out is not None:
-        check_out("--out", options.out)
+        check_out("--out", options.out, sources=[options.calibrate, *options.files])
     cluster = read_cluster(options)
     source, _ = read_source(options, cluster, _no_model)
     steps = read_file(options.calibrate, lambda path: read_steps(path, source, cluster))

@@ -30,7 +30,7 @@ from ..tables import console, signed
 from ..tables import table as new_table
 from ..train.options import DEFAULT_CLIP
 from .checked_run import CheckedRun, check_run
-from .outputs import PictureOptions, check_picture
+from .outputs import PICTURES, PictureOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,11 +58,11 @@ class CheckOptions(PictureOptions):
 
 def run(argv: Sequence[str]) -> int:
     options = read(CheckOptions, argv, "plan")
-    for path in options.out:
-        check_picture(path)
+    options.check_output(options.out, sources=options.check, suffixes=PICTURES)
+    style = options.style(width=WATERFALL.width)
     found = check_run(options.check)
     for path in options.out:
-        write_figure(waterfall_figure(found.check, title=heading(found), style=options.style(WATERFALL)), path)
+        write_figure(waterfall_figure(found.check, title=heading(found), style=style), path)
     if options.json:
         print(json.dumps(as_json(found) | {"written": list(map(str, options.out))}))
         return 0

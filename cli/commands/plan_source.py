@@ -36,6 +36,11 @@ class SourceOptions(OwnOptions):
     ranks: int | None = None
     """Without --cluster: the number of devices, on links that cost nothing."""
 
+    @property
+    def files(self) -> list[str | Path | None]:
+        """Values of options that may be files, which are read."""
+        return [*self.profile, self.pipedream, self.device, self.cluster]
+
 
 def read_cluster(options: SourceOptions) -> Cluster:
     text = options.cluster

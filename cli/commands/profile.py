@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from ...partition import Node, Profile, read_pipedream_profile
 from ...partition.host_speeds import with_host_speeds
 from ...schedules.wording import duration, size, wrapped
-from ..options import GptOptions, given, plain_help, read, read_file, read_tensor_parallel, write_out
+from ..options import GptOptions, check_out, given, plain_help, read, read_file, read_tensor_parallel, write_out
 from ..tables import console, table
 from ..train.options import DEFAULT_CLIP
 from .profile_ranks import launched, measured_links, profile_at_once
@@ -98,6 +98,8 @@ class ProfileOptions(GptOptions):
             raise ValueError(f"--ranks {self.ranks}{what}")
         if self.profiles and not self.links:
             raise ValueError("--profiles without --links: expected --links, whose cluster they say the speeds of")
+        if self.out is not None and os.environ.get("RANK", "0") == "0":  # the one that writes
+            check_out("--out", self.out, sources=[self.from_json, self.pipedream, *self.profiles])
 
 
 def run(argv: Sequence[str]) -> int:

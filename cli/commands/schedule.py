@@ -11,16 +11,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from ...schedules import check_lowered, lower, simulate
 from ...schedules.custom.user_schedules import is_own
 from ..options import plain_help, read
-from .outputs import TimelinePictureOptions, check_output, write_output
+from .outputs import TimelinePictureOptions, write_output
 from .schedule_options import NAME_HELP, SynthesisOptions, made_or_found, synthesis_data, synthesis_table
 from .simulate import Simulated, table
+
+if TYPE_CHECKING:
+    from ...viz import FigureStyle
 
 
 @plain_help
@@ -44,13 +47,13 @@ class ScheduleOptions(TimelinePictureOptions, SynthesisOptions):
 
 def run(argv: Sequence[str]) -> int:
     options = read(ScheduleOptions, argv, "schedule")
-    for path in options.out:
-        check_output(path, sources=[options.schedule])
+    options.check_output(options.out, sources=[options.schedule])
+    style = options.style() if options.out else None  # what draws is loaded only then
     if options.json and options.format != "grid":
         raise ValueError(f"--json with --format {options.format}: expected one of the two")
     schedule, costs, found = made_or_found(options.schedule, options, command=f"schedule {options.schedule}")
     answer = Simulated(schedule=schedule, costs=costs, timeline=simulate(schedule, costs))
-    opens = _draw(answer, options) if options.out else []
+    opens = [] if style is None else _draw(answer, options.out, style)
     if options.json:
         search = {} if found is None else {"search": synthesis_data(found)}
         data = {"schedule": schedule.to_data(), "figures": answer.to_data(), **search}
@@ -72,11 +75,11 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _draw(answer: Simulated, options: ScheduleOptions) -> list[str]:
+def _draw(answer: Simulated, paths: Sequence[Path], style: FigureStyle) -> list[str]:
     from ...viz import Exhibit
 
     exhibit = Exhibit(name=answer.schedule.name, simulated=answer.timeline, costs=answer.costs)
-    return [write_output([exhibit], path, options.style()) for path in options.out]
+    return [write_output([exhibit], path, style) for path in paths]
 
 
 def _checked(answer: Simulated, options: ScheduleOptions) -> str:

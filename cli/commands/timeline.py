@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,7 +22,7 @@ from ...viz import Exhibit, FigureStyle
 from ...viz.exhibit import PREDICTED, SIMULATED, held_activations
 from ..options import plain_help, read
 from .exhibits import read_exhibits
-from .outputs import TimelinePictureOptions, check_output, write_output
+from .outputs import TimelinePictureOptions, write_output
 from .schedule_options import CostOptions
 
 _FIRST, _STYLE = "timeline", FigureStyle()
@@ -56,11 +56,11 @@ class TimelineOptions(TimelinePictureOptions, CostOptions):
 
 def run(argv: Sequence[str]) -> int:
     options = read(TimelineOptions, argv, "timeline")
-    style = replace(options.style(), idle=options.idle, critical_path=options.critical_path, memory=options.memory)
     if options.terminal and options.json:
         raise ValueError("--terminal with --json: expected one of them")
-    for path in options.out:
-        check_output(path, sources=options.inputs)
+    outputs = list(options.out) or ([] if options.terminal else _usual_outputs(options.inputs))
+    options.check_output(outputs, sources=options.inputs)
+    style = options.style(idle=options.idle, critical_path=options.critical_path, memory=options.memory)
     exhibits = read_exhibits(options.inputs, options)
     notes = [note for exhibit in exhibits for note in exhibit.notes] + shape_notes(exhibits)
     if options.memory:
@@ -69,7 +69,6 @@ def run(argv: Sequence[str]) -> int:
             for each in exhibits
             if not each.memory
         ]
-    outputs = list(options.out) or ([] if options.terminal else _usual_outputs(options.inputs))
     ways = [write_output(exhibits, path, style) for path in outputs]
     if options.json:
         print(json.dumps({"written": list(map(str, outputs)), "notes": notes, "exhibits": list(map(_facts, exhibits))}))
@@ -112,8 +111,8 @@ def _usual_outputs(inputs: Sequence[str]) -> list[Path]:
     from ..train.run_folder import RUNS
 
     ends = [".png", ".perfetto.json", ".html"]
-    for folder in (Path(inputs[0]), RUNS / inputs[0]):
-        if len(inputs) == 1 and folder.is_dir():
+    for folder in (Path(inputs[0]), RUNS / inputs[0]) if len(inputs) == 1 else ():
+        if folder.is_dir():
             return [folder / f"{_FIRST}{end}" for end in ends]
     return [Path(f"{_FIRST}{end}") for end in ends[2:]]
 

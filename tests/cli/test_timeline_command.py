@@ -180,7 +180,7 @@ def test_shapes_that_differ_are_said() -> None:
         (("own.json",), "own.json: stagewrightTimelines: KeyError('name'): expected what write_perfetto writes"),
         (("gpt", "-o", "a.eps"), "-o a.eps: expected a name that ends in .png, .svg, .pdf, .html, .json"),
         (("gpt", "-o", "nowhere/a.png"), "-o nowhere/a.png: cannot write: expected a file in a folder that exists"),
-        (("gpt", "--width", "1"), "width=1.0: expected 3 to 200 inches"),
+        (("gpt", "--width", "1"), "--width 1.0: expected 3 to 200 inches"),
     ],
 )
 def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

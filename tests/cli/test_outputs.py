@@ -1,0 +1,96 @@
+"""Files that commands write: what cannot be written is refused before the work, and no input is overwritten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.inside import main
+from support.run_folder import write_run
+
+from stagewright.partition import Node, Profile
+from stagewright.schedules import Costs, build, simulate
+
+COMMANDS = ("schedule gone.csv", "timeline gone", "compare gone lost", "plan --check gone")
+
+
+def refused(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    assert main(line.split()) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("-o x.svg --width bogus", "--width bogus: expected a number"),
+        ("-o x.svg --width 1", "--width 1.0: expected 3 to 200 inches"),
+        ("-o x.svg --width nan", "--width nan: expected 3 to 200 inches"),
+        ("-o x.png --dpi 5000", "--dpi 5000.0: expected 30 to 1200 pixels an inch"),
+        ("-o x.pdf --column one --font 1", "--font 1.0: expected 4 to 40 points"),
+        ("-o x.svg -o x.doc", "-o x.doc: expected a name that ends in .png, .svg, .pdf"),
+        ("-o nowhere/x.svg", "-o nowhere/x.svg: cannot write: expected a file in a folder that exists"),
+        ("-o folder.svg", "-o folder.svg: cannot write: a folder: expected a file"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_the_work(
+    command: str, options: str, message: str, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    """Nothing that these commands read exists: they would say so once they begin."""
+    Path("folder.svg").mkdir()
+    assert message in refused(capsys, f"{command} {options}")
+
+
+@pytest.mark.parametrize("command", COMMANDS[:3])
+def test_the_look_of_a_picture_needs_one(command: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    message = "--column one without a picture: expected -o with .png or .svg or .pdf, too"
+    assert message in refused(capsys, f"{command} --column one -o x.html")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def inputs(here: Path) -> Path:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    Path("own.json").write_text(schedule.to_json())
+    Path("link.json").symlink_to("own.json")
+    step = simulate(schedule, Costs())
+    write_run("gpt", step, step)
+    nodes = [Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0) for n in "abcd"]
+    Path("profile.json").write_text(Profile(nodes=nodes, microbatch_size=1).to_json())
+    Path("cluster.json").write_text('{"levels": []}')
+    Path("runs.csv").write_text("P,microbatch,M,seconds\n2,1,4,0.3\n")
+    return here
+
+
+@pytest.mark.parametrize(
+    ("line", "path"),
+    [
+        ("schedule own.json -o own.json", "own.json"),
+        ("schedule own.json -o link.json", "own.json"),
+        ("timeline own.json -o ./own.json", "own.json"),
+        ("compare gpt own.json -o own.json", "own.json"),
+        ("timeline gpt -o runs/gpt/timeline.json", "runs/gpt/timeline.json"),
+        ("compare runs/gpt own.json -o runs/gpt/manifest.json", "runs/gpt/manifest.json"),
+        ("schedule own.json -o runs/gpt/timeline.json", "runs/gpt/timeline.json"),
+        ("plan --profile profile.json --ranks 2 --batch 4 --out profile.json", "profile.json"),
+        ("plan --profile profile.json --cluster cluster.json --batch 4 --out cluster.json", "cluster.json"),
+        ("plan --calibrate runs.csv --profile profile.json --ranks 2 --out runs.csv", "runs.csv"),
+        ("profile --from-json profile.json --out profile.json", "profile.json"),
+        ("profile --links --profiles profile.json --out profile.json", "profile.json"),
+    ],
+)
+def test_no_input_is_overwritten(line: str, path: str, capsys: pytest.CaptureFixture[str], inputs: Path) -> None:
+    before = Path(path).read_bytes()
+    assert "expected another" in refused(capsys, line)
+    assert Path(path).read_bytes() == before
+
+
+def test_what_was_drawn_is_drawn_again(inputs: Path) -> None:
+    for name in ("own.html", "trace.json", "runs/gpt/timeline.perfetto.json"):
+        for _ in range(2):
+            assert main(["timeline", "gpt", "-o", name]) == 0
