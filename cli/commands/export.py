@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from ...pipe.checkpoint.plain import export_checkpoint, import_checkpoint
-from ..options import plain_help, read
+from ..options import check_out, plain_help, read
 from ..train.run_folder import RUNS
 
 
@@ -51,6 +51,8 @@ def run(argv: Sequence[str]) -> int:
         answer: dict[str, str | int] = {"checkpoint": str(made)}
     else:
         assert options.out is not None
+        if not options.dcp:
+            check_out("-o", options.out)
         folder = _checkpoints(options.source)
         export_checkpoint(folder, options.out, optimizer=options.optimizer, dcp=options.dcp)
         files = options.out.iterdir() if options.dcp else [options.out]

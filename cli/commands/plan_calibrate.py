@@ -13,6 +13,7 @@ or the plan of each:             plan,seconds
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -24,7 +25,7 @@ from ...partition.analytic import Calibration, DeviceModel, Scales, TransformerS
 from ...partition.analytic.calibration import LEAST_PLANS, NO_FIT
 from ...partition.analytic.fit import read_number, read_rows
 from ...partition.plans.record import PlanStage
-from ...schedules.families.registry import canonical_name, family
+from ...schedules.families.registry import FAMILIES, canonical_name, family
 from ...schedules.wording import count, duration, wrapped
 from ..options import check_out, plain_help, read, read_file, write_out
 from ..tables import console
@@ -34,6 +35,21 @@ from .plan_source import SourceOptions, read_cluster, read_source
 _SIZES = {"P": None, "D": "1", "T": "1", "V": "1", "microbatch": None, "M": None}  # columns with what they are else
 _COLUMNS = (*_SIZES, "schedule", "recompute", "seconds")
 _FORM = f"plan,seconds or {','.join(_COLUMNS)}"
+_COLUMN_OF = {  # by argument of `plan`, `evaluate` and a source
+    "pipeline_sizes": "P",
+    "data_sizes": "D",
+    "tensor_sizes": "T",
+    "tensor": "T",
+    "chunk_sizes": "V",
+    "num_chunks": "V",
+    "microbatch_sizes": "microbatch",
+    "microbatch_size": "microbatch",
+    "num_microbatches": "M / D",
+    "schedules": "schedule",
+    "schedule": "schedule",
+    "recompute": "recompute",
+}
+_PLANNED = [name for name, each in FAMILIES.items() if each.is_planned]
 _FAR = 100  # times as long as predicted: another unit, or another plan
 _Source = list[Profile] | ProfileSource
 
@@ -55,10 +71,11 @@ class CalibrateOptions(SourceOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """A step that was measured, as `evaluate` takes it; `where`: file and line."""
+    """A step that was measured, as `evaluate` takes it; `where`: file and line; `is_plan`: whether it names a plan."""
 
     where: str
     seconds: float
+    is_plan: bool
     stages: Sequence[GivenStage | PlanStage]
     sizes: Mapping[str, Any]
 
@@ -66,13 +83,14 @@ class StepRow:
         try:
             found = evaluate(source, cluster, self.stages, **self.sizes)
         except ValueError as error:
-            raise ValueError(f"{self.where}: {error}") from None
+            said = f"column plan: {error}" if self.is_plan else in_columns(str(error))
+            raise ValueError(f"{self.where}: {said}") from None
         assert found.simulated_step_time is not None
         return found.simulated_step_time
 
 
 def run(argv: Sequence[str]) -> int:
-    options = read(CalibrateOptions, argv, "plan")
+    options = read(CalibrateOptions, argv, "plan --calibrate RUNS.csv")
     if options.out is not None:
         check_out("--out", options.out, sources=[options.calibrate, *options.files])
     cluster = read_cluster(options)
@@ -130,7 +148,7 @@ def read_steps(path: Path, source: _Source, cluster: Cluster) -> list[StepRow]:
     for where, row in rows:
         seconds = read_number(f"{where}: column seconds", row["seconds"])
         given = _of_plan(where, path.parent / row["plan"]) if is_plans else _of_sizes(where, row, source, cluster)
-        found.append(StepRow(where=where, seconds=seconds, stages=given[0], sizes=given[1]))
+        found.append(StepRow(where=where, seconds=seconds, is_plan=is_plans, stages=given[0], sizes=given[1]))
     return found
 
 
@@ -161,12 +179,9 @@ def _of_sizes(where: str, row: Mapping[str, str], source: _Source, cluster: Clus
     if cluster.num_devices < P * D * T:
         devices = f"P D T = {P * D * T} devices, and the cluster has {cluster.num_devices}"
         raise ValueError(f"{where}: columns P, D, T: {devices}: expected a larger --cluster, or --ranks {P * D * T}")
-    recompute, column = row.get("recompute") or "none", "column schedule: "
+    recompute = row.get("recompute") or "none"
     try:
-        schedule = canonical_name(row.get("schedule") or ("1f1b" if V == 1 else "interleaved"))
-        column = ""
-        if V == 1 and family(schedule).takes_chunks:
-            raise ValueError(f"column V: 1: expected at least 2 chunks for {schedule}, or another schedule")
+        schedule = _schedule(row.get("schedule") or ("1f1b" if V == 1 else "interleaved"), V)
         if isinstance(source, TransformerSource):
             stages: Sequence[GivenStage | PlanStage] = _equal_stages(source, (P, D, T, V), schedule, recompute)
         else:
@@ -185,8 +200,33 @@ def _of_sizes(where: str, row: Mapping[str, str], source: _Source, cluster: Clus
                 num_runners_up=0,
             ).stages
     except ValueError as error:
-        raise ValueError(f"{where}: {column}{error}") from None
+        raise ValueError(f"{where}: {in_columns(str(error))}") from None
     return stages, {"num_microbatches": M, "schedule": schedule, "microbatch_size": size}
+
+
+def _schedule(given: str, num_chunks: int) -> str:
+    name = canonical_name(given)
+    known = family(name)
+    if not known.is_planned:
+        sliced = "slices have lengths, which a column plan gives" if known.takes_slices else "no plans are made over it"
+        raise ValueError(f"schedule={given!r}: {sliced}: expected one of {', '.join(_PLANNED)}")
+    if num_chunks < 2 if known.takes_chunks else num_chunks != known.num_chunks:
+        least = "at least 2" if known.takes_chunks else known.num_chunks
+        raise ValueError(f"num_chunks={num_chunks}: expected {least} for {name}, or another schedule")
+    return name
+
+
+def in_columns(message: str) -> str:
+    """The message of `plan` or `evaluate` with each argument replaced by the column that gives it.
+
+    >>> in_columns("tensor_sizes=3: expected some of 1, 2")
+    'column T: 3: expected some of 1, 2'
+    """
+    message = re.sub("^unknown schedule", "column schedule: unknown schedule", message)
+    for name, column in _COLUMN_OF.items():
+        message = re.sub(rf"^{name}(=|: )", f"column{'s' * (' ' in column)} {column}: ", message)
+        message = re.sub(rf"\b{name}=", f"{column}=", message)
+    return message
 
 
 def _whole(where: str, name: str, text: str) -> int:

@@ -57,7 +57,7 @@ class CheckOptions(PictureOptions):
 
 
 def run(argv: Sequence[str]) -> int:
-    options = read(CheckOptions, argv, "plan")
+    options = read(CheckOptions, argv, "plan --check RUN")
     options.check_output(options.out, sources=options.check, suffixes=PICTURES)
     style = options.style(width=WATERFALL.width)
     found = check_run(options.check)

@@ -74,7 +74,7 @@ def read_rows(
     for n, line in body:
         cells, where = _cells(line), f"{path}, line {n}"
         if len(cells) != len(names):
-            fail(where, len(cells), f"{len(names)} cells, one a column: {','.join(names)}")
+            fail(where, len(cells), f"{len(names)} cells, one per column: {','.join(names)}")
         rows.append((where, {name: cells[names.index(name)] for name in names}))
     return rows
 

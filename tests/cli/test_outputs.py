@@ -41,6 +41,13 @@ def test_what_cannot_be_drawn_is_refused_before_the_work(
     assert message in refused(capsys, f"{command} {options}")
 
 
+def test_a_checkpoint_is_not_read_for_a_file_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    message = "-o nowhere/x.pt: cannot write: expected a file in a folder that exists"
+    assert message in refused(capsys, "export gone -o nowhere/x.pt")
+
+
 @pytest.mark.parametrize("command", COMMANDS[:3])
 def test_the_look_of_a_picture_needs_one(command: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
     message = "--column one without a picture: expected -o with .png or .svg or .pdf, too"

@@ -134,20 +134,51 @@ MISTAKES: Sequence[tuple[str, str, str]] = (
     ("P,microbatch,M,seconds", "2,1,0,1", "runs.csv, line 2: column M: '0': expected a whole number of at least 1"),
     ("P,microbatch,M,seconds", "2,1,4,0", "runs.csv, line 2: column seconds: '0': expected a finite number above 0"),
     ("P,microbatch,M,seconds", "2,1,4,3210", "runs.csv, line 2: column seconds: 3210: the plan is predicted to take"),
-    ("P,microbatch,M,seconds", "2,1,4,1,1", "runs.csv, line 2: 5: expected 4 cells, one a column: P,microbatch,M"),
+    ("P,microbatch,M,seconds", "2,1,4,1,1", "runs.csv, line 2: 5: expected 4 cells, one per column: P,micro"),
     ("P,D,microbatch,M,seconds", "2,4,1,6,1", "runs.csv, line 2: column M: 6: expected a multiple of D=4"),
     ("P,D,microbatch,M,seconds", "4,4,1,8,1", "runs.csv, line 2: columns P, D, T: P D T = 16 devices, and the cluster"),
     ("P,V,microbatch,M,seconds", "2,4,1,8,1", "runs.csv, line 2: columns P, V: 8 stages of 4 layers: expected a divis"),
     ("P,microbatch,M,schedule,seconds", "2,1,8,1f2b,1", "runs.csv, line 2: column schedule: unknown schedule '1f2b'"),
-    ("P,microbatch,M,schedule,seconds", "2,1,8,zb-v,1", "runs.csv, line 2: "),
+    ("P,microbatch,M,schedule,seconds", "2,1,8,zb-v,1", "runs.csv, line 2: column V: 1: expected 2 for zb-v, or"),
+    ("P,V,microbatch,M,schedule,seconds", "2,2,1,8,gpipe,1", "runs.csv, line 2: column V: 2: expected 1 for gpipe, or"),
+    ("P,microbatch,M,schedule,seconds", "2,1,8,terapipe,1", "line 2: column schedule: 'terapipe': slices have lengths"),
+    (  # the place of its stages is unknown: a KeyError
+        "P,V,microbatch,M,schedule,seconds",
+        "2,2,1,8,dualpipe,1",
+        "line 2: column schedule: 'dualpipe': no plans are made over it: expected one of gpipe, 1f1b",
+    ),
+    (
+        "P,D,V,microbatch,M,schedule,seconds",
+        "2,2,2,1,6,dualpipe-v,1",
+        "line 2: columns M / D: 3 for schedule 'dualpipe-v' on 2 ranks: expected at least 4 (2P)",
+    ),
     (
         "P,V,microbatch,M,schedule,seconds",
         "2,1,1,8,interleaved,1",
         "runs.csv, line 2: column V: 1: expected at least 2",
     ),
-    ("P,microbatch,M,recompute,seconds", "2,1,8,some,1", "runs.csv, line 2: "),
-    ("P,T,microbatch,M,seconds", "1,3,1,8,1", "runs.csv, line 2: tensor: 3: expected a divisor of heads=8"),
+    ("P,microbatch,M,recompute,seconds", "2,1,8,some,1", "runs.csv, line 2: column recompute: 'some': expected one of"),
+    ("P,T,microbatch,M,seconds", "1,3,1,8,1", "runs.csv, line 2: column T: 3: expected a divisor of heads=8"),
 )
+MISTAKES_WITH_A_PROFILE: Sequence[tuple[str, str, str]] = (
+    ("P,microbatch,M,seconds", "2,1,4,1", "line 2: column microbatch: no profile of 1 samples: expected some of 2"),
+    (
+        "P,T,microbatch,M,seconds",
+        "2,2,2,4,1",
+        "line 2: column T: 2: expected some of 1: what profiles and cluster allow",
+    ),
+    (
+        "P,microbatch,M,recompute,seconds",
+        "2,2,4,x,1",
+        "line 2: column recompute: 'x': expected some of none, full, layer",
+    ),
+    (
+        "P,V,microbatch,M,seconds",
+        "4,2,2,8,1",
+        "line 2: no configuration of a batch of 16 on 4 devices with P=4 and D=1",
+    ),
+)
+ARGUMENTS = ("num_chunks", "_sizes", "microbatch_size", "num_microbatches", "tensor:", "recompute=", "schedule=")
 
 
 @pytest.mark.parametrize(("columns", "row", "message"), MISTAKES)
@@ -157,6 +188,39 @@ def test_mistakes(columns: str, row: str, message: str, capsys: pytest.CaptureFi
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("runs.csv") == 1
+    assert [each for each in ARGUMENTS if each in printed] == []
+
+
+@pytest.mark.parametrize(("columns", "row", "message"), MISTAKES_WITH_A_PROFILE)
+def test_mistakes_with_a_profile(
+    columns: str, row: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, _ = profile_file(tmp_path)
+    runs = csv_of(tmp_path / "runs.csv", columns, row)
+    assert main(["plan", "--calibrate", runs, "--profile", path, "--ranks", "4"]) == 2
+    printed = capsys.readouterr().err
+    assert f"runs.csv, {message}" in printed
+    assert [each for each in ARGUMENTS if each in printed] == []
+
+
+def test_a_plan_for_another_cluster_is_named_by_its_column(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, profile = profile_file(tmp_path)
+    found = plan(profile, Cluster.parse("4:net=1GB/s"), global_batch=8, pipeline_sizes=(4,))
+    (tmp_path / "four.json").write_text(found.to_json(), encoding="utf-8")
+    runs = csv_of(tmp_path / "runs.csv", "plan,seconds", "four.json,1")
+    assert main(["plan", "--calibrate", runs, "--profile", path, "--ranks", "2"]) == 2
+    assert "runs.csv, line 2: column plan: ranks of the stages: [[0], [1], [2], [3]]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan --calibrate RUNS.csv", "plan --check RUN"])
+def test_a_wrong_option_names_the_help_that_lists_the_right_ones(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It named `stagewright plan --help`, which has neither."""
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--bogus"])
+    printed = capsys.readouterr()
+    assert f"stagewright {command} --help" in printed.err + printed.out
 
 
 def test_a_model_is_profiled_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_a_file_of_sums_with_a_byte_order_mark_and_comments(tmp_path: Path) -> N
         ("", r": empty: expected a line of columns \(size\(B\),time\(ns\)\)"),
         (SUMS, r": no measurement: expected a line each below the columns"),
         ("# a\nsize,count\n1,2", r", line 2: no column 'size\(B\)', 'time\(ns\)': expected size\(B\),time\(ns\)"),
-        (f"{SUMS}\n1,2", r", line 2: 2: expected 3 cells, one a column: size\(B\),count,time\(ns\)"),
+        (f"{SUMS}\n1,2", r", line 2: 2: expected 3 cells, one per column: size\(B\),count,time\(ns\)"),
         (f"{SUMS}\n\n1,2,nan", r", line 3: column time\(ns\): 'nan': expected a finite number above 0"),
     ],
 )
