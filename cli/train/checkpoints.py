@@ -35,7 +35,7 @@ class RunLayout:
     """Layout of a run, as far as results depend on it.
 
     Arguments:
-        predicted_step_seconds: by its plan; None without one.
+        planned_step_seconds: by its plan; None without one.
         flush_first: number of first batches with a flush; 0 in layouts without the field.
         correction: of late gradients; None in layouts without the field.
     """
@@ -45,7 +45,7 @@ class RunLayout:
     num_stages: int
     num_microbatches: int
     weight_rule: str
-    predicted_step_seconds: float | None
+    planned_step_seconds: float | None
     flush_first: int = 0
     correction: str | None = None
 
@@ -60,7 +60,7 @@ class RunLayout:
             num_stages=schedule.num_stages,
             num_microbatches=schedule.num_microbatches,
             weight_rule=schedule.weight_rule,
-            predicted_step_seconds=None if pipe.plan is None else pipe.plan.simulated_step_time,
+            planned_step_seconds=None if pipe.plan is None else pipe.plan.simulated_step_time,
             flush_first=options.flush_first or 0,
             correction=f"{options.delay_correction} x {factor:g}" if corrects else "none",
         )
@@ -91,8 +91,8 @@ class RunLayout:
             told.append(
                 f"late gradients are corrected by {now.correction} (--delay-correction), before {self.correction}"
             )
-        if self.predicted_step_seconds is not None and now.predicted_step_seconds is not None and told:
-            before, after = self.predicted_step_seconds, now.predicted_step_seconds
+        if self.planned_step_seconds is not None and now.planned_step_seconds is not None and told:
+            before, after = self.planned_step_seconds, now.planned_step_seconds
             more = f"{after / before - 1:+.0%}"
             told.append(f"a step is planned to take {duration(after)} now, {duration(before)} before ({more})")
         return tuple(told)
@@ -186,8 +186,8 @@ class Checkpoints:
                 host=platform.node(),
                 num_ranks=now.num_ranks,
                 schedule=now.schedule,
-                predicted_step_seconds=now.predicted_step_seconds,
-                predicted_before=None if before is None else before.predicted_step_seconds,
+                planned_step_seconds=now.planned_step_seconds,
+                planned_before=None if before is None else before.planned_step_seconds,
                 changes=changes,
             )
         )

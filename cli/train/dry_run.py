@@ -191,7 +191,7 @@ def _text(answer: DryRun, schedule: Schedule) -> str:
         "",
         *(_shortened(line) for line in schedule.grid().splitlines()),
         "",
-        f"predicted bubble   {answer.bubble:.1%} of the makespan, {answer.span_bubble:.1%} of the longest "
+        f"simulated bubble   {answer.bubble:.1%} of the makespan, {answer.span_bubble:.1%} of the longest "
         f"span; makespan {answer.lower_bound_ratio:.3f} x the lower bound",
         f"                   costs {answer.costs}",
         "predicted memory   rank   weights, state   activations in flight",

@@ -294,10 +294,12 @@ class _Training:
             val_loss=val_loss,
             val_bits_per_byte=None if text is None or val_loss is None else bits_per_byte(val_loss),
             step_seconds=statistics.median(step_seconds),
-            predicted_step_seconds=record.simulated.batch_seconds if sampled is None else sampled.median,
+            simulated_step_seconds=record.simulated.batch_seconds,
+            predicted_step_seconds=None if sampled is None else sampled.median,
             predicted_step_range=None if sampled is None else sampled.range(),
             bubble=statistics.median(bubbles),
-            predicted_bubble=statistics.median(simulated_bubbles) if sampled is None else sampled.bubble,
+            simulated_bubble=statistics.median(simulated_bubbles),
+            predicted_bubble=None if sampled is None else sampled.bubble,
             peak_memory_bytes=resident,
             peak_tensor_bytes=tensors if any(tensors) else None,
             planned_step_seconds=None if plan is None or (step := expected(plan)) is None else step[0],
@@ -332,11 +334,14 @@ def _by_process(by_rank: Mapping[int, float], num_processes: int) -> tuple[float
 
 def report(summary: Summary) -> str:
     lines = ["", f"loss         {_loss_line(summary)}", f"speed        {_speed_line(summary)}"]
-    seconds, ends = summary.predicted_step_seconds, summary.predicted_step_range
-    predicted = duration(seconds) if ends is None else with_range(seconds, ends)
+    seconds, ends, bubble = summary.predicted_step_seconds, summary.predicted_step_range, summary.predicted_bubble
+    if seconds is None or ends is None or bubble is None:
+        step, bubble, how = duration(summary.simulated_step_seconds), summary.simulated_bubble, "simulated"
+    else:
+        step, how = with_range(seconds, ends), "predicted"
     lines += [
-        f"step         {duration(summary.step_seconds)} measured, {predicted} predicted",
-        f"bubble       {summary.bubble:.1%} measured, {summary.predicted_bubble:.1%} predicted",
+        f"step         {duration(summary.step_seconds)} measured, {step} {how}",
+        f"bubble       {summary.bubble:.1%} measured, {bubble:.1%} {how}",
         f"peak memory  {', '.join(map(size, summary.peak_memory_bytes))}, by process, above that at its start",
     ]
     if summary.checkpoint_every is not None:
@@ -344,15 +349,16 @@ def report(summary: Summary) -> str:
         failed = f", {summary.failed_checkpoints} failed" if summary.failed_checkpoints else ""
         every = count(summary.checkpoint_every, "step")
         lines.append(f"saved        {count(summary.checkpoints, 'checkpoint')}, one in {every} at last{share}{failed}")
-    step, held, expected = summary.planned_step_seconds, summary.peak_tensor_bytes, summary.planned_memory_bytes
-    if step is not None and held is not None and expected is not None:
+    planned, held, expected = summary.planned_step_seconds, summary.peak_tensor_bytes, summary.planned_memory_bytes
+    if planned is not None and held is not None and expected is not None:
         memory = ", ".join(
             f"{size(each)} / {size(there)} ({each / max(there, 1) - 1:+.1%})"
             for each, there in zip(expected, held, strict=True)
         )
         lines.append(
-            f"plan         step {duration(step)} / {duration(summary.step_seconds)} "
-            f"({step / summary.step_seconds - 1:+.1%}), tensors at the peak {memory}: predicted / measured, by process"
+            f"plan         step {duration(planned)} / {duration(summary.step_seconds)} "
+            f"({planned / summary.step_seconds - 1:+.1%}), tensors at the peak {memory}: predicted / measured, by "
+            f"process"
         )
     return "\n".join(lines)
 

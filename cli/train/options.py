@@ -131,7 +131,7 @@ class TrainOptions(GptOptions):
     """Bytes of the cache of samples that --diagnose predicts and tries, for all ranks of a host (default: a quarter of
     its memory)."""
     dry_run: bool = False
-    """Show the cut, the grid and the predicted bubble and memory, without training."""
+    """Show the cut, the grid, the simulated bubble and the predicted memory, without training."""
     json: bool = False
     """Print one JSON object (the summary); progress goes to standard error."""
 

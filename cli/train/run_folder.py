@@ -99,15 +99,16 @@ class Summary:
     Arguments:
         schedule, num_ranks, num_stages, num_microbatches, parameters: of the run.
         flush_first: number of first steps with a flush after each update under a schedule without one. step_seconds,
-            bubble and predicted_bubble are of the steps after them, if there are any.
+            bubble and simulated_bubble are of the steps after them, if there are any.
         steps, samples, tokens: trained in total; figures in tokens (bytes of text) are None for other data.
         train_loss, train_bits_per_byte: mean over the last steps; val_loss, val_bits_per_byte: on held-out data at the
             end, None without any.
         samples_per_s, tokens_per_s, seconds: of the training loop, without set-up and validation.
         step_seconds: median of a whole step.
-        predicted_step_seconds, predicted_step_range: median and 90% range of steps simulated with the measured spread
-            of durations; after fewer than ten measured steps a simulation with their medians, and None.
-        bubble, predicted_bubble: makespan bubbles: median over the traced steps, and over the simulated ones.
+        simulated_step_seconds: of a step simulated with the medians of the measured durations.
+        predicted_step_seconds, predicted_step_range, predicted_bubble: median, 90% range and bubble of steps simulated
+            with the measured spread of durations; None after fewer than ten measured steps.
+        bubble, simulated_bubble: makespan bubbles: medians over the traced steps, measured and simulated.
         peak_memory_bytes: per rank; on the CPU the largest resident memory above that at the start.
         peak_tensor_bytes: per process, bytes of tensors at the peak of one measured step; None without one, as of a
             stream without a plan.
@@ -135,12 +136,14 @@ class Summary:
     val_loss: float | None
     val_bits_per_byte: float | None
     step_seconds: float
-    predicted_step_seconds: float
+    simulated_step_seconds: float
     bubble: float
-    predicted_bubble: float
+    simulated_bubble: float
     peak_memory_bytes: tuple[int, ...]
     peak_tensor_bytes: tuple[int, ...] | None = None
+    predicted_step_seconds: float | None = None
     predicted_step_range: tuple[float, float] | None = None
+    predicted_bubble: float | None = None
     planned_step_seconds: float | None = None
     planned_memory_bytes: tuple[float, ...] | None = None
     resumed_at: tuple[int, ...] = ()
@@ -366,7 +369,7 @@ class Resume:
         step: number of the first step after it; lost_steps: number of steps that run again.
         started: local time, ISO 8601; command and host: as in the manifest.
         num_ranks, schedule: of the run from here on.
-        predicted_step_seconds, predicted_before: by the plans of now and before, if there are plans.
+        planned_step_seconds, planned_before: by the plans of now and before, if there are plans.
         changes: sentences on differences from before.
     """
 
@@ -377,8 +380,8 @@ class Resume:
     host: str
     num_ranks: int
     schedule: str
-    predicted_step_seconds: float | None = None
-    predicted_before: float | None = None
+    planned_step_seconds: float | None = None
+    planned_before: float | None = None
     changes: tuple[str, ...] = ()
 
 

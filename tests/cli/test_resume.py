@@ -236,8 +236,8 @@ def test_fewer_processes_go_on_by_a_plan_for_what_is_left() -> None:
     assert (before.num_devices, after.num_devices) == (4, 2)
     (resume,) = [json.loads(line) for line in Path("runs/run/resumes.jsonl").read_text().splitlines()]
     assert (resume["step"], resume["num_ranks"]) == (at, 2)
-    assert resume["predicted_before"] == before.simulated_step_time
-    assert resume["predicted_step_seconds"] == after.simulated_step_time
+    assert resume["planned_before"] == before.simulated_step_time
+    assert resume["planned_step_seconds"] == after.simulated_step_time
     assert "the same state, and sums in another order from here on" in " ".join(notes.split())
     assert "a step is planned to take " in " ".join(notes.split())
     ours, theirs = losses("run"), losses("whole")
@@ -263,7 +263,7 @@ def test_it_is_told_when_late_gradients_are_treated_otherwise() -> None:
         num_stages=2,
         num_microbatches=4,
         weight_rule="2bw",
-        predicted_step_seconds=None,
+        planned_step_seconds=None,
         correction="none",
     )
     now = replace(before, flush_first=150, correction="error-feedback x 2")

@@ -17,6 +17,7 @@ from support.inside import (
     LAST_UPDATE,
     GPTConfig,
     RunProgress,
+    Summary,
     TrainOptions,
     describe,
     duration,
@@ -33,6 +34,7 @@ from support.inside import (
     printable,
     read_run,
     resolve,
+    run_report,
     stage_input_bytes,
     with_recipe,
 )
@@ -302,11 +304,28 @@ def check_run(folder: Path, *, ranks: int, steps: int = 5) -> dict[str, object]:
     assert isinstance(found, dict)
     assert found["tokens"] == steps * 8 * 16
     assert found["num_ranks"] == ranks
-    for key in ("tokens_per_s", "step_seconds", "predicted_step_seconds", "val_bits_per_byte"):
+    for key in ("tokens_per_s", "step_seconds", "simulated_step_seconds", "val_bits_per_byte"):
         assert found[key] > 0
-    for key in ("bubble", "predicted_bubble"):
+    for key in ("bubble", "simulated_bubble"):
         assert 0 <= found[key] < 1
+    assert (found["predicted_bubble"] is None) == (found["predicted_step_seconds"] is None) == (steps < 10)
     return found
+
+
+def test_predicted_is_what_is_drawn_from_steps_that_vary_and_else_simulated() -> None:
+    """summary.json called predicted what metrics.jsonl calls simulated."""
+    sizes = {"schedule": "1f1b", "num_ranks": 2, "num_stages": 2, "num_microbatches": 4, "parameters": 9, "steps": 5}
+    speed = {"samples": 40, "tokens": None, "seconds": 1.0, "samples_per_s": 40.0, "tokens_per_s": None}
+    loss = {"train_loss": 1.0, "train_bits_per_byte": None, "val_loss": None, "val_bits_per_byte": None}
+    step = {"step_seconds": 0.2, "simulated_step_seconds": 0.1, "bubble": 0.5, "simulated_bubble": 0.25}
+    few = Summary(**sizes, **speed, **loss, **step, peak_memory_bytes=(1, 2))  # type: ignore[arg-type]
+    assert "200 ms measured, 100 ms simulated" in run_report(few)
+    assert "50.0% measured, 25.0% simulated" in run_report(few)
+    assert "predicted" not in run_report(few)
+    many = replace(few, predicted_step_seconds=0.15, predicted_step_range=(0.14, 0.3), predicted_bubble=0.375)
+    assert "200 ms measured, 150 ms (90%: 140 ms .. 300 ms) predicted" in run_report(many)
+    assert "50.0% measured, 37.5% predicted" in run_report(many)
+    assert "simulated" not in run_report(many)
 
 
 def check_drawn_again(command: Callable[..., Done], folder: Path) -> None:
