@@ -33,7 +33,7 @@ _LOOK = 1.0  # [s] between requests to Slurm
 _POLL = 0.05  # [s] between reads of the files
 _TELL = 30.0  # [s] between lines about a waiting job
 _ENDED = 10.0  # [s] for files to become visible after the job's end, and for a cancelled job to end
-_GRACE = 10.0  # [s] from the first failure to the end of the job, for errors of the other nodes
+_GRACE = 10.0  # [s] from the first failure, or the end of all nodes, to the end of the job
 _RESERVE = 3  # [min] of Slurm's limit beyond the work's, so that the work's applies first
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 # Slurm's states of a job that is over, with no process running.
@@ -140,7 +140,7 @@ class SlurmBackend:
                 break
             for node in files:
                 node.read()
-            if failed_of(files):
+            if failed_of(files) or all(node.status is not None for node in files):  # Slurm may not answer
                 looks.begin_grace(_GRACE)
         if looks.is_late:
             return late(files, work)

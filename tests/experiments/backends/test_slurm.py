@@ -79,6 +79,48 @@ def test_states_of_a_job_are_asked_for_and_waiting_is_told_with_its_reason(
     assert forgotten.is_over()
 
 
+@pytest.mark.parametrize(
+    ("squeue", "statuses", "end"),
+    [
+        # Slurm did not answer: the work's limit ended a job that was done, and named no node.
+        ("exit 1", (0, 0), (0, "")),
+        ("echo 'COMPLETED|None'", (0, 0), (0, "")),
+        ("echo 'COMPLETED|None'", (0, None), (1, "node 1: stopped, or ended without saying how")),
+        (
+            "echo 'FAILED|None'",
+            (None, None),
+            (1, "node 0, node 1: no end heard of; Slurm says FAILED, see {folder}/slurm"),
+        ),
+        ("echo 'TIMEOUT|None'", (None, None), (124, "Slurm ended the job: its time limit was over")),
+        (
+            "echo 'FAILED|None'",
+            (3, 0),
+            (3, "node 0: failed (exit status 3); all it said is in {folder}/node0.log, its last lines: none"),
+        ),
+    ],
+)
+def test_the_end_of_a_job_that_prints_nothing_is_reported(
+    squeue: str,
+    statuses: tuple[int | None, ...],
+    end: tuple[int, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command(tmp_path, "squeue", squeue)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for name in ("_LOOK", "_ENDED", "_GRACE"):
+        monkeypatch.setattr(slurm, name, 0.0)
+    for node, ended in enumerate(statuses):
+        if ended is not None:
+            event = {"event": "ended", "status": ended, "time": float(node)}
+            (tmp_path / f"node{node}.events").write_text(json.dumps(event) + "\n")
+            (tmp_path / f"node{node}.log").touch()
+    said: list[str] = []
+    outcome = SlurmBackend(say=said.append)._follow(Job(), work(tmp_path, TELL, timeout=1.0), TWO)
+    assert (outcome.status, outcome.report) == (end[0], end[1].format(folder=tmp_path))
+    assert said == []
+
+
 @pytest.fixture
 def submitit():
     return pytest.importorskip("submitit")
