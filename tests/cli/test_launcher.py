@@ -265,6 +265,26 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, number: signal.Signals, mea
     _wait_for(lambda: not any(_alive(pid) for pid in pids))
 
 
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
+def test_ctrl_c_ends_a_training_with_all_its_processes(tmp_path: Path) -> None:
+    """In one line and with a shell's status of an interrupt; the run's folder has the steps until then."""
+    words = "train --layers 2 --width 32 --heads 2 --length 16 --batch 8 --steps 100000 --ranks 2 --name run"
+    command = [sys.executable, "-P", "-m", "stagewright", *words.split()]
+    train = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    _wait_for(lambda: train.poll() is not None or (metrics.exists() and metrics.read_text()))
+    tasks = Path(f"/proc/{train.pid}/task").iterdir()
+    pids = [int(word) for task in tasks for word in (task / "children").read_text().split()]
+    train.send_signal(signal.SIGINT)
+    _, said = train.communicate(timeout=LIMIT)
+    assert (train.returncode, said) == (130, "train: starting 2 processes\nstagewright: stopped\n")
+    assert len(pids) == 2
+    assert not any(_alive(pid) for pid in pids)
+    assert metrics.read_text().endswith("}\n")
+
+
 def _wait_for(condition: object, *, seconds: float = LIMIT) -> None:
     until = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
