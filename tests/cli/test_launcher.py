@@ -279,7 +279,10 @@ def test_ctrl_c_ends_a_training_with_all_its_processes(tmp_path: Path) -> None:
     pids = [int(word) for task in tasks for word in (task / "children").read_text().split()]
     train.send_signal(signal.SIGINT)
     _, said = train.communicate(timeout=LIMIT)
-    assert (train.returncode, said) == (130, "train: starting 2 processes\nstagewright: stopped\n")
+    assert train.returncode == 130
+    first, *meanwhile, last = said.splitlines()
+    assert (first, last) == ("train: starting 2 processes", "stagewright: stopped")
+    assert [line for line in meanwhile if not line.endswith(" so far")] == []  # as on a busy machine
     assert len(pids) == 2
     assert not any(_alive(pid) for pid in pids)
     assert metrics.read_text().endswith("}\n")
