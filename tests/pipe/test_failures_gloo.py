@@ -251,6 +251,7 @@ def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
     rank = dist.get_rank()
     processes: list[Any] = [None, None]
     dist.all_gather_object(processes, os.getpid())
+    store, here = dist.distributed_c10d._get_default_store(), [f"last backward of {process}" for process in processes]
     torch.manual_seed(0)
     model = layers(2)
     trips = [partial(time.sleep, 1.5 * timeout), die_beside_a_worker if how == "dies" else stall]
@@ -266,7 +267,10 @@ def lose_a_replica(how: str, timeout: float) -> tuple[Told, Told]:
         if len(backwards) == 4:
             for each in made:  # from here on: to build, a busy machine may need longer
                 each._timeout = each.groups._timeout = timeout
-            time.sleep(0.5)  # the losses are there before this rank goes
+            # Both have computed their losses, which are exchanged meanwhile: they are there before this rank goes.
+            store.set(here[rank], "")
+            store.wait(here)
+            time.sleep(0.5)
             trips[rank]()
 
     model[1].register_full_backward_hook(behind_a_backward)
