@@ -7,7 +7,8 @@
 
 **Starts**: for V = 1 to 4 stages per rank, in turn or back and forth, boundaries and ranks are annealed by the bound
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
-intervals. The best starts begin one chain each, in turn, until the budget is spent.
+intervals, or, where only boundaries move, a named schedule's. The best starts begin one chain each, in turn, until the
+budget is spent.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -25,9 +26,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import product, repeat
 from random import Random
 
+from ..families.registry import FAMILIES
+from ..ir import Op
 from ..orders.evaluate import Orders
 from .arranged import Arranged, LayerChain, Stages, StageTables
 from .incumbent import Incumbent
@@ -58,9 +62,11 @@ class ChainSearch:
         self.chain, self.incumbent, self.random = chain, incumbent, random
         self.P, self.M, self.L, self.ideal = chain.P, chain.M, chain.L, chain.ideal
         self.ends: list[Arranged] = []
+        self.in_turn: list[Arranged] = []  # starts on the ranks of named schedules
 
     def run(self) -> list[Arranged]:
-        """The best states, the best one first; none if none fits the memory."""
+        """The best states, the best one first, then the best start on the ranks of named schedules, whose own W may do
+        better; none if none fits the memory."""
         starts = self._starts()
         number = 0
         while starts and not self.incumbent.is_over:
@@ -71,7 +77,7 @@ class ChainSearch:
             found = self._chain(starts[number % len(starts)], self._cooling(until, _HOT, _COLD))
             self._keep(self._orders(found, self._cooling(now + part, _HOT_ORDER, _COLD_ORDER)))
             number += 1
-        return self.ends
+        return [*self.ends, *sorted(self.in_turn, key=lambda each: each.value)[:1]]
 
     def _spent(self) -> float:
         """Part of the budget that is spent: evaluations where their number is given, else seconds."""
@@ -109,23 +115,43 @@ class ChainSearch:
         for changes, (V, snakes) in product((_RANKS, _BOUNDARIES), kinds):
             S, P = V * self.P, self.P
             ranks = [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(S)]
-            stages = self._settled(_joined([self.L * s // S for s in range(S + 1)], ranks), changes)
-            best = None
+            stages = self._settled(([self.L * s // S for s in range(S + 1)], ranks), changes)
+            named = self._named(V, ranks) if changes == _BOUNDARIES else ()
+            tries = [(orders, [share] * P) for orders, share in product(named, _OVERS[:3])]
             for share, lag in product(_OVERS[:3], _LAGS):
                 over, tables = [share] * P, self.chain.tables(stages, [share] * P)
-                orders = self.chain.listed(stages[1], tables, self.chain.even(tables, lag), over)
-                state = None if orders is None else self._played(stages, orders, over, tables)
-                best = min((each for each in (best, state) if each), key=lambda each: each.value, default=None)
+                if (listed := self.chain.listed(stages[1], tables, self.chain.even(tables, lag), over)) is not None:
+                    tries.append((listed, over))
+            states = (self._played(stages, orders, over, None) for orders, over in tries)
+            best = min((each for each in states if each), key=lambda each: each.value, default=None)
             if best is not None:
                 found.append(best)
                 self._keep(best)
+                self.in_turn += [best] if changes == _BOUNDARIES else []
             if self.incumbent.is_over or (found and self._spent() > _STARTING):
                 break
         return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))
 
+    def _named(self, num_chunks: int, ranks: Sequence[int]) -> Iterator[Orders]:
+        """F and I of the named schedules whose stages are on these ranks."""
+        S, M = len(ranks), self.M
+        for family in FAMILIES.values():
+            is_made = family.takes_slices or "costs" in family.options or family.weight_copies > 1
+            if is_made or family.rule.is_asynchronous or not (family.takes_chunks or family.num_chunks == num_chunks):
+                continue
+            sizes = {"num_chunks": num_chunks} if family.takes_chunks else {}
+            with suppress(ValueError):  # it does not take these sizes
+                made = family.build(num_ranks=self.P, num_microbatches=M, **sizes)
+                if made.owners == tuple((rank,) for rank in ranks):
+                    codes = {Op.F: 0, Op.I: S, Op.B: S}
+                    yield [
+                        [(codes[op] + s) * M + k for s, op, k in program if op in codes] for program in made.programs
+                    ]
+
     def _settled(self, stages: Stages, changes: float) -> Stages:
         """As many stages with a small bound, by annealing with such changes."""
-        random, S = self.random, len(stages[1])
+        random, stages = self.random, stages if changes == _BOUNDARIES else _joined(*stages)
+        S = len(stages[1])
 
         def cost_of(stages: Stages) -> float:
             loads = self.chain.loads(stages)
@@ -149,6 +175,8 @@ class ChainSearch:
         kind, stage, other = random.random() * changes, int(random.random() * S), int(random.random() * S)
         if kind < _BOUNDARIES:
             _shift(cut, stage, random.choice((-1, 1)))
+            if changes == _BOUNDARIES:  # as a named schedule has them
+                return cut, ranks
         elif kind < 0.55:
             ranks[stage] = int(random.random() * self.P)
         elif kind < _RANKS:
