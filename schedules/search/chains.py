@@ -7,8 +7,8 @@
 
 **Starts**: for V = 1 to 4 stages per rank, in turn or back and forth, boundaries and ranks are annealed by the bound
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
-intervals, or, where only boundaries move, a named schedule's. The best starts begin one chain each, in turn, until the
-budget is spent.
+intervals. Others have stages of equal work, and the order of a named schedule. The best starts begin one chain each, in
+turn, until the budget is spent.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -25,6 +25,7 @@ work over seven eighths of a chain; in the rest the order of its best state alon
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import product, repeat
@@ -44,7 +45,7 @@ _CHAIN = 15_000  # evaluations of a chain, about
 _ENDS = 3  # best results that are kept
 _TRIES = 20  # order moves of a child without a better one
 _FEWEST = 3  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
-_BOUNDARIES, _RANKS, _ALL = 0.45, 0.78, 1.0  # of the random kinds of changes: of boundaries, and ranks, and numbers
+_BOUNDARIES, _RANKS, _ALL = 0.45, 0.78, 1.0  # of random changes: of boundaries, then of ranks, and of their number
 _HOT, _COLD = 0.006, 0.0003  # temperatures of a chain, in parts of a rank's work
 _HOT_ORDER, _COLD_ORDER = 0.0015, 0.00005  # of the order moves after it
 _HOT_START, _COLD_START = 0.03, 0.0005  # of the bound alone
@@ -112,11 +113,11 @@ class ChainSearch:
         which chains seldom reach others."""
         found = []
         kinds = [(V, snakes) for V in _CHUNKS for snakes in (False, True) if V * self.P <= self.L]
-        for changes, (V, snakes) in product((_RANKS, _BOUNDARIES), kinds):
+        for (V, snakes), is_named in product(kinds, (False, True)):
             S, P = V * self.P, self.P
-            ranks = [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(S)]
-            stages = self._settled(([self.L * s // S for s in range(S + 1)], ranks), changes)
-            named = self._named(V, ranks) if changes == _BOUNDARIES else ()
+            stages = self._even(S), [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(S)]
+            named = self._named(V, stages[1]) if is_named else ()
+            stages = stages if is_named else self._settled(_joined(*stages))
             tries = [(orders, [share] * P) for orders, share in product(named, _OVERS[:3])]
             for share, lag in product(_OVERS[:3], _LAGS):
                 over, tables = [share] * P, self.chain.tables(stages, [share] * P)
@@ -127,7 +128,7 @@ class ChainSearch:
             if best is not None:
                 found.append(best)
                 self._keep(best)
-                self.in_turn += [best] if changes == _BOUNDARIES else []
+                self.in_turn += [best] if is_named else []
             if self.incumbent.is_over or (found and self._spent() > _STARTING):
                 break
         return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))
@@ -136,8 +137,8 @@ class ChainSearch:
         """F and I of the named schedules whose stages are on these ranks."""
         S, M = len(ranks), self.M
         for family in FAMILIES.values():
-            is_made = family.takes_slices or "costs" in family.options or family.weight_copies > 1
-            if is_made or family.rule.is_asynchronous or not (family.takes_chunks or family.num_chunks == num_chunks):
+            has_copies = family.takes_slices or family.weight_copies > 1 or family.rule.is_asynchronous
+            if has_copies or not (family.takes_chunks or family.num_chunks == num_chunks):
                 continue
             sizes = {"num_chunks": num_chunks} if family.takes_chunks else {}
             with suppress(ValueError):  # it does not take these sizes
@@ -148,10 +149,18 @@ class ChainSearch:
                         [(codes[op] + s) * M + k for s, op, k in program if op in codes] for program in made.programs
                     ]
 
-    def _settled(self, stages: Stages, changes: float) -> Stages:
-        """As many stages with a small bound, by annealing with such changes."""
-        random, stages = self.random, stages if changes == _BOUNDARIES else _joined(*stages)
-        S = len(stages[1])
+    def _even(self, num_stages: int) -> list[int]:
+        """The cut into stages of nearly equal work, of a layer each at least."""
+        whole, cut = self.chain.whole, [0]
+        for s in range(1, num_stages):
+            at = bisect_left(whole, whole[-1] * s / num_stages)
+            at -= whole[at] + whole[at - 1] > 2 * whole[-1] * s / num_stages
+            cut.append(min(max(at, cut[-1] + 1), self.L - num_stages + s))
+        return [*cut, self.L]
+
+    def _settled(self, stages: Stages) -> Stages:
+        """As many stages with a small bound, by annealing of boundaries and ranks."""
+        random, S = self.random, len(stages[1])
 
         def cost_of(stages: Stages) -> float:
             loads = self.chain.loads(stages)
@@ -160,7 +169,7 @@ class ChainSearch:
         now = least = cost_of(best := stages)
         for step in range(_SETTLING if S > 1 else 0):
             heat = self.ideal * _HOT_START * (_COLD_START / _HOT_START) ** (step / _SETTLING)
-            other = self._changed(stages, changes)
+            other = self._changed(stages, _RANKS)
             if len(other[1]) == S and len({*other[1]}) == self.P:
                 cost = cost_of(other)
                 if cost < now - heat * math.log(1.0 - random.random()):
@@ -175,8 +184,6 @@ class ChainSearch:
         kind, stage, other = random.random() * changes, int(random.random() * S), int(random.random() * S)
         if kind < _BOUNDARIES:
             _shift(cut, stage, random.choice((-1, 1)))
-            if changes == _BOUNDARIES:  # as a named schedule has them
-                return cut, ranks
         elif kind < 0.55:
             ranks[stage] = int(random.random() * self.P)
         elif kind < _RANKS:
