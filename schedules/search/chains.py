@@ -78,7 +78,9 @@ class ChainSearch:
             found = self._chain(starts[number % len(starts)], self._cooling(until, _HOT, _COLD))
             self._keep(self._orders(found, self._cooling(now + part, _HOT_ORDER, _COLD_ORDER)))
             number += 1
-        return [*self.ends, *sorted(self.in_turn, key=lambda each: each.value)[:1]]
+        in_turn = min(self.in_turn, key=lambda each: each.value, default=None)
+        is_new = in_turn is not None and all(each is not in_turn for each in self.ends)
+        return [*self.ends, *[each for each in [in_turn] if each and is_new]]
 
     def _spent(self) -> float:
         """Part of the budget that is spent: evaluations where their number is given, else seconds."""
