@@ -1,7 +1,7 @@
 """A chain of layers as stages on ranks, in an order: what such a state takes.
 
 cut      [S + 1]  the first layer of each stage, and the number of layers
-ranks    [S]      the rank of each stage; stages next to each other are on different ranks
+ranks    [S]      the rank of each stage
 orders   [P]      F and I of each rank as codes (op * S + stage) * M + microbatch; W fill its gaps
 over     [P]      how many times its gap a W may last; 0: each I and its W run as one B
 
@@ -131,6 +131,8 @@ class LayerChain:
         self.norm, late = runtime.norm, cast(float, runtime.latency)
         ways = [[links.way(a, b) if links and a != b else None for b in range(self.P)] for a in range(self.P)]
         self.latency = [[late + (way.latency if way else 0.0) for way in own] for own in ways]
+        for rank, own in enumerate(self.latency):
+            own[rank] = 0.0
         self.rate = [[way.seconds_per_byte if way else 0.0 for way in own] for own in ways]
         self.need = list(map(add, held, weights))
         self.least = [self.M * (each.forward + each.both) + each.update for each in layers]
@@ -162,12 +164,13 @@ class LayerChain:
 
     def tables(self, stages: Stages, over: Sequence[float]) -> StageTables:
         cut, ranks = stages
-        M, S, last = self.M, len(ranks), len(ranks) - 1
+        M, S = self.M, len(ranks)
         columns = ([b - a for a, b in pairwise(sums[at] for at in cut)] for sums in self.sums)
         F, I, W, both, held, weights, update = columns
         output = [self.output[at] for at in cut[1:]]
         held = list(map(add, held, output))
-        around = [self.overhead + self.message * ((s > 0) + (s < last)) for s in range(S)]
+        hops = [0, *(int(a != b) for a, b in pairwise(ranks)), 0]
+        around = [self.overhead + self.message * sum(both) for both in pairwise(hops)]
         F, W, work = list(map(add, F, around)), [w + self.overhead for w in W], [0.0] * self.P
         rooms, after = list(self.limits), [0.0] * self.P
         for s, rank in enumerate(ranks):
@@ -178,9 +181,9 @@ class LayerChain:
             after[rank] += update[s]
         if self.norm is not None:
             after = [self.norm + max(after)] * self.P
-        hops = [*zip(ranks, ranks[1:], output)]  # noqa: B905 - nothing leaves the last stage
-        there = [self.latency[a][b] + size * self.rate[a][b] for a, b, size in hops]
-        back = [self.latency[b][a] + size * self.rate[b][a] for a, b, size in hops]
+        ways = [*zip(ranks, ranks[1:], output)]  # noqa: B905 - nothing leaves the last stage
+        there = [self.latency[a][b] + size * self.rate[a][b] for a, b, size in ways]
+        back = [self.latency[b][a] + size * self.rate[b][a] for a, b, size in ways]
         delay = [n for each in (0.0, *there, *back, 0.0) for n in [each] * M]
         SM = M * S
         need = [-1] * M + [*range(SM - M)] + [*range(SM + M, 2 * SM)] + [*range(SM - M, SM)]

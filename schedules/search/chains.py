@@ -7,7 +7,8 @@
 
 **Starts**: for V = 1 to 4 stages per rank, in turn or back and forth, boundaries and ranks are annealed by the bound
 b(cut, ranks) = max of `loads` alone, which takes microseconds; the order is listed as if microbatches came at equal
-intervals. The best starts begin one chain each, in turn, until the budget is spent.
+intervals. Others have stages of equal work, and the order of a named schedule. The best starts begin one chain each, in
+turn, until the budget is spent.
 
 **Moves**: a child x' of x is made in three steps, and evaluated in O(S M):
 
@@ -24,10 +25,14 @@ work over seven eighths of a chain; in the rest the order of its best state alon
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import product, repeat
 from random import Random
 
+from ..families.registry import FAMILIES
+from ..ir import Op
 from ..orders.evaluate import Orders
 from .arranged import Arranged, LayerChain, Stages, StageTables
 from .incumbent import Incumbent
@@ -40,7 +45,7 @@ _CHAIN = 15_000  # evaluations of a chain, about
 _ENDS = 3  # best results that are kept
 _TRIES = 20  # order moves of a child without a better one
 _FEWEST = 3  # stages beyond two per rank: with fewer, chains end in perfect orders of poor balance
-_BOUNDARIES, _RANKS, _ALL = 0.45, 0.78, 1.0  # of the random kinds of changes: of boundaries, and ranks, and numbers
+_BOUNDARIES, _RANKS, _ALL = 0.45, 0.78, 1.0  # of random changes: of boundaries, then of ranks, and of their number
 _HOT, _COLD = 0.006, 0.0003  # temperatures of a chain, in parts of a rank's work
 _HOT_ORDER, _COLD_ORDER = 0.0015, 0.00005  # of the order moves after it
 _HOT_START, _COLD_START = 0.03, 0.0005  # of the bound alone
@@ -58,9 +63,11 @@ class ChainSearch:
         self.chain, self.incumbent, self.random = chain, incumbent, random
         self.P, self.M, self.L, self.ideal = chain.P, chain.M, chain.L, chain.ideal
         self.ends: list[Arranged] = []
+        self.in_turn: list[Arranged] = []  # starts on the ranks of named schedules
 
     def run(self) -> list[Arranged]:
-        """The best states, the best one first; none if none fits the memory."""
+        """The best states, the best one first, then the best start on the ranks of named schedules, whose own W may do
+        better; none if none fits the memory."""
         starts = self._starts()
         number = 0
         while starts and not self.incumbent.is_over:
@@ -71,7 +78,9 @@ class ChainSearch:
             found = self._chain(starts[number % len(starts)], self._cooling(until, _HOT, _COLD))
             self._keep(self._orders(found, self._cooling(now + part, _HOT_ORDER, _COLD_ORDER)))
             number += 1
-        return self.ends
+        in_turn = min(self.in_turn, key=lambda each: each.value, default=None)
+        is_new = in_turn is not None and all(each is not in_turn for each in self.ends)
+        return [*self.ends, *[each for each in [in_turn] if each and is_new]]
 
     def _spent(self) -> float:
         """Part of the budget that is spent: evaluations where their number is given, else seconds."""
@@ -106,25 +115,53 @@ class ChainSearch:
         which chains seldom reach others."""
         found = []
         kinds = [(V, snakes) for V in _CHUNKS for snakes in (False, True) if V * self.P <= self.L]
-        for changes, (V, snakes) in product((_RANKS, _BOUNDARIES), kinds):
+        for (V, snakes), is_named in product(kinds, (False, True)):
             S, P = V * self.P, self.P
-            ranks = [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(S)]
-            stages = self._settled(_joined([self.L * s // S for s in range(S + 1)], ranks), changes)
-            best = None
+            stages = self._even(S), [P - 1 - s % P if snakes and s // P % 2 else s % P for s in range(S)]
+            named = self._named(V, stages[1]) if is_named else ()
+            stages = stages if is_named else self._settled(_joined(*stages))
+            tries = [(orders, [share] * P) for orders, share in product(named, _OVERS[:3])]
             for share, lag in product(_OVERS[:3], _LAGS):
                 over, tables = [share] * P, self.chain.tables(stages, [share] * P)
-                orders = self.chain.listed(stages[1], tables, self.chain.even(tables, lag), over)
-                state = None if orders is None else self._played(stages, orders, over, tables)
-                best = min((each for each in (best, state) if each), key=lambda each: each.value, default=None)
+                if (listed := self.chain.listed(stages[1], tables, self.chain.even(tables, lag), over)) is not None:
+                    tries.append((listed, over))
+            states = (self._played(stages, orders, over, None) for orders, over in tries)
+            best = min((each for each in states if each), key=lambda each: each.value, default=None)
             if best is not None:
                 found.append(best)
                 self._keep(best)
+                self.in_turn += [best] if is_named else []
             if self.incumbent.is_over or (found and self._spent() > _STARTING):
                 break
         return sorted(found, key=lambda each: (len(each.ranks) < 2 * self.P - 1, each.value))
 
-    def _settled(self, stages: Stages, changes: float) -> Stages:
-        """Find the same number of stages with a small bound, by annealing with such changes."""
+    def _named(self, num_chunks: int, ranks: Sequence[int]) -> Iterator[Orders]:
+        """F and I of the named schedules whose stages are on these ranks."""
+        S, M = len(ranks), self.M
+        for family in FAMILIES.values():
+            has_copies = family.takes_slices or family.weight_copies > 1 or family.rule.is_asynchronous
+            if has_copies or not (family.takes_chunks or family.num_chunks == num_chunks):
+                continue
+            sizes = {"num_chunks": num_chunks} if family.takes_chunks else {}
+            with suppress(ValueError):  # it does not take these sizes
+                made = family.build(num_ranks=self.P, num_microbatches=M, **sizes)
+                if made.owners == tuple((rank,) for rank in ranks):
+                    codes = {Op.F: 0, Op.I: S, Op.B: S}
+                    yield [
+                        [(codes[op] + s) * M + k for s, op, k in program if op in codes] for program in made.programs
+                    ]
+
+    def _even(self, num_stages: int) -> list[int]:
+        """The cut into stages of nearly equal work, of a layer each at least."""
+        whole, cut = self.chain.whole, [0]
+        for s in range(1, num_stages):
+            at = bisect_left(whole, whole[-1] * s / num_stages)
+            at -= whole[at] + whole[at - 1] > 2 * whole[-1] * s / num_stages
+            cut.append(min(max(at, cut[-1] + 1), self.L - num_stages + s))
+        return [*cut, self.L]
+
+    def _settled(self, stages: Stages) -> Stages:
+        """Find the same number of stages with a small bound, by annealing boundaries and ranks."""
         random, S = self.random, len(stages[1])
 
         def cost_of(stages: Stages) -> float:
@@ -134,7 +171,7 @@ class ChainSearch:
         now = least = cost_of(best := stages)
         for step in range(_SETTLING if S > 1 else 0):
             heat = self.ideal * _HOT_START * (_COLD_START / _HOT_START) ** (step / _SETTLING)
-            other = self._changed(stages, changes)
+            other = self._changed(stages, _RANKS)
             if len(other[1]) == S and len({*other[1]}) == self.P:
                 cost = cost_of(other)
                 if cost < now - heat * math.log(1.0 - random.random()):
@@ -317,6 +354,6 @@ def _shift(cut: list[int], at: int, by: int) -> None:
 
 
 def _joined(cut: Sequence[int], ranks: Sequence[int]) -> Stages:
-    """Join neighbours on one rank into one stage."""
+    """With neighbours on one rank as one stage."""
     firsts = [s for s in range(len(ranks)) if s == 0 or ranks[s] != ranks[s - 1]]
     return [*(cut[s] for s in firsts), cut[-1]], [ranks[s] for s in firsts]

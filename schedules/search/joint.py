@@ -191,13 +191,14 @@ class _JointSearch:
     def _request_for(self, state: Arranged, placed: StagePlacement) -> Request:
         given, S, cut = self.request, len(state.ranks), state.cut
         groups = [self.layers[start:end] for start, end in pairwise(cut)]
+        hops = [0, *(int(a != b) for a, b in pairwise(state.ranks)), 0]
         columns = ("forward", "input_grad", "weight_grad", "update")
         whole = [math.fsum(each.both for each in own) for own in groups]
         costs = replace(
             given.costs,
             **{name: [math.fsum(getattr(each, name) for each in own) for own in groups] for name in columns},  # type: ignore[arg-type]
             backward=whole,
-            message_overhead=[self.chain.message * ((s > 0) + (s < S - 1)) for s in range(S)],
+            message_overhead=[self.chain.message * sum(both) for both in pairwise(hops)],
         )
         limit: list[float] | None = None
         if given.memory_limit is not None:

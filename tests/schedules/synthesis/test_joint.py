@@ -54,13 +54,15 @@ def request_for(
     parts = [layers[start:end] for start, end in pairwise(cut)]
     outputs = [part[-1].output for part in parts[:-1]]
     held = [sum(each.activation for each in part) + out for part, out in zip(parts, [*outputs, 0.0], strict=True)]
+    rank_of = {s: rank for rank, own in enumerate(placement) for s in own}
+    hops = [0, *(int(rank_of[s] != rank_of[s + 1]) for s in range(len(parts) - 1)), 0]
     costs = Costs(
         **{
             name: [sum(getattr(each, name) for each in part) for part in parts]
             for name in ("forward", "input_grad", "weight_grad", "update")
         },
         overhead=runtime.overhead,
-        message_overhead=[runtime.message_overhead * n for n in [1, *[2] * (len(parts) - 2), 1]],  # type: ignore[operator]
+        message_overhead=[runtime.message_overhead * sum(both) for both in pairwise(hops)],  # type: ignore[operator]
         latency=runtime.latency,
         norm=runtime.norm,
     )
