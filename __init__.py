@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         first_position,
         import_checkpoint,
         named,
+        positions,
         read_checkpoint,
     )
     from .schedules import ScheduleError
@@ -74,6 +75,7 @@ __all__ = [
     "first_position",
     "import_checkpoint",
     "named",
+    "positions",
     "read_checkpoint",
 ]
 

@@ -11,7 +11,7 @@ from .results import EvalResult, StepRecord, StepResult
 from .settings.arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous, Weights
 from .settings.delay_correction import ErrorFeedback
 from .settings.model_loss import ModelLoss
-from .stage.tokens import first_position
+from .stage.tokens import first_position, positions
 from .verify import Verification, VerificationError
 
 __all__ = [
@@ -40,5 +40,6 @@ __all__ = [
     "first_position",
     "import_checkpoint",
     "named",
+    "positions",
     "read_checkpoint",
 ]
