@@ -11,6 +11,7 @@ from .results import EvalResult, StepRecord, StepResult
 from .settings.arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous, Weights
 from .settings.delay_correction import ErrorFeedback
 from .settings.model_loss import ModelLoss
+from .stage.attending import attend
 from .stage.tokens import first_position, positions
 from .verify import Verification, VerificationError
 
@@ -34,6 +35,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "Weights",
+    "attend",
     "deferred",
     "edit",
     "export_checkpoint",

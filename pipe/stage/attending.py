@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import FrameType, SimpleNamespace
 from typing import Any, Self
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torchs
@@ -29,6 +31,80 @@ _DROPOUT = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Which keys a query sees; T keys.
+
+    Arguments:
+        is_causal: those up to its own token alone.
+        keys: [..., 1, T] mask of keys for all queries, as torch's attention takes it, or None.
+        positions: [..., T] of tokens in their documents, of which a query sees its own alone: each begins where a
+            position is not one more than the one before. None: one document.
+        window: number of the newest keys that a query sees, itself among them; None: all of them.
+    """
+
+    is_causal: bool
+    keys: Tensor | None = None
+    positions: Tensor | None = None
+    window: int | None = None
+
+    def of_all(self, gather: Callable[[Tensor], Tensor]) -> Seen:
+        """The same for all tokens, of which `gather` makes [..., T] from those of this part."""
+        keys, positions = (None if x is None else gather(x) for x in (self.keys, self.positions))
+        return replace(self, keys=keys, positions=positions)
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[tuple[int, int]], **options: Any
+    ) -> Tensor:
+        """Of queries [..., tokens of the blocks, D], over keys and values of the whole sequence, [..., T, D]."""
+        found, at, documents = [], 0, self._documents()
+        for start, end in blocks:
+            own, at = query.narrow(-2, at, end - start), at + end - start
+            stop = end if self.is_causal else key.shape[-2]
+            mask, is_causal = self._mask(start, end, stop, documents), False
+            if mask is None and self.is_causal:
+                is_causal = start == 0
+                mask = None if is_causal else self._earlier(start, end, stop, query.device)
+            keys, values = key[..., :stop, :], value[..., :stop, :]
+            found.append(attention(own, keys, values, attn_mask=mask, is_causal=is_causal, **options))
+        return found[0] if len(found) == 1 else torch.cat(found, -2)
+
+    def _documents(self) -> Tensor | None:
+        """[..., T] number of each token's document; None: all are of one."""
+        if self.positions is None:
+            return None
+        begins = self.positions[..., 1:] != self.positions[..., :-1] + 1
+        is_known = not (begins.is_meta or isinstance(begins, FakeTensor))
+        return None if is_known and not begins.any() else F.pad(begins.cumsum(-1), (1, 0))
+
+    def _mask(self, start: int, end: int, stop: int, documents: Tensor | None) -> Tensor | None:
+        """[..., queries, keys] of all that is to be said besides causality; with it, if there is any."""
+        parts = []
+        if documents is not None:
+            parts.append((documents[..., start:end, None] == documents[..., None, :stop]).unsqueeze(-3))
+        keys = None if self.keys is None else self.keys[..., :stop]
+        if self.window is not None and self.window < stop:
+            at = torch.arange(stop, device=None if documents is None else documents.device)
+            parts.append(at[None, :] > at[start:end, None] - self.window)
+        if keys is not None and keys.dtype is torch.bool:
+            parts.append(keys)
+        if not parts and keys is None:
+            return None
+        if self.is_causal:
+            device = parts[0].device if parts else self.keys.device
+            parts.append(self._earlier(start, end, stop, device))
+        found = parts[0] if parts else None
+        for part in parts[1:]:
+            found = found & part
+        if keys is None or keys.dtype is torch.bool:
+            return found
+        return keys if found is None else keys.masked_fill(~found, float("-inf"))
+
+    @staticmethod
+    def _earlier(start: int, end: int, stop: int, device: torch.device) -> Tensor:
+        return torch.ones(end - start, stop, dtype=torch.bool, device=device).tril(start)
+
+
 class AttentionMode(TorchFunctionMode):
     """Mode in which the tokens are those of `span`. drops: whether dropout is applied."""
 
@@ -38,10 +114,8 @@ class AttentionMode(TorchFunctionMode):
         self._drops = drops
 
     @abstractmethod
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], *, mask: Tensor | None, is_causal: bool, **options: Any
-    ) -> Tensor:
-        """Attention of the own queries. `options`: the others of F.scaled_dot_product_attention."""
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], seen: Seen, **options: Any) -> Tensor:
+        """Attention of the own queries; `seen` is of the own tokens. `options`: of F.scaled_dot_product_attention."""
 
     @abstractmethod
     def from_here(self) -> Self:
@@ -64,16 +138,58 @@ class AttentionMode(TorchFunctionMode):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **options: Any) -> Tensor:
         options = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False)), **options}
+        mask, is_causal = options.pop("attn_mask", None), options.pop("is_causal", False)
+        if mask is not None and (mask.shape[-1] != self.span.length or (mask.dim() > 1 and mask.shape[-2] != 1)):
+            raise ValueError(
+                f"attention with a mask of shape {tuple(mask.shape)} in {caller()[1]}, to which {self.span.length} of "
+                f"{self.span.total} tokens are given: expected is_causal=True, no mask, one of keys alone, "
+                f"[..., 1, {self.span.length}], or stagewright.attend"
+            )
+        return self.checked((query, key, value), Seen(is_causal=is_causal, keys=mask), **options)
+
+    def checked(self, qkv: tuple[Tensor, Tensor, Tensor], seen: Seen, **options: Any) -> Tensor:
         if not self._drops:
             options["dropout_p"] = 0.0
-        mask, is_causal = options.pop("attn_mask", None), options.pop("is_causal", False)
         length = self.span.length
-        if query.shape[-2] != length or key.shape[-2] != length or value.shape[-2] != length:
+        if any(x.shape[-2] != length for x in qkv):
             raise ValueError(
-                f"attention over {query.shape[-2]} queries and {key.shape[-2]} keys in {caller()[1]}, of a part of "
-                f"{length} tokens: expected the sequence in dimension -2 of query, key and value"
+                f"attention over {qkv[0].shape[-2]} queries and {qkv[1].shape[-2]} keys in {caller()[1]}, to which "
+                f"{length} tokens are given: expected the sequence in dimension -2 of query, key and value"
             )
-        return self.attend((query, key, value), mask=mask, is_causal=is_causal, **options)
+        return self.attend(qkv, seen, **options)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = True,
+    key_mask: Tensor | None = None,
+    positions: Tensor | None = None,
+    window: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` for masks that a context group can divide.
+
+    Arguments:
+        query, key, value: [B, heads, T, D], of the tokens that a module is given: all, or a part of them.
+        is_causal: whether a token sees those up to itself alone.
+        key_mask: [B, T] which tokens may be seen, bool.
+        positions: [B, T] or [1, T] of tokens in their documents, where several are packed into a sequence: a token sees
+            its own document alone. Each begins where a position is not one more than the one before.
+        window: number of the newest tokens that a token sees, itself among them.
+        options: of scaled_dot_product_attention: dropout_p, scale, enable_gqa.
+    """
+    keys = None if key_mask is None else key_mask.bool()[:, None, None, :]
+    seen, mode = Seen(is_causal=is_causal, keys=keys, positions=positions, window=window), running.get()
+    if isinstance(mode, AttentionMode):
+        token = running.set(None)  # what it calls is not replaced once more
+        try:
+            return mode.checked((query, key, value), seen, **options)
+        finally:
+            running.reset(token)
+    return seen.attention(query, key, value, [(0, query.shape[-2])], **options)
 
 
 Caller = tuple[nn.Module | None, str]

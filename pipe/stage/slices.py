@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .attending import AttentionMode, attending, attention, caller
+from .attending import AttentionMode, Seen, attending, attention, caller
 from .tokens import TokenSpan
 
 
@@ -84,13 +84,11 @@ class _OverSlices(AttentionMode):
         again._calls, again._mask = dict(self._calls), self._mask
         return again
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], *, mask: Tensor | None, is_causal: bool, **options: Any
-    ) -> Tensor:
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], seen: Seen, **options: Any) -> Tensor:
         (query, key, value), span = qkv, self.span
         module, frame = caller()
-        if mask is not None or not is_causal:
-            how = "a mask" if mask is not None else "is_causal=False"
+        if seen.keys is not None or seen.window is not None or not seen.is_causal or self._has_documents(seen):
+            how = "a mask" if seen.is_causal else "is_causal=False"
             raise ValueError(
                 f"attention with {how} in {frame}, over slices of the sequence: expected "
                 f"F.scaled_dot_product_attention(query, key, value, is_causal=True), whose tokens need those before "
@@ -117,6 +115,13 @@ class _OverSlices(AttentionMode):
             ones = torch.ones(span.length, span.end, dtype=torch.bool, device=query.device)
             self._mask = ones.tril(span.start)
         return attention(query, keys, values, attn_mask=self._mask, **options)
+
+    def _has_documents(self, seen: Seen) -> bool:
+        """Whether the tokens of this slice, and those before it, are of several documents."""
+        if seen.positions is None:
+            return False
+        own = torch.arange(self.span.start, self.span.end, device=seen.positions.device)
+        return bool((seen.positions != own).any())
 
 
 def _lost_gradient(waiting: int, span: TokenSpan) -> str:
