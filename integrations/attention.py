@@ -14,6 +14,7 @@ from collections.abc import Callable
 from inspect import getclosurevars
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -27,6 +28,7 @@ _KINDS = {"full_attention": False, "sliding_attention": True}  # whether there i
 class _Sees(NamedTuple):
     is_causal: bool = False
     window: int | None = None
+    positions: Tensor | None = None
 
 
 def _read(function: Callable[..., object]) -> _Sees:
@@ -39,11 +41,12 @@ def _read(function: Callable[..., object]) -> _Sees:
     if name == "sliding_window_overlay":
         return _Sees(window=parts["sliding_window"])
     if name == "remap_positions_for_packed_sequence":
-        return _read(parts["mask_function"])
+        return _read(parts["mask_function"])._replace(positions=parts["position_ids"])
     if name == "and_masks":
         both = [*map(_read, parts["mask_functions"])]
         windows = [each.window for each in both if each.window is not None]
-        return _Sees(any(each.is_causal for each in both), min(windows, default=None))
+        places = [each.positions for each in both if each.positions is not None]
+        return _Sees(any(each.is_causal for each in both), min(windows, default=None), next(iter(places), None))
     raise ValueError(
         f"attn_implementation={NAME!r} for a model that masks with {name}: expected causal or sliding masks, padding "
         f"and packed documents; or attn_implementation='sdpa', and neither slices nor a context group"
@@ -51,9 +54,9 @@ def _read(function: Callable[..., object]) -> _Sees:
 
 
 def _mask(*, mask_function: Callable[..., object], attention_mask: Tensor | None = None, **_: object) -> Tensor | None:
-    """[B, T] which tokens are no padding, for `_attention`."""
-    _read(mask_function)
-    return attention_mask
+    """[B, T] for `_attention`: bool, which tokens are no padding; or integers, positions in packed documents."""
+    positions = _read(mask_function).positions
+    return positions if attention_mask is None else attention_mask.bool()
 
 
 def _attention(
@@ -77,6 +80,8 @@ def _attention(
     if attention_mask is not None and attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"{where} and attention_mask of shape {shape}: expected [B, T], 0 for padding")
+    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+        attention_mask, position_ids = None, attention_mask
     _check_window(module, sliding_window, where)
     found = attend(
         query,

@@ -70,7 +70,7 @@ def part_of_group(options: Options, given: Given, *, index: int, count: int) -> 
 
 
 def _cut(options: Options, given: Given, spans_of: Callable[[int], Sequence[Tokens]]) -> list[Slice]:
-    arguments, named = given.arguments, options.slices.dims or {}
+    arguments, named = given.arguments, options.sequence_dims
     names = parameter_names(signature_of(options.model))
     keys = [next((key for key in keys_of(path, names) if key in named), None) for path in arguments.form.paths]
     dims = _dims(arguments, keys, named)

@@ -23,7 +23,7 @@ from ...comm import Compress, own_device, read_compress
 from ...comm.mesh import AXES
 from ...partition.deferred.parameters import DeferredParameter
 from ...partition.deferred.recipes import device_where_built
-from ...partition.model.batch_dims import check_batch_dims
+from ...partition.model.batch_dims import BatchDims, check_batch_dims
 from ...partition.plans.plan import Plan
 from ...partition.plans.record import SEARCHES
 from ...partition.profiler.optimizers import NamedFactory
@@ -93,6 +93,7 @@ class Options(GivenOptions):
     schedule: ScheduleLike | Plan | None = None
     kind: type | None = None
     slices: Slices = field(default_factory=Slices)
+    sequence_dims: BatchDims = field(default_factory=dict)
     auto: Auto = field(default_factory=Auto)
     correction: ErrorFeedback | None = None
     flush_first: int = 0
@@ -216,9 +217,8 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
     if loss_fn is not None:
         refuse_float16_parameters(root, loss_fn)
     dims = check_batch_dims(slices.dims, signature, option="dims", shared_by="slices of a microbatch")
-    if inputs.sequence_dims is not None:
-        shared = "members of a context group"
-        dims |= check_batch_dims(inputs.sequence_dims, signature, option="sequence_dims", shared_by=shared)
+    members = "members of a context group"
+    sequence_dims = check_batch_dims(inputs.sequence_dims, signature, option="sequence_dims", shared_by=members)
     if slices.lengths is not None:
         option("lengths", slices.lengths, _LENGTHS)
     return Options(
@@ -228,6 +228,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
         schedule=AUTO if isinstance(schedule, Auto) else schedule,
         kind=type(around),
         slices=replace(slices, dims=dims),
+        sequence_dims={**dims, **sequence_dims},
         auto=schedule if isinstance(schedule, Auto) else Auto(),
         correction=correction,
         flush_first=late.flush_first,
