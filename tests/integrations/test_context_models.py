@@ -31,6 +31,7 @@ _MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "output_router_logits": False,
+    "experts_implementation": "eager",  # others take no float64
 }
 _DEEPSEEK = {
     "n_routed_experts": 4,
