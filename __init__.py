@@ -32,12 +32,14 @@ if TYPE_CHECKING:
         Verification,
         VerificationError,
         Weights,
+        attend,
         deferred,
         edit,
         export_checkpoint,
         first_position,
         import_checkpoint,
         named,
+        positions,
         read_checkpoint,
     )
     from .schedules import ScheduleError
@@ -68,12 +70,14 @@ __all__ = [
     "VerificationError",
     "Weights",
     "__version__",
+    "attend",
     "deferred",
     "edit",
     "export_checkpoint",
     "first_position",
     "import_checkpoint",
     "named",
+    "positions",
     "read_checkpoint",
 ]
 

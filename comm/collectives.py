@@ -63,7 +63,9 @@ class Collectives:
         self._everyone = tuple(range(self.size))
         tensor_groups = [place.mesh.members(rank) for rank in range(place.mesh.num_ranks)]
         self.tensor_members = (0,) if self.alone else _own(self.rank, tensor_groups)
-        self._make(self._everyone, *(group for group in tensor_groups if len(group) > 1))
+        parts = [group for rank in range(place.mesh.num_ranks) for group in place.groups(place.context_ranks(rank))]
+        self.context_members = (0,) if self.alone else _own(self.rank, parts)
+        self._make(self._everyone, *(group for group in (*tensor_groups, *parts) if len(group) > 1))
 
     def name_of(self, process: int) -> str:
         return self._place.name_of(process)
@@ -167,11 +169,17 @@ class Collectives:
         """The processes that run this rank together; there must be several."""
         return self._groups[self.tensor_members]
 
+    @property
+    def context_group(self) -> dist.ProcessGroup:
+        """The processes that hold the other tokens of this rank's sequences; there must be several."""
+        return self._groups[self.context_members]
+
     def lost_member(self, error: RuntimeError) -> PipelineError | None:
-        """The error to raise for one of an action that came from a collective in a divided module; None for others."""
-        if len(self.tensor_members) == 1 or not _BACKEND_ERROR.search(str(error)):
+        """The error to raise for one of an action that came from a collective in a divided module, or in attention of a
+        context group; None for others."""
+        others = [one for one in (*self.tensor_members, *self.context_members) if one != self.rank]
+        if not others or not _BACKEND_ERROR.search(str(error)):
             return None
-        others = [one for one in self.tensor_members if one != self.rank]
         kind = PipelineTimeout if "timed out" in str(error).lower() else PeerLost
         return kind(
             f"in a divided module, together with {self._place.names_of(others)} ({short_reason(error)})", peers=others

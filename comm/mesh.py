@@ -11,6 +11,9 @@
     process        0      1      2      3
     schedule rank  0      0      1      2
 
+The `data` replicas pass batches of their own; the `context` replicas of each of them pass the same batch, and compute a
+part of the tokens of each sequence.
+
 Member t of a group of T receives from member t mod S of a group of S, whichever is larger:
 
     2 -> 1    member 0 ──> member 0    (member 1 has the same, and sends nothing)
@@ -27,10 +30,11 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from math import prod
 from numbers import Integral
 from typing import NamedTuple
 
-AXES = ("pipe", "data", "tensor")
+AXES = ("pipe", "data", "context", "tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,31 +52,35 @@ class World:
 class Coordinates(NamedTuple):
     pipe: int
     data: int = 0
+    context: int = 0
     tensor: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMesh:
-    """Sizes of the axes: `pipe` ranks along the pipeline, `data` replicas of it, `tensor` processes of each rank.
+    """Sizes of the axes: `pipe` ranks along the pipeline, `data` x `context` replicas of it, `tensor` processes of each
+    rank.
 
     tensor: a number for each rank, where they differ; then the ranks are of one replica, in order.
-    order: the axes from the slowest to the fastest as process numbers grow.
+    order: the axes from the slowest to the fastest as process numbers grow; "context" may be left out.
 
     >>> ProcessMesh(pipe=2, data=2).coordinates(3), ProcessMesh(pipe=2, data=2).process_at(Coordinates(1, 0))
-    (Coordinates(pipe=1, data=1, tensor=0), 2)
+    (Coordinates(pipe=1, data=1, context=0, tensor=0), 2)
     """
 
     pipe: int
     data: int = 1
+    context: int = 1
     tensor: int | tuple[int, ...] = 1
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
-        if sorted(self.order) != sorted(AXES):
-            raise ValueError(f"order={self.order!r}: expected {', '.join(AXES)}, each once, the slowest first")
-        plain = self.data == 1 and self.order == AXES and len(self.tensor_sizes) == self.pipe
+        object.__setattr__(self, "order", _read_order(self.order))
+        plain = self.num_replicas == 1 and self.order == AXES and len(self.tensor_sizes) == self.pipe
         if not isinstance(self.tensor, int) and not plain:
-            raise ValueError(f"{self}: expected a tensor size for each of {self.pipe} ranks, data=1 and no order=")
+            raise ValueError(
+                f"{self}: expected a tensor size for each of {self.pipe} ranks, data=1, context=1 and no order="
+            )
 
     @property
     def tensor_sizes(self) -> tuple[int, ...]:
@@ -85,7 +93,12 @@ class ProcessMesh:
 
     @property
     def num_ranks(self) -> int:
-        return self.pipe * self.data
+        return self.pipe * self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Of the schedule's ranks at each position along the pipeline."""
+        return self.data * self.context
 
     @property
     def is_line(self) -> bool:
@@ -112,7 +125,7 @@ class ProcessMesh:
     def rank_of(self, process: int) -> int:
         """The schedule's rank that a process runs: replicas of a position along the pipeline in a row."""
         at = self.coordinates(process)
-        return at.pipe * self.data + at.data
+        return (at.pipe * self.data + at.data) * self.context + at.context
 
     def members(self, rank: int) -> tuple[int, ...]:
         """The processes that run a rank together, its tensor group.
@@ -120,12 +133,13 @@ class ProcessMesh:
         >>> ProcessMesh(pipe=3, tensor=(2, 1, 1)).members(0)
         (0, 1)
         """
-        pipe, data = divmod(rank, self.data)
+        above, context = divmod(rank, self.context)
+        pipe, data = divmod(above, self.data)
         size = self.tensor if isinstance(self.tensor, int) else self.tensor[rank]
-        return tuple(self.process_at(Coordinates(pipe, data, t)) for t in range(size))
+        return tuple(self.process_at(Coordinates(pipe, data, context, t)) for t in range(size))
 
     def _size(self, axis: str) -> int:
-        return {"pipe": self.pipe, "data": self.data, "tensor": self.tensor_sizes[0]}[axis]
+        return self.tensor_sizes[0] if axis == "tensor" else int(getattr(self, axis))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +164,26 @@ class MeshPlace:
 
     @property
     def replica(self) -> tuple[int, int]:
+        """(number, count) among the replicas of the schedule; (0, 1) in one process."""
+        if not self.world.distributed:
+            return 0, 1
+        at = self._coordinates
+        return at.data * self.mesh.context + at.context, self.mesh.num_replicas
+
+    @property
+    def data(self) -> tuple[int, int]:
         """(number, count) of the data replica whose batch this process passes; (0, 1) in one process."""
         return (self._coordinates.data, self.mesh.data) if self.world.distributed else (0, 1)
+
+    @property
+    def context(self) -> tuple[int, int]:
+        """(number, count) of this process's part of each sequence; (0, 1) in one process."""
+        return (self._coordinates.context, self.mesh.context) if self.world.distributed else (0, 1)
+
+    def context_ranks(self, rank: int) -> range:
+        """Ranks that run the same stages on the other parts of the same sequences, itself among them."""
+        first = rank - rank % self.mesh.context
+        return range(first, first + self.mesh.context)
 
     @property
     def tensor(self) -> tuple[int, int]:
@@ -222,7 +254,7 @@ def read_mesh(
     if mesh is not None and not isinstance(mesh, Mapping):
         meant = mesh if isinstance(mesh, int) else world.size
         raise ValueError(f'mesh={mesh!r}: expected sizes by axis, as in mesh={{"pipe": {meant}}}')
-    axes = _read_order(order)
+    axes = AXES if order is None else _read_order(order)
     sizes = dict(mesh or {})
     for axis, size in sizes.items():
         if axis not in AXES:
@@ -230,31 +262,30 @@ def read_mesh(
         if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
             raise ValueError(f"mesh axis {axis!r} has size {size!r}: expected a whole number, at least 1")
         sizes[axis] = int(size)
-    data, tensor = sizes.get("data", 1), sizes.get("tensor", 1)
-    others = {axis: size for axis, size in (("data", data), ("tensor", tensor)) if size > 1}
-    if tensor > 1 and not world.distributed:
-        count = sizes.get("pipe", wanted or 1) * data * tensor
+    others = {axis: size for axis in AXES[1:] if (size := sizes.get(axis, 1)) > 1}
+    beside = prod(others.values())
+    if len(others.keys() - {"data"}) and not world.distributed:
+        count, is_tensor = sizes.get("pipe", wanted or 1) * beside, "tensor" in others
         raise ValueError(
-            f'mesh={_shown(sizes)} in one process: the members of a tensor group are processes. Expected "tensor": 1, '
-            f"or {count} processes (torchrun --nproc-per-node {count})"
+            f"mesh={_shown(sizes)} in one process: the members of a {'tensor' if is_tensor else 'context'} group are "
+            f'processes. Expected "{"tensor" if is_tensor else "context"}": 1, or {count} processes '
+            f"(torchrun --nproc-per-node {count})"
         )
-    if "pipe" not in sizes and wanted is None and world.size % (data * tensor):
+    if "pipe" not in sizes and wanted is None and world.size % beside:
         raise ValueError(
             f"mesh={_shown(others)} on {world.size} processes: expected "
             f"{'a size that divides' if len(others) == 1 else 'sizes whose product divides'} {world.size}"
         )
-    found = ProcessMesh(
-        pipe=sizes.get("pipe", wanted or world.size // (data * tensor)), data=data, tensor=tensor, order=axes
-    )
+    found = ProcessMesh(pipe=sizes.get("pipe", wanted or world.size // beside), order=axes, **others)
     if wanted is not None and found.pipe != wanted:
         raise ValueError(
             f'mesh={{"pipe": {found.pipe}}} for a schedule of {wanted} ranks: expected mesh={{"pipe": {wanted}}}'
         )
     if world.distributed and found.num_processes != world.size:
-        also = others if world.size % (data * tensor) == 0 else {}
-        fitting = {"pipe": world.size // (data * tensor) if also else world.size, **also}
+        also = others if world.size % beside == 0 else {}
+        fitting = {"pipe": world.size // beside if also else world.size, **also}
         asks, fix = ("mesh", f"mesh={_shown(fitting)}") if wanted is None else ("schedule", "a schedule of as many")
-        count, what = found.num_processes, "processes" if tensor > 1 else "ranks"
+        count, what = found.num_processes, "processes" if "tensor" in others else "ranks"
         raise ValueError(
             f"the {asks} asks for {count} {what} and the process group has {world.size}: expected {fix}, or "
             f"start {count} processes (torchrun --nproc-per-node {count})"
@@ -262,12 +293,14 @@ def read_mesh(
     return found
 
 
-def _read_order(order: Sequence[str] | None) -> tuple[str, ...]:
-    if order is None:
-        return AXES
-    if isinstance(order, str) or not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(AXES):
+def _read_order(order: Sequence[str]) -> tuple[str, ...]:
+    """All axes in order; "context" may be left out, and is next to "data" then."""
+    named = [] if isinstance(order, str) or not isinstance(order, Sequence) else [*map(str, order)]
+    if "context" not in named and "data" in named:
+        named.insert(named.index("data") + 1, "context")
+    if sorted(named) != sorted(AXES):
         raise ValueError(f"order={order!r}: expected the axes, each once, the slowest first, as in order={AXES!r}")
-    return tuple(order)
+    return tuple(named)
 
 
 def _shown(sizes: Mapping[str, int]) -> str:

@@ -11,7 +11,8 @@ from .results import EvalResult, StepRecord, StepResult
 from .settings.arguments import Asynchronous, Auto, Inputs, Mesh, Precision, Slices, Synchronous, Weights
 from .settings.delay_correction import ErrorFeedback
 from .settings.model_loss import ModelLoss
-from .stage.tokens import first_position
+from .stage.attending import attend
+from .stage.tokens import first_position, positions
 from .verify import Verification, VerificationError
 
 __all__ = [
@@ -34,11 +35,13 @@ __all__ = [
     "Verification",
     "VerificationError",
     "Weights",
+    "attend",
     "deferred",
     "edit",
     "export_checkpoint",
     "first_position",
     "import_checkpoint",
     "named",
+    "positions",
     "read_checkpoint",
 ]

@@ -87,12 +87,16 @@ def build(run: Run, first: Callable[[], Arguments]) -> Pipeline:
     layout, options, guard = run.layout, run.options, run.guard
     num_slices = layout.schedule.num_slices
 
+    member, members = layout.place.context
+
     def read() -> tuple[Given, list[Slice]]:
         whole = Given(arguments=first())
-        if num_slices == 1:
+        if num_slices == members == 1:
             return whole, []
-        from .batch.slicing import cut_in_slices
+        from .batch.slicing import cut_in_slices, part_of_group
 
+        if members > 1:
+            return whole, [part_of_group(options, whole, index=member, count=members)]
         return whole, cut_in_slices(options, whole, num_slices)
 
     whole, slices = agreed(read, run.collectives, guard, what="the first batch")
@@ -273,11 +277,16 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
         for stage in local:
             for mode in parts.prepared:
                 mode.stages[stage].module.to(options.device)
-        if slices:
-            from .batch.slicing import check_stages
-
-            check_stages(run, parts, whole, slices)
         ownership.spread_from_first_owners(run.collectives)
+        if slices:
+            from .batch.slicing import check_parts, check_stages
+
+            context = run.context_group
+            if context is None:
+                check_stages(run, parts, whole, slices)
+            else:
+                tried = partial(check_parts, run, parts, whole, slices[0], context)
+                agreed(tried, *together, what="trying the parts of a context group")
     if same is not None:
         same.settled()
     return _Placed(

@@ -156,7 +156,8 @@ class Building:
 
     @property
     def replica(self) -> tuple[int, int]:
-        return (0, 1) if self.layout is None else self.layout.place.replica
+        """(number of this process's data replica, number of data replicas)."""
+        return (0, 1) if self.layout is None else self.layout.place.data
 
     @property
     def reads_nothing(self) -> bool:

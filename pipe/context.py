@@ -25,6 +25,7 @@ from .settings.excludes import REROUTE, check_options, check_reroute
 from .settings.options import Options
 from .settings.recompute import Recompute, read_recompute
 from .shards.shard import Sharding, sharding_of, sharding_over
+from .shards.tensor_group import TensorGroup
 from .telling import tell, tell_of_one_rank
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -107,6 +108,12 @@ class Run:
     @property
     def has_loss(self) -> bool:
         return self.options.loss_fn is not None
+
+    @property
+    def context_group(self) -> TensorGroup | None:
+        """The processes with the other tokens of this one's sequences; None: it has them all."""
+        index, count = self.layout.place.context
+        return None if count == 1 else TensorGroup(self.collectives.context_group, index=index, count=count)
 
     @property
     def num_replicas(self) -> int:
@@ -200,7 +207,11 @@ def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[Wo
         else:
             one = own.build(otherwise | asked if own.needs_ranks else asked) if whole is None else whole
             _check_sizes(one, asked)
-        replicated, reroutes, members = replicate(one, axes.data), mesh.on_failure == REROUTE, max(axes.tensor_sizes)
+        replicated, reroutes, members = (
+            replicate(one, axes.num_replicas),
+            mesh.on_failure == REROUTE,
+            max(axes.tensor_sizes),
+        )
         if reroutes:
             check_reroute(options, replicated, num_replicas=axes.data, tensor=members)
         layout = Layout(
@@ -211,6 +222,11 @@ def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[Wo
             # A rank that takes over a microbatch needs its samples: replicas share one batch, without an axis of data.
             place=MeshPlace.line(world) if reroutes and world.distributed else MeshPlace(world=world, mesh=axes),
         )
+        if axes.context > 1 and float in map(type, layout.recompute.stages):
+            raise ValueError(
+                f'mesh={{"context": {axes.context}}} with recompute= of a budget, which members would meet in '
+                f'different ways: expected "context": 1, or what to compute again by name'
+            )
         if members > 1 and mesh.tensor_parallel is None:
             raise ValueError(
                 f"a tensor group of {members} processes without tensor_parallel=: all of them would do the "

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...pipe.stage.tokens import first_position
+from ...pipe.stage.tokens import positions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,8 @@ class Embedding(nn.Module):
         nn.init.normal_(self.positions, std=_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        start = first_position()  # above 0 for later slices of a sequence
-        hidden: Tensor = self.dropout(self.tokens(tokens) + self.positions[start : start + tokens.shape[1]])
+        at = positions(tokens.shape[1], device=tokens.device)  # later ones in later slices of a sequence
+        hidden: Tensor = self.dropout(self.tokens(tokens) + self.positions[at])
         return hidden
 
 

@@ -16,7 +16,7 @@ from ...partition.model.forms import Tensors
 from ..settings.model_loss import LossValue
 from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
-from ..stage.tokens import TokenSpan
+from ..stage.tokens import Tokens
 from .agreement import Identity
 
 
@@ -27,7 +27,7 @@ class BatchPart(NamedTuple):
     inferred: what all stages run for it, and their outputs' layouts.
     size: number of samples; of tokens for a slice.
     weight: its share of the samples (or tokens) of its update group.
-    span: tokens of a slice.
+    span: tokens of a slice, or of a member of a context group.
     """
 
     inputs: Tensors | None
@@ -35,7 +35,7 @@ class BatchPart(NamedTuple):
     inferred: Inferred
     size: int
     weight: float
-    span: TokenSpan | None
+    span: Tokens | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

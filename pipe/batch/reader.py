@@ -13,7 +13,7 @@ from ..context import Run
 from ..settings.given import Given, check_batch, check_like_example
 from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
-from ..stage.tokens import Slice, TokenSpan
+from ..stage.tokens import Slice, Tokens
 from ..stage.wiring import Mode
 from .agreement import Identity, checksum, is_shape_alone
 from .batches import Batch, BatchPart, weigh
@@ -50,7 +50,7 @@ class BatchReader:
         self._example = example
         self._options = options
         self._slices_agree = slices_agree
-        self._num_slices = n
+        self._num_slices, self._context = n, place.context
         self._keeps = schedule.is_asynchronous
         self._has_loss = has_loss
         self._model_loss = options.model_loss if has_loss else None
@@ -80,11 +80,11 @@ class BatchReader:
                 if self._is_chain or part.arguments.form == self._example.form:
                     check_like_example(part.arguments, self._example, has_target=has_target)
             parts = given.on(device, keeps=self._keeps).cut(len(own))
-            spans: list[TokenSpan] = []
+            spans: list[Tokens] = []
             lengths = [1] * len(parts)
-            if self._num_slices > 1:
+            if self._num_slices > 1 or self._context[1] > 1:
                 parts, spans = self._slice(parts)
-                lengths = [span.end - span.start for span in spans]
+                lengths = [span.length for span in spans]
             microbatches = [part.arguments for part in parts]
             sizes = [(each.num_samples, length) for each, length in zip(microbatches, lengths, strict=True)]
             signatures = [Signature.of(each) for each in microbatches]
@@ -125,9 +125,13 @@ class BatchReader:
                 wants_grad=any(any(each.wants_grad) for each in signatures),
             )
 
-    def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[TokenSpan]]:
-        from .slicing import cut_in_slices
+    def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[Tokens]]:
+        from .slicing import cut_in_slices, part_of_group
 
+        index, count = self._context
+        if count > 1:
+            own = [part_of_group(self._options, each, index=index, count=count) for each in microbatches]
+            return [part for part, _ in own], [span for _, span in own]
         slices = [cut_in_slices(self._options, each, self._num_slices) for each in microbatches]
         if self._slices_agree is not None:
             self._slices_agree(microbatches[0], slices[0])

@@ -202,7 +202,7 @@ def share_on_host(place: MeshPlace, *, timeout: float) -> HostShare:
     over = time.monotonic() + timeout
     rounds = exchanges(world, what="loaders of a host")(0, lambda: time.monotonic() > over)
     what = "sharing the batches of a host"
-    everybody = rounds.gather([f"{machine()} {root.stat().st_dev}", place.replica[0]], what=what)
+    everybody = rounds.gather([f"{machine()} {root.stat().st_dev}", place.data[0]], what=what)
     host, replica = everybody[world.rank]
     first = next(process for process, (own, _) in enumerate(everybody) if own == host)
     mine = _new_folder(root).name.removeprefix(_PREFIX) if first == world.rank else None

@@ -1,21 +1,23 @@
-"""Slices of the sequence in a run: cutting microbatches, and checking that a model and its loss give the same results
-in slices.
+"""Parts of the sequence in a run: cutting microbatches, and checking that a model and its loss give the same results
+in parts.
 
     microbatch   tokens [B, T], target [B, T]
-    slice q      tokens [B, start : end], target [B, start : end]
+    slice q      tokens [B, start : end], target [B, start : end]; likewise the part of a member of a context group
 
-Whether tokens depend on each other outside causal attention can't be read from a module. So it is tried: each stage
-runs once on a whole microbatch and once slice by slice, on random numbers and with random weights, and the loss on
-outputs of the first batch."""
+Whether tokens depend on each other outside attention can't be read from a module. So it is tried: each stage runs once
+on a whole microbatch and once slice by slice, or on the members' parts, on random numbers and with random weights; and
+the loss on outputs of the first batch."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +33,12 @@ from ..guards.rounding import SLICED_LOSSES, SLICED_OUTPUTS, by_type
 from ..settings.given import Given, signature_of
 from ..settings.model_loss import LossValue
 from ..settings.options import Options
+from ..shards.tensor_group import TensorGroup
 from ..stage.build import CutModel
+from ..stage.context_parts import over_context
 from ..stage.shapes import Inferred, InferredStages, Signature
-from ..stage.slices import KeptCalls, attending
-from ..stage.tokens import Slice, TokenSpan
+from ..stage.slices import over_slices
+from ..stage.tokens import Slice, TokenBlocks, Tokens, TokenSpan
 from .batches import read_loss
 
 
@@ -55,14 +59,26 @@ def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[T
 
 
 def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice]:
-    arguments, named = given.arguments, options.slices.dims or {}
+    return _cut(options, given, lambda total: _spans(options.slices.lengths, total, num_slices))
+
+
+def part_of_group(options: Options, given: Given, *, index: int, count: int) -> Slice:
+    """What member `index` of a context group of `count` computes of a microbatch. Raises ValueError for inputs whose
+    dimension of the sequence is not clear, and for a length that the members do not divide."""
+    (part,) = _cut(options, given, lambda total: [TokenBlocks.of(total, index=index, count=count)])
+    return part
+
+
+def _cut(options: Options, given: Given, spans_of: Callable[[int], Sequence[Tokens]]) -> list[Slice]:
+    arguments, named = given.arguments, options.sequence_dims
     names = parameter_names(signature_of(options.model))
     keys = [next((key for key in keys_of(path, names) if key in named), None) for path in arguments.form.paths]
     dims = _dims(arguments, keys, named)
     total = next((x.shape[d] for x, d in zip(arguments.tensors, dims, strict=True) if d is not None), None)
     if total is None:
         raise ValueError(
-            "no input has a sequence: expected one with it in dimension 1, or named by stagewright.Slices(dims=)"
+            "no input has a sequence: expected one with it in dimension 1, or named by stagewright.Slices(dims=) or "
+            "Inputs(sequence_dims=)"
         )
     for key, name, x, dim in zip(keys, arguments.names, arguments.tensors, dims, strict=True):
         if dim is not None and (x.shape[dim] != total or (key is None and total in x.shape[2:])):
@@ -70,7 +86,7 @@ def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice
     leaves, spec = pytree.tree_flatten(given.target)
     target_dims = [_target_dim(leaf, named, total) for leaf in leaves]
     slices = []
-    for span in _spans(options.slices.lengths, total, num_slices):
+    for span in spans_of(total):
         tensors = tuple(span.part(x, dim) for x, dim in zip(arguments.tensors, dims, strict=True))
         pairs = zip(leaves, target_dims, strict=True)
         target = [span.part(leaf, dim) if isinstance(leaf, torch.Tensor) else leaf for leaf, dim in pairs]
@@ -112,7 +128,7 @@ def _checked(option: str, name: str, x: torch.Tensor, dim: int | None, batch: in
     if not -x.dim() <= dim < x.dim() or dim % x.dim() == batch:
         raise ValueError(
             f"{option}={dim} and {name} has shape {tuple(x.shape)}: expected a dimension below {x.dim()} other than "
-            f"that of the batch, or None where all slices share it"
+            f"that of the batch, or None where all parts share it"
         )
     return dim % x.dim()
 
@@ -121,38 +137,66 @@ def _unclear(name: str, x: torch.Tensor, key: str, total: int | None = None) -> 
     of = "" if total is None else f" of {total} tokens"
     return (
         f"{name} has shape {tuple(x.shape)}, and which dimension is the sequence{of} is not clear: expected it in "
-        f"dimension 1, and nowhere else; or dims={{{key}: its dimension, or None where all slices share it}}"
+        f"dimension 1, and nowhere else; or dims={{{key}: its dimension, or None where all parts share it}}"
     )
+
+
+_Within = Callable[[Any], AbstractContextManager[None]]  # of a stage's run on some tokens
 
 
 def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
     """ValueError for a stage of this process that gives other results for slices than for a whole microbatch."""
+    expected = (
+        "Expected a model whose tokens depend on each other in F.scaled_dot_product_attention(..., is_causal=True) "
+        "alone, with positions from stagewright.first_position() within a module's forward, or from an input of the "
+        "model (docs/guides/schedules.md); or a schedule without slices"
+    )
+    _check_stages(run, parts, whole, slices, begin=lambda: partial(over_slices, {}, drops=False), expected=expected)
+
+
+def check_parts(run: Run, parts: CutModel, whole: Given, own: Slice, group: TensorGroup) -> None:
+    """ValueError for a stage that gives other results on the members of a context group than in one process. Collective
+    over the group, whose members have the same weights."""
+    expected = (
+        "Expected a model whose tokens depend on each other in F.scaled_dot_product_attention alone, causal, full or "
+        "with a mask of keys, with positions from stagewright.positions(num_tokens) within a module's forward, or from "
+        'an input of the model (docs/guides/parallelism.md); or "context": 1'
+    )
+    alone = TensorGroup(None, index=0, count=1)
+
+    def within(span: TokenBlocks) -> AbstractContextManager[None]:
+        return over_context(alone if span.length == span.total else group, span, drops=False)
+
+    _check_stages(run, parts, whole, [own], begin=lambda: within, expected=expected)
+
+
+def _check_stages(
+    run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice], *, begin: Callable[[], _Within], expected: str
+) -> None:
     inference, device = parts.train, run.options.device
     arguments = [whole.arguments, *(part.arguments for part, _ in slices)]
     inferred = [inference.of(Signature.of(each)) for each in arguments]
-    spans = [span for _, span in slices]
-    for s in run.local_stages:
+    spans, failed = [span for _, span in slices], list[ValueError]()
+    for s in run.local_stages:  # all of them, where other members run in the same collectives
         module = inference.stages[s].module
         with untouched(parts.root, device=device), _other_weights(module), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as of a checkpoint that has no gradients to make
             try:
-                _check_stage(s, inferred, _inputs(s, inferred, arguments, spans), spans)
+                _check_stage(s, inferred, _inputs(s, inferred, arguments, spans), spans, begin())
+            except ValueError as error:
+                failed.append(ValueError(f"{error}. {expected}"))
             except (RuntimeError, IndexError) as error:
-                raise ValueError(
-                    f"stage {s} ({inference.stages[s].name}) fails where it runs over slices of the sequence: {error}. "
-                    f"{_EXPECTED}"
-                ) from error
-
-
-_EXPECTED = (
-    "Expected a model whose tokens depend on each other in F.scaled_dot_product_attention(..., is_causal=True) alone, "
-    "with positions from stagewright.first_position() within a module's forward, or from an input of the model "
-    "(docs/guides/schedules.md); or a schedule without slices"
-)
+                where = f"stage {s} ({inference.stages[s].name})"
+                failed.append(
+                    ValueError(f"{where} fails where it runs over parts of the sequence: {error}. {expected}")
+                )
+                failed[-1].__cause__ = error
+    if failed:
+        raise failed[0]
 
 
 def _inputs(
-    s: int, inferred: Sequence[Inferred], arguments: Sequence[Arguments], spans: Sequence[TokenSpan]
+    s: int, inferred: Sequence[Inferred], arguments: Sequence[Arguments], spans: Sequence[Tokens]
 ) -> list[list[torch.Tensor]]:
     columns = []
     for ref in inferred[0].stages[s].inputs:
@@ -167,12 +211,15 @@ def _inputs(
 
 
 def _check_stage(
-    s: int, inferred: Sequence[Inferred], inputs: Sequence[Sequence[torch.Tensor]], spans: Sequence[TokenSpan]
+    s: int,
+    inferred: Sequence[Inferred],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    spans: Sequence[Tokens],
+    within: _Within,
 ) -> None:
     stages = [each.stages[s] for each in inferred]
     total = spans[0].total
-    (whole,) = _run(stages[:1], inputs[:1], [TokenSpan(0, total, total)])
-    parts = _run(stages[1:], inputs[1:], spans)
+    whole, *parts = _run(stages, inputs, [TokenBlocks(((0, total),), total), *spans], within)
     for slot, expected in enumerate(whole):
         specs = [each.specs[s][slot] for each in inferred]
         what = f"output {slot} of stage {s} ({stages[0].name})"
@@ -182,18 +229,20 @@ def _check_stage(
 
 
 def _run(
-    stages: Sequence[StageModule], inputs: Sequence[Sequence[torch.Tensor]], spans: Sequence[TokenSpan]
+    stages: Sequence[StageModule],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    spans: Sequence[Tokens],
+    within: _Within,
 ) -> list[Tensors]:
-    kept: KeptCalls = {}
     outputs = []
     for stage, own, span in zip(stages, inputs, spans, strict=True):
         torch.manual_seed(0)
-        with attending(kept, span, drops=False):
+        with within(span):
             outputs.append(stage.detached(stage.run(tuple(own))))
     return outputs
 
 
-def _compare(expected: torch.Tensor, found: torch.Tensor, span: TokenSpan, what: str) -> None:
+def _compare(expected: torch.Tensor, found: torch.Tensor, span: Tokens, what: str) -> None:
     if not expected.is_floating_point():
         if torch.equal(expected, found):
             return
@@ -204,14 +253,15 @@ def _compare(expected: torch.Tensor, found: torch.Tensor, span: TokenSpan, what:
         difference = float((one - other).abs().max())
         if difference <= by_type(SLICED_OUTPUTS, expected.dtype) * size:
             return
+    blocks = " and ".join(f"{start} to {end}" for start, end in span.blocks)
     raise ValueError(
-        f"{what} differs over slices of the sequence: for tokens {span.start} to {span.end} of {span.total} by "
-        f"{difference:.2g} in numbers of size {size:.2g} from that of the whole (tried on random numbers, with random "
-        f"weights and without dropout). {_EXPECTED}"
+        f"{what} differs over parts of the sequence: for tokens {blocks} of {span.total} by {difference:.2g} in "
+        f"numbers of size {size:.2g} from that of the whole (tried on random numbers, with random weights and without "
+        f"dropout)"
     )
 
 
-def sequence_dim(specs: Sequence[TensorSpec], spans: Sequence[TokenSpan], what: str) -> int | None:
+def sequence_dim(specs: Sequence[TensorSpec], spans: Sequence[Tokens], what: str) -> int | None:
     """The dimension in which a tensor of the whole and those of its slices differ; None: their shapes are equal.
     `specs`: of the whole, then of each slice. Raises ValueError where several differ, or other sizes than the
     tokens."""
@@ -219,12 +269,12 @@ def sequence_dim(specs: Sequence[TensorSpec], spans: Sequence[TokenSpan], what: 
     dims = {d for shape in others for d, (one, other) in enumerate(zip(whole, shape, strict=False)) if one != other}
     if all(len(shape) == len(whole) for shape in others) and len(dims) <= 1:
         dim = next(iter(dims), None)
-        lengths = [span.end - span.start for span in spans]
+        lengths = [span.length for span in spans]
         if dim is None or (whole[dim], [shape[dim] for shape in others]) == (spans[0].total, lengths):
             return dim
     raise ValueError(
-        f"{what} has shape {whole} for {spans[0].total} tokens and {others[0]} for {spans[0].end}: expected the "
-        f"sequence in one dimension, separate from all else. {_EXPECTED}"
+        f"{what} has shape {whole} for {spans[0].total} tokens and {others[0]} for {spans[0].length}: expected the "
+        f"sequence in one dimension, separate from all else"
     )
 
 
@@ -238,6 +288,7 @@ def _random(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 def _other_weights(module: nn.Module) -> Iterator[None]:
     """Context with noise on the parameters, since a branch whose weights are still zero hides its effect."""
     kept = [(p, p.data) for p in module.parameters() if p.is_floating_point() and p.dim()]
+    torch.manual_seed(0)  # the same noise on all members of a context group
     try:
         for parameter, data in kept:
             deviation = data.shape[-1] ** -0.5 if data.dim() > 1 else 0.1
@@ -295,7 +346,7 @@ class SlicedLoss:
         tolerance = by_type(SLICED_LOSSES, losses[0][0].dtype)
         (expected, count), *others = losses
         if count is None:
-            found = sum(float(loss) * (s.end - s.start) / s.total for (loss, _), s in zip(others, spans, strict=True))
+            found = sum(float(loss) * s.length / s.total for (loss, _), s in zip(others, spans, strict=True))
             pairs = [(float(expected), found)]
         else:
             counts = [float(c) for _, c in others if c is not None]

@@ -18,6 +18,7 @@ from ..batch.reader import BatchReader
 from ..results import EvalResult
 from ..settings.given import Given, check_batch, check_like_example
 from ..stage.shapes import Signature
+from ..stage.tokens import TokenBlocks, Tokens
 from ..stage.wiring import Mode
 from ..update.flush import batch_programs
 from ..update.interface import Programs
@@ -145,9 +146,9 @@ class Evaluation:
         """Context in which a batch has run its forwards. Collective."""
         run = self._run
         num_microbatches = self.num_microbatches(given)
-        microbatches = [
-            each.arguments for each in given.on(run.options.device).cut(num_microbatches // run.num_replicas)
-        ]
+        cut = given.on(run.options.device).cut(num_microbatches // run.num_replicas)
+        parts = self._own_parts(cut)
+        microbatches = [each.arguments for each, _ in parts]
         mode, reader, engine, programs = self._forwards_for(num_microbatches, has_loss=has_loss, like=microbatches[0])
         batch = self._training.read(reader, given, call)
         with run.guard.together():
@@ -161,9 +162,36 @@ class Evaluation:
         try:
             with evaluating(*self._modules(mode)):
                 engine.run(programs)
+                self._gather_parts(mode, engine, cut, parts)
             yield mode, engine, microbatches
         finally:
             engine.drop()
+
+    def _own_parts(self, cut: Sequence[Given]) -> list[tuple[Given, Tokens | None]]:
+        """This member's tokens of each microbatch; without a context group all of them."""
+        index, count = self._run.layout.place.context
+        if count == 1:
+            return [(each, None) for each in cut]
+        from ..batch.slicing import part_of_group
+
+        return [part_of_group(self._run.options, each, index=index, count=count) for each in cut]
+
+    def _gather_parts(
+        self, mode: Mode, engine: Engine, cut: Sequence[Given], parts: Sequence[tuple[Given, Tokens | None]]
+    ) -> None:
+        """Outputs of all tokens in place of those of this member's. Collective over the context group."""
+        group = self._run.context_group
+        if group is None:
+            return
+        from ..batch.slicing import sequence_dim
+
+        for outputs in (local.worker.outputs for local in engine.ranks):
+            for k, whole, (part, span) in zip(sorted(outputs), cut, parts, strict=False):
+                assert isinstance(span, TokenBlocks)
+                both = [mode.inference.of(Signature.of(each.arguments)).specs[-1] for each in (whole, part)]
+                pairs = zip(outputs[k], zip(*both, strict=True), strict=True)
+                dims = [(x, sequence_dim(specs, [span], "an output")) for x, specs in pairs]
+                outputs[k] = tuple(x if dim is None else span.in_order(group.all(x, dim), dim) for x, dim in dims)
 
     def _result(self, ran: _Ran, *, has_loss: bool) -> tuple[float | None, object]:
         mode, engine, microbatches = ran

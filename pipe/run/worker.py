@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -36,12 +36,10 @@ from ..guards.presence import Gradients, pack, unpack
 from ..shards.tensor_group import settled
 from ..stage.moving import Host
 from ..stage.stage import Stage
+from ..stage.tokens import PartsOfSequences
 from ..stage.wiring import Mode
 from ..update.gradients import added
 from ..update.rank_update import RankUpdate
-
-if TYPE_CHECKING:
-    from ..stage.slices import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +107,15 @@ class Worker(ABC):
         self._device = run.options.device
         self._seeder = run.seeder
         self._batch_indices = schedule.batch_indices
-        self._slices: KVCache | None = None
+        self._parts: PartsOfSequences | None = None
         if schedule.num_slices > 1:
             from ..stage.slices import KVCache  # which other runs need not load
 
-            self._slices = KVCache(schedule.num_slices)
+            self._parts = KVCache(schedule.num_slices)
+        elif (context := run.context_group) is not None:
+            from ..stage.context_parts import ContextAttention
+
+            self._parts = ContextAttention(context)
         self._last = schedule.num_stages - 1
         self._owner = schedule.owner
         self._ports = {s: _ports(s, mode) for s in stages}
@@ -182,8 +184,8 @@ class Worker(ABC):
         self._sums.clear()
         self.outputs.clear()
         self.batch_gradients.clear()
-        if self._slices is not None:
-            self._slices.drop()
+        if self._parts is not None:
+            self._parts.drop()
         if self._host is not None:
             self._host.drop()
         for stage in self._stages.values():
@@ -255,11 +257,11 @@ class TrainingWorker(Worker):
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
             if op is Op.F:
-                slices = _WHOLE if self._slices is None or span is None else self._slices.forward(s, index, span)
+                tokens = _WHOLE if self._parts is None or span is None else self._parts.forward(s, index, span)
                 inputs, wants_grad = self._inputs(s, index, part), self._ports[s].wants_grad
                 wants_grad += tuple(batch.wants_grad and x.requires_grad for x in inputs[len(wants_grad) :])
                 is_split = s in self._split and Action(s, Op.I, index) not in self._fused
-                with batch.autocast.again(), slices:  # a drain runs after the context of train_step
+                with batch.autocast.again(), tokens:  # a drain runs after the context of train_step
                     outputs, loss = self._stages[s].forward(
                         index,
                         part.inferred.stages[s],
@@ -285,8 +287,8 @@ class TrainingWorker(Worker):
         gradients = self._output_gradients(s, index, len(part.inferred.specs[s]))
         graded = (True,) if s == self._last else ports.graded
         group, is_half = index // batch.group_size, op is Op.I and action not in self._fused
-        slices = _WHOLE if self._slices is None or span is None else self._slices.backward(s, index, span)
-        with batch.autocast.off(), slices, self.updates.overlapping(action):
+        tokens = _WHOLE if self._parts is None or span is None else self._parts.backward(s, index, span)
+        with batch.autocast.off(), tokens, self.updates.overlapping(action):
             by_input = stage.backward(index, gradients, graded, autocast=batch.autocast, group=group, is_half=is_half)
         self._emit_gradients(s, index, by_input, part.inferred.certain[s])
         for slot, gradient in zip(_model_inputs(s, part), by_input[len(ports.inputs) :], strict=True):
@@ -329,11 +331,13 @@ class EvaluationWorker(Worker):
         self._unshard(s)
         batch = self.updates.batches[0]
         part = batch.parts[k]
+        tokens = _WHOLE if self._parts is None or part.span is None else self._parts.forward(s, k, part.span)
         self._seeder.begin(step=batch.step, microbatch=k)
         try:
-            outputs, loss = self._stages[s].evaluate_forward(
-                part.inferred.stages[s], self._inputs(s, k, part), part.target, has_target=batch.has_target
-            )
+            with tokens:
+                outputs, loss = self._stages[s].evaluate_forward(
+                    part.inferred.stages[s], self._inputs(s, k, part), part.target, has_target=batch.has_target
+                )
         finally:
             self._seeder.end()
         if loss is not None:

@@ -47,12 +47,15 @@ class Mesh:
     One process runs each rank; without torchrun, one process runs all of them (docs/guides/parallelism.md).
 
     Arguments:
-        pipe: P, the ranks along the pipeline. By default the number of processes over `data` and `tensor`.
+        pipe: P, the ranks along the pipeline. By default the number of processes over those of the other axes.
         data: D, the data replicas of the pipeline. Each is passed a batch of its own, and gradients and losses are
             those of all batches together. In one process the single batch is divided among the replicas.
+        context: C, the replicas that are passed the same batch, and compute a part of the tokens of each sequence each.
+            Attention gathers keys and values (docs/guides/parallelism.md). C divides the sequence's length; where 2 C
+            does, part c is the blocks c and 2C-1-c of 2C, so that each has as much causal attention to compute.
         tensor: T, the processes of a tensor group, which together run one rank and are passed the same batch.
-        order: the axes from the slowest to the fastest as process numbers grow; ("pipe", "data", "tensor") by default,
-            which makes neighbours of a tensor group, then of the replicas of a stage.
+        order: the axes from the slowest to the fastest as process numbers grow; ("pipe", "data", "context", "tensor")
+            by default, which makes neighbours of a tensor group, then of the replicas of a stage.
         data_parallel: what the replicas of a stage divide. "replicate": nothing. "zero1": the optimizer's state and the
             sums of gradients. "fsdp": the weights as well, which are gathered for each batch. Replicas in one process
             share their Parameters, so nothing is divided there.
@@ -83,6 +86,7 @@ class Mesh:
 
     pipe: int | None = None
     data: int = 1
+    context: int = 1
     tensor: int = 1
     order: Sequence[str] | None = None
     data_parallel: str = "replicate"
@@ -177,6 +181,8 @@ class Inputs:
         example: one local batch, as a tuple or a dict of keywords, for which the stages are built at once.
         batch_dims: dimension of the batch in each argument, by name or position, and in the "target"; 0 by default.
             None: every microbatch gets the whole argument, as it does a tensor without dimensions.
+        sequence_dims: likewise the dimension of the sequence, which a context group divides; 1 by default. None: every
+            member gets the whole argument.
         loss_weight: with loss_fn="model", number of items that the model's loss of a microbatch is a mean over, which
             weights the microbatches in the mean of the batch: "samples"; "labels" (the integers in labels= except
             -100); "shifted_labels" (the same without the first of each sequence, as causal language models count); or
@@ -186,6 +192,7 @@ class Inputs:
 
     example: Sequence[Any] | Mapping[str, Any] | None = None
     batch_dims: BatchDimsLike | None = None
+    sequence_dims: BatchDimsLike | None = None
     loss_weight: LossWeight | None = None
 
 

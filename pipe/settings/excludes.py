@@ -18,7 +18,7 @@ from ...schedules import Schedule
 from ...schedules.kinds import one_of, option
 from ...schedules.transform import schedule_without
 from ..shards.shard import DATA_PARALLEL, SYNC, Sharding
-from .arguments import AUTO, Asynchronous, GivenOptions, Slices, Synchronous
+from .arguments import AUTO, Asynchronous, GivenOptions, Inputs, Slices, Synchronous
 from .options import Options
 
 P = ParamSpec("P")
@@ -94,6 +94,9 @@ def check_options(options: Options) -> Iterator[Row]:
     option("data_parallel", mesh.data_parallel, one_of(DATA_PARALLEL))
     option("sync", mesh.sync, SYNC)
     option("on_failure", mesh.on_failure, one_of(("stop", REROUTE)))
+    parts = sizes.get("context", 1)
+    such = 'expected "context": 1, or on_failure="stop"'
+    yield parts > 1 and mesh.on_failure == REROUTE, f'mesh={{"context": {parts}}} with on_failure="reroute": {such}'
     if not is_plan and options.schedule != AUTO:
         return
     decided = {
@@ -116,6 +119,8 @@ def check_options(options: Options) -> Iterator[Row]:
     members, replicas = sizes.get("tensor", 1), sizes.get("data", 1)
     such = 'which measures whole modules: expected "tensor": 1, or a schedule by name'
     yield members != 1, f'mesh={{"tensor": {members}}} with schedule="auto", {such}'
+    such = 'whose plans have none: expected "context": 1, or a schedule by name'
+    yield parts != 1, f'mesh={{"context": {parts}}} with schedule="auto", {such}'
     such = 'before their lengths are known: expected "data": 1, or no replan='
     shared = f'mesh={{"data": {replicas}}} with replan="batch": replicas would divide microbatches {such}'
     yield replan is not None and replicas != 1, shared
@@ -145,6 +150,7 @@ def check_layout(options: Options, schedule: Schedule, place: MeshPlace, shardin
     """Raises ValueError for options that do not fit the layout."""
     yield from _kind(options, schedule)
     yield from _slices(options, schedule, place)
+    yield from _context(options, schedule, place)
     yield from _sync(options, schedule, place, sharding)
     yield from _compress(options, schedule, place, sharding)
     if schedule.is_asynchronous:
@@ -205,6 +211,27 @@ def _slices(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator[
     yield options.compile is not None, f"compile= under {what}: {such}"
     such = "expected mesh={'tensor': 1}, or a schedule without slices"
     yield max(place.mesh.tensor_sizes) > 1, f"a tensor group under {what}: {such}"
+
+
+def _context(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator[Row]:
+    count, said = place.mesh.context, f'mesh={{"context": {place.mesh.context}}}'
+    inputs = options.example_inputs
+    dims = inputs.sequence_dims if isinstance(inputs, Inputs) else None
+    yield count == 1 and dims is not None, f"sequence_dims={dims!r} without a context group: expected {said[:-2]}2}}"
+    if count == 1:
+        return
+    such = 'expected "context": 1'
+    for is_so, why in (
+        (schedule.num_slices > 1, f"under {schedule.name!r}, whose slices are parts of the sequence, too"),
+        (options.mesh.sync != 1, f"with sync={options.mesh.sync!r}: expected sync=1, or"),
+        (options.compile is not None, "with compile=: attention gathers keys and values in Python"),
+    ):
+        yield is_so, f"{said} {why}: {such}"
+    yield (
+        options.model_loss is not None,
+        f'loss_fn="model" with {said}: a model shifts its labels within what it is given. Expected '
+        f"loss_fn=lambda output, target: ..., with targets that are shifted already",
+    )
 
 
 def _sync(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:

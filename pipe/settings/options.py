@@ -23,7 +23,7 @@ from ...comm import Compress, own_device, read_compress
 from ...comm.mesh import AXES
 from ...partition.deferred.parameters import DeferredParameter
 from ...partition.deferred.recipes import device_where_built
-from ...partition.model.batch_dims import check_batch_dims
+from ...partition.model.batch_dims import BatchDims, check_batch_dims
 from ...partition.plans.plan import Plan
 from ...partition.plans.record import SEARCHES
 from ...partition.profiler.optimizers import NamedFactory
@@ -72,7 +72,7 @@ _LENGTHS: Kind[Sequence[int]] = Kind(
     "a list with the number of tokens of each slice, as in [96, 32]",
     lambda value: value if isinstance(value, list | tuple) and value and all(map(_is_length, value)) else None,
 )
-_AXIS_OF = {"pp": "pipe", "dp": "data", "tp": "tensor"} | {axis: axis for axis in AXES}
+_AXIS_OF = {"pp": "pipe", "dp": "data", "cp": "context", "tp": "tensor"} | {axis: axis for axis in AXES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +93,7 @@ class Options(GivenOptions):
     schedule: ScheduleLike | Plan | None = None
     kind: type | None = None
     slices: Slices = field(default_factory=Slices)
+    sequence_dims: BatchDims = field(default_factory=dict)
     auto: Auto = field(default_factory=Auto)
     correction: ErrorFeedback | None = None
     flush_first: int = 0
@@ -216,6 +217,8 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
     if loss_fn is not None:
         refuse_float16_parameters(root, loss_fn)
     dims = check_batch_dims(slices.dims, signature, option="dims", shared_by="slices of a microbatch")
+    members = "members of a context group"
+    sequence_dims = check_batch_dims(inputs.sequence_dims, signature, option="sequence_dims", shared_by=members)
     if slices.lengths is not None:
         option("lengths", slices.lengths, _LENGTHS)
     return Options(
@@ -225,6 +228,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
         schedule=AUTO if isinstance(schedule, Auto) else schedule,
         kind=type(around),
         slices=replace(slices, dims=dims),
+        sequence_dims={**dims, **sequence_dims},
         auto=schedule if isinstance(schedule, Auto) else Auto(),
         correction=correction,
         flush_first=late.flush_first,
@@ -301,13 +305,14 @@ def _read_mesh(mesh: MeshLike | None) -> tuple[Mesh, Mapping[str, int] | None]:
 
 
 def _mesh_of(mesh: DeviceMesh) -> Mesh:
-    """torch's mesh with axes "pp" (or "pipe"), "dp" ("data") and "tp" ("tensor") over all processes in order."""
+    """torch's mesh with axes "pp" ("pipe"), "dp" ("data"), "cp" ("context"), "tp" ("tensor") over all processes in
+    order."""
     names = mesh.mesh_dim_names or ()
     axes = [_AXIS_OF.get(name, name) for name in names]
     if "pipe" not in axes or len({*axes}) < len(axes) or not {*axes} <= {*AXES}:
         raise ValueError(
-            f"mesh={mesh}: expected dimensions named 'pp', 'dp' and 'tp' (or 'pipe', 'data', 'tensor'), 'pp' among "
-            f"them, as in init_device_mesh({mesh.device_type!r}, (2, 2), mesh_dim_names=('pp', 'dp'))"
+            f"mesh={mesh}: expected dimensions named 'pp', 'dp', 'cp' and 'tp' (or {', '.join(map(repr, AXES))}), 'pp' "
+            f"among them, as in init_device_mesh({mesh.device_type!r}, (2, 2), mesh_dim_names=('pp', 'dp'))"
         )
     if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
         raise ValueError(f"mesh={mesh}: expected all processes, numbered along its last dimension first")

@@ -113,7 +113,7 @@ class _TensorExchange(torch.autograd.Function):
         return ctx.change_back(gradients[0]), None, None
 
 
-def _exchanged(x: torch.Tensor, change: _Change, change_back: _Change) -> torch.Tensor:
+def exchanged(x: torch.Tensor, change: _Change, change_back: _Change) -> torch.Tensor:
     found: torch.Tensor = _TensorExchange.apply(x, change, change_back)  # type: ignore[no-untyped-call]
     return found
 
@@ -126,19 +126,19 @@ def settled(x: T) -> T:
 def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """`x`, which each member holds; in the backward the sum of all members' gradients."""
     group.region(True)
-    return _exchanged(x, lambda x: x.view_as(x), group.sum)
+    return exchanged(x, lambda x: x.view_as(x), group.sum)
 
 
 def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     group.region(False)
-    return _exchanged(x, group.sum, lambda gradient: gradient)
+    return exchanged(x, group.sum, lambda gradient: gradient)
 
 
 def gather(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
     group.region(False)
-    return _exchanged(x, partial(group.all, dim=dim), partial(group.own, dim=dim))
+    return exchanged(x, partial(group.all, dim=dim), partial(group.own, dim=dim))
 
 
 def split(x: torch.Tensor, group: TensorGroup, *, dim: int) -> torch.Tensor:
     group.region(True)
-    return _exchanged(x, partial(group.own, dim=dim), partial(group.all, dim=dim))
+    return exchanged(x, partial(group.own, dim=dim), partial(group.all, dim=dim))

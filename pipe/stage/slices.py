@@ -12,27 +12,16 @@ nn.MultiheadAttention. The rest of a model must compute each token independently
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType, SimpleNamespace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint as torchs
 
-from .tokens import TokenSpan, running
-
-_attention = F.scaled_dot_product_attention
-_ATTENTION = frozenset({_attention, torch.ops.aten.scaled_dot_product_attention.default})
-_DROPOUT = frozenset(
-    {torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
-)
+from .attending import AttentionMode, Seen, attending, attention, caller
+from .tokens import TokenSpan
 
 
 class _Kept:
@@ -79,59 +68,34 @@ _Call = tuple[object, int]  # the calling module, and its number of calls in thi
 KeptCalls = dict[_Call, tuple[_Kept, _Kept]]  # keys and values that one stage keeps of one microbatch
 
 
-class _Attending(TorchFunctionMode):
+class _OverSlices(AttentionMode):
     """Mode in which causal attention of one slice includes the slices before it."""
 
+    span: TokenSpan
+
     def __init__(self, kept: KeptCalls, span: TokenSpan, *, drops: bool = True) -> None:
-        super().__init__()
+        super().__init__(span, drops=drops)
         self._kept = kept
-        self.span = span
-        self._drops = drops
         self._calls: dict[object, int] = {}
         self._mask: Tensor | None = None  # of all calls: [tokens of the slice, tokens up to its end]
 
-    def from_here(self) -> _Attending:
-        again = _Attending(self._kept, self.span, drops=self._drops)
+    def from_here(self) -> _OverSlices:
+        again = _OverSlices(self._kept, self.span, drops=self._drops)
         again._calls, again._mask = dict(self._calls), self._mask
         return again
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = {} if kwargs is None else kwargs
-        if self is not running.get():  # recomputation in a backward has its own mode, inside the backward's
-            return func(*args, **given)
-        if func in _ATTENTION:
-            return self._attend(*args, **given)
-        if func is F.multi_head_attention_forward:  # it calls attention where modes do not apply
-            with patch.object(F, "scaled_dot_product_attention", self._attend):
-                return func(*args, **given)
-        if func in _DROPOUT and not self._drops:
-            return args[0] if args else given["input"]
-        return func(*args, **given)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **options: Any) -> Tensor:
-        options = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False)), **options}
-        masks, is_causal = options.pop("attn_mask", None) is not None, options.pop("is_causal", False)
-        span = self.span
-        if not self._drops:
-            options["dropout_p"] = 0.0
-        module, frame = _caller(sys._getframe(1))
-        if masks or not is_causal:
-            how = "a mask" if masks else "is_causal=False"
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], seen: Seen, **options: Any) -> Tensor:
+        (query, key, value), span = qkv, self.span
+        module, frame = caller()
+        if seen.keys is not None or seen.window is not None or not seen.is_causal or self._has_documents(seen):
+            how = "a mask" if seen.is_causal else "is_causal=False"
             raise ValueError(
                 f"attention with {how} in {frame}, over slices of the sequence: expected "
                 f"F.scaled_dot_product_attention(query, key, value, is_causal=True), whose tokens need those before "
                 f"them alone; or a schedule without slices"
             )
-        length = span.end - span.start
-        if query.shape[-2] != length or key.shape[-2] != length or value.shape[-2] != length:
-            raise ValueError(
-                f"attention over {query.shape[-2]} queries and {key.shape[-2]} keys in {frame}, of a slice of {length} "
-                f"tokens: expected the sequence in dimension -2 of query, key and value"
-            )
-        if length == span.total:
-            return _attention(query, key, value, is_causal=True, **options)
+        if span.length == span.total:
+            return attention(query, key, value, is_causal=True, **options)
         number = self._calls.get(id(module), 0)
         self._calls[id(module)] = number + 1
         call = (id(module), number)
@@ -146,25 +110,18 @@ class _Attending(TorchFunctionMode):
             )
         keys, values = (_Join.apply(new, its, span) for new, its in zip((key, value), kept, strict=True))  # type: ignore[no-untyped-call]
         if span.start == 0:
-            return _attention(query, keys, values, is_causal=True, **options)
+            return attention(query, keys, values, is_causal=True, **options)
         if self._mask is None or self._mask.device != query.device:
-            ones = torch.ones(length, span.end, dtype=torch.bool, device=query.device)
+            ones = torch.ones(span.length, span.end, dtype=torch.bool, device=query.device)
             self._mask = ones.tril(span.start)
-        return _attention(query, keys, values, attn_mask=self._mask, **options)
+        return attention(query, keys, values, attn_mask=self._mask, **options)
 
-
-_Caller = tuple[nn.Module | None, str]
-
-
-def _caller(frame: FrameType | None) -> _Caller:
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            return owner, type(owner).__name__
-        if isinstance(owner, _Resumed):
-            return owner.caller
-        frame = frame.f_back
-    return None, "a function"
+    def _has_documents(self, seen: Seen) -> bool:
+        """Whether the tokens of this slice, and those before it, are of several documents."""
+        if seen.positions is None:
+            return False
+        own = torch.arange(self.span.start, self.span.end, device=seen.positions.device)
+        return bool((seen.positions != own).any())
 
 
 def _lost_gradient(waiting: int, span: TokenSpan) -> str:
@@ -183,7 +140,7 @@ class KVCache:
 
     @contextmanager
     def forward(self, stage: int, index: int, span: TokenSpan) -> Iterator[None]:
-        with attending(self._kept.setdefault((stage, index // self._num_slices), {}), span):
+        with over_slices(self._kept.setdefault((stage, index // self._num_slices), {}), span):
             yield
 
     @contextmanager
@@ -192,7 +149,7 @@ class KVCache:
         ValueError where gradients that later slices have left are not used."""
         key = stage, index // self._num_slices
         calls = self._kept[key]
-        with attending(calls, span):
+        with over_slices(calls, span):
             yield
         for kept in (each for call in calls.values() for each in call):
             if kept.num_waiting > span.start:
@@ -204,55 +161,6 @@ class KVCache:
         self._kept.clear()
 
 
-@contextmanager
-def attending(kept: KeptCalls, span: TokenSpan, *, drops: bool = True) -> Iterator[None]:
+def over_slices(kept: KeptCalls, span: TokenSpan, *, drops: bool = True) -> AbstractContextManager[None]:
     """Context in which modules get the tokens of `span`, and attend to the kept ones before them."""
-    mode = _Attending(kept, span, drops=drops)
-    with _entered(mode), _checkpoints(mode):
-        yield
-
-
-@contextmanager
-def _entered(mode: _Attending) -> Iterator[None]:
-    token = running.set(mode)
-    try:
-        with mode:
-            yield
-    finally:
-        running.reset(token)
-
-
-class _Resumed:
-    """A checkpoint's function, which attends to earlier slices in the backward, too, outside of any mode. `caller`: the
-    module that called the checkpoint, which is not on the stack in the second run."""
-
-    def __init__(self, run: Callable[..., Any], mode: _Attending, *, is_called_first: bool) -> None:
-        self.caller = _caller(sys._getframe(1))
-        self._run = run
-        self._again = mode.from_here()
-        self._is_called_first = is_called_first
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_called_first:
-            self._is_called_first = False
-            return self._run(*args, **kwargs)
-        with _entered(self._again.from_here()):
-            return self._run(*args, **kwargs)
-
-
-@contextmanager
-def _checkpoints(mode: _Attending) -> Iterator[None]:
-    """Context in which functions of checkpoints attend to earlier slices when they run again, too."""
-    generator, function = torchs._checkpoint_without_reentrant_generator, torchs.CheckpointFunction
-
-    def without_reentrance(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(_Resumed(run, mode, is_called_first=False), *args, **kwargs)
-
-    def reentrant(run: Callable[..., Any], *args: Any) -> Any:
-        return function.apply(_Resumed(run, mode, is_called_first=True), *args)  # type: ignore[no-untyped-call]
-
-    with (
-        patch.object(torchs, "_checkpoint_without_reentrant_generator", without_reentrance),
-        patch.object(torchs, "CheckpointFunction", SimpleNamespace(apply=reentrant)),
-    ):
-        yield
+    return attending(_OverSlices(kept, span, drops=drops))

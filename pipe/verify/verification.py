@@ -96,7 +96,7 @@ class Verifier:
                 "verify: each process has freed the other stages' weights, so that none can run the plain module. "
                 "Expected PipelineModule(..., verify=True), which keeps the model's structure where the last stage is"
             )
-        self._refuse_dropout_of_slices()
+        self._refuse_dropout_of_parts()
         started = time.perf_counter()
         has_no_values = self._plain is not None and is_shape_alone((given.inputs, given.targets))
         with self._run.guard.together():
@@ -112,7 +112,8 @@ class Verifier:
         step = self._training.num_steps
         before = self._own_buffers()
         with self._left_as_it_was():
-            outputs = self._evaluated(given) if evaluates else None
+            has_parts = self._run.layout.place.context[1] > 1  # of outputs, which are compared in training alone
+            outputs = self._evaluated(given) if evaluates and not has_parts else None
             with self._seen(), self._run.seeder.drawing_apart() as apart:
                 loss, own = self._train(given.copied(), step)
                 drew_apart = apart()
@@ -215,16 +216,16 @@ class Verifier:
             suspects=watch.suspects(),
         )
 
-    def _refuse_dropout_of_slices(self) -> None:
-        """Dropout cannot be compared over slices: for whole microbatches the masks differ."""
-        if self._update.schedule.num_slices == 1:
+    def _refuse_dropout_of_parts(self) -> None:
+        """Dropout cannot be compared over parts of the sequence: for whole microbatches the masks differ."""
+        if self._update.schedule.num_slices == self._run.layout.place.context[1] == 1:
             return
         for name, module in self._parts.root.named_modules():
             probability = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
             if module.training and isinstance(probability, float) and probability > 0:
                 raise NotVerifiableError(
-                    f"verify over slices of the sequence, and {name} ({type(module).__name__}) drops out: whole "
-                    f"microbatches draw other masks than their slices. Expected dropout of 0, or verify=False"
+                    f"verify over parts of the sequence, and {name} ({type(module).__name__}) drops out: whole "
+                    f"microbatches draw other masks than their parts. Expected dropout of 0, or verify=False"
                 )
 
     def _look_at_regions(self) -> str | None:
@@ -249,7 +250,8 @@ class Verifier:
     ) -> str | None:
         microbatches = self._microbatches(batches)
         last, mine = self._update.schedule.owners[-1], set(self._run.layout.place.local_ranks)
-        group_size = self._update.schedule.group_size // self._update.schedule.num_slices
+        parts = self._update.schedule.num_slices * self._run.layout.place.context[1]
+        group_size = self._update.schedule.group_size // parts
         with self._loaded(plain, weights, moved) as (watch, buffers):
             loss_fn = plain.loss_fn
             assert callable(loss_fn)
@@ -278,7 +280,8 @@ class Verifier:
 
     def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
         """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""
-        own, device = self._update.schedule.num_microbatches // len(batches), self._options.device
+        members, device = self._run.layout.place.context[1], self._options.device
+        own = self._update.schedule.num_microbatches // (len(batches) * members)
         found: list[tuple[int, Given]] = []
         loss = self._options.model_loss
         for replica, given in enumerate(batches):
@@ -364,7 +367,7 @@ class Verifier:
         return gathered
 
     def _gather_batches(self, given: Given) -> list[Given]:
-        mine, count = self._run.layout.place.replica
+        mine, count = self._run.layout.place.data
         if count == 1:
             return [given]
         speaks = self._update.schedule.num_stages - 1 in self._run.local_stages

@@ -27,56 +27,35 @@ CPU = torch.device("cpu")
 BACKWARDS = ProcessMesh(pipe=2, data=2, order=("data", "pipe", "tensor"))  # rank 1 is process 2, rank 2 is process 1
 
 
-@pytest.mark.parametrize("order", list(permutations(AXES)))
-def test_processes_and_coordinates_are_one_to_one(order: tuple[str, ...]) -> None:
-    mesh = ProcessMesh(pipe=2, data=3, tensor=4, order=order)
-    places = [mesh.coordinates(process) for process in range(mesh.num_processes)]
-    assert len(set(places)) == 24
-    assert [mesh.process_at(place) for place in places] == list(range(24))
-    fastest = order[-1]
-    assert places[1] == Coordinates(0, 0, 0)._replace(**{fastest: 1})
+def test_processes_and_coordinates_are_one_to_one_in_every_order() -> None:
+    for order in permutations(AXES):
+        mesh = ProcessMesh(pipe=2, data=3, context=2, tensor=2, order=order)
+        places = [mesh.coordinates(process) for process in range(mesh.num_processes)]
+        assert len(set(places)) == 24
+        assert [mesh.process_at(place) for place in places] == list(range(24))
+        assert places[1] == Coordinates(0)._replace(**{order[-1]: 1})
 
 
-@pytest.mark.parametrize("order", list(permutations(AXES)))
-def test_tensor_groups_cover_all_processes_once(order: tuple[str, ...]) -> None:
-    mesh = ProcessMesh(pipe=2, data=3, tensor=4, order=order)
-    groups = [mesh.members(rank) for rank in range(6)]
-    assert sorted(process for group in groups for process in group) == list(range(24))
-    for rank, group in enumerate(groups):
-        places = [mesh.coordinates(process) for process in group]
-        assert [place.tensor for place in places] == list(range(4))
-        assert {(place.pipe * 3 + place.data, mesh.rank_of(p)) for place, p in zip(places, group, strict=True)} == {
-            (rank, rank)
-        }
+def test_tensor_groups_cover_all_processes_once_and_context_groups_all_ranks() -> None:
+    for order in permutations(AXES):
+        mesh = ProcessMesh(pipe=2, data=3, context=2, tensor=2, order=order)
+        groups = [mesh.members(rank) for rank in range(12)]
+        assert sorted(process for group in groups for process in group) == list(range(24))
+        for rank, group in enumerate(groups):
+            places = [mesh.coordinates(process) for process in group]
+            assert [place.tensor for place in places] == [0, 1]
+            numbers = {((place.pipe * 3 + place.data) * 2 + place.context) for place in places}
+            assert numbers == {mesh.rank_of(process) for process in group} == {rank}
+            process = MeshPlace(world=World(rank=group[0], size=24), mesh=mesh)
+            parts = [mesh.coordinates(mesh.members(each)[0]) for each in process.context_ranks(rank)]
+            assert [part.context for part in parts] == [0, 1]
+            assert {part._replace(context=0) for part in parts} == {places[0]._replace(context=0)}
+            assert process.replica == (places[0].data * 2 + places[0].context, 6)
+            assert (process.data, process.context) == ((places[0].data, 3), (places[0].context, 2))
 
 
-def test_tensor_groups_of_different_sizes() -> None:
-    mesh = ProcessMesh(pipe=4, tensor=(2, 1, 3, 1))
-    assert [mesh.members(rank) for rank in range(4)] == [(0, 1), (2,), (3, 4, 5), (6,)]
-    assert [mesh.rank_of(process) for process in range(7)] == [0, 0, 1, 2, 2, 2, 3]
-    assert [mesh.process_at(mesh.coordinates(process)) for process in range(7)] == list(range(7))
-    last = MeshPlace(world=World(rank=5, size=7), mesh=mesh)
-    assert last.tensor == (2, 3)
-    assert [last.process_of(rank) for rank in range(4)] == [0, 2, 5, 6]
-    assert last.groups((1, 3)) == [(2, 6)]
-    assert last.groups((0, 2)) == [(0, 1, 3, 4, 5)]
-    assert (last.name_of(4), last.name_of(6)) == ("process 4 (rank 2, tensor 1)", "process 6 (rank 3)")
-
-
-def test_the_processes_of_a_tensor_group_run_the_same_rank() -> None:
-    mesh = ProcessMesh(pipe=2, data=2, tensor=2)
-    assert [mesh.rank_of(process) for process in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    odd = MeshPlace(world=World(rank=5, size=8), mesh=mesh)
-    assert odd.local_ranks == (2,)
-    assert [odd.process_of(rank) for rank in range(4)] == [1, 3, 5, 7]
-    assert odd.replica == (0, 2)
-
-
-def test_a_rank_is_no_process_where_the_order_says_so() -> None:
-    places = [MeshPlace(world=World(rank=process, size=4), mesh=BACKWARDS) for process in range(4)]
-    assert [place.local_ranks for place in places] == [(0,), (2,), (1,), (3,)]
-    assert [place.replica for place in places] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert all(place.process_of(rank) == process for process, place in enumerate(places) for rank in place.local_ranks)
+def test_an_order_may_leave_context_out() -> None:
+    assert ProcessMesh(pipe=2, order=("tensor", "data", "pipe")).order == ("tensor", "data", "context", "pipe")
 
 
 def test_in_one_process_all_ranks_run_on_one_batch() -> None:
@@ -87,7 +66,9 @@ def test_in_one_process_all_ranks_run_on_one_batch() -> None:
 
 
 def test_a_mesh_that_is_none() -> None:
-    with pytest.raises(ValueError, match=r"order=\('pipe', 'pipe', 'data'\): expected pipe, data, tensor, each once"):
+    with pytest.raises(
+        ValueError, match=r"order=\('pipe', 'pipe', 'data'\): expected the axes, each once, the slowest"
+    ):
         ProcessMesh(pipe=2, order=("pipe", "pipe", "data"))
     with pytest.raises(ValueError, match=r"for 2 processes: expected 4 of them"):
         MeshPlace(world=World(rank=0, size=2), mesh=BACKWARDS)

@@ -1,0 +1,69 @@
+"""Attention in a context group: each member has a part of the tokens, and gathers keys and values of all.
+
+    F   own queries  ──>  attention  <──  keys, values of all members, gathered, in the order of the sequence
+    B   the gradients of all keys and values, added up over the members; each continues with those of its own tokens
+
+Causal attention of a block stops at its last token, so a member computes what its own blocks need alone (`TokenBlocks`:
+the same for each member). All members run the same actions in the same order, as replicas of one schedule do, so that
+their collectives meet.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..shards.tensor_group import TensorGroup, exchanged
+from .attending import AttentionMode, Seen, attending
+from .tokens import TokenBlocks
+
+
+class _OverContext(AttentionMode):
+    span: TokenBlocks
+
+    def __init__(self, group: TensorGroup, span: TokenBlocks, *, drops: bool = True) -> None:
+        super().__init__(span, drops=drops)
+        self._group = group
+
+    def from_here(self) -> _OverContext:
+        return self
+
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], seen: Seen, **options: Any) -> Tensor:
+        query, key, value = qkv
+        if key.shape == value.shape:
+            key, value = self._whole(torch.stack((key, value))).unbind()
+        else:
+            key, value = self._whole(key), self._whole(value)
+        group, span = self._group, self.span
+        whole = seen.of_all(lambda x: span.in_order(group.all(x.detach(), -1), -1))
+        return whole.attention(query, key, value, span.blocks, **options)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Those of all tokens, of [..., own tokens, D]."""
+        group, span = self._group, self.span
+        return exchanged(
+            x, lambda x: span.in_order(group.all(x, -2), -2), lambda gradient: span.part(group.sum(gradient), -2)
+        )
+
+
+def over_context(group: TensorGroup, span: TokenBlocks, *, drops: bool = True) -> AbstractContextManager[None]:
+    """Context in which modules get the tokens of `span`, and attend to those of all members."""
+    return attending(_OverContext(group, span, drops=drops))
+
+
+class ContextAttention:
+    """The context of each action of one rank."""
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+
+    def forward(self, stage: int, index: int, span: TokenBlocks) -> AbstractContextManager[None]:
+        return over_context(self._group, span)
+
+    backward = forward  # recomputation in it
+
+    def drop(self) -> None:
+        pass

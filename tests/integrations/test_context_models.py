@@ -1,0 +1,160 @@
+"""Models of transformers over context groups: exact against one process, with packed documents and padding, too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+
+from stagewright import PipelineModule
+
+transformers = pytest.importorskip("transformers")
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+}
+_MOE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "output_router_logits": False,
+    "experts_implementation": "eager",  # others take no float64
+}
+_DEEPSEEK = {
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+_MODELS: dict[str, dict[str, Any]] = {
+    "LlamaConfig": {},
+    "MistralConfig": {"sliding_window": 6},
+    "Qwen3Config": {"head_dim": 8},
+    "Gemma3TextConfig": {"head_dim": 8, "sliding_window": 5},
+    "MixtralConfig": _MOE,
+    "Qwen3MoeConfig": _MOE | {"head_dim": 8},
+    "OlmoeConfig": _MOE,
+    "DeepseekV3Config": _MOE | _DEEPSEEK,
+}
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "interleaved": {"num_chunks": 2},
+    "zb-h1": {},
+    "2bw": {},
+}
+_LENGTH, _RATE = 16, 0.05
+
+
+def _model(config: str, attention: str) -> nn.Module:
+    own = getattr(transformers, config)(**(_SMALL | _MODELS[config]))
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(own, attn_implementation=attention).double()
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 0.02 * torch.randn_like(parameter)
+    return model
+
+
+def _loss(output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+def _batches(kind: str) -> list[dict[str, Tensor]]:
+    generator, found = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        tokens, target = torch.randint(64, (2, 4, _LENGTH), generator=generator).unbind()
+        place = torch.arange(_LENGTH).expand(4, _LENGTH).clone()
+        if kind == "packed":
+            place[1:] = torch.cat([torch.arange(5), torch.arange(7), torch.arange(4)])
+        found.append({"input_ids": tokens, "position_ids": place, "target": target})
+        if kind == "padded":
+            found[-1]["attention_mask"] = (torch.arange(_LENGTH) < torch.tensor([[16], [12], [9], [16]])).long()
+    return found
+
+
+def _plainly(config: str, batches: list[dict[str, Tensor]], *, delay: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of SGD in one process, whose gradients are of the weights `delay` updates ago."""
+    model, losses = _model(config, "sdpa"), []
+    versions = [copy.deepcopy(model.state_dict())] * (delay + 1)
+    for each in batches:
+        model.load_state_dict(versions[-1 - delay])
+        model.zero_grad()
+        inputs = {name: x for name, x in each.items() if name != "target"}
+        loss = _loss(model(**inputs), each["target"])
+        loss.backward()
+        losses.append(loss.item())
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        newest = versions[-1]
+        versions.append({name: x - _RATE * gradients[name] if name in gradients else x for name, x in newest.items()})
+    return losses, versions[-1]
+
+
+def _piped(config: str, schedule: str, kind: str) -> tuple[float, float]:
+    """Largest differences of a loss and of a weight from those of one process."""
+    import stagewright.integrations.attention  # noqa: F401
+
+    batches = _batches(kind)
+    losses, expected = _plainly(config, batches, delay=int(schedule == "2bw"))
+    with PipelineModule(
+        _model(config, "stagewright"),
+        mesh={"pipe": 2, "context": 2},
+        schedule=schedule,
+        num_microbatches=2,
+        loss_fn=_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=_RATE),
+        **_SCHEDULES[schedule],
+    ) as pipe:
+        results = [pipe.train_step(each) for each in batches] + pipe.flush()
+        found = [result.loss for result in results if result.loss is not None]
+        state = pipe.full_state_dict()
+    worst = max(float((state[name] - x).abs().max()) for name, x in expected.items() if name in state)
+    return max(abs(one - other) for one, other in zip(found, losses, strict=True)), worst
+
+
+def _is_exact(gloo: Pool, config: str, schedule: str, kind: str) -> None:
+    for differences in gloo.run(_piped, ranks=4, args=(config, schedule, kind)):
+        assert max(differences) < 1e-10
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("config", "kind"), [("LlamaConfig", "packed"), ("MistralConfig", "padded"), ("MixtralConfig", "packed")]
+)
+def test_packed_documents_and_padding_are_exact_over_a_context_group(gloo: Pool, config: str, kind: str) -> None:
+    _is_exact(gloo, config, "1f1b", kind)
+
+
+@pytest.mark.gloo
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", _SCHEDULES)
+@pytest.mark.parametrize("config", _MODELS)
+def test_models_under_schedules_are_exact_over_a_context_group(gloo: Pool, config: str, schedule: str) -> None:
+    _is_exact(gloo, config, schedule, "packed")
+
+
+def test_masks_that_are_not_known_are_refused() -> None:
+    from stagewright.integrations import attention
+
+    with pytest.raises(ValueError, match="masks with chunked_overlay: expected causal or sliding masks"):
+        attention._mask(mask_function=transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(1)))
+    mask = attention._mask(mask_function=transformers.masking_utils.sliding_window_causal_mask_function(4))
+    assert mask is None

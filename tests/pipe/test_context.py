@@ -1,0 +1,276 @@
+"""Context groups: a pipeline whose members have parts of the tokens makes what one plain process makes of them all."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.inside import Seen, TokenBlocks
+from support.pool import Pool
+from support.sliced import T, batch, chain, counted_loss, gpt, mean_loss
+from torch import Tensor, nn
+
+from stagewright import Inputs, Mesh, PipelineModule, attend, positions
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.booleans())
+def test_parts_are_all_tokens_once_and_as_much_causal_work_each(count: int, size: int, is_even: bool) -> None:
+    total = count * size * (2 if is_even else 1)
+    parts = [TokenBlocks.of(total, index=index, count=count) for index in range(count)]
+    every = torch.arange(total)[:, None] * torch.tensor([1, 10])
+    joined = torch.cat([part.part(every, 0) for part in parts])
+    assert torch.equal(parts[0].in_order(joined, 0), every)
+    assert {part.length for part in parts} == {total // count}
+    if total % (2 * count) == 0:
+        assert len({int(part.part(every, 0).sum()) for part in parts}) == 1  # keys that a causal query sees
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_attention_of_parts_is_that_of_the_whole_under_every_mask(data: st.DataObject) -> None:
+    """Against softmax with a mask that is written out, token by token."""
+    count, blocks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    total, generator = 2 * count * blocks, torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    query, key, value = (torch.randn(2, 2, total, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    is_causal, window = data.draw(st.booleans()), data.draw(st.none() | st.integers(1, total))
+    begins = [0, *sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=2)) if total > 1 else [])]
+    lengths = [end - start for start, end in zip(begins, [*begins[1:], total], strict=True)]
+    places = torch.cat([torch.arange(length) for length in lengths])[None].expand(2, total)
+    padding = torch.ones(2, total, dtype=torch.bool)
+    padding[1, data.draw(st.integers(1, total)) :] = False
+    use = data.draw(st.sampled_from(["nothing", "places", "padding"]))
+    seen = Seen(
+        is_causal=is_causal,
+        window=window,
+        positions=places if use == "places" else None,
+        keys=padding[:, None, None] if use == "padding" else None,
+    )
+    found = torch.cat(
+        [
+            seen.attention(part.part(query, -2), key, value, part.blocks)
+            for part in (TokenBlocks.of(total, index=index, count=count) for index in range(count))
+        ],
+        -2,
+    )
+    found = TokenBlocks.of(total, index=0, count=count).in_order(found, -2)
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
+    documents = [sum(start <= at for start in begins) for at in range(total)]
+    for b in range(2):
+        for q in range(total):
+            for k in range(total):
+                hidden = is_causal and k > q
+                hidden |= window is not None and k <= q - window
+                hidden |= use == "places" and documents[q] != documents[k]
+                hidden |= use == "padding" and not padding[b, k]
+                if hidden:
+                    scores[b, :, q, k] = -math.inf
+    expected = scores.softmax(-1).nan_to_num() @ value
+    sees = scores.isfinite().any(-1)[..., None]
+    assert torch.allclose(found * sees, expected * sees, atol=1e-12)
+
+
+def test_attend_on_whole_sequences_is_torchs_attention() -> None:
+    query, key, value = torch.randn(3, 2, 2, 6, 4).unbind()
+    assert torch.equal(attend(query, key, value), F.scaled_dot_product_attention(query, key, value, is_causal=True))
+    assert torch.equal(positions(4), torch.arange(4))
+
+
+def _trained(options: dict[str, Any], mesh: dict[str, Any], *, counted: bool = False) -> tuple[list[float], float]:
+    """Of three steps: the losses less those of one plain process, and the largest difference of a weight, relative."""
+    loss_fn = counted_loss if counted else mean_loss
+    plain, model = chain(), chain()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    found = Mesh(**mesh)
+    with PipelineModule(
+        model,
+        mesh=found,
+        num_microbatches=2,
+        loss_fn=loss_fn,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        max_grad_norm=1.0,
+        verify=True,
+        **options,
+    ) as pipe:
+        differences = []
+        for _ in range(3):
+            tokens, targets = batch()
+            number, count = pipe.replica
+            own = slice(number * 4 // count, (number + 1) * 4 // count)
+            result = pipe.train_step(tokens[own], targets[own])
+            loss = loss_fn(plain(tokens), targets)
+            loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            differences.append(abs((result.loss or math.nan) - loss.item()))
+        state = pipe.full_state_dict()
+        worst = max(float((state[name] - x).abs().max() / x.abs().max()) for name, x in plain.state_dict().items())
+        differences.append(
+            abs((pipe.eval_step(tokens[own], targets[own]).loss or math.nan) - _evaluated(plain, loss_fn))
+        )
+        output = pipe.predict(tokens[own])
+        if output is not None:
+            assert isinstance(output, Tensor)
+            differences.append((output - plain(tokens[own])).abs().max().item())
+    return differences, worst
+
+
+def _evaluated(plain: nn.Module, loss_fn: Any) -> float:
+    tokens, targets = batch()
+    loss = loss_fn(plain(tokens), targets)
+    return (loss[0] / loss[1] if isinstance(loss, tuple) else loss).item()
+
+
+def _is_exact(
+    gloo: Pool, options: dict[str, Any], mesh: dict[str, Any], *, ranks: int = 4, counted: bool = False
+) -> None:
+    for differences, worst in gloo.run(_trained, ranks=ranks, args=(options, mesh), kwargs={"counted": counted}):
+        assert max(differences) < 1e-12
+        assert worst < 1e-11
+
+
+@pytest.mark.gloo
+def test_a_context_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool) -> None:
+    _is_exact(gloo, {"schedule": "1f1b"}, {"pipe": 2, "context": 2}, counted=True)
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        ({"schedule": "interleaved", "num_chunks": 2}, {"pipe": 2, "context": 2}),
+        (
+            {"schedule": "zb-h1", "recompute": "full"},
+            {"pipe": 2, "context": 2, "order": ("context", "pipe", "data", "tensor")},
+        ),
+        ({"schedule": "1f1b"}, {"pipe": 1, "context": 2, "data": 2, "data_parallel": "zero1"}),
+        ({"schedule": "gpipe"}, {"pipe": 1, "context": 4, "data_parallel": "fsdp"}),
+        ({"schedule": "1f1b"}, {"pipe": 1, "context": 2, "tensor": 2, "tensor_parallel": "auto"}),
+    ],
+    ids=lambda each: "-".join(map(str, each.values())),
+)
+def test_with_schedules_and_other_axes(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
+    _is_exact(gloo, options, mesh)
+
+
+def _both(folder: str) -> tuple[float, float]:
+    """Under 2bw, with a context group and without, from one checkpoint that the group has saved: the second losses."""
+    found = []
+    for mesh in ({"pipe": 2, "context": 2}, {"pipe": 2, "data": 2}):
+        with PipelineModule(
+            gpt(),
+            mesh=Mesh(**mesh),
+            schedule="2bw",
+            num_microbatches=2,
+            loss_fn=mean_loss,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        ) as pipe:
+            tokens, targets = batch()
+            number, count = pipe.replica
+            own = slice(number * 4 // count, (number + 1) * 4 // count)
+            if found:
+                pipe.build(tokens[own], targets[own])
+                pipe.load(folder)
+            else:
+                for _ in range(2):
+                    pipe.train_step(tokens[own], targets[own])
+                pipe.save(folder)
+            results = [pipe.train_step(tokens[own], targets[own]) for _ in range(3)] + pipe.flush()
+            found.append({result.loss_step: result.loss for result in results if result.loss is not None})
+    steps = found[0].keys() & found[1].keys()
+    return max(abs(found[0][step] - found[1][step]) for step in steps), len(steps)
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_stream_goes_on_from_its_checkpoint_under_another_size(gloo: Pool, tmp_path: Path) -> None:
+    """2bw over a context group is 2bw over data replicas."""
+    for difference, number in gloo.run(_both, ranks=4, args=(str(tmp_path / "saved"),)):
+        assert number == 3
+        assert difference < 1e-12
+
+
+class _Across(nn.Module):
+    """A convolution over the sequence, which sees its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return out
+
+
+class _Masked(nn.Module):
+    """Causal attention by a mask of its own making."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        out: Tensor = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask)[:, 0]
+        return out
+
+
+def _refused(kind: str) -> None:
+    model = chain(layers=1)
+    options: dict[str, Any] = {"loss_fn": mean_loss, "num_microbatches": 2}
+    mesh: dict[str, Any] = {"pipe": 1, "context": 2}
+    tokens, targets = batch()
+    if kind in ("conv", "mask"):
+        layer = {"conv": _Across, "mask": _Masked}[kind]().double()
+        model = nn.Sequential(model[0], layer, *model[1:])
+    if kind == "odd":
+        tokens, targets = batch(length=T - 1)
+    if kind == "dims":
+        options["example_inputs"] = Inputs(sequence_dims={0: 0})
+    if kind == "sync":
+        mesh |= {"sync": 4}
+    if kind == "sliced":
+        options["schedule"] = "seq1f1b"
+    if kind == "auto":
+        options |= {"schedule": "auto", "optimizer": torch.optim.SGD}
+    if kind == "memory":
+        options["recompute"] = {"memory_budget": "1MiB"}
+    if kind == "reroute":
+        mesh |= {"on_failure": "reroute"}
+    with pytest.raises(ValueError, match=_TEXTS[kind]), PipelineModule(model, mesh=Mesh(**mesh), **options) as pipe:
+        pipe.forward_backward(tokens, targets)
+
+
+_TEXTS = {
+    "conv": r"(?s)differs over parts of the sequence: .*Expected a model whose tokens depend on each other in",
+    "mask": r"a mask of shape \(12, 12\) in _Masked.* or stagewright.attend",
+    "odd": r"sequences of 11 tokens over a context group of 2: expected a multiple of 2, such as 12",
+    "dims": r"dims\[0\]=0 and .*: expected a dimension below 2 other than that of the batch",
+    "sync": r'"context": 2.* with sync=4',
+    "sliced": r"under 'seq1f1b', whose slices are parts of the sequence, too",
+    "auto": r'"context": 2.* with schedule="auto", whose plans have none',
+    "memory": r"with recompute= of a budget",
+    "reroute": r'"context": 2.* with on_failure="reroute"',
+}
+
+
+@pytest.mark.gloo
+def test_what_looks_across_tokens_by_other_means_is_refused(gloo: Pool) -> None:
+    for kind in ("conv", "mask", "odd"):
+        gloo.run(_refused, ranks=2, args=(kind,))
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["dims", "sync", "sliced", "auto", "memory", "reroute"])
+def test_options_that_exclude_a_context_group(gloo: Pool, kind: str) -> None:
+    gloo.run(_refused, ranks=2, args=(kind,))
+
+
+def test_a_context_group_in_one_process_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'members of a context group are processes. Expected "context": 1, or 2 proc'):
+        PipelineModule(chain(), mesh={"pipe": 1, "context": 2}, loss_fn=mean_loss)
