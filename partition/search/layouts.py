@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
+from ..memory import weight_copies
 from ..solve.cut_sums import thinned
 from ..solve.dynamic import DeviceRow, RangeCosts
 from ..solve.orders import device_orders, level_orders, node_orders, own_ranks
@@ -102,7 +103,6 @@ class UnevenLayouts:
         first, last = np.where(is_ahead, ends[:, None], 0), np.where(is_ahead, ends, ends[-1])
         sums = model.cuts.stages(first, last)
         there, back = (each[ends][:, None] / fastest for each in (model.cuts.forward, model.cuts.backward))
-        forward, backward = sums.forward / fastest, sums.backward / fastest
         beyond = (model.seconds - model.cuts.seconds[last]) / fastest
         stash = sums.stash if rules.recompute == ("none",) and not rules.offloads else 0.0
         self._seconds: Floats = np.full((self.num_devices + 1, self._max_replicas, 3, n, n), np.inf)
@@ -113,19 +113,19 @@ class UnevenLayouts:
         for e in range(1, self.num_devices + 1):
             r = np.arange(1, min(self._max_replicas, e) + 1)[:, None, None]
             at, parts = costs.ranges(r, e), r if "full" in rules.sharding else 1
-            work = m * costs.compute(sums, at) + costs.runtime(first, last) * -(-m // r)
-            lanes, behind = np.maximum(work, m * costs.communication(sums, at)), m * sums.least_round_after * at.ring
-            behind = behind + sums.update / fastest / parts
-            own, flights, some = -(-m // r), at.in_flight, (-(-m // r) - 1) % at.in_flight
-            first_back = forward + beyond + own * backward + (own - flights) * forward
-            work = np.maximum(
-                work, np.maximum(first_back, some * forward - (-own // flights) * (forward + beyond + backward))
-            )
-            layers = [lanes] * 3 if streams else [lanes, there + work + behind, there + work + back]
-            copies = costs.versions + 1 + costs.versions_in_flight * at.in_flight + rules.optimizer_ratio / parts
-            fits = is_ahead & (sums.weights * copies + sums.buffers + at.in_flight * stash <= at.limit)
+            stage = costs.stage_seconds(sums, first, last, at, shards=parts)
+            work, links = (m * lane for lane in costs.lanes(sums, stage, at))
+            lanes, update, forward = np.maximum(work, links), m * stage.after + stage.step, stage.forward
+            own, in_flight = -(-m // r), at.in_flight
+            first_back = forward + beyond + own * stage.backward + (own - in_flight) * forward
+            returns = (own - 1) % in_flight * forward - (-own // in_flight) * (forward + beyond + stage.backward)
+            work = np.maximum(work, np.maximum(first_back, returns))
+            layers = [lanes] * 3 if streams else [lanes, there + work + update, there + work + back]
+            always, for_each = costs.versions
+            copies = weight_copies(always + for_each * in_flight, rules.optimizer_ratio, parts)
+            fits = is_ahead & (sums.weights * copies + sums.buffers + in_flight * stash <= at.limit)
             self._seconds[e, : len(r)] = np.where(fits[:, None], np.stack(layers, axis=1), np.inf)
-            self._update[e, : len(r)] = 0.0 if streams else behind - back
+            self._update[e, : len(r)] = 0.0 if streams else update - back
 
     def _least_rest(self) -> Floats:
         """[e, layer, i] `rest` of the module's recurrence: the stages after cut i on e devices to the end, some of

@@ -10,7 +10,7 @@ producer those above.
     stage       4 3 | 2 2 2 2 | 1 | 0 ...         here r = 4, e = 6: devices 2..5
     device      0 1 | 2 3 4 5 | 6 | 7 ...
 
-It has the two lanes of `stage_cost`, per microbatch, and the memory of `memory.stage_parts`. Four things that only the
+It has the two lanes of `stage_cost`, per microbatch, and the memory of `bytes_by_in_flight`. Four things that only the
 whole plan shows have their least values: messages go to the neighbour's nearest device (and to no more consumers than
 there are devices after the stage); the replicas have equal shares of them; messages keep a rank as busy as those over
 the quickest level of links; and gradients are summed once in U = M microbatches (where M is not given, once each
@@ -22,16 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
 from ...schedules.families.registry import FAMILIES, family
 from ..cluster import Cluster
-from ..memory import RankPlace, stage_parts
-from ..stage_cost import StageSums, busiest_share, pace
+from ..memory import RankPlace, bytes_by_in_flight
+from ..stage_cost import StageDevices, StageSeconds, StageSums, busiest_share, least_rounds, stage_seconds
 from ..topology import Floats, Index, Indices, Topology
 from .cut_sums import Cut, Cuts, thinned
 from .orders import own_ranks
@@ -50,19 +49,17 @@ class Ranges:
 
     Arguments:
         replicas, in_flight: r, and the microbatches that each of them holds.
-        share: of the busiest replica, as long as the slowest device takes.
+        share: of a batch that the busiest replica runs.
         limit: bytes for tensors on the smallest device.
-        ring, inward, outward: seconds a byte of gradients, and of the tensors across the cuts before and after.
-        taken: of the latter, for the consumer, if all devices after it were its replicas.
+        on: devices and links, of which each microbatch has its part of the sums and of the messages of a replica.
+        taken: seconds a byte of messages to the next stage for that, if all devices after it were its replicas.
     """
 
     replicas: Indices
     in_flight: Indices
     share: Floats
     limit: Floats
-    ring: Floats
-    inward: Floats
-    outward: Floats
+    on: StageDevices
     taken: Floats
 
 
@@ -110,8 +107,8 @@ class RangeCosts:
     ) -> None:
         self.cuts, self.schedule, self.num_microbatches = cuts, schedule, num_microbatches
         self.optimizer_ratio, self.rule = optimizer_ratio, family(schedule).rule
-        self.versions = self.rule.versions_kept(0)  # of the weights in any case, and for each microbatch in flight
-        self.versions_in_flight = self.rule.versions_kept(1) - self.versions
+        always = self.rule.versions_kept(0)
+        self.versions = (always, self.rule.versions_kept(1) - always)  # in any case, for each microbatch in flight
         self.row = row = cluster if isinstance(cluster, DeviceRow) else None
         self.topology = topology = (
             cluster.topology if isinstance(cluster, DeviceRow) else Topology(cluster, memory_limit=memory_limit)
@@ -125,15 +122,10 @@ class RangeCosts:
         # [first, last] of a range of devices: its slowest one, its smallest one, its slowest network card
         back = (range(self.num_devices) if row is None else row.devices)[::-1]
         if not self.is_uniform:
-            self._slowness = topology.fastest / _least(topology.speeds[list(back)])
+            self._speeds = _least(topology.speeds[list(back)])
             self._memory = _least(topology.memory_bytes[list(back)] - beside)
         if not topology.has_equal_links:
             self._link_slowness = 1 / _least(topology.link_speeds[::-1])
-
-    @property
-    def limit(self) -> float:
-        """Bytes for tensors on each device, where all are equal."""
-        return float(self.topology.memory_bytes[0]) - self._beside
 
     def per_replica(self) -> RangeCosts:
         """A copy of these costs for a batch of any size (M None): all replicas of a stage have equal work."""
@@ -145,20 +137,25 @@ class RangeCosts:
         """Figures that costs depend on, elementwise, for r replicas with e devices to the end."""
         r, e = np.asarray(r), np.asarray(e)
         front, back = e - r, e - 1
-        share = busiest_share(self.num_microbatches, r)
         slow_links = np.ones(()) if self.topology.has_equal_links else self._link_slowness[front, back]
         row = self.row
         ring = self.topology.ring_of_ranges(front, back, slow_links) if row is None else row.rings[front, e]
         sent = self.per_byte(np.maximum(front - 1, 0), back) if row is None else row.outward[front, e]
-        updates = r if self.num_microbatches is None else self.num_microbatches
+        ring = ring / (r if self.num_microbatches is None else self.num_microbatches)
+        whole = ring * self.cuts.gradient_ratio
         return Ranges(
             replicas=r,
             in_flight=self.in_flight(r, e),
-            share=share if self.is_uniform else share * self._slowness[front, back],
-            limit=np.asarray(self.limit) if self.is_uniform else self._memory[front, back],
-            ring=ring / updates,
-            inward=self.inward(front, e) / r,
-            outward=sent / r,
+            share=busiest_share(self.num_microbatches, r),
+            limit=self.topology.memory_bytes[0] - self._beside if self.is_uniform else self._memory[front, back],
+            on=StageDevices(
+                speed=self.topology.fastest if self.is_uniform else self._speeds[front, back],
+                inward=self.inward(front, e) / r,
+                outward=sent / r,
+                rounds=least_rounds(
+                    whole, whole / 2, ring / 2 * self.cuts.gather_ratio, gathers_ahead=self.cuts.gathers_ahead
+                ),
+            ),
             taken=sent / np.maximum(front, 1),
         )
 
@@ -184,40 +181,31 @@ class RangeCosts:
             depth = np.minimum(depth, -(-self.num_microbatches // np.asarray(r)))
         return np.asarray(depth, dtype=np.intp)
 
-    def compute(self, sums: StageSums, at: Ranges) -> Floats:
-        """F and B of the busiest replica [s a microbatch]."""
-        return np.asarray(sums.work / self.topology.fastest * at.share)
-
-    def runtime(self, first: Index, last: Index) -> Floats:
-        """Seconds that the runtime takes of a rank around F and B of a microbatch, at least [s]."""
+    def stage_seconds(self, sums: StageSums, first: Cut, last: Cut, at: Ranges, *, shards: Index = 1) -> StageSeconds:
+        """Of the stages between two cuts, with `sums`."""
         neighbours = (np.asarray(first) > 0).astype(float) + (np.asarray(last) < len(self.cuts) - 1)
-        return np.asarray(2 * (self._action + self._busy * neighbours))
+        on = replace(at.on, message_overhead=self._busy * neighbours)
+        return stage_seconds(sums, on, shards=shards, action=self._action)
 
-    def communication(self, sums: StageSums, at: Ranges) -> Floats:
-        """Messages and all-reduces of gradients, or the consumer's messages [s a microbatch]."""
-        own = sums.least_round * at.ring + sums.before * at.inward + sums.after * at.outward
-        return np.maximum(own, sums.after * at.taken)
+    def lanes(self, sums: StageSums, seconds: StageSeconds, at: Ranges) -> tuple[Floats, Floats]:
+        """Work of the busiest replica; messages and sums of gradients, or the consumer's messages [s a microbatch]."""
+        links = np.maximum(seconds.sending + seconds.collectives, sums.after * at.taken)
+        return np.asarray(seconds.work * at.share), links
 
     def bytes(self, sums: StageSums, at: Ranges) -> Floats:
-        fixed, each, behind = self.parts(sums, replicas=at.replicas)
-        return np.maximum(np.asarray(fixed + at.in_flight * each, dtype=np.float64), behind)
-
-    def parts(self, sums: StageSums, *, replicas: Any = 1) -> tuple[Floats, Floats, Floats]:
-        """Bytes on each device of a stage: fixed, more per microbatch in flight, and all of them after a batch."""
+        """On each device of a stage."""
         M, streams = self.num_microbatches, self.rule.is_asynchronous
-        messages = np.inf if M is None else -(-M // np.asarray(replicas))
+        messages = np.inf if M is None else -(-M // at.replicas)
         place = RankPlace(
-            stages=(0,), replicas=replicas, tensor=1, limit=np.inf, streams=streams, num_messages=messages
+            stages=(0,), replicas=at.replicas, tensor=1, limit=np.inf, streams=streams, num_messages=messages
         )
-        fixed, each, behind = stage_parts(sums, place, copies=self.versions + 1 + self.optimizer_ratio)
-        return fixed, each + self.versions_in_flight * sums.weights, behind
+        held = bytes_by_in_flight(sums, place, versions=self.versions, optimizer_ratio=self.optimizer_ratio)
+        return held(at.in_flight)
 
     def seconds(self, first: Cut, last: Cut, at: Ranges) -> Floats:
         """Pace of the stage between two cuts [s a microbatch]; infinite where it does not fit the memory."""
         sums = self.cuts.stages(first, last)
-        replicas = np.asarray(at.replicas, dtype=np.float64)
-        runtime = self.runtime(first, last) * busiest_share(self.num_microbatches, replicas)
-        slower = pace(work=self.compute(sums, at) + runtime, links=self.communication(sums, at))
+        slower = np.maximum(*self.lanes(sums, self.stage_seconds(sums, first, last, at), at))
         if not np.isfinite(at.limit).any():
             return slower
         return np.where(self.bytes(sums, at) <= at.limit, slower, np.inf)

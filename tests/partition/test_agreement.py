@@ -136,7 +136,7 @@ def test_replicas_with_tensor_groups_sum_across_these() -> None:
     (ring,) = (
         PlanEvaluator(topology, lambda _size, _tensor: Model(Profile(nodes=NODES), MemoryRules(optimizer_ratio=2.0)))
         .placement(c)
-        .rings
+        .on.rings
     )
     assert ring == topology.ring((0, 2)) != topology.ring((0, 1))
 
