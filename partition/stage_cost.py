@@ -22,7 +22,7 @@ A stage has two lanes, which overlap. Its pace is that of the slower one, a micr
 
     work      (F + B + 2 overhead) share    share: of a batch's M microbatches that the busiest of D replicas runs
               + busy updates                updates: a microbatch, 1/M where a batch is one
-    links     sending share
+    links     sending share             of its own card, and of one that devices share
               + (ring + gather) updates
 
 `stage_seconds` is this table, elementwise: for stages on known ranks, and for all stages between any two cuts where
@@ -209,6 +209,7 @@ class StageDevices:
     Arguments:
         speed: of the slowest device, times that of the profile's.
         inward, outward: seconds a byte of whole messages to the stage before, and to the one after.
+        shared: 1 where messages inward, outward, and sums take a card that devices share, else 0; none: all are 0.
         message_overhead: seconds for which a rank is busy with the messages of an F or a B.
         rings, exchanges, expert_rings: over the replicas, of each stage; the last over those with the same experts.
         rounds: where these are not known, seconds a byte of weights, as of `least_rounds`.
@@ -218,6 +219,7 @@ class StageDevices:
     speed: Figures
     inward: Figures = 0.0
     outward: Figures = 0.0
+    shared: tuple[Figures, ...] = ()
     message_overhead: Figures = 0.0
     rings: Sequence[TransferTime] = ()
     exchanges: Sequence[TransferTime] = ()
@@ -228,11 +230,11 @@ class StageDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
-    """Seconds of stages, arrays that broadcast: of a microbatch (F, B, all that it sends; I and W as `halves` under a
-    schedule that has them), of the runtime around each action, and besides for the messages of an F or a B, of an
-    update (sum of gradients, optimizer's step, updated weights gathered); the share of those sums and gathers for which
-    their ranks can't compute (0 to 1); and whether weights are gathered before the next forwards, in place of after the
-    step.
+    """Seconds of stages, arrays that broadcast: of a microbatch (F, B, all that it sends over its own links, and over a
+    card that devices share, 0 where it has none; I and W as `halves` under a schedule that has them), of the runtime
+    around each action, and besides for the messages of an F or a B, of an update (sum of gradients, optimizer's step,
+    updated weights gathered); the share of those sums and gathers for which their ranks can't compute (0 to 1); whether
+    they take that card, too (1); and whether weights are gathered before the next forwards, in place of after the step.
 
     `work` counts two actions a microbatch, where a schedule that splits the backward may have three.
     """
@@ -240,12 +242,14 @@ class StageSeconds:
     forward: Floats
     backward: Floats
     sending: Floats
+    sending_shared: Figures
     ring: Floats
     step: Floats
     gather: Floats
     sum_busy: Figures
     overhead: Floats
     message_overhead: Figures
+    sums_shared: Figures = 0.0
     gathers_ahead: bool = False
     halves: tuple[Floats, Floats] | None = None
 
@@ -380,6 +384,8 @@ def stage_seconds(
         longer = sums.backward + split_share * np.maximum(both - sums.backward, 0.0)
         weight = longer * sums.weight_grad / np.maximum(both, 1e-30)
         halves = (np.maximum(longer - weight, 0.0) + again) / on.speed, weight / on.speed  # sums round
+    there, back = sums.after * on.outward, sums.before * on.inward
+    sent, shared = back + there, back * on.shared[0] + there * on.shared[1] if on.shared else 0.0
     step = sums.update / on.speed
     if on.rings:
         ratios = sums.gradient_ratio, sums.gradient_ratio, sums.gather_ratio
@@ -394,7 +400,9 @@ def stage_seconds(
         halves=halves,
         forward=sums.forward / on.speed,
         backward=(sums.backward + again) / on.speed,
-        sending=sums.before * on.inward + sums.after * on.outward,
+        sending=sent - shared if on.shared else sent,
+        sending_shared=shared,
+        sums_shared=on.shared[2] if on.shared else 0.0,
         ring=ring,
         step=step,
         gather=gather,

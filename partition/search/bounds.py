@@ -262,12 +262,13 @@ def _updates_per_microbatch(c: Configuration) -> Floats:
     return np.full(c.pipeline, once / c.batch)
 
 
-def _lanes(c: Configuration, s: StageSeconds) -> tuple[Floats, Floats, Floats]:
-    """[S] seconds a microbatch of the stages' compute lanes and of their links: all that the busiest replica sends, and
-    the collectives; and of the former, those in which it is busy with its collectives."""
+def _lanes(c: Configuration, s: StageSeconds) -> tuple[Floats, Floats, Floats, Floats]:
+    """[S] seconds a microbatch of the stages' compute lanes, of their own links, and of cards that devices share (all
+    that the busiest replica sends there, and the collectives); and of the first, those of its collectives."""
     share, updates = (each[list(c.positions)] for each in (_share(c), _updates_per_microbatch(c)))
-    busy = s.busy_in_collectives * updates
-    return s.work * share + busy, s.sending * share + s.collectives * updates, busy
+    busy, round_seconds = s.busy_in_collectives * updates, s.collectives * updates
+    own, shared = s.sending * share + round_seconds, s.sending_shared * share + round_seconds * s.sums_shared
+    return s.work * share + busy, own, shared, busy
 
 
 def _updates_after_backward(c: Configuration, s: StageSeconds, *, collectives: Floats) -> Floats:
@@ -285,14 +286,14 @@ def _updates_after_backward(c: Configuration, s: StageSeconds, *, collectives: F
 
 def rank_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[P] seconds a microbatch of the slower lane of each rank."""
-    work, links, _ = (_sum_by_rank(c, lane) for lane in _lanes(c, s))
-    return np.maximum(work, links)
+    *lanes, _ = (_sum_by_rank(c, lane) for lane in _lanes(c, s))
+    return np.asarray(np.max(lanes, axis=0))
 
 
 def stage_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[S] seconds a microbatch of the slower lane of each stage alone."""
-    work, links, _ = _lanes(c, s)
-    return np.maximum(work, links)
+    *lanes, _ = _lanes(c, s)
+    return np.asarray(np.max(lanes, axis=0))
 
 
 def least_step(c: Configuration, s: StageSeconds, hops: Floats, tied: Ties, again: Floats | float = 0.0) -> float:
@@ -305,8 +306,8 @@ def least_step(c: Configuration, s: StageSeconds, hops: Floats, tied: Ties, agai
     back. Where the backward is split, what comes after may be weight gradients, and the way back takes no time that is
     known.
     """
-    work, by_links, busy = (_sum_by_rank(c, lane) * c.batch for lane in _lanes(c, s))
-    work, links = work + again * _share(c) * c.batch, float(by_links.max())
+    work, *by_links, busy = (_sum_by_rank(c, lane) * c.batch for lane in _lanes(c, s))
+    work, links = work + again * _share(c) * c.batch, float(np.max(by_links))
     if c.family.rule.is_asynchronous:
         return max(float((work + _sum_by_rank(c, s.step) * _updates_per_microbatch(c) * c.batch).max()), links)
     update = _updates_after_backward(c, s, collectives=np.maximum(s.after - s.busy_in_collectives, 0.0))

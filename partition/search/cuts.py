@@ -137,12 +137,14 @@ class _EvenCosts:
         size, on = self.c.tensors[self.positions[stage]], self._on(stage)
         if (on, size) not in self._plain:
             seconds = stage_seconds(self.sums[size], on, action=self.action_seconds)
-            self._plain[on, size] = np.where(self.inside, np.maximum(seconds.work, seconds.sending), np.inf)
+            links = np.maximum(seconds.sending, seconds.sending_shared)
+            self._plain[on, size] = np.where(self.inside, np.maximum(seconds.work, links), np.inf)
         return self._plain[on, size]
 
     def _on(self, stage: int) -> StageDevices:
         names, on = ("speed", "inward", "outward", "message_overhead"), self.place.on
-        return StageDevices(**{name: getattr(on, name)[stage] for name in names})
+        shared = tuple(each[stage] for each in on.shared)
+        return StageDevices(**{name: getattr(on, name)[stage] for name in names}, shared=shared)
 
     def within_memory(self, stage: int) -> Floats:
         """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""

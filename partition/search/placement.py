@@ -87,6 +87,9 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
     rings, speeds = [topology.ring(own, tensor=t) for own, t in holders], [*map(topology.speed, ranks)]
     exchanges = [topology.exchange(own, tensor=t) for own, t in holders]
     experts = [topology.ring(own[:: profile.expert], tensor=t) for own, t in holders if profile.expert > 1]
+    cards = tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else ()
+    shared = [[link.on_card for link in inward], [link.on_card for link in outward]]
+    shared = [*shared, [len({*cards[p]}) > 1 for p in positions]] if cards else []
     return Placement(
         positions=positions,
         inward=inward,
@@ -95,6 +98,7 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
             speed=tuple(speeds[p] for p in positions),
             inward=tuple(link.seconds_a_byte for link in inward),
             outward=tuple(link.seconds_a_byte for link in outward),
+            shared=tuple(map(tuple, np.array(shared, dtype=np.float64).tolist())),
             message_overhead=tuple(a.busy + b.busy for a, b in zip(inward, outward, strict=True)),
             rings=tuple(rings[p] for p in positions),
             exchanges=tuple(exchanges[p] for p in positions),
@@ -103,7 +107,7 @@ def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Plac
         ),
         limits=tuple(map(topology.memory, ranks)),
         hosts=tuple(map(topology.to_host, ranks)),
-        cards=tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else (),
+        cards=cards,
     )
 
 

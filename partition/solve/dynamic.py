@@ -66,19 +66,23 @@ class Ranges:
 class DeviceRow:
     """Few devices in any order, from the pipeline's first to its last.
 
-    `rings`, `inward`, `outward`: [front, e] seconds a byte of devices front..e-1, numbered from the end: of sums over
-    them, and the least of messages with a stage that has the devices from e on, or the last ones before `front`.
+    `rings`, `exchanges`, `inward`, `arriving`, `outward`: [front, e] seconds a byte of devices front..e-1, numbered
+    from the end: of sums over them, of exchanges of parts, and the least of messages to a stage that has the devices
+    from e on, of those from it, and of those to one that has the last devices before `front`.
     """
 
     def __init__(self, topology: Topology, devices: Sequence[int]) -> None:
         self.topology, self.devices, back, size = topology, devices, devices[::-1], len(devices)
-        self.rings, self.inward, self.outward = np.zeros((3, size, size + 1))
+        self.rings, self.exchanges, self.inward, self.arriving, self.outward = np.zeros((5, size, size + 1))
         for a, b in combinations(range(size + 1), 2):
             self.rings[a, b] = topology.ring(sorted(back[a:b])).seconds_a_byte
+            self.exchanges[a, b] = topology.exchange(sorted(back[a:b])).seconds_a_byte
         for a, b, c in combinations(range(size + 1), 3):
-            link = topology.between(sorted(back[b:c]), sorted(back[a:b]), tensor=1).seconds_a_byte
-            self.inward[a, b] = min(self.inward[a, b] or link, link)
-            self.outward[b, c] = min(self.outward[b, c] or link, link)
+            stages = sorted(back[b:c]), sorted(back[a:b])
+            there, home = (topology.between(*pair, tensor=1).seconds_a_byte for pair in (stages, stages[::-1]))
+            self.inward[a, b] = min(self.inward[a, b] or home, home)
+            self.arriving[a, b] = min(self.arriving[a, b] or there, there)
+            self.outward[b, c] = min(self.outward[b, c] or there, there)
 
 
 class RangeCosts:
@@ -117,6 +121,10 @@ class RangeCosts:
         self.is_uniform = topology.is_uniform
         self.work = cuts.seconds / topology.fastest
         self._beside = beside
+        # Of a sum's seconds, what an exchange of parts takes at least: around a flat ring all is sent over its slowest
+        # level, and in an exchange, to each member of another host, over that which joins both.
+        beyond = [ring.seconds_a_byte for ring in topology.rings[1:]] if topology.is_flat else []
+        self._part = min(beyond, default=1.0) / max(beyond, default=1.0) / 2
         self._action, self._busy = action_seconds, min(link.busy for link in topology.links)
         self.seconds_a_byte: Floats = np.array([link.seconds_a_byte for link in topology.links])
         # [first, last] of a range of devices: its slowest one, its smallest one, its slowest network card
@@ -141,8 +149,10 @@ class RangeCosts:
         row = self.row
         ring = self.topology.ring_of_ranges(front, back, slow_links) if row is None else row.rings[front, e]
         sent = self.per_byte(np.maximum(front - 1, 0), back) if row is None else row.outward[front, e]
-        ring = ring / (r if self.num_microbatches is None else self.num_microbatches)
-        whole = ring * self.cuts.gradient_ratio
+        updates = r if self.num_microbatches is None else self.num_microbatches
+        ring = ring / updates
+        part = ring * self._part if row is None else row.exchanges[front, e] / updates
+        gradients, weights = self.cuts.gradient_ratio, self.cuts.gather_ratio
         return Ranges(
             replicas=r,
             in_flight=self.in_flight(r, e),
@@ -152,17 +162,19 @@ class RangeCosts:
                 speed=self.topology.fastest if self.is_uniform else self._speeds[front, back],
                 inward=self.inward(front, e) / r,
                 outward=sent / r,
+                shared=(1.0, 0.0, 0.0) if self.topology.shares_cards else (),
                 rounds=least_rounds(
-                    whole, whole / 2, ring / 2 * self.cuts.gather_ratio, gathers_ahead=self.cuts.gathers_ahead
+                    ring * gradients, part * gradients, part * weights, gathers_ahead=self.cuts.gathers_ahead
                 ),
             ),
             taken=sent / np.maximum(front, 1),
         )
 
-    def inward(self, front: Index, begin: Index) -> Floats:
-        """[s/byte] to a stage with devices from `front` on, numbered from the end, from one with those from `begin`."""
+    def inward(self, front: Index, begin: Index, *, arriving: bool = False) -> Floats:
+        """[s/byte] from a stage with devices from `front` on, numbered from the end, to one with those from `begin`, or
+        `arriving` from there."""
         if self.row is not None:
-            return np.asarray(self.row.inward[front, begin])
+            return np.asarray((self.row.arriving if arriving else self.row.inward)[front, begin])
         return self.per_byte(front, np.minimum(begin, self.num_devices - 1))
 
     def per_byte(self, first: Index, last: Index) -> Floats:
@@ -189,8 +201,10 @@ class RangeCosts:
 
     def lanes(self, sums: StageSums, seconds: StageSeconds, at: Ranges) -> tuple[Floats, Floats]:
         """Work of the busiest replica; messages and sums of gradients, or the consumer's messages [s a microbatch]."""
-        links = np.maximum(seconds.sending + seconds.collectives, sums.after * at.taken)
-        return np.asarray(seconds.work * at.share), links
+        own = seconds.sending + seconds.collectives
+        if self.topology.shares_cards:  # each may go over another card
+            own = np.max(np.broadcast_arrays(seconds.sending, seconds.sending_shared, seconds.collectives), axis=0)
+        return np.asarray(seconds.work * at.share), np.maximum(own, sums.after * at.taken)
 
     def bytes(self, sums: StageSums, at: Ranges) -> Floats:
         """On each device of a stage."""

@@ -108,7 +108,7 @@ _NAMES = {
     "partition.search.bounds": "LeastSeconds",
     "partition.search.cuts": "candidate_ends even_ends",
     "partition.search.evaluate": "Candidate DoesNotFitError PlanEvaluator",
-    "partition.search.layouts": "UnevenLayouts",
+    "partition.search.layouts": "UnevenLayouts uneven_layouts",
     "partition.search.model": "Model",
     "partition.search.plan": "in_all_orders",
     "partition.search.simulated": "BuiltSchedules SizesError long_batch short_batches simulated_batch",
