@@ -262,13 +262,13 @@ def _updates_per_microbatch(c: Configuration) -> Floats:
     return np.full(c.pipeline, once / c.batch)
 
 
-def _lanes(c: Configuration, s: StageSeconds) -> tuple[Floats, Floats, Floats, Floats]:
+def _lanes(c: Configuration, s: StageSeconds) -> tuple[Floats, Floats, Floats]:
     """[S] seconds a microbatch of the stages' compute lanes, of their own links, and of cards that devices share (all
-    that the busiest replica sends there, and the collectives); and of the first, those of its collectives."""
+    that the busiest replica sends there, and the collectives)."""
     share, updates = (each[list(c.positions)] for each in (_share(c), _updates_per_microbatch(c)))
-    busy, round_seconds = s.busy_in_collectives * updates, s.collectives * updates
-    own, shared = s.sending * share + round_seconds, s.sending_shared * share + round_seconds * s.sums_shared
-    return s.work * share + busy, own, shared, busy
+    rounds = s.collectives * updates
+    own, shared = s.sending * share + rounds, s.sending_shared * share + rounds * s.sums_shared
+    return s.work * share + rounds * s.sum_busy, own, shared
 
 
 def _updates_after_backward(c: Configuration, s: StageSeconds, *, collectives: Floats) -> Floats:
@@ -286,14 +286,12 @@ def _updates_after_backward(c: Configuration, s: StageSeconds, *, collectives: F
 
 def rank_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[P] seconds a microbatch of the slower lane of each rank."""
-    *lanes, _ = (_sum_by_rank(c, lane) for lane in _lanes(c, s))
-    return np.asarray(np.max(lanes, axis=0))
+    return np.asarray(np.max([_sum_by_rank(c, lane) for lane in _lanes(c, s)], axis=0))
 
 
 def stage_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[S] seconds a microbatch of the slower lane of each stage alone."""
-    *lanes, _ = _lanes(c, s)
-    return np.asarray(np.max(lanes, axis=0))
+    return np.asarray(np.max(_lanes(c, s), axis=0))
 
 
 def least_step(c: Configuration, s: StageSeconds, hops: Floats, tied: Ties, again: Floats | float = 0.0) -> float:
@@ -303,14 +301,15 @@ def least_step(c: Configuration, s: StageSeconds, hops: Floats, tied: Ties, agai
     Of a flushed batch: the first microbatch must reach a rank, the rank does its work, and the last gradient must get
     back to each rank before, which updates after it, the first one after sums of weights that its first stage
     shares, too. What keeps a rank busy with sums is a part of its own work, whenever it comes, and no part of that way
-    back. Where the backward is split, what comes after may be weight gradients, and the way back takes no time that is
-    known.
+    back; with weights that are gathered ahead it may be busy on the way there. Where the backward is split, what comes
+    after may be weight gradients, and the way back takes no time that is known.
     """
-    work, *by_links, busy = (_sum_by_rank(c, lane) * c.batch for lane in _lanes(c, s))
-    work, links = work + again * _share(c) * c.batch, float(np.max(by_links))
+    work, *lanes = (_sum_by_rank(c, lane) * c.batch for lane in _lanes(c, s))
+    work, updates = work + again * _share(c) * c.batch, _updates_per_microbatch(c) * c.batch
     if c.family.rule.is_asynchronous:
-        return max(float((work + _sum_by_rank(c, s.step) * _updates_per_microbatch(c) * c.batch).max()), links)
-    update = _updates_after_backward(c, s, collectives=np.maximum(s.after - s.busy_in_collectives, 0.0))
+        return float(np.max([work + _sum_by_rank(c, s.step) * updates, *lanes]))
+    busy, ahead = (_sum_by_rank(c, each * s.sum_busy) * updates for each in (s.collectives, s.collectives - s.after))
+    update = _updates_after_backward(c, s, collectives=s.after - s.after * s.sum_busy) - ahead
     front, around = c.pipeline - 1, s.overhead + s.message_overhead
     part = c.least_slice  # of what must be through on the way to a rank, and back
     head, tail = (
@@ -318,8 +317,8 @@ def least_step(c: Configuration, s: StageSeconds, hops: Floats, tied: Ties, agai
         for own in (s.forward[:front], s.backward[:front])
     )
     if c.family.splits_backward:
-        return max(float((head + work + update).max()), links)
+        return float(np.max([head + work + update, work, *lanes]))
     shared = max((seconds + float(s.step[0]) for (first, *_), seconds in tied if first == 0), default=0.0)
     behind = _updates_after_backward(c, s, collectives=s.after) - tail
     back = work - busy + tail + np.maximum.accumulate([max(behind[0], shared), *behind[1:]])
-    return max(float((head + np.maximum(work + update, back)).max()), links)
+    return float(np.max([head + np.maximum(work + update, back), work, *lanes]))

@@ -75,3 +75,16 @@ def test_a_layout_that_fits_is_not_refused() -> None:
         evaluator, model = evaluator_of(profile, Cluster.from_levels([(3, 1.0)]), limit=limit)
         layouts = uneven_layouts(evaluator.topology, model, 0.0, **shape)[0]
         assert (ranks, ends) in [(c.ranks, ends) for _, c, ends in layouts.in_order_of_bound(math.inf)]
+
+
+def test_a_rank_that_gathers_weights_ahead_does_so_before_its_first_microbatch_is_there() -> None:
+    """Sums keep ranks from computing; the gather of the second stage is through before the first one's forward is."""
+    small, large = chain(2, forward_seconds=9.0, parameter_bytes=1.0, update_seconds=9.0).nodes
+    profile = Profile(nodes=[small, replace(large, parameter_bytes=8.0)], microbatch_size=1, gathers_ahead=True)
+    cluster = Cluster(levels=(Level(name="a", size=4, bandwidth=1.0, sum_busy=1.0),))
+    evaluator, _ = evaluator_of(profile, cluster, "full")
+    c = configuration(data=2)
+    for choice in evaluator.choices(c, (0, 1, 2), exact=True):
+        seconds = evaluator.simulate(choice).simulated_seconds
+        assert choice.seconds.gather[1] > 0
+        assert max(choice.bound, evaluator.least_seconds(c, choice.ends)) <= seconds * (1 + 1e-9)
