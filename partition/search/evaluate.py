@@ -395,9 +395,10 @@ class PlanEvaluator:
 
     def placement(self, c: Configuration) -> Placement:
         """Devices and links of its stages; equal ones are found once. O(devices) the first time."""
-        key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks, c.by_replica)
+        profile = self.model(c).profile
+        key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks, c.by_replica, profile.context, profile.expert)
         if key not in self._placements:
-            self._placements[key] = placement_of(c, self.topology, self.model(c).profile)
+            self._placements[key] = placement_of(c, self.topology, profile)
         return self._placements[key]
 
     def likeness(self, c: Configuration, ends: Ends) -> object:
@@ -420,9 +421,9 @@ class PlanEvaluator:
         places = tuple(sorted({c.positions[stage] for stage in stages}))
         if len(places) == 1:
             return NO_TRANSFER
-        key = (c.pipeline, c.data, c.tensors, places, c.ranks, c.by_replica)
+        context = self.model(c).profile.context  # members of a group that hold the same weights
+        key = (c.pipeline, c.data, c.tensors, places, c.ranks, c.by_replica, context)
         if key not in self._tied_sums:
-            context = self.model(c).profile.context  # members of a group that hold the same weights
             ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place] // context]]
             self._tied_sums[key] = self.topology.ring(ranks, tensor=min(c.tensors) // context)
         return self._tied_sums[key]
