@@ -17,8 +17,7 @@ import numpy as np
 
 from ...schedules.ir import Op
 from ..profile import Node, Profile
-from ..solve.cut_sums import treated
-from ..stage_cost import COUNTED, OFFLOAD, count_again, kind_of
+from ..stage_cost import COUNTED, OFFLOAD, count_again, kind_of, treated
 from ..topology import Floats
 from .record import PlanRecord, PlanStage
 from .reorder import input_grad_share

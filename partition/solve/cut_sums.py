@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...schedules.messages import ALONE_BYTES
 from ..profile import Node, Profile
-from ..stage_cost import Recomputed, StageSums
+from ..stage_cost import Recomputed, StageSums, treated
 from ..topology import Floats
 
 Cut = Any  # a position or an array of them; they broadcast
@@ -326,12 +326,3 @@ def total(chosen: Bools, weights: Floats) -> Floats:
 
 def _between(column: Floats, first: Cut, last: Cut) -> Floats:
     return np.asarray(np.maximum(column[last] - column[first], 0.0), dtype=np.float64)
-
-
-def treated(node: Node, kind: str) -> tuple[float, float, float]:
-    """Kept besides its inputs [bytes], what runs again [s], made again at once [bytes], as one of COUNTED says."""
-    stash, forward = node.stash_bytes, node.forward_seconds
-    if not node.runs_again:
-        return stash, 0.0, 0.0
-    kept, seconds = (0.0, forward) if kind == "layer" else node.under(kind)
-    return kept, seconds, max(stash - kept, 0.0)
