@@ -13,17 +13,16 @@
 
 `InFlightCounts` are counted in the schedule's own programs: how much of which is there, whenever that may be most.
 `recompute` weighs them under each treatment of the memory, and chooses one. `stage_bytes` gives the same figures of one
-stage each, of which `memory_curves` makes memory over time. `stage_parts` is the closed form for stages between any two
-cuts, elementwise, never less: with it the dynamic programs know what does not fit.
+stage each, of which `memory_curves` makes memory over time. `bytes_by_in_flight` is the closed form for stages between
+any two cuts, elementwise, never less: with it the dynamic programs know what does not fit.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 
@@ -36,7 +35,7 @@ from ..schedules.placement import chunk_of_stages
 from ..schedules.timing.memory import StageBytes
 from ..schedules.timing.timeline import Timeline
 from ..schedules.versions import derive_versions
-from .stage_cost import StageSums
+from .stage_cost import Figures, StageSums
 from .strict import check_figures
 from .topology import Floats, Indices
 
@@ -45,7 +44,6 @@ _PARTS = 1 << 20  # of a microbatch, in which slices are counted
 _FEW = 256  # moments that are compared all with all
 _GPUS = ("cuda", "nvidia", "tesla", "geforce", "a100", "a10", "h100", "h200", "b200", "v100", "p100", "l4", "t4")
 _CUDA_CONTEXT = 300e6  # at least, with PyTorch's kernels: github.com/pytorch/pytorch issues 107667 and 28113
-Figures = Any  # a number or an array of them; they broadcast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,18 +334,29 @@ class RankPlace:
     num_messages: Figures = math.inf
 
 
-def stage_parts(
-    sums: StageSums, place: RankPlace, *, copies: Figures, divides: bool = False, recompute: str = "none"
-) -> tuple[Floats, Floats, Floats]:
-    """Bytes on a device of each stage, elementwise: held in any case, and for each microbatch in flight; and the bytes
-    after the batch, which may be more than these together.
+def weight_copies(versions: Figures, optimizer_ratio: float, shards: Figures = 1) -> Figures:
+    """Times that a device holds its weights: their versions, gradients, the optimizer's state or a share of it."""
+    return versions + 1 + optimizer_ratio / shards
+
+
+def bytes_by_in_flight(
+    sums: StageSums,
+    place: RankPlace,
+    *,
+    versions: tuple[Figures, Figures],
+    optimizer_ratio: float,
+    divides: bool = False,
+    recompute: str = "none",
+) -> Callable[[Figures], Floats]:
+    """Bytes on a device of each stage, elementwise, of so many microbatches in flight; after the batch it may be more.
 
     What the V stages of a rank share counts with a V-th.
 
     Arguments:
         place: of its stages the number alone counts.
-        copies: how many times the weights are there: versions, gradients, the optimizer's state.
-        divides: whether the optimizer's state may be divided over the replicas.
+        versions: of the weights, in any case and for each microbatch in flight.
+        optimizer_ratio: bytes of optimizer state a byte of parameters.
+        divides: whether that may be divided over the replicas.
     """
     num_chunks, replicas, streams = len(place.stages), place.replicas, place.streams
     share = place.tensor * num_chunks
@@ -358,11 +367,12 @@ def stage_parts(
     workspace = sums.workspace / num_chunks + sums.before + sums.after
     under = sums.under(recompute)
     passing, one = workspace + sent / share + under.again, sums.after / share + under.kept
-    shards = np.where(divides, replicas, 1)
+    shards, (always, for_each) = replicas if divides else 1, versions
     bucket = _bytes_while_summing(sums, replicas=replicas, shards=shards, streams=streams, share=num_chunks)
-    kept = sums.weights * copies + sums.buffers
+    kept = sums.weights * weight_copies(always, optimizer_ratio, shards) + sums.buffers
     # With one stage a rank and a flush nothing else is under way while gradients are summed.
-    return kept + passing + (0.0 if num_chunks == 1 and not streams else bucket), one, np.asarray(kept + bucket)
+    fixed, each = kept + passing + (0.0 if num_chunks == 1 and not streams else bucket), one + for_each * sums.weights
+    return lambda in_flight: np.maximum(fixed + in_flight * each, kept + bucket)
 
 
 def _bytes_while_summing(

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES, receives_ahead
-from .memory import GRADIENTS_SENT, InFlightCounts, RankMemory, RankPlace, stream_copies, total_bytes
+from .memory import GRADIENTS_SENT, InFlightCounts, RankMemory, RankPlace, stream_copies, total_bytes, weight_copies
 from .stage_cost import COUNTED, OFFLOAD, Recomputed, StageSeconds, StageSums
 from .topology import Floats, Indices
 
@@ -60,6 +60,13 @@ class MemoryRules:
     recompute: tuple[str, ...] = ("none",)
     sharding: tuple[str, ...] = ("none",)
     offloads: bool = False
+
+    def least_copies(self, replicas: float) -> float:
+        """Times that the fullest of so many replicas holds a stage's weights, at least; where the optimizer's state is
+        divided, each has the parts of others for a moment, of gradients and of weights."""
+        ratio = self.optimizer_ratio
+        states = {"none": ratio, "full": 1 + (ratio - 1) / replicas}
+        return float(weight_copies(1, min(states[name] for name in self.sharding)))
 
     def front(self, sums: StageSums, in_flight: InFlightCounts, place: RankPlace) -> tuple[RankMemory, ...]:
         """Treatments that fit the device, the least seconds first; or the one with the least excess."""

@@ -22,11 +22,12 @@ A stage has two lanes, which overlap. Its pace is that of the slower one, a micr
 
     work      (F + B + 2 overhead) share    share: of a batch's M microbatches that the busiest of D replicas runs
               + busy updates                updates: a microbatch, 1/M where a batch is one
-    links     sending share
+    links     sending share             of its own card, and of one that devices share
               + (ring + gather) updates
 
-The dynamic program of `partition()` looks at the same lanes where only the stage's range of devices is known, not yet
-the ranks of its neighbours (`solve/dynamic.py`): it is never slower there than here.
+`stage_seconds` is this table, elementwise: for stages on known ranks, and for all stages between any two cuts where
+only some of that is known: the range of a stage's devices and not yet the ranks of its neighbours (`solve/dynamic.py`,
+never slower there than here), or links without sums (`search/cuts.py`). What `StageDevices` leave out takes no time.
 
 Recomputation of a stage, a microbatch:
 
@@ -50,16 +51,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES
 from ..schedules.timing.costs import Costs, Ties
-from ..schedules.timing.links import ON_CARD, AllReduce, Link, Links, PlaceNetwork
 from .topology import Floats, Indices, TransferTime
 
+if TYPE_CHECKING:
+    from .profile import Node
+
+Figures = Any  # a number or an array of them; they broadcast
 KEEP_LESS = "keep_less"
 RECOMPUTE = ("none", "full", "layer", "selective", KEEP_LESS)
 COUNTED = ("layer", "selective", KEEP_LESS)
@@ -88,6 +91,15 @@ def kind_of(rule: str) -> str:
     ('layer', 'full')
     """
     return rule.partition(":")[0]
+
+
+def treated(node: Node, kind: str) -> tuple[float, float, float]:
+    """Kept besides its inputs [bytes], what runs again [s], made again at once [bytes], as one of COUNTED says."""
+    stash, forward = node.stash_bytes, node.forward_seconds
+    if not node.runs_again:
+        return stash, 0.0, 0.0
+    kept, seconds = (0.0, forward) if kind == "layer" else node.under(kind)
+    return kept, seconds, max(stash - kept, 0.0)
 
 
 class Recomputed(NamedTuple):
@@ -152,16 +164,6 @@ class StageSums:
         own = self.weights - self.tied - self.experts
         return np.asarray(np.where(own > 1e-9 * self.weights, own, 0.0), dtype=np.float64)
 
-    @property
-    def least_round(self) -> Floats:
-        """Bytes that go round the replicas once and back for these, whether the optimizer's state is divided or not."""
-        return self.summed * min(self.gradient_ratio, (self.gradient_ratio + self.gather_ratio) / 2)
-
-    @property
-    def least_round_after(self) -> Floats:
-        """The bytes of these that go round after the last backward."""
-        return self.summed * self.gradient_ratio / 2 if self.gathers_ahead else self.least_round
-
     def counts(self, stage: int, kind: str = "layer") -> Recomputed:
         """[n + 1] of one stage, of which none to all n nodes that run again do so, the first ones first."""
         if self.by_count is None:
@@ -202,60 +204,87 @@ def stages_from(parts: Sequence[StageSums]) -> StageSums:
         return np.array([float(column[stage]) for stage, column in enumerate(columns)])
 
     figures = [each.name for each in fields(StageSums) if each.type == "Floats"]
-    return StageSums(
-        **{name: chosen(getattr(part, name) for part in parts) for name in figures},
+    columns: Any = {name: chosen(getattr(part, name) for part in parts) for name in figures}
+    return replace(
+        parts[0],
+        **columns,
         by_node=lambda name: Recomputed(*map(chosen, zip(*(part.under(name) for part in parts), strict=True))),
         by_count=lambda stage, kind: parts[stage].counts(stage, kind),
-        gradient_ratio=parts[0].gradient_ratio,
-        gather_ratio=parts[0].gather_ratio,
-        gathers_ahead=parts[0].gathers_ahead,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDevices:
+    """What stages run on: of each, or, for a bound, numbers or arrays that broadcast with those of `StageSums`; what it
+    does not know takes no time.
+
+    Arguments:
+        speed: of the slowest device, times that of the profile's.
+        inward, outward: seconds a byte of whole messages to the stage before, and to the one after.
+        shared: 1 where messages inward, outward, and sums take a card that devices share, else 0; none: all are 0.
+        message_overhead: seconds for which a rank is busy with the messages of an F or a B.
+        rings, exchanges, expert_rings: over the replicas, of each stage; the last over those with the same experts.
+        rounds: where these are not known, seconds a byte of weights, as of `least_rounds`.
+        sum_busy: part of the sums' seconds for which their ranks can't compute (0 to 1).
+    """
+
+    speed: Figures
+    inward: Figures = 0.0
+    outward: Figures = 0.0
+    shared: tuple[Figures, ...] = ()
+    message_overhead: Figures = 0.0
+    rings: Sequence[TransferTime] = ()
+    exchanges: Sequence[TransferTime] = ()
+    expert_rings: Sequence[TransferTime] = ()
+    rounds: tuple[Figures, Figures] = (0.0, 0.0)
+    sum_busy: Figures = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageSeconds:
-    """[S] seconds of each stage: of a microbatch (F, B, message to the next stage or back, the faster one, all that it
-    sends; I and W as `halves` under a schedule that has them), of the runtime around each action, and besides for the
-    messages of an F or a B, of an update (sum of gradients, optimizer's step, updated weights gathered); and the share
-    of those sums and gathers for which their ranks can't compute (0 to 1); and whether weights are gathered before the
-    next forwards, in place of after the step.
+    """Seconds of stages, arrays that broadcast: of a microbatch (F, B, all that it sends over its own links, and over a
+    card that devices share, 0 where it has none; I and W as `halves` under a schedule that has them), of the runtime
+    around each action, and besides for the messages of an F or a B, of an update (sum of gradients, optimizer's step,
+    updated weights gathered); the share of those sums and gathers for which their ranks can't compute (0 to 1); whether
+    they take that card, too (1); and whether weights are gathered before the next forwards, in place of after the step.
 
     `work` counts two actions a microbatch, where a schedule that splits the backward may have three.
     """
 
     forward: Floats
     backward: Floats
-    message: Floats
     sending: Floats
+    sending_shared: Figures
     ring: Floats
     step: Floats
     gather: Floats
-    sum_busy: Floats
+    sum_busy: Figures
     overhead: Floats
-    message_overhead: Floats
+    message_overhead: Figures
+    sums_shared: Figures = 0.0
     gathers_ahead: bool = False
     halves: tuple[Floats, Floats] | None = None
 
     @property
     def collectives(self) -> Floats:
-        """[S] all that goes round the replicas for an update."""
+        """All that goes round the replicas for an update."""
         return self.ring + self.gather
 
     @property
     def after(self) -> Floats:
-        """[S] of those, what comes after the last backward."""
+        """Of those, what comes after the last backward."""
         return self.ring if self.gathers_ahead else self.collectives
 
     @property
     def busy_in_collectives(self) -> Floats:
-        """[S] seconds of `collectives` during which ranks cannot compute."""
-        return self.collectives * self.sum_busy
+        """Seconds of `collectives` during which ranks cannot compute."""
+        return np.asarray(self.collectives * self.sum_busy)
 
     @property
     def work(self) -> Floats:
-        """[S] F + B, each with what the runtime takes around it."""
+        """F + B, each with what the runtime takes around it."""
         whole = self.backward if self.halves is None else sum(self.halves)
-        return np.asarray(self.forward + whole + 2 * (self.overhead + self.message_overhead))
+        return np.asarray(self.forward + whole + runtime_seconds(self.overhead, self.message_overhead))
 
     def costs(self, *, around: float, norm: float | None, tied: Ties) -> Costs:
         return Costs(
@@ -265,59 +294,24 @@ class StageSeconds:
             weight_grad=None if self.halves is None else self.halves[1].tolist(),
             update=self.step.tolist(),
             overhead=self.overhead.tolist(),
-            message_overhead=self.message_overhead.tolist(),
+            message_overhead=self.message_overhead,
             around=around,
             norm=norm,
-            sum_busy=self.sum_busy.tolist(),
+            sum_busy=self.sum_busy,
             tied=tied,
         )
 
-    def links(self, message_bytes: Floats, place: Placement, *, positions: Sequence[int]) -> Links:
-        """Likewise, one rank a place, with bytes of all T tensor ranks after each stage; routes of several stages are
-        alike."""
-        routes: dict[tuple[int, int], Link] = {}
-        for (a, b), out, back in zip(pairwise(positions), place.outward[:-1], place.inward[1:], strict=True):
-            for pair, hop in (((a, b), out), ((b, a), back)):
-                link = Link(
-                    latency=hop.latency,
-                    seconds_per_byte=hop.seconds_a_byte,
-                    sending=ON_CARD if hop.on_card else None,
-                    blocks=hop.blocks,
-                )
-                if a != b and routes.get((min(pair), max(pair))) != link:
-                    routes[pair if out != back else (min(pair), max(pair))] = link
-        rounds = zip(self.ring.tolist(), self.gather.tolist(), strict=True)
-        return Links(
-            network=PlaceNetwork(
-                places=tuple((p,) for p in range(max(positions) + 1)), routes=routes, cards=place.cards
-            ),
-            activation_bytes=message_bytes[:-1].tolist(),
-            sums=tuple(
-                AllReduce(stage=s, seconds=ring, gather=gather, ways=None, unshards=self.gathers_ahead)
-                for s, (ring, gather) in enumerate(rounds)
-                if ring > 0
-            ),
-        )
 
-
-def message_overheads(messages: Sequence[float]) -> tuple[float, ...]:
-    """[S] seconds for which a rank is busy with the messages of an F, B or I of the stages.
-
-    F receives a message from the stage before and sends one to the next; B and I receive one from the next stage and
-    send one back.
-
-    Arguments:
-        messages: [S - 1] seconds for which either end is busy with a message between neighbouring stages; 0 where these
-            are on one rank.
-
-    >>> message_overheads([10.0, 0.0])
-    (10.0, 10.0, 0.0)
-    """
-    return tuple(before + after for before, after in zip((0.0, *messages), (*messages, 0.0), strict=True))
+def runtime_seconds(action: Figures, messages: Figures = 0.0) -> Figures:
+    """Seconds of the runtime around F and B of a microbatch: of each action, and for its messages."""
+    return 2 * (action + messages)
 
 
 def message_seconds(overheads: Sequence[float]) -> tuple[float, ...]:
-    """[S - 1] seconds of a message between neighbouring stages, from `message_overheads`; 0 for a single stage.
+    """[S - 1] seconds for which either end is busy with a message between neighbouring stages; 0 for a single stage.
+
+    Arguments:
+        overheads: [S] of a stage's messages to both neighbours.
 
     >>> message_seconds([10.0, 15.0, 5.0])
     (10.0, 5.0)
@@ -339,11 +333,6 @@ def busiest_share(num_microbatches: int | None, replicas: Floats) -> Floats:
     return np.asarray(-(-num_microbatches // replicas) / num_microbatches)
 
 
-def pace(*, work: Floats, links: Floats) -> Floats:
-    """Seconds a microbatch of the slower of two lanes."""
-    return np.maximum(work, links)
-
-
 def num_buckets(sums: StageSums) -> Indices:
     """Buckets in which gradients travel, at least 1: common ones of small parameters, and one for each large one; 1
     where parameters are not known."""
@@ -352,99 +341,85 @@ def num_buckets(sums: StageSums) -> Indices:
     return np.asarray(np.maximum(found, 1), dtype=np.intp)
 
 
-def collective_seconds(sums: StageSums, links: Sequence[TransferTime], *, ratio: float) -> Floats:
+def collective_seconds(
+    sums: StageSums, links: Sequence[TransferTime], expert_rings: Sequence[TransferTime], *, ratio: float
+) -> Floats:
     """[S] seconds of all that stages hold alone, `ratio` bytes for a byte of weights, once round their replicas in as
-    many buckets as gradients have: one after the other, as NCCL has them, or as many at once as the transport takes."""
+    many buckets as gradients have: one after the other, as NCCL has them, or as many at once as the transport takes;
+    and of their experts."""
     every = zip(links, sums.summed.tolist(), num_buckets(sums).tolist(), strict=True)
     found = [
         replace(link, at_once=link.at_once or 1).seconds(ratio * own, number=number) if own > 0 else 0.0
         for link, own, number in every
     ]
-    return np.array(found)
+    held = zip(expert_rings, sums.experts.tolist(), strict=False)  # there may be none
+    return np.add(found, [ring.seconds(ratio * each) if each else 0.0 for ring, each in held] or 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Devices and links of stages.
+def update_seconds(
+    step: Floats, *, whole: Floats, parts: Floats, gather: Floats | float, shards: Figures
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds of a sum of gradients, the optimizer's step, and a gather of weights, elementwise: `whole` and `step`
+    alone, or, where `shards` ranks divide the optimizer's state, `parts` of the gradients, a share, and `gather`."""
+    number = np.asarray(shards, dtype=np.float64)
+    return np.where(number > 1, parts, whole), np.asarray(step / number), np.where(number > 1, gather, 0.0)
 
-    Arguments:
-        inward, outward: [S] links to the stage before, for gradients, and to the one after, with seconds a byte of
-            whole messages, of which each of min(T, T') tensor ranks sends a share; none at the ends.
-        rings, exchanges: [P] over the replicas of a stage.
-        speeds: [P] of the slowest device of a stage, times that of the profile's.
-        limits: [P] memory of its smallest device [bytes].
-        hosts: [P] of the slowest link of its devices to their hosts [bytes/s]; 0: none is known.
-        cards: [P] by replica, of cards that devices share; none where each has its own.
-        expert_rings: [P] as `rings`, over those with the same experts; none where all have them.
-    """
 
-    inward: tuple[TransferTime, ...]
-    outward: tuple[TransferTime, ...]
-    rings: tuple[TransferTime, ...]
-    exchanges: tuple[TransferTime, ...]
-    speeds: tuple[float, ...]
-    limits: tuple[float, ...]
-    hosts: tuple[float, ...]
-    cards: tuple[tuple[int, ...], ...] = ()
-    expert_rings: tuple[TransferTime, ...] = ()
+def least_rounds(whole: Figures, parts: Figures, gather: Figures, *, gathers_ahead: bool) -> tuple[Floats, Floats]:
+    """What goes round for an update after the last backward, and the rest, at least, whether the optimizer's state is
+    divided or not, elementwise; of such as those of `update_seconds`, in any unit."""
+    both = np.minimum(whole, parts + gather)
+    after = np.minimum(whole, parts) if gathers_ahead else both
+    return after, np.maximum(both - after, 0.0)
 
 
 def stage_seconds(
     sums: StageSums,
-    place: Placement,
-    positions: Sequence[int],
+    on: StageDevices,
     *,
-    recompute: Sequence[str],
-    shards: Sequence[int],
-    action: float,
+    again: Figures = 0.0,
+    shards: Figures = 1,
+    action: float = 0.0,
     split_share: Floats | None = None,
 ) -> StageSeconds:
-    """The table above for S stages whose ranks are known.
+    """The table above, elementwise: for S stages whose ranks are known, and for all stages between any two cuts.
 
     Arguments:
-        positions: [S] place of each stage, 0 to P - 1.
-        recompute: [S] of RECOMPUTE.
-        shards: [S] ranks over which the optimizer's state is divided.
+        again: seconds of what runs again in B, on the profile's device.
+        shards: ranks over which the optimizer's state is divided.
         action: seconds of the runtime around each action, messages apart.
-        split_share: [S] part of the microbatches whose I and W run apart; None: the schedule has none.
+        split_share: part of the microbatches whose I and W run apart; None: the schedule has none.
     """
-    outward, speeds = place.outward, np.asarray(place.speeds)[list(positions)]
-    links_in, links_out = (np.array([x.seconds_a_byte for x in links]) for links in (place.inward, outward))
-
-    def collectives(links: Sequence[TransferTime], ratio: float) -> Floats:
-        found = collective_seconds(sums, [links[p] for p in positions], ratio=ratio)
-        if place.expert_rings:
-            held = zip((place.expert_rings[p] for p in positions), sums.experts.tolist(), strict=True)
-            found = found + [ring.seconds(ratio * each) if each else 0.0 for ring, each in held]
-        return found
-
-    whole, parts = (collectives(links, sums.gradient_ratio) for links in (place.rings, place.exchanges))
-    gather = collectives(place.exchanges, sums.gather_ratio)
-    sent_in, sent_out = sums.before * links_in, sums.after * links_out
-    message, back = (
-        np.array([link.latency for link in links]) + sent
-        for links, sent in ((outward, sent_out), (place.inward, sent_in))
-    )
-    if outward[:-1] != place.inward[1:]:
-        message[:-1] = np.minimum(message[:-1], back[1:])
-    divided, again = np.array(shards, dtype=np.float64), sums.seconds_again(recompute)
     halves = None
     if split_share is not None:  # both walk the same graph, and take no less than B; what runs again does so before I
         both = sums.input_grad + sums.weight_grad
         longer = sums.backward + split_share * np.maximum(both - sums.backward, 0.0)
         weight = longer * sums.weight_grad / np.maximum(both, 1e-30)
-        halves = (np.maximum(longer - weight, 0.0) + again) / speeds, weight / speeds  # sums round
+        halves = (np.maximum(longer - weight, 0.0) + again) / on.speed, weight / on.speed  # sums round
+    there, back = sums.after * on.outward, sums.before * on.inward
+    sent, shared = back + there, back * on.shared[0] + there * on.shared[1] if on.shared else 0.0
+    step = sums.update / on.speed
+    if on.rings:
+        ratios = sums.gradient_ratio, sums.gradient_ratio, sums.gather_ratio
+        whole, parts, gather = (
+            collective_seconds(sums, links, on.expert_rings, ratio=ratio)
+            for links, ratio in zip((on.rings, on.exchanges, on.exchanges), ratios, strict=True)
+        )
+        ring, step, gather = update_seconds(step, whole=whole, parts=parts, gather=gather, shards=shards)
+    else:
+        (ring, gather), step = (sums.summed * each for each in on.rounds), step / shards
     return StageSeconds(
         halves=halves,
-        forward=sums.forward / speeds,
-        backward=(sums.backward + again) / speeds,
-        message=message,
-        sending=sent_in + sent_out,
-        ring=np.where(divided > 1, parts, whole),
-        step=sums.update / speeds / divided,
-        gather=np.where(divided > 1, gather, 0.0),
+        forward=sums.forward / on.speed,
+        backward=(sums.backward + again) / on.speed,
+        sending=sent - shared if on.shared else sent,
+        sending_shared=shared,
+        sums_shared=on.shared[2] if on.shared else 0.0,
+        ring=ring,
+        step=step,
+        gather=gather,
         gathers_ahead=sums.gathers_ahead,
-        sum_busy=np.array([place.rings[p].busy_share for p in positions]),
-        overhead=np.full(len(outward), action),
-        message_overhead=np.array(message_overheads([link.busy for link in outward[:-1]])),
+        sum_busy=on.sum_busy,
+        overhead=np.full(np.shape(on.message_overhead), action),
+        message_overhead=on.message_overhead,
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...schedules.families.registry import FAMILIES, canonical_name, family
 from ..cluster import Cluster
-from ..plans.record import PlanStage
+from ..plans.record import OWN, PlanStage
 from ..profile import Profile
 from ..solve.antichains import MAX_CUTS
 from ..solve.dynamic import SCHEDULES as WITH_REPLICAS
@@ -236,7 +236,7 @@ def refuse_given(
     for kind in kinds:
         if kind != OFFLOAD and not profile.knows(kind_of(kind)):
             raise ValueError(f"recompute={kind!r}: the profile has no figures for it: expected 'none', 'full', 'layer'")
-    takes = family(schedule).takes_slices
+    takes = schedule != OWN and family(schedule).takes_slices
     if takes and profile.context > 1:
         fail(f"schedule={schedule!r} with context", profile.context, "1: a slice's keys and values come from all parts")
     if takes != bool(lengths) or (takes and (sum(lengths) != profile.sequence_tokens or {*kinds} != {"none"})):
@@ -279,5 +279,3 @@ def check_ranks(stages: Sequence[Given], ranks: Sequence[Sequence[int]], num_dev
             raise ValueError(f"stage {at}: tensor={each.tensor}: expected that of the other stages on its ranks")
         if each.recompute != OFFLOAD:
             count_again(each.recompute)
-    if len(stages) % len(ranks):
-        raise ValueError(f"{len(stages)} stages on {len(ranks)} places: expected as many on each")

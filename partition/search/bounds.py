@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -36,10 +36,9 @@ import numpy as np
 from ...schedules.families.registry import family
 from ...schedules.timing.costs import Ties
 from ..profile import Profile
-from ..stage_cost import Placement, StageSeconds, busiest_share, pace
-from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
+from ..stage_cost import StageSeconds, busiest_share, runtime_seconds, update_seconds
+from ..topology import Floats, Topology
 from .model import Model
-from .simulated import SizesError
 from .space import Configuration
 
 _UPDATED = ("update_seconds", "parameter_bytes")
@@ -83,8 +82,9 @@ class LeastSeconds:
 
     def _of_actions(self, c: Configuration, model: Model) -> float:
         """Seconds of a batch without what the runtime takes around the step [s]."""
-        m, known, around = -(-c.batch // c.data), c.family, 2 * model.profile.action_seconds
-        messages = 4 * m * self._least_busy * (sum(a != b for a, b in pairwise(c.positions)) if self._least_busy else 0)
+        m, known, around = -(-c.batch // c.data), c.family, runtime_seconds(model.profile.action_seconds)
+        hops = sum(a != b for a, b in pairwise(c.positions)) if self._least_busy else 0
+        messages = m * runtime_seconds(0.0, 2 * hops * self._least_busy)  # both ends of a hop
         own = m * c.num_chunks * around  # of F and B of a rank's stages
         # All of V and the schedule that counts: most numbers of chunks have the same bound.
         kind = (known.rule.is_asynchronous, known.splits_backward, c.num_chunks == 1, own, messages, c.least_slice)
@@ -96,12 +96,12 @@ class LeastSeconds:
             return least
         part = c.least_slice  # of a microbatch goes ahead of the rest
         passes = part * self._passes(c, m / part)
-        return max(least, passes * (model.seconds / self.topology.fastest + c.num_stages * around))
+        return max(least, float(passes * (model.seconds / self.topology.fastest + c.num_stages * around)))
 
     def _of_work(self, c: Configuration, model: Model, *, own: float, messages: float) -> float:
         """The mean over the ranks, with updates and without [s], besides seconds of the runtime and of messages."""
         nodes, m, speed = self._nodes_of(model), -(-c.batch // c.data), self.topology.fastest
-        around = 2 * model.profile.action_seconds
+        around = runtime_seconds(model.profile.action_seconds)
         total = m * model.seconds / speed + messages
         stages, of_nodes = np.arange(c.pipeline), m * nodes.seconds / speed
         if c.family.rule.is_asynchronous:
@@ -145,8 +145,8 @@ class LeastSeconds:
         """F + B of any stage whose weights fit a device, at most [s]."""
         if self.topology.largest_memory == math.inf:
             return model.seconds
-        rules, (first, last) = model.rules, np.nonzero(model.cuts.inside)
-        copies = 2 + min(rules.optimizer_ratio, 1.0 if "full" in rules.sharding else math.inf)
+        first, last = np.nonzero(model.cuts.inside)
+        copies = min(map(model.rules.least_copies, (1, math.inf)))  # of any number of replicas
         fits = model.cuts.weights(first, last) * copies <= self.topology.largest_memory
         return float((model.cuts.seconds[last] - model.cuts.seconds[first])[fits].max(initial=0.0))
 
@@ -177,13 +177,9 @@ class LeastSeconds:
         key = (c.data, c.tensor, is_one, gradients, weights, context)
         if key not in self._rings:
             groups = self._fast.groups(c.data * context, stride=c.tensor // context)
-            found = (
-                [(gradients, self._fast.ring(group)) for group in groups],
-                [(gradients + weights, self._fast.exchange(group)) for group in groups],
-            )
             whole, parts = (
-                min(times * link.seconds_a_byte * (1.0 if is_one else link.busy_share) for times, link in each)
-                for each in found
+                times * min(link.seconds_a_byte * (1.0 if is_one else link.busy_share) for link in map(find, groups))
+                for times, find in ((gradients, self._fast.ring), (gradients + weights, self._fast.exchange))
             )
             self._rings[key] = whole, parts
         return self._rings[key]
@@ -191,8 +187,11 @@ class LeastSeconds:
 
 def _least_updates(update: Floats, parameters: Floats, data: int, rounds: tuple[float, float]) -> Floats:
     """Seconds of updates and what goes round for them, whether they are divided or not, elementwise."""
-    whole, parts = rounds
-    return np.asarray(np.minimum(update + parameters * whole, update / data + parameters * parts), dtype=np.float64)
+    whole, parts = (parameters * each for each in rounds)
+    undivided, divided = (
+        sum(update_seconds(update, whole=whole, parts=parts, gather=0.0, shards=shards)) for shards in (1, data)
+    )
+    return np.minimum(undivided, divided)
 
 
 def _most_on_a_rank(nodes: Floats, num_ranks: int) -> float:
@@ -263,19 +262,13 @@ def _updates_per_microbatch(c: Configuration) -> Floats:
     return np.full(c.pipeline, once / c.batch)
 
 
-def _work(c: Configuration, s: StageSeconds) -> Floats:
-    """[P] seconds a microbatch of a rank's compute lane."""
-    return _sum_by_rank(c, s.work) * _share(c) + _busy_in_collectives(c, s)
-
-
-def _busy_in_collectives(c: Configuration, s: StageSeconds) -> Floats:
-    """[P] of those, for which it does not compute but is busy with its sums."""
-    return _sum_by_rank(c, s.busy_in_collectives) * _updates_per_microbatch(c)
-
-
-def _links(c: Configuration, s: StageSeconds) -> Floats:
-    """[P] seconds a microbatch of its links: all that its busiest replica sends, and its all-reduces of gradients."""
-    return _sum_by_rank(c, s.sending) * _share(c) + _sum_by_rank(c, s.collectives) * _updates_per_microbatch(c)
+def _lanes(c: Configuration, s: StageSeconds) -> tuple[Floats, Floats, Floats]:
+    """[S] seconds a microbatch of the stages' compute lanes, of their own links, and of cards that devices share (all
+    that the busiest replica sends there, and the collectives)."""
+    share, updates = (each[list(c.positions)] for each in (_share(c), _updates_per_microbatch(c)))
+    rounds = s.collectives * updates
+    own, shared = s.sending * share + rounds, s.sending_shared * share + rounds * s.sums_shared
+    return s.work * share + rounds * s.sum_busy, own, shared
 
 
 def _updates_after_backward(c: Configuration, s: StageSeconds, *, collectives: Floats) -> Floats:
@@ -293,81 +286,39 @@ def _updates_after_backward(c: Configuration, s: StageSeconds, *, collectives: F
 
 def rank_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[P] seconds a microbatch of the slower lane of each rank."""
-    return pace(work=_work(c, s), links=_links(c, s))
+    return np.asarray(np.max([_sum_by_rank(c, lane) for lane in _lanes(c, s)], axis=0))
 
 
 def stage_paces(c: Configuration, s: StageSeconds) -> Floats:
     """[S] seconds a microbatch of the slower lane of each stage alone."""
-    share, updates = (each[list(c.positions)] for each in (_share(c), _updates_per_microbatch(c)))
-    return pace(
-        work=s.work * share + s.busy_in_collectives * updates, links=s.sending * share + s.collectives * updates
-    )
+    return np.asarray(np.max(_lanes(c, s), axis=0))
 
 
-def least_step(c: Configuration, s: StageSeconds, tied: Ties, again: Floats | float = 0.0) -> float:
-    """A lower bound of the step [s]; `again`: [P] further seconds of F and B a microbatch, whichever stage's they are.
+def least_step(c: Configuration, s: StageSeconds, hops: Floats, tied: Ties, again: Floats | float = 0.0) -> float:
+    """A lower bound of the step [s]; `hops`: [S - 1] seconds of a message between neighbouring stages; `again`: [P]
+    further seconds of F and B a microbatch, whichever stage's they are.
 
     Of a flushed batch: the first microbatch must reach a rank, the rank does its work, and the last gradient must get
     back to each rank before, which updates after it, the first one after sums of weights that its first stage
     shares, too. What keeps a rank busy with sums is a part of its own work, whenever it comes, and no part of that way
-    back. Where the backward is split, what comes after may be weight gradients, and the way back takes no time that is
-    known.
+    back; with weights that are gathered ahead it may be busy on the way there. Where the backward is split, what comes
+    after may be weight gradients, and the way back takes no time that is known.
     """
-    work, busy = (_work(c, s) + again * _share(c)) * c.batch, _busy_in_collectives(c, s) * c.batch
-    links = float(_links(c, s).max()) * c.batch
+    work, *lanes = (_sum_by_rank(c, lane) * c.batch for lane in _lanes(c, s))
+    work, updates = work + again * _share(c) * c.batch, _updates_per_microbatch(c) * c.batch
     if c.family.rule.is_asynchronous:
-        return max(float((work + _sum_by_rank(c, s.step) * _updates_per_microbatch(c) * c.batch).max()), links)
-    update = _updates_after_backward(c, s, collectives=np.maximum(s.after - s.busy_in_collectives, 0.0))
+        return float(np.max([work + _sum_by_rank(c, s.step) * updates, *lanes]))
+    busy, ahead = (_sum_by_rank(c, each * s.sum_busy) * updates for each in (s.collectives, s.collectives - s.after))
+    update = _updates_after_backward(c, s, collectives=s.after - s.after * s.sum_busy) - ahead
     front, around = c.pipeline - 1, s.overhead + s.message_overhead
     part = c.least_slice  # of what must be through on the way to a rank, and back
     head, tail = (
-        np.concatenate([[0.0], np.cumsum(part * (own + s.message[:front]) + around[:front])])
+        np.concatenate([[0.0], np.cumsum(part * (own + hops[:front]) + around[:front])])
         for own in (s.forward[:front], s.backward[:front])
     )
     if c.family.splits_backward:
-        return max(float((head + work + update).max()), links)
+        return float(np.max([head + work + update, work, *lanes]))
     shared = max((seconds + float(s.step[0]) for (first, *_), seconds in tied if first == 0), default=0.0)
     behind = _updates_after_backward(c, s, collectives=s.after) - tail
     back = work - busy + tail + np.maximum.accumulate([max(behind[0], shared), *behind[1:]])
-    return max(float((head + np.maximum(work + update, back)).max()), links)
-
-
-def placement_of(c: Configuration, topology: Topology, profile: Profile) -> Placement:
-    """Devices and links of its stages; SizesError for replicas over which experts do not divide."""
-    positions, ranks, sizes = c.positions, c.stage_ranks, c.tensors
-    owns = [*zip(ranks, sizes, strict=True)]
-    groups = [size // profile.context for size in sizes]  # that hold different weights
-    holders = [(own[::t], t) for own, t in zip(ranks, groups, strict=True)]
-    if any(len(own) % profile.expert for own, _ in holders):
-        raise SizesError(f"{c.counts} replicas: expected multiples of expert={profile.expert} with context")
-    pairs = [*pairwise(positions)]
-    out = {pair: _message_time(topology, *(owns[p] for p in pair)) for pair in {*pairs}}
-    back = out
-    if topology.cluster.node_links:
-        back = {(a, b): _message_time(topology, owns[b], owns[a]) for a, b in {*pairs}}
-    return Placement(
-        inward=(NO_TRANSFER, *(back[pair] for pair in pairs)),
-        outward=(*(out[pair] for pair in pairs), NO_TRANSFER),
-        rings=tuple(topology.ring(own, tensor=t) for own, t in holders),
-        exchanges=tuple(topology.exchange(own, tensor=t) for own, t in holders),
-        expert_rings=tuple(topology.ring(own[:: profile.expert], tensor=t) for own, t in holders)
-        if profile.expert > 1
-        else (),
-        cards=tuple(topology.cards(own[::size]) for own, size in owns) if topology.shares_cards else (),
-        speeds=tuple(map(topology.speed, ranks)),
-        limits=tuple(map(topology.memory, ranks)),
-        hosts=tuple(map(topology.to_host, ranks)),
-    )
-
-
-def _message_time(topology: Topology, src: tuple[Sequence[int], int], dst: tuple[Sequence[int], int]) -> TransferTime:
-    """The time of messages from place to place, as (ranks, tensor size) each, of which each of the fewer tensor ranks
-    sends a share."""
-    if src == dst:
-        return NO_TRANSFER  # a rank sends itself nothing
-    fewest = min(src[1], dst[1])
-    ends = (
-        own if size == fewest else [r for at, r in enumerate(own) if at % size < fewest] for own, size in (src, dst)
-    )
-    message = topology.between(*ends, tensor=fewest)
-    return replace(message, seconds_a_byte=message.seconds_a_byte / fewest)
+    return float(np.max([head + np.maximum(work + update, back), work, *lanes]))

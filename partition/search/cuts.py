@@ -12,19 +12,20 @@ slowest stage, so that the answer is that of w = n.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from ..cluster import Cluster
-from ..memory import InFlightCounts, RankPlace, context_bytes, stage_parts
+from ..memory import InFlightCounts, bytes_by_in_flight, context_bytes
 from ..solve.chunks import all_stages, equal_stages, even_stages
 from ..solve.dynamic import DeviceRow, RangeCosts, grain_of, solve, stage_ranks
 from ..solve.orders import node_orders
-from ..stage_cost import COUNTED, Placement, pace
+from ..stage_cost import COUNTED, Figures, StageDevices, stage_seconds
 from ..topology import Floats
 from .evaluate import Ends, PlanEvaluator
 from .model import Model
+from .placement import Placement, rank_place
 from .space import Configuration
 
 _REACH = 3  # times the mean of cuts a stage
@@ -124,34 +125,31 @@ class _EvenCosts:
         sizes = model.cuts.members.sum(axis=1)
         self.nodes = np.maximum(sizes[ends] - sizes[first], 1)
         self._fullest: dict[int, list[float]] = {}
-        self.least_beyond = min(each.least_work_beyond(reach) for each in models.values()) / max(place.speeds)
+        self.least_beyond = min(each.least_work_beyond(reach) for each in models.values()) / max(place.on.speed)
         self.action_seconds = model.profile.action_seconds
         self.context_bytes = context_bytes(model.profile.device)
         self._plain: dict[object, Floats] = {}
         self._made: dict[object, Floats] = {}
-        self._parts: dict[object, tuple[Floats, Floats, Floats]] = {}
+        self._held: dict[object, Callable[[Figures], Floats]] = {}
 
     def without_memory_limit(self, stage: int) -> Floats:
         """Paces without a memory limit, nothing recomputed."""
-        speed = self.place.speeds[self.positions[stage]]
-        inward, outward = self.place.inward[stage], self.place.outward[stage]
-        size = self.c.tensors[self.positions[stage]]
-        key = (inward, outward, speed, size)
-        if key not in self._plain:
-            sums = self.sums[size]
-            sent = sums.before * inward.seconds_a_byte + sums.after * outward.seconds_a_byte
-            slower = pace(work=sums.work / speed + self._runtime(stage), links=sent)
-            self._plain[key] = np.where(self.inside, slower, np.inf)
-        return self._plain[key]
+        size, on = self.c.tensors[self.positions[stage]], self._on(stage)
+        if (on, size) not in self._plain:
+            seconds = stage_seconds(self.sums[size], on, action=self.action_seconds)
+            links = np.maximum(seconds.sending, seconds.sending_shared)
+            self._plain[on, size] = np.where(self.inside, np.maximum(seconds.work, links), np.inf)
+        return self._plain[on, size]
 
-    def _runtime(self, stage: int) -> float:
-        """Seconds a microbatch that the runtime takes besides F and B."""
-        return 2 * (self.action_seconds + self.place.inward[stage].busy + self.place.outward[stage].busy)
+    def _on(self, stage: int) -> StageDevices:
+        names, on = ("speed", "inward", "outward", "message_overhead"), self.place.on
+        shared = tuple(each[stage] for each in on.shared)
+        return StageDevices(**{name: getattr(on, name)[stage] for name in names}, shared=shared)
 
     def within_memory(self, stage: int) -> Floats:
         """Paces with the memory limit: recomputed where it must be, infinite where it does not fit."""
         p, chunk = self.positions[stage], stage // self.c.pipeline
-        counted, speed = self.in_flight[p], self.place.speeds[p]
+        counted, on = self.in_flight[p], self._on(stage)
         limit = (self.place.limits[p] - self.context_bytes) / self.c.num_chunks
         plain = self.without_memory_limit(stage)
         if not math.isfinite(limit) and "none" in self.rules.recompute:
@@ -159,7 +157,7 @@ class _EvenCosts:
         held = self._most_in_flight(p)[chunk]
         offloads = self.rules.offloads and self.place.hosts[p] > 0
         # `plain` is one for each pair of links
-        key = (id(plain), held, counted.versions, limit, speed, offloads, self.counts[p], self._tensor_of_messages(p))
+        key = (id(plain), held, counted.versions, limit, offloads, self.counts[p], self.c.message_tensor(p))
         if key in self._made:
             return self._made[key]
         made, sums = np.full_like(plain, np.inf), self.sums[self.c.tensors[p]]
@@ -172,8 +170,8 @@ class _EvenCosts:
             if recompute in self.counted:  # what all of them leave free, some may keep
                 part = 1 - spare / np.maximum(held * (sums.stash - row.kept), 1e-30)
                 again = again * np.ceil(np.clip(part, 0, 1) * self.nodes - _MARGIN) / self.nodes
-            seconds = np.maximum(plain, (sums.work + again) / speed + self._runtime(stage))
-            made = np.where(spare >= 0, np.minimum(made, seconds), made)
+            work = stage_seconds(sums, on, again=again, action=self.action_seconds).work
+            made = np.where(spare >= 0, np.minimum(made, np.maximum(plain, work)), made)
         self._made[key] = made
         return made
 
@@ -184,31 +182,20 @@ class _EvenCosts:
             self._fullest[p] = held[int(held.sum(axis=1).argmax())].tolist()
         return self._fullest[p]
 
-    def _tensor_of_messages(self, p: int) -> int:
-        return min(self.c.tensors[max(0, p - 1) : p + 2])
-
     def _bytes(self, p: int, held: float, recompute: str) -> Floats:
-        counts, versions, size = self.counts[p], self.in_flight[p].versions, self.c.tensors[p]
-        tensor = self._tensor_of_messages(p)
-        key = (counts, versions, recompute, size, tensor)  # the number of messages follows from `counts`
-        if key not in self._parts:
-            divides = "full" in self.rules.sharding
-            self._parts[key] = stage_parts(
+        versions, size = self.in_flight[p].versions, self.c.tensors[p]
+        # The number of messages follows from the replicas.
+        key = (self.counts[p], versions, recompute, size, self.c.message_tensor(p))
+        if key not in self._held:
+            self._held[key] = bytes_by_in_flight(
                 self.sums[size],
-                RankPlace(
-                    stages=(p,) * self.c.num_chunks,
-                    replicas=counts,
-                    tensor=tensor,
-                    limit=self.place.limits[p],
-                    streams=self.c.family.rule.is_asynchronous,
-                    num_messages=self.c.num_messages(p),
-                ),
-                copies=versions + 1 + self.rules.optimizer_ratio / (counts if divides else 1),
-                divides=divides,
+                rank_place(self.c, self.place, p, context_bytes=self.context_bytes),
+                versions=(versions, 0),
+                optimizer_ratio=self.rules.optimizer_ratio,
+                divides="full" in self.rules.sharding,
                 recompute=recompute,
             )
-        fixed, each, behind = self._parts[key]
-        return np.maximum(fixed + held * each, behind)
+        return self._held[key](held)
 
 
 class TooLargeError(ValueError):

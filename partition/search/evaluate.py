@@ -17,10 +17,11 @@ from ...schedules.timing.timeline import Timeline
 from ...schedules.transform import with_offload
 from ..memory import InFlightCounts, RankMemory, RankPlace, context_bytes, count_in_flight, count_over_time
 from ..recompute import one_of_each_rank, with_offloads
-from ..stage_cost import OFFLOAD, Placement, StageSeconds, StageSums, collective_seconds, stage_seconds, stages_from
+from ..stage_cost import OFFLOAD, StageSeconds, StageSums, least_rounds, stage_seconds, stages_from
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
-from .bounds import least_step, placement_of, rank_paces
+from .bounds import least_step, rank_paces
 from .model import Model
+from .placement import Placement, placement_of, rank_place
 from .simulated import (
     BuiltSchedules,
     SizesError,
@@ -100,22 +101,18 @@ class Candidate:
         c = self.configuration
         costs = self.seconds.costs(around=self.model.profile.around_seconds, norm=self.norm, tied=self.tied)
         costs = replace(costs, index_factors=c.shares * (c.num_microbatches or 1) or None)
-        return _with_offloads(costs, self.sums, self.placement, c.positions, self.leaving)
+        return _with_offloads(costs, self.sums, self.placement, self.leaving)
 
     @property
     def links(self) -> Links:
-        c = self.configuration
-        links = self.seconds.links(self.sums.after, self.placement, positions=c.positions)
-        return replace(links, index_factors=c.parts or None)
+        return replace(self.placement.network(self.sums, self.seconds), index_factors=self.configuration.parts or None)
 
 
-def _with_offloads(
-    costs: Costs, sums: StageSums, place: Placement, positions: Sequence[int], leaving: Sequence[int]
-) -> Costs:
+def _with_offloads(costs: Costs, sums: StageSums, place: Placement, leaving: Sequence[int]) -> Costs:
     """With the seconds of these stages' transfers to the host and back."""
     if not leaving:
         return costs
-    stashes = enumerate(zip(sums.stash.tolist(), positions, strict=True))
+    stashes = enumerate(zip(sums.stash.tolist(), place.positions, strict=True))
     seconds = [stash / place.hosts[p] if s in leaving else 0.0 for s, (stash, p) in stashes]
     return replace(costs, offload=seconds, reload=seconds)
 
@@ -216,9 +213,8 @@ class PlanEvaluator:
         treatments = [(memories[p], v) for p, v in zip(c.positions, c.chunks, strict=True)]
         return stage_seconds(
             sums,
-            self.placement(c),
-            c.positions,
-            recompute=[each.recompute[v] for each, v in treatments],
+            self.placement(c).on,
+            again=sums.seconds_again([each.recompute[v] for each, v in treatments]),
             shards=[each.shards[v] for each, v in treatments],
             action=self.model(c).profile.action_seconds,
             split_share=self._split_share(c),
@@ -227,20 +223,20 @@ class PlanEvaluator:
     def _candidate(
         self, c: Configuration, ends: Ends, sums: StageSums, tied: Ties, memories: Sequence[RankMemory]
     ) -> Candidate:
-        seconds = self._seconds(c, sums, memories)
-        outside = self._outside_pipeline(c, self.model(c))
+        seconds, place = self._seconds(c, sums, memories), self.placement(c)
+        outside, hops = self._outside_pipeline(c, self.model(c)), place.hop_seconds(sums)
         return Candidate(
             configuration=c,
             ends=ends,
             models={size: self.model(c, size) for size in {*c.tensors}},
-            placement=self.placement(c),
+            placement=place,
             sums=sums,
             seconds=seconds,
             tied=tied,
             norm=self._norm_seconds(c),
             memories=tuple(memories),
             bottleneck=float(rank_paces(c, seconds).max()),
-            bound=0.0 if c.num_microbatches is None else least_step(c, seconds, tied) + outside,
+            bound=0.0 if c.num_microbatches is None else least_step(c, seconds, hops, tied) + outside,
         )
 
     def given(self, c: Configuration, ends: Ends, *, recompute: Sequence[str], shards: Sequence[int]) -> Candidate:
@@ -283,15 +279,12 @@ class PlanEvaluator:
         if not ranks:
             return found
         model, place, sums = self.model(c), self.placement(c), self.sums(c, ends)
-        none, whole = ["none"] * c.num_stages, [1] * c.num_stages
-        action = model.profile.action_seconds
-        seconds = stage_seconds(
-            sums, place, c.positions, recompute=none, shards=whole, action=action, split_share=self._split_share(c)
-        )
+        action, split_share = model.profile.action_seconds, self._split_share(c)
+        seconds = stage_seconds(sums, place.on, action=action, split_share=split_share)
         plain, costs = self.schedules.schedule(c, microbatches_of(c)), seconds.costs(around=0.0, norm=None, tied=())
         for number in range(1, c.num_chunks + 1):
             leaving = [s for s, p in enumerate(c.positions) if p in ranks and s < number * c.pipeline]
-            moved = with_offload(plain, stages=leaving, costs=_with_offloads(costs, sums, place, c.positions, leaving))
+            moved = with_offload(plain, stages=leaving, costs=_with_offloads(costs, sums, place, leaving))
             in_flight = by_place(c, count_in_flight(moved))
             for p in ranks:
                 treatments = model.rules.offloaded(sums, in_flight[p], self._rank_place(c, p), number)
@@ -323,29 +316,22 @@ class PlanEvaluator:
         """
         if c.num_microbatches is None:
             return 0.0
-        model, counts, place, positions = self.model(c), c.counts, self.placement(c), c.positions
-        sums, may_shard = self.sums(c, ends), "full" in model.rules.sharding
-        seconds = stage_seconds(
-            sums,
-            place,
-            positions,
-            recompute=["none"] * c.num_stages,
-            shards=[counts[p] if may_shard else 1 for p in positions],
-            action=model.profile.action_seconds,
-        )
-        if may_shard:  # or not divided, where that is faster
-            whole = collective_seconds(sums, [place.rings[p] for p in positions], ratio=sums.gradient_ratio)
-            both, after = np.minimum(seconds.collectives, whole), np.minimum(seconds.after, whole)
-            seconds = replace(seconds, ring=after, gather=np.maximum(both - after, 0.0))
+        model, place, sums = self.model(c), self.placement(c), self.sums(c, ends)
+        seconds = stage_seconds(sums, place.on, action=model.profile.action_seconds)
+        if "full" in model.rules.sharding:  # each part of an update as if the state were divided or not, the faster one
+            divided = stage_seconds(sums, place.on, shards=[c.counts[p] for p in c.positions])
+            ring, gather = least_rounds(seconds.ring, divided.ring, divided.gather, gathers_ahead=sums.gathers_ahead)
+            seconds = replace(seconds, ring=ring, step=divided.step, gather=gather)
         again = np.zeros(c.pipeline)
         if in_flight is not None:
 
             def least_again(p: int, rank: RankPlace) -> float:
-                return 0.0 if self._may_offload(c, p) else model.rules.least_seconds_again(sums, in_flight[p], rank)
+                least = 0.0 if self._may_offload(c, p) else model.rules.least_seconds_again(sums, in_flight[p], rank)
+                return float(least / place.on.speed[rank.stages[0]])
 
-            least = self._of_each_rank(c, ends, in_flight, self._again, least_again)
-            again = np.array(least) / np.array(place.speeds)
-        return least_step(c, seconds, self._ties(c, ends), again) + self._outside_pipeline(c, model)
+            again = np.array(self._of_each_rank(c, ends, in_flight, self._again, least_again))
+        step = least_step(c, seconds, place.hop_seconds(sums), self._ties(c, ends), again)
+        return step + self._outside_pipeline(c, model)
 
     def _of_each_rank(
         self,
@@ -370,15 +356,7 @@ class PlanEvaluator:
         return found
 
     def _rank_place(self, c: Configuration, p: int) -> RankPlace:
-        return RankPlace(
-            stages=tuple(stage for stage, at in enumerate(c.positions) if at == p),
-            replicas=c.counts[p],
-            tensor=min(c.tensors[max(0, p - 1) : p + 2]),  # the fewest that a message is divided over
-            limit=self.placement(c).limits[p],
-            streams=c.family.rule.is_asynchronous,
-            context_bytes=context_bytes(self.model(c).profile.device),
-            num_messages=c.num_messages(p),
-        )
+        return rank_place(c, self.placement(c), p, context_bytes=context_bytes(self.model(c).profile.device))
 
     def simulate(self, evaluated: Candidate) -> Candidate:
         """The same with seconds and bubble of its step; SizesError where the schedule does not take its sizes,
@@ -417,9 +395,10 @@ class PlanEvaluator:
 
     def placement(self, c: Configuration) -> Placement:
         """Devices and links of its stages; equal ones are found once. O(devices) the first time."""
-        key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks, c.by_replica)
+        profile = self.model(c).profile
+        key = (c.pipeline, c.data, c.tensors, c.positions, c.ranks, c.by_replica, profile.context, profile.expert)
         if key not in self._placements:
-            self._placements[key] = placement_of(c, self.topology, self.model(c).profile)
+            self._placements[key] = placement_of(c, self.topology, profile)
         return self._placements[key]
 
     def likeness(self, c: Configuration, ends: Ends) -> object:
@@ -442,9 +421,9 @@ class PlanEvaluator:
         places = tuple(sorted({c.positions[stage] for stage in stages}))
         if len(places) == 1:
             return NO_TRANSFER
-        key = (c.pipeline, c.data, c.tensors, places, c.ranks, c.by_replica)
+        context = self.model(c).profile.context  # members of a group that hold the same weights
+        key = (c.pipeline, c.data, c.tensors, places, c.ranks, c.by_replica, context)
         if key not in self._tied_sums:
-            context = self.model(c).profile.context  # members of a group that hold the same weights
             ranks = [rank for place in places for rank in c.stage_ranks[place][:: c.tensors[place] // context]]
             self._tied_sums[key] = self.topology.ring(ranks, tensor=min(c.tensors) // context)
         return self._tied_sums[key]

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schedules.families.registry import FAMILIES, canonical_name, family
+from ...schedules.ir import Schedule
 from ...schedules.kinds import above_zero, one_of, option
 from ...schedules.slice_lengths import slice_seconds
+from ...schedules.transform import on_rows
 from ..cluster import Cluster
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
+from ..plans.record import OWN
 from ..profile import Node, Profile
 from ..solve.antichains import MAX_CUTS
 from ..stage_cost import OFFLOAD
@@ -110,7 +113,7 @@ def evaluate(
     stages: Sequence[Given],
     *,
     num_microbatches: int,
-    schedule: str = "1f1b",
+    schedule: str | Schedule = "1f1b",
     microbatch_size: int | None = None,
     slice_lengths: Sequence[int] = (),
     memory_limit: float | None = None,
@@ -122,6 +125,7 @@ def evaluate(
             kind's `speed` still counts.
         stages: in order, a `GivenStage` each, or the `stages` of a Plan; those on the same ranks are its chunks.
         num_microbatches: of a batch over all replicas, M.
+        schedule: a name, or that of a plan with an order of its own (`Plan.build_schedule`), a rank a stage.
         microbatch_size: samples of one; None: as the only profile has.
         slice_lengths: tokens of each slice, under a schedule over slices.
 
@@ -135,7 +139,7 @@ def evaluate(
     >>> evaluate(Profile(nodes=nodes), Cluster.parse("2:net=1GB/s"), stages, num_microbatches=4).simulated_step_time
     25.0
     """
-    name = _planned(schedule)
+    name = OWN if isinstance(schedule, Schedule) else _planned(schedule)
     num_microbatches = count("num_microbatches", num_microbatches)
     ranks = places_of(stages)
     check_ranks(stages, ranks, cluster.num_devices)
@@ -151,10 +155,7 @@ def evaluate(
     refuse_given(model.profile, cluster, kinds, name, slice_lengths)
     c = _configuration(model, ranks, tensors, num_chunks=len(stages) // len(ranks), lengths=tuple(slice_lengths))
     c = replace(c, schedule=name, microbatch_size=size, num_microbatches=num_microbatches)
-    if [ranks[p] for p in c.positions] != [tuple(each.ranks) for each in stages]:
-        raise ValueError(
-            f"ranks of the stages under {name!r}: expected places {list(c.positions)}, one after the other"
-        )
+    c = _over_places(c, schedule, [tuple(each.ranks) for each in stages])
     one = source.profile(microbatch_size=size, tensor=min(tensors))
     evaluator = PlanEvaluator(topology, model_of, norm=norm_seconds(None, one, topology))
     found = evaluator.given(
@@ -185,8 +186,32 @@ def evaluate(
     )
 
 
+def _over_places(c: Configuration, schedule: str | Schedule, owners: Sequence[tuple[int, ...]]) -> Configuration:
+    """The configuration under a schedule, if need be of its own, a rank a place. Raises ValueError where that has other
+    microbatches, or its stages run on other ranks than these."""
+    if isinstance(schedule, str):
+        if len(owners) % c.pipeline:
+            raise ValueError(f"{len(owners)} stages on {c.pipeline} places: expected as many on each")
+        if [c.stage_ranks[p] for p in c.positions] != owners:
+            raise ValueError(
+                f"ranks of the stages under {c.schedule!r}: expected places {list(c.positions)}, one after the other"
+            )
+        return c
+    is_one = c.num_devices == c.pipeline and schedule.num_slices == 1 and not schedule.is_asynchronous
+    if not is_one or schedule.owners != tuple(owners) or schedule.num_microbatches != c.batch:
+        raise ValueError(
+            f"schedule={schedule!r}, of {schedule.num_microbatches} microbatches, whose stages run on "
+            f"{list(map(list, schedule.owners))}: expected {c.batch} microbatches, whole, of one batch, and the ranks "
+            f"of the stages, {list(map(list, owners))}, one each"
+        )
+    own = on_rows(schedule, [rank for ranks in c.stage_ranks for rank in ranks])
+    return replace(c, own=own, num_chunks=max(map(len, own.placement)))
+
+
 def _planned(schedule: str) -> str:
     """Full name of a schedule. Raises ValueError for one whose plans cannot be evaluated."""
+    if schedule == OWN:
+        fail("schedule", OWN, "the schedule itself, plan.build_schedule() of a plan with an order of its own")
     name = canonical_name(schedule)
     if not family(name).is_planned:
         option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))

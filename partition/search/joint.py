@@ -73,7 +73,7 @@ def with_joint(
     There is one for each of the microbatch sizes that promise most, up to MAX_SIZES: with the least work of a batch,
     and of a third of a microbatch more per device, which passes before all of them are busy.
     """
-    evaluator, least = search.evaluator, found[0].simulated_seconds
+    evaluator, least = search.evaluator, min((each.simulated_seconds for each in found), default=math.inf)
 
     def report(point: Progress) -> None:
         if search.progress is not None:
@@ -178,9 +178,11 @@ def _candidate(evaluator: PlanEvaluator, c: Configuration, found: Arrangement) -
 def verdict(found: Sequence[Candidate]) -> str:
     """A sentence about both searches: which one won, and by how much."""
     joint = next((each for each in found if each.configuration.own is not None), None)
-    named = next(each for each in found if each.configuration.own is None)
+    named = next((each for each in found if each.configuration.own is None), None)
     if joint is None:
         return "joint search: nothing that it found fits the memory"
+    if named is None:
+        return f"joint search: {duration(joint.simulated_seconds)} a batch; no named schedule fits the memory"
     less = 1.0 - joint.simulated_seconds / named.simulated_seconds if named.simulated_seconds > 0 else 0.0
     return (
         f"joint search: {duration(joint.simulated_seconds)} a batch, {abs(less):.2%} {'less' if less > 0 else 'more'} "

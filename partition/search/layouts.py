@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster import Cluster
+from ..memory import weight_copies
 from ..solve.cut_sums import thinned
 from ..solve.dynamic import DeviceRow, RangeCosts
 from ..solve.orders import device_orders, level_orders, node_orders, own_ranks
@@ -102,30 +103,32 @@ class UnevenLayouts:
         first, last = np.where(is_ahead, ends[:, None], 0), np.where(is_ahead, ends, ends[-1])
         sums = model.cuts.stages(first, last)
         there, back = (each[ends][:, None] / fastest for each in (model.cuts.forward, model.cuts.backward))
-        forward, backward = sums.forward / fastest, sums.backward / fastest
         beyond = (model.seconds - model.cuts.seconds[last]) / fastest
         stash = sums.stash if rules.recompute == ("none",) and not rules.offloads else 0.0
         self._seconds: Floats = np.full((self.num_devices + 1, self._max_replicas, 3, n, n), np.inf)
         self._update: Floats = np.zeros((self.num_devices + 1, self._max_replicas, n, n))
-        link = costs.inward(every[:-1, None], every)
-        times = np.zeros(3) if streams else np.arange(3.0)
-        self._messages: Floats = link[:, :, None, None] * times[:, None] * model.cuts.crossing[ends]
+        there_and_back = (costs.inward(every[:-1, None], every, arriving=way) for way in (True, False))
+        links = np.cumsum([np.zeros((len(every) - 1, len(every))), *there_and_back], axis=0) * (not streams)
+        self._messages: Floats = np.moveaxis(links, 0, 2)[..., None] * model.cuts.crossing[ends]
         for e in range(1, self.num_devices + 1):
             r = np.arange(1, min(self._max_replicas, e) + 1)[:, None, None]
             at, parts = costs.ranges(r, e), r if "full" in rules.sharding else 1
-            work = m * costs.compute(sums, at) + costs.runtime(first, last) * -(-m // r)
-            lanes, behind = np.maximum(work, m * costs.communication(sums, at)), m * sums.least_round_after * at.ring
-            behind = behind + sums.update / fastest / parts
-            own, flights, some = -(-m // r), at.in_flight, (-(-m // r) - 1) % at.in_flight
-            first_back = forward + beyond + own * backward + (own - flights) * forward
-            work = np.maximum(
-                work, np.maximum(first_back, some * forward - (-own // flights) * (forward + beyond + backward))
-            )
-            layers = [lanes] * 3 if streams else [lanes, there + work + behind, there + work + back]
-            copies = costs.versions + 1 + costs.versions_in_flight * at.in_flight + rules.optimizer_ratio / parts
-            fits = is_ahead & (sums.weights * copies + sums.buffers + at.in_flight * stash <= at.limit)
+            stage = costs.stage_seconds(sums, first, last, at, shards=parts)
+            work, links = (m * lane for lane in costs.lanes(sums, stage, at))
+            lanes, update, forward = np.maximum(work, links), m * stage.after + stage.step, stage.forward
+            own, in_flight = -(-m // r), at.in_flight
+            first_back = forward + beyond + own * stage.backward + (own - in_flight) * forward
+            returns = (own - 1) % in_flight * forward - (-own // in_flight) * (forward + beyond + stage.backward)
+            work = np.maximum(work, np.maximum(first_back, returns))
+            layers = [lanes] * 3 if streams else [lanes, there + work + update, there + work + back]
+            # A stream always has gradients, and among unequal replicas may hold fewer microbatches and versions.
+            # Under a flush a replica has none while all that it runs is in flight.
+            kept = weight_copies(sum(costs.versions) - 1, rules.optimizer_ratio, parts) * sums.weights
+            held = np.maximum(in_flight - streams, 1) * stash
+            later = np.where(streams | (own > in_flight), held, held - stash) + sums.weights
+            fits = is_ahead & (kept + sums.buffers + np.maximum(held, later) <= at.limit)
             self._seconds[e, : len(r)] = np.where(fits[:, None], np.stack(layers, axis=1), np.inf)
-            self._update[e, : len(r)] = 0.0 if streams else behind - back
+            self._update[e, : len(r)] = 0.0 if streams else update - back
 
     def _least_rest(self) -> Floats:
         """[e, layer, i] `rest` of the module's recurrence: the stages after cut i on e devices to the end, some of
@@ -166,7 +169,7 @@ class UnevenLayouts:
             for e in range(begin, begin - idle, -1):
                 replicas, i = min(self._max_replicas, e), cuts[-1]
                 head = ahead + self._messages[np.arange(e - 1, e - 1 - replicas, -1), begin, :, i]
-                updates = np.maximum(update, self._update[e, :replicas, i] - head[:, 1, None])
+                updates = np.maximum(update, self._update[e, :replicas, i] - (head[:, 2] - head[:, 1])[:, None])
                 heads = np.repeat(head[:, :, None], len(self.ends), axis=2)
                 heads[:, 2] += updates
                 own = np.maximum(most[:, None], self._seconds[e, :replicas, :, i] + heads)
@@ -219,7 +222,7 @@ class UnevenLayouts:
             e, end = self.num_devices - rows[:, 2 * s], self.num_devices - rows[:, 2 * s + 1]
             i, j, r = cuts[:, s], cuts[:, s + 1], e - end - 1
             ahead = ahead + self._messages[end, begin, :, i]
-            update, begin = np.maximum(update, self._update[e, r, i, j] - ahead[:, 1]), end
+            update, begin = np.maximum(update, self._update[e, r, i, j] - (ahead[:, 2] - ahead[:, 1])), end
             own = self._seconds[e, r, :, i, j] + ahead
             own[:, 2] += update
             found = np.maximum(found, own)

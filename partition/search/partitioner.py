@@ -11,7 +11,7 @@ from ...schedules.families.registry import family
 from ...schedules.timing.costs import Costs
 from ..analytic.pipedream import PipeDreamModel
 from ..cluster import Cluster
-from ..memory import context_bytes, steady_in_flight
+from ..memory import context_bytes, steady_in_flight, weight_copies
 from ..plans.plan import Plan
 from ..plans.record import PlanStage
 from ..profile import Profile
@@ -135,7 +135,7 @@ def _steady(profile: Profile, cluster: Cluster, options: PartitionOptions) -> Pl
 def _why_nothing_fits(profile: Profile, schedule: str, optimizer_ratio: float, topology: Topology) -> str:
     context, limit = context_bytes(profile.device), topology.largest_memory
     kept = f" ({context:,.0f} of them besides tensors, for the device's context)" if context else ""
-    copies = family(schedule).rule.versions_kept(1) + 1 + optimizer_ratio
+    copies = weight_copies(family(schedule).rule.versions_kept(1), optimizer_ratio)
     tensors = [
         node.parameter_bytes * copies + node.buffer_bytes + node.stash_bytes + node.workspace_bytes
         for node in profile.nodes

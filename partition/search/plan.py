@@ -251,9 +251,11 @@ def _found(
         filter(runs, in_all_orders(every, cluster)), []
     )
     found = search.improve_with_layouts(found, layouts, is_new)
+    if joint is not None:
+        found = with_joint(search, space, found, seconds=joint)
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
-    return found if joint is None else with_joint(search, space, found, seconds=joint)
+    return found
 
 
 def _ranked(

@@ -294,15 +294,10 @@ class PlanSearch:
             self._choices_that_fit(c, self._cuts_to_try(c))
 
     def _is_hopeless(self, c: Configuration) -> bool:
-        """True where the fullest rank is too small for its weights alone, without a look at the cuts.
-
-        Where the optimizer is divided, each rank has the parts of others for a moment, of gradients and of weights.
-        """
+        """True where the fullest rank is too small for its weights alone, without a look at the cuts."""
         model = self.evaluator.least_model(c)
-        rules = model.rules
-        state_of = {"none": rules.optimizer_ratio, "full": (rules.optimizer_ratio - 1) / c.data + 1}
-        optimizer = min(state_of[name] for name in rules.sharding) if c.data > 1 else rules.optimizer_ratio
-        excess = self.bounds.weights_of_a_rank(c, model) * (2 + optimizer) - self.evaluator.topology.largest_memory
+        least = self.bounds.weights_of_a_rank(c, model) * model.rules.least_copies(c.data)
+        excess = least - self.evaluator.topology.largest_memory
         if excess <= 0:
             return False
         self._hopeless.append((excess, c))

@@ -101,6 +101,10 @@ class Configuration:
             return (self.data,) * self.pipeline
         return tuple(len(ranks) // size for ranks, size in zip(self.ranks, self.tensors, strict=True))
 
+    def message_tensor(self, p: int) -> int:
+        """The fewest tensor ranks over which a message of place p is divided."""
+        return min(self.tensors[max(0, p - 1) : p + 2])
+
     def num_messages(self, p: int) -> float:
         """Messages of a batch that come to a rank of place p from one side, at most."""
         M = self.num_microbatches

@@ -10,7 +10,7 @@ producer those above.
     stage       4 3 | 2 2 2 2 | 1 | 0 ...         here r = 4, e = 6: devices 2..5
     device      0 1 | 2 3 4 5 | 6 | 7 ...
 
-It has the two lanes of `stage_cost`, per microbatch, and the memory of `memory.stage_parts`. Four things that only the
+It has the two lanes of `stage_cost`, per microbatch, and the memory of `bytes_by_in_flight`. Four things that only the
 whole plan shows have their least values: messages go to the neighbour's nearest device (and to no more consumers than
 there are devices after the stage); the replicas have equal shares of them; messages keep a rank as busy as those over
 the quickest level of links; and gradients are summed once in U = M microbatches (where M is not given, once each
@@ -22,16 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
 from ...schedules.families.registry import FAMILIES, family
 from ..cluster import Cluster
-from ..memory import RankPlace, stage_parts
-from ..stage_cost import StageSums, busiest_share, pace
+from ..memory import RankPlace, bytes_by_in_flight
+from ..stage_cost import StageDevices, StageSeconds, StageSums, busiest_share, least_rounds, stage_seconds
 from ..topology import Floats, Index, Indices, Topology
 from .cut_sums import Cut, Cuts, thinned
 from .orders import own_ranks
@@ -50,38 +49,40 @@ class Ranges:
 
     Arguments:
         replicas, in_flight: r, and the microbatches that each of them holds.
-        share: of the busiest replica, as long as the slowest device takes.
+        share: of a batch that the busiest replica runs.
         limit: bytes for tensors on the smallest device.
-        ring, inward, outward: seconds a byte of gradients, and of the tensors across the cuts before and after.
-        taken: of the latter, for the consumer, if all devices after it were its replicas.
+        on: devices and links, of which each microbatch has its part of the sums and of the messages of a replica.
+        taken: seconds a byte of messages to the next stage for that, if all devices after it were its replicas.
     """
 
     replicas: Indices
     in_flight: Indices
     share: Floats
     limit: Floats
-    ring: Floats
-    inward: Floats
-    outward: Floats
+    on: StageDevices
     taken: Floats
 
 
 class DeviceRow:
     """Few devices in any order, from the pipeline's first to its last.
 
-    `rings`, `inward`, `outward`: [front, e] seconds a byte of devices front..e-1, numbered from the end: of sums over
-    them, and the least of messages with a stage that has the devices from e on, or the last ones before `front`.
+    `rings`, `exchanges`, `inward`, `arriving`, `outward`: [front, e] seconds a byte of devices front..e-1, numbered
+    from the end: of sums over them, of exchanges of parts, and the least of messages to a stage that has the devices
+    from e on, of those from it, and of those to one that has the last devices before `front`.
     """
 
     def __init__(self, topology: Topology, devices: Sequence[int]) -> None:
         self.topology, self.devices, back, size = topology, devices, devices[::-1], len(devices)
-        self.rings, self.inward, self.outward = np.zeros((3, size, size + 1))
+        self.rings, self.exchanges, self.inward, self.arriving, self.outward = np.zeros((5, size, size + 1))
         for a, b in combinations(range(size + 1), 2):
             self.rings[a, b] = topology.ring(sorted(back[a:b])).seconds_a_byte
+            self.exchanges[a, b] = topology.exchange(sorted(back[a:b])).seconds_a_byte
         for a, b, c in combinations(range(size + 1), 3):
-            link = topology.between(sorted(back[b:c]), sorted(back[a:b]), tensor=1).seconds_a_byte
-            self.inward[a, b] = min(self.inward[a, b] or link, link)
-            self.outward[b, c] = min(self.outward[b, c] or link, link)
+            stages = sorted(back[b:c]), sorted(back[a:b])
+            there, home = (topology.between(*pair, tensor=1).seconds_a_byte for pair in (stages, stages[::-1]))
+            self.inward[a, b] = min(self.inward[a, b] or home, home)
+            self.arriving[a, b] = min(self.arriving[a, b] or there, there)
+            self.outward[b, c] = min(self.outward[b, c] or there, there)
 
 
 class RangeCosts:
@@ -110,8 +111,8 @@ class RangeCosts:
     ) -> None:
         self.cuts, self.schedule, self.num_microbatches = cuts, schedule, num_microbatches
         self.optimizer_ratio, self.rule = optimizer_ratio, family(schedule).rule
-        self.versions = self.rule.versions_kept(0)  # of the weights in any case, and for each microbatch in flight
-        self.versions_in_flight = self.rule.versions_kept(1) - self.versions
+        always = self.rule.versions_kept(0)
+        self.versions = (always, self.rule.versions_kept(1) - always)  # in any case, for each microbatch in flight
         self.row = row = cluster if isinstance(cluster, DeviceRow) else None
         self.topology = topology = (
             cluster.topology if isinstance(cluster, DeviceRow) else Topology(cluster, memory_limit=memory_limit)
@@ -120,20 +121,19 @@ class RangeCosts:
         self.is_uniform = topology.is_uniform
         self.work = cuts.seconds / topology.fastest
         self._beside = beside
+        # Of a sum's seconds, what an exchange of parts takes at least: around a flat ring all is sent over its slowest
+        # level, and in an exchange, to each member of another host, over that which joins both.
+        beyond = [ring.seconds_a_byte for ring in topology.rings[1:]] if topology.is_flat else []
+        self._part = min(beyond, default=1.0) / max(beyond, default=1.0) / 2
         self._action, self._busy = action_seconds, min(link.busy for link in topology.links)
         self.seconds_a_byte: Floats = np.array([link.seconds_a_byte for link in topology.links])
         # [first, last] of a range of devices: its slowest one, its smallest one, its slowest network card
         back = (range(self.num_devices) if row is None else row.devices)[::-1]
         if not self.is_uniform:
-            self._slowness = topology.fastest / _least(topology.speeds[list(back)])
+            self._speeds = _least(topology.speeds[list(back)])
             self._memory = _least(topology.memory_bytes[list(back)] - beside)
         if not topology.has_equal_links:
             self._link_slowness = 1 / _least(topology.link_speeds[::-1])
-
-    @property
-    def limit(self) -> float:
-        """Bytes for tensors on each device, where all are equal."""
-        return float(self.topology.memory_bytes[0]) - self._beside
 
     def per_replica(self) -> RangeCosts:
         """A copy of these costs for a batch of any size (M None): all replicas of a stage have equal work."""
@@ -145,27 +145,36 @@ class RangeCosts:
         """Figures that costs depend on, elementwise, for r replicas with e devices to the end."""
         r, e = np.asarray(r), np.asarray(e)
         front, back = e - r, e - 1
-        share = busiest_share(self.num_microbatches, r)
         slow_links = np.ones(()) if self.topology.has_equal_links else self._link_slowness[front, back]
         row = self.row
         ring = self.topology.ring_of_ranges(front, back, slow_links) if row is None else row.rings[front, e]
         sent = self.per_byte(np.maximum(front - 1, 0), back) if row is None else row.outward[front, e]
         updates = r if self.num_microbatches is None else self.num_microbatches
+        ring = ring / updates
+        part = ring * self._part if row is None else row.exchanges[front, e] / updates
+        gradients, weights = self.cuts.gradient_ratio, self.cuts.gather_ratio
         return Ranges(
             replicas=r,
             in_flight=self.in_flight(r, e),
-            share=share if self.is_uniform else share * self._slowness[front, back],
-            limit=np.asarray(self.limit) if self.is_uniform else self._memory[front, back],
-            ring=ring / updates,
-            inward=self.inward(front, e) / r,
-            outward=sent / r,
+            share=busiest_share(self.num_microbatches, r),
+            limit=self.topology.memory_bytes[0] - self._beside if self.is_uniform else self._memory[front, back],
+            on=StageDevices(
+                speed=self.topology.fastest if self.is_uniform else self._speeds[front, back],
+                inward=self.inward(front, e) / r,
+                outward=sent / r,
+                shared=(1.0, 0.0, 0.0) if self.topology.shares_cards else (),
+                rounds=least_rounds(
+                    ring * gradients, part * gradients, part * weights, gathers_ahead=self.cuts.gathers_ahead
+                ),
+            ),
             taken=sent / np.maximum(front, 1),
         )
 
-    def inward(self, front: Index, begin: Index) -> Floats:
-        """[s/byte] to a stage with devices from `front` on, numbered from the end, from one with those from `begin`."""
+    def inward(self, front: Index, begin: Index, *, arriving: bool = False) -> Floats:
+        """[s/byte] from a stage with devices from `front` on, numbered from the end, to one with those from `begin`, or
+        `arriving` from there."""
         if self.row is not None:
-            return np.asarray(self.row.inward[front, begin])
+            return np.asarray((self.row.arriving if arriving else self.row.inward)[front, begin])
         return self.per_byte(front, np.minimum(begin, self.num_devices - 1))
 
     def per_byte(self, first: Index, last: Index) -> Floats:
@@ -184,40 +193,33 @@ class RangeCosts:
             depth = np.minimum(depth, -(-self.num_microbatches // np.asarray(r)))
         return np.asarray(depth, dtype=np.intp)
 
-    def compute(self, sums: StageSums, at: Ranges) -> Floats:
-        """F and B of the busiest replica [s a microbatch]."""
-        return np.asarray(sums.work / self.topology.fastest * at.share)
-
-    def runtime(self, first: Index, last: Index) -> Floats:
-        """Seconds that the runtime takes of a rank around F and B of a microbatch, at least [s]."""
+    def stage_seconds(self, sums: StageSums, first: Cut, last: Cut, at: Ranges, *, shards: Index = 1) -> StageSeconds:
+        """Of the stages between two cuts, with `sums`."""
         neighbours = (np.asarray(first) > 0).astype(float) + (np.asarray(last) < len(self.cuts) - 1)
-        return np.asarray(2 * (self._action + self._busy * neighbours))
+        on = replace(at.on, message_overhead=self._busy * neighbours)
+        return stage_seconds(sums, on, shards=shards, action=self._action)
 
-    def communication(self, sums: StageSums, at: Ranges) -> Floats:
-        """Messages and all-reduces of gradients, or the consumer's messages [s a microbatch]."""
-        own = sums.least_round * at.ring + sums.before * at.inward + sums.after * at.outward
-        return np.maximum(own, sums.after * at.taken)
+    def lanes(self, sums: StageSums, seconds: StageSeconds, at: Ranges) -> tuple[Floats, Floats]:
+        """Work of the busiest replica; messages and sums of gradients, or the consumer's messages [s a microbatch]."""
+        own = seconds.sending + seconds.collectives
+        if self.topology.shares_cards:  # each may go over another card
+            own = np.max(np.broadcast_arrays(seconds.sending, seconds.sending_shared, seconds.collectives), axis=0)
+        return np.asarray(seconds.work * at.share), np.maximum(own, sums.after * at.taken)
 
     def bytes(self, sums: StageSums, at: Ranges) -> Floats:
-        fixed, each, behind = self.parts(sums, replicas=at.replicas)
-        return np.maximum(np.asarray(fixed + at.in_flight * each, dtype=np.float64), behind)
-
-    def parts(self, sums: StageSums, *, replicas: Any = 1) -> tuple[Floats, Floats, Floats]:
-        """Bytes on each device of a stage: fixed, more per microbatch in flight, and all of them after a batch."""
+        """On each device of a stage."""
         M, streams = self.num_microbatches, self.rule.is_asynchronous
-        messages = np.inf if M is None else -(-M // np.asarray(replicas))
+        messages = np.inf if M is None else -(-M // at.replicas)
         place = RankPlace(
-            stages=(0,), replicas=replicas, tensor=1, limit=np.inf, streams=streams, num_messages=messages
+            stages=(0,), replicas=at.replicas, tensor=1, limit=np.inf, streams=streams, num_messages=messages
         )
-        fixed, each, behind = stage_parts(sums, place, copies=self.versions + 1 + self.optimizer_ratio)
-        return fixed, each + self.versions_in_flight * sums.weights, behind
+        held = bytes_by_in_flight(sums, place, versions=self.versions, optimizer_ratio=self.optimizer_ratio)
+        return held(at.in_flight)
 
     def seconds(self, first: Cut, last: Cut, at: Ranges) -> Floats:
         """Pace of the stage between two cuts [s a microbatch]; infinite where it does not fit the memory."""
         sums = self.cuts.stages(first, last)
-        replicas = np.asarray(at.replicas, dtype=np.float64)
-        runtime = self.runtime(first, last) * busiest_share(self.num_microbatches, replicas)
-        slower = pace(work=self.compute(sums, at) + runtime, links=self.communication(sums, at))
+        slower = np.maximum(*self.lanes(sums, self.stage_seconds(sums, first, last, at), at))
         if not np.isfinite(at.limit).any():
             return slower
         return np.where(self.bytes(sums, at) <= at.limit, slower, np.inf)

@@ -136,9 +136,19 @@ def test_replicas_with_tensor_groups_sum_across_these() -> None:
     (ring,) = (
         PlanEvaluator(topology, lambda _size, _tensor: Model(Profile(nodes=NODES), MemoryRules(optimizer_ratio=2.0)))
         .placement(c)
-        .rings
+        .on.rings
     )
     assert ring == topology.ring((0, 2)) != topology.ring((0, 1))
+
+
+def test_groups_that_hold_the_same_weights_sum_together() -> None:
+    """With two such groups in each replica of four tensor ranks, and with one, on the same ranks."""
+    topology = Topology(Cluster.from_levels([(4, 100), (2, 1)]))
+    profiles = {size: Profile(nodes=NODES, tensor=4, context=size) for size in (1, 2)}
+    evaluator = PlanEvaluator(topology, lambda size, _tensor: Model(profiles[size], MemoryRules(optimizer_ratio=2.0)))
+    c = configuration(pipeline=1, data=2, tensor=4)
+    rings = [evaluator.placement(replace(c, microbatch_size=size)).on.rings for size in (1, 2)]
+    assert rings == [(topology.ring((0, 4), tensor=4),), (topology.ring((0, 2, 4, 6), tensor=2),)]
 
 
 def test_memory_is_that_of_the_configuration_at_hand() -> None:

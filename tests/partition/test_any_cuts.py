@@ -281,10 +281,10 @@ def test_on_more_devices_layouts_are_moved(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bytes_of_a_place_follow_the_tensor_sizes_of_its_neighbours() -> None:
     """With sizes (4, 4, 2) place 1 took the entry of place 0, whose messages are divided by 4 and not by 2."""
     costs: Any = object.__new__(EvenCosts)
-    costs.counts, costs.in_flight, costs._parts = (1, 1, 1), [SimpleNamespace(versions=1)] * 3, {}
+    costs.counts, costs.in_flight, costs._held = (1, 1, 1), [SimpleNamespace(versions=1)] * 3, {}
     costs.sums, costs.rules = {4: None, 2: None}, SimpleNamespace(sharding=("none",), optimizer_ratio=2.0)
-    costs.place = SimpleNamespace(limits=[math.inf] * 3)
-    flush = SimpleNamespace(rule=SimpleNamespace(is_asynchronous=False))
-    costs.c = SimpleNamespace(tensors=(4, 4, 2), num_chunks=1, family=flush, num_messages=lambda p: 8)
-    with mock.patch("stagewright.partition.search.cuts.stage_parts", lambda _, place, **__: (1 / place.tensor, 0, 0)):
+    costs.place, costs.context_bytes = SimpleNamespace(limits=[math.inf] * 3), 0.0
+    costs.c = configuration(pipeline=3, tensor=4, sizes=(4, 4, 2), num_microbatches=8)
+    bytes_of = "stagewright.partition.search.cuts.bytes_by_in_flight"
+    with mock.patch(bytes_of, lambda _, place, **__: lambda _: 1 / place.tensor):
         assert [float(costs._bytes(p, 1, "none")) for p in range(3)] == [0.25, 0.5, 0.5]

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import SCHEDULES, RangeCosts, Solution, all_cuts, solve
+from support.inside import SCHEDULES, RangeCosts, Ranges, Solution, all_cuts, solve
 
 from stagewright.partition import Cluster, Node, Profile
 from stagewright.schedules import build, check
@@ -134,22 +134,27 @@ def test_levels_count_from_the_end_of_the_pipeline() -> None:
     assert costs.topology.levels_between(1, 2) == 1
     assert costs.topology.levels_between(2, 3) == 0
     inside, across = costs.ranges(2, 4), costs.ranges(2, 3)
-    assert (float(inside.ring), float(across.ring)) == (2 * 1 / 2 / 2 / 10, 2 * 1 / 2 / 2 / 1)
-    assert (float(inside.outward), float(inside.inward)) == (1 / 2, 1 / 10 / 2)  # no producer above the last device
+    assert (float(inside.on.rounds[0]), float(across.on.rounds[0])) == (2 * 1 / 2 / 2 / 10, 2 * 1 / 2 / 2 / 1)
+    sent = float(inside.on.outward), float(inside.on.inward)
+    assert sent == (1 / 2, 1 / 10 / 2)  # no producer above the last device
+
+
+def lanes(costs: RangeCosts, first: int, last: int, at: Ranges) -> tuple[float, float]:
+    sums = costs.cuts.stages(first, last)
+    work, links = costs.lanes(sums, costs.stage_seconds(sums, first, last, at), at)
+    return float(work), float(links)
 
 
 def test_compute_and_communication_overlap() -> None:
     costs = range_costs(Cluster.from_levels([(4, 10.0)]), schedule="1f1b", num_microbatches=4)
-    at, sums = costs.ranges(2, 3), costs.cuts.stages(1, 2)
-    compute, talk = 3 * 2 / 4, 2 * 1 / 2 * 100 / 10 / 4 + 2 * 10 / 10 / 2
-    assert float(costs.compute(sums, at)) == compute
-    assert float(costs.communication(sums, at)) == talk
+    at, compute, talk = costs.ranges(2, 3), 3 * 2 / 4, 2 * 1 / 2 * 100 / 10 / 4 + 2 * 10 / 10 / 2
+    assert lanes(costs, 1, 2, at) == (compute, talk)
     assert float(costs.seconds(1, 2, at)) == max(compute, talk)
 
 
 def test_the_busiest_replica_counts() -> None:
     costs = range_costs(Cluster.from_levels([(5, 1e9)]), schedule="1f1b", num_microbatches=8)
-    sums, even = costs.cuts.stages(0, 1), costs.per_replica()
-    assert float(costs.compute(sums, costs.ranges(3, 3))) == 3 * 3 / 8
-    assert float(even.compute(sums, costs.ranges(4, 4))) == 3 * 2 / 8
-    assert float(even.compute(sums, even.ranges(3, 3))) == 3 / 3
+    even = costs.per_replica()
+    assert lanes(costs, 0, 1, costs.ranges(3, 3))[0] == 3 * 3 / 8
+    assert lanes(even, 0, 1, costs.ranges(4, 4))[0] == 3 * 2 / 8
+    assert lanes(even, 0, 1, even.ranges(3, 3))[0] == 3 / 3

@@ -110,11 +110,9 @@ def every_step(
             treatments = [(chosen[p], s // c.pipeline) for s, p in enumerate(c.positions)]
             seconds = stage_seconds(
                 base.sums,
-                base.placement,
-                c.positions,
-                recompute=[names[v] for (names, _), v in treatments],
+                base.placement.on,
+                again=base.sums.seconds_again([names[v] for (names, _), v in treatments]),
                 shards=[shards[v] for (_, shards), v in treatments],
-                action=0.0,
             )
             key = (
                 np.concatenate([seconds.backward, seconds.ring, seconds.step, seconds.gather]).tobytes(),

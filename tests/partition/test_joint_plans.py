@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.inside import simulated_simulated as simulated
 
-from stagewright.partition import Cluster, DeviceKind, Level, Node, Plan, Profile, plan
-from stagewright.schedules import Op, ScheduleError, check
+from stagewright.partition import Cluster, DeviceKind, GivenStage, Level, Node, Plan, Profile, evaluate, plan
+from stagewright.schedules import Op, ScheduleError, build, check
 
 SIZES = (2.0, 1.0, 3.0, 1.0, 1.0, 2.5, 1.0, 0.5, 4.0)
 CLUSTER = Cluster.parse("3:net=1MB/s@10ms")
@@ -57,6 +57,9 @@ def test_it_beats_named_schedules_and_is_read_back_as_it_was_found() -> None:
     assert read.build_schedule() == schedule
     check(schedule)
     assert simulated(read).timeline.batch_seconds == found.simulated_step_time
+    given = evaluate(hybrid(), CLUSTER, found.stages, num_microbatches=6, schedule=schedule)
+    assert (given.simulated_step_time, given.memory_bytes) == (found.simulated_step_time, found.memory_bytes)
+    assert (given.order, given.schedule) == (found.order, "auto")
     assert [name for stage in found.stages for name in stage.nodes] == [node.name for node in hybrid().nodes]
     assert [stage.ranks for stage in found.stages] == [*schedule.owners]
     less = 1 - found.simulated_step_time / named.simulated_step_time
@@ -86,6 +89,27 @@ def test_a_limit_is_kept() -> None:
         assert other > 0.97 * one
     with pytest.raises(ValueError, match="nothing fits the memory"):
         jointly(memory_limit=0.1 * most)
+
+
+def test_where_no_named_schedule_fits_a_found_one_may() -> None:
+    """1F1B holds two microbatches on the first rank; one after the other they fit."""
+    nodes = [Node(name=n, forward_seconds=1, backward_seconds=2, stash_bytes=100.0) for n in "ab"]
+    options: dict[str, Any] = {"global_batch": 4, "memory_limit": 150.0, "schedules": ("1f1b",), "seconds": 0.2}
+    with pytest.raises(ValueError, match="nothing fits the memory"):
+        jointly(Profile(nodes=nodes), Cluster.from_levels([(2, 1e9)]), search="named", **options, pipeline_sizes=(2,))
+    found = jointly(Profile(nodes=nodes), Cluster.from_levels([(2, 1e9)]), **options, pipeline_sizes=(2,))
+    assert (found.schedule, max(found.memory_bytes.values())) == ("auto", 100.0)
+    assert any(note.endswith("no named schedule fits the memory") for note in found.notes)
+
+
+def test_a_given_schedule_is_that_of_its_stages() -> None:
+    stages, schedule = [GivenStage([f"n{i}" for i in range(9)], [0])], build("1f1b", num_ranks=1, num_microbatches=2)
+    given = evaluate(hybrid(), CLUSTER, stages, num_microbatches=2, schedule=schedule)
+    named = evaluate(hybrid(), CLUSTER, stages, num_microbatches=2)
+    assert given.simulated_step_time == named.simulated_step_time
+    for wrong, M in ((schedule, 3), (build("1f1b", num_ranks=2, num_microbatches=2), 2), ("auto", 2)):
+        with pytest.raises(ValueError, match=r"^schedule"):
+            evaluate(hybrid(), CLUSTER, stages, num_microbatches=M, schedule=wrong)
 
 
 @pytest.mark.thorough

@@ -1,0 +1,90 @@
+"""Lower bounds of layouts: none is above what a simulation takes, and none refuses what fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from support.inside import MemoryRules, Model, PlanEvaluator, Topology, uneven_layouts
+
+from stagewright.partition import Cluster, Level, Node, Profile
+
+from .small import chain, configuration
+
+RACKS = [Level(name=name, size=size, bandwidth=rate) for name, size, rate in (("a", 1, 9), ("b", 2, 1), ("c", 2, 0.2))]
+HOSTS = [Level(name="a", size=2, bandwidth=1.0), Level(name="b", size=2, bandwidth=1.0, devices_per_card=2)]
+FLAT, SHARED = Cluster(levels=tuple(RACKS), rings="flat"), Cluster(levels=tuple(HOSTS))
+ONE_WAY = replace(Cluster.from_levels([(2, 9.0), (2, 1.0)]), node_links=((0, 1, 0.1, 0.0),))
+
+
+def evaluator_of(
+    profile: Profile, cluster: Cluster, *sharding: str, limit: float | None = None
+) -> tuple[PlanEvaluator, Model]:
+    model = Model(profile, MemoryRules(optimizer_ratio=2.0, sharding=("none", *sharding)))
+    return PlanEvaluator(Topology(cluster, memory_limit=limit), lambda _size, _tensor: model), model
+
+
+def bounds_and_seconds(profile: Profile, cluster: Cluster, M: int) -> Iterator[tuple[float, float, object]]:
+    """Of every layout in a row of the first order of the devices."""
+    evaluator, model = evaluator_of(profile, cluster, "full")
+    sizes = {"schedule": "1f1b", "microbatch_size": 1, "num_microbatches": M}
+    for least, c, ends in uneven_layouts(evaluator.topology, model, 0.0, **sizes)[0].in_order_of_bound(math.inf):
+        choices = evaluator.choices(c, ends, exact=True)
+        yield least, min(evaluator.simulate(each).simulated_seconds for each in choices), (c.ranks, ends)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "figures", "M"),
+    [
+        (FLAT, {"parameter_bytes": 9.0}, 4),
+        (ONE_WAY, {"activation_bytes": 1.0}, 2),
+        (SHARED, {"activation_bytes": 9.0}, 8),
+    ],
+    ids=["exchanges-between-racks", "one-way", "shared-cards"],
+)
+def test_no_layout_takes_less_than_its_bound(cluster: Cluster, figures: dict[str, float], M: int) -> None:
+    """Parts of sums go over the link that joins two racks, and a flat ring over the slowest one; a message back is not
+    as slow as one there; messages on a host and between hosts leave over different cards."""
+    found = list(bounds_and_seconds(chain(3, **figures), cluster, M))
+    assert len(found) > 2
+    for least, seconds, what in found:
+        assert least <= seconds * (1 + 1e-9), what
+
+
+def test_messages_of_a_rank_over_its_own_links_and_over_a_shared_card_overlap() -> None:
+    profile = chain(3, activation_bytes=9.0)
+    evaluator, _ = evaluator_of(profile, SHARED)
+    c = configuration(pipeline=3, schedule="zb-h1", num_microbatches=8)
+    (choice,) = evaluator.choices(c, (0, 1, 2, 3), exact=True)
+    links = 8 * (choice.seconds.sending + choice.seconds.sending_shared)
+    assert max(choice.bound, evaluator.least_seconds(c, choice.ends)) <= evaluator.simulate(choice).simulated_seconds
+    assert evaluator.simulate(choice).simulated_seconds < links.max()
+
+
+def test_a_layout_that_fits_is_not_refused() -> None:
+    """A replica has no gradients while all that it runs is in flight: on a device with as much as it needs, no more."""
+    sizes = {"forward_seconds": 1.0, "backward_seconds": 2.0, "parameter_bytes": 10.0, "stash_bytes": 9.0}
+    profile = Profile(nodes=[Node(name=name, **sizes) for name in "abc"], microbatch_size=1)
+    shape = {"schedule": "1f1b", "microbatch_size": 1, "num_microbatches": 4}
+    for ranks, ends in (((0, 1), (2,)), (0, 2, 3)), (((0,), (1, 2)), (0, 1, 3)):
+        c = configuration(pipeline=2, data=len(ranks[0]), ranks=ranks)
+        evaluator, _ = evaluator_of(profile, Cluster.from_levels([(3, 1.0)]))
+        limit = min(each.memory_bytes for each in evaluator.choices(c, ends, exact=True))
+        evaluator, model = evaluator_of(profile, Cluster.from_levels([(3, 1.0)]), limit=limit)
+        layouts = uneven_layouts(evaluator.topology, model, 0.0, **shape)[0]
+        assert (ranks, ends) in [(c.ranks, ends) for _, c, ends in layouts.in_order_of_bound(math.inf)]
+
+
+def test_a_rank_that_gathers_weights_ahead_does_so_before_its_first_microbatch_is_there() -> None:
+    """Sums keep ranks from computing; the gather of the second stage is through before the first one's forward is."""
+    small, large = chain(2, forward_seconds=9.0, parameter_bytes=1.0, update_seconds=9.0).nodes
+    profile = Profile(nodes=[small, replace(large, parameter_bytes=8.0)], microbatch_size=1, gathers_ahead=True)
+    cluster = Cluster(levels=(Level(name="a", size=4, bandwidth=1.0, sum_busy=1.0),))
+    evaluator, _ = evaluator_of(profile, cluster, "full")
+    c = configuration(data=2)
+    for choice in evaluator.choices(c, (0, 1, 2), exact=True):
+        seconds = evaluator.simulate(choice).simulated_seconds
+        assert choice.seconds.gather[1] > 0
+        assert max(choice.bound, evaluator.least_seconds(c, choice.ends)) <= seconds * (1 + 1e-9)
