@@ -79,26 +79,21 @@ class Seen:
 
     def _mask(self, start: int, end: int, stop: int, documents: Tensor | None) -> Tensor | None:
         """[..., queries, keys] of all that is to be said besides causality; with it, if there is any."""
-        parts = []
-        if documents is not None:
-            parts.append((documents[..., start:end, None] == documents[..., None, :stop]).unsqueeze(-3))
         keys = None if self.keys is None else self.keys[..., :stop]
-        if self.window is not None and self.window < stop:
-            at = torch.arange(stop, device=None if documents is None else documents.device)
-            parts.append(at[None, :] > at[start:end, None] - self.window)
-        if keys is not None and keys.dtype is torch.bool:
-            parts.append(keys)
-        if not parts and keys is None:
+        has_window = self.window is not None and self.window < stop
+        if keys is None and documents is None and not has_window:
             return None
+        like = next(x for x in (documents, keys, torch.empty(0)) if x is not None)
+        found = torch.ones(end - start, stop, dtype=torch.bool, device=like.device)
         if self.is_causal:
-            device = parts[0].device if parts else self.keys.device
-            parts.append(self._earlier(start, end, stop, device))
-        found = parts[0] if parts else None
-        for part in parts[1:]:
-            found = found & part
+            found = found.tril(start)
+        if self.window is not None:
+            found = found.triu(start - self.window + 1)
+        if documents is not None:
+            found = found & (documents[..., start:end, None] == documents[..., None, :stop]).unsqueeze(-3)
         if keys is None or keys.dtype is torch.bool:
-            return found
-        return keys if found is None else keys.masked_fill(~found, float("-inf"))
+            return found if keys is None else found & keys
+        return keys.masked_fill(~found, float("-inf"))
 
     @staticmethod
     def _earlier(start: int, end: int, stop: int, device: torch.device) -> Tensor:
