@@ -77,14 +77,6 @@ def test_a_found_plan_in_one_process(num_ranks: int) -> None:
 
 
 @pytest.mark.thorough
-def test_a_found_plan_from_its_file_on_two_processes(gloo: Pool) -> None:
-    found = joint_plan(2)
-    for state, ran in gloo.run(trained, ranks=2, args=(Plan.from_json(found.to_json()),)):
-        assert_as_alone(state)
-        assert ran.order == found.order
-
-
-@pytest.mark.thorough
 def test_auto_searches_jointly(gloo: Pool) -> None:
     auto = Auto(search="joint", seconds=0.5, trials=0)
     answers = [*gloo.run(trained, ranks=2, args=(auto, {"pipe": 2})), trained(auto, {"pipe": 4})]
