@@ -327,6 +327,7 @@ def verify_without_a_copy() -> str:
     return "nothing"
 
 
+@pytest.mark.thorough
 def test_without_a_copy_it_says_what_to_type(gloo: Pool) -> None:
     for told in gloo.run(verify_without_a_copy, ranks=2):
         assert "Expected PipelineModule(..., verify=True)" in told
