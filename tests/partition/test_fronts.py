@@ -193,10 +193,11 @@ def compared(seed: int, words: tuple[str, ...] = RECOMPUTE, host: float | None =
     return found.simulated_step_time / least - 1, {stage.recompute for stage in found.stages}
 
 
+# Two hundred of them by day, and so below.
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", [first if first < 200 else nightly(first) for first in range(0, 500, 50)])
 def test_as_fast_as_the_best_of_all_treatments_and_cuts(first: int) -> None:
-    """500 cases, 200 of them daily: recomputation of each stage, by counts too, and whether its optimizer is divided over two replicas."""
+    """500 cases: recomputation of each stage, by counts too, and whether its optimizer is divided over two replicas."""
     found = {seed: compared(seed) for seed in range(first, first + 50)}
     known = {seed: each[0] for seed, each in found.items() if each is not None}
     assert len(known) > 25
@@ -206,7 +207,7 @@ def test_as_fast_as_the_best_of_all_treatments_and_cuts(first: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", [first if first < 200 else nightly(first) for first in range(0, 500, 25)])
 def test_as_fast_as_the_best_where_activations_may_wait_on_the_host(first: int) -> None:
-    """500 cases more, 200 of them daily, over fast links and slow ones: of each rank the first chunks' leave, or layers run again."""
+    """500 cases more, over fast links and slow ones: of each rank the first chunks' leave, or layers run again."""
     hosts = (4.0, 16.0, 64.0, 256.0)
     found = {seed: compared(seed, ("none", "layer", "offload"), hosts[seed % 4]) for seed in range(first, first + 25)}
     known = {seed: each[0] for seed, each in found.items() if each is not None}
