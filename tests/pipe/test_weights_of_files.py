@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support.deferred_net import BUILDS, TOKENS, WIDTH, Net, compare, deferred, loss, make, net
+from support.deferred_net import TOKENS, WIDTH, Net, compare, deferred, loss, make, net
 from support.inside import MappedFile, value_of
 from support.pool import Pool
 
@@ -69,12 +69,15 @@ SOURCES = {
 }
 
 
+# Beside each source under one build: each other build under one source or two.
+OTHERS = [("deferred", "one"), ("deferred", "state"), ("meta", "index"), ("meta", "prefixed"), ("plain", "dcp")]
+
+
 @pytest.mark.filterwarnings("ignore:.*no_dist.*", "ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.thorough(
     but=["files-one", "meta-index", "plain-dcp", "files-checkpoint", "files-with optimizer", "files-prefixed"]
 )
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(("build", "source"), [*OTHERS, *(("files", each) for each in SOURCES)])
 def test_weights_of_files(build: str, source: str, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
     model = net(build)
     pipe = make(model, weights=SOURCES[source](saved, tmp_path))
