@@ -379,23 +379,16 @@ def test_two_processes_train_and_leave_a_run_folder(command: Callable[..., Done]
 
 @pytest.mark.thorough
 @pytest.mark.gloo
-def test_one_rank_trains_in_its_own_process_to_the_same_loss(
+def test_one_rank_two_ranks_and_two_members_of_a_tensor_group_train_to_the_same_loss(
     command: Callable[..., Done], tmp_path: Path, text: str
 ) -> None:
     common = ("train", *TINY, "--microbatches", "4", "--text", text, "--json", "--dropout", "0.1")
     alone = json.loads(command(*common, "--name", "one", "--ranks", "1", "--schedule", "gpipe").stdout)
     pair = json.loads(command(*common, "--name", "two", "--schedule", "1f1b").stdout)
+    members = json.loads(command(*common, "--name", "t", "--ranks", "1", "--schedule", "gpipe", "--tensor", "2").stdout)
     check_run(tmp_path / "runs" / "one", ranks=1)
     check_run(tmp_path / "runs" / "two", ranks=2)
-    assert pair["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)
-
-
-@pytest.mark.thorough
-@pytest.mark.gloo
-def test_two_members_of_a_tensor_group_train_to_the_same_loss(command: Callable[..., Done], text: str) -> None:
-    common = ("train", *TINY, "--microbatches", "4", "--text", text, "--json", "--ranks", "1", "--schedule", "gpipe")
-    alone = json.loads(command(*common, "--name", "one").stdout)
-    pair = json.loads(command(*common, "--name", "two", "--tensor", "2").stdout)
-    assert (len(alone["peak_memory_bytes"]), len(pair["peak_memory_bytes"])) == (1, 2)
-    assert pair["parameters"] == alone["parameters"]
-    assert pair["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)
+    assert (len(alone["peak_memory_bytes"]), len(members["peak_memory_bytes"])) == (1, 2)
+    assert members["parameters"] == alone["parameters"]
+    for each in (pair, members):
+        assert each["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)

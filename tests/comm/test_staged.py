@@ -282,6 +282,7 @@ def train(schedule: str, mesh: sw.Mesh, *, is_staged: bool = True) -> tuple[list
         return losses, {name: value.clone() for name, value in pipe.full_state_dict().items()}
 
 
+@pytest.mark.thorough(but=["1f1b-2"])
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("interleaved", 2), ("2bw", 3)])
 def test_it_trains_as_in_one_process(gloo: Pool, schedule: str, ranks: int) -> None:
     losses, state = train(schedule, sw.Mesh(pipe=ranks), is_staged=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.grids import nightly
 from support.inside import (
     COUNTED,
     NOT_SEARCHED,
@@ -190,8 +191,9 @@ def compared(seed: int, words: tuple[str, ...] = RECOMPUTE, host: float | None =
     return found.simulated_step_time / least - 1, {stage.recompute for stage in found.stages}
 
 
+# Two hundred of them by day, and so below.
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", range(0, 500, 50))
+@pytest.mark.parametrize("first", [first if first < 200 else nightly(first) for first in range(0, 500, 50)])
 def test_as_fast_as_the_best_of_all_treatments_and_cuts(first: int) -> None:
     """500 cases: recomputation of each stage, by counts too, and whether its optimizer is divided over two replicas."""
     found = {seed: compared(seed) for seed in range(first, first + 50)}
@@ -201,7 +203,7 @@ def test_as_fast_as_the_best_of_all_treatments_and_cuts(first: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", range(0, 500, 25))
+@pytest.mark.parametrize("first", [first if first < 200 else nightly(first) for first in range(0, 500, 25)])
 def test_as_fast_as_the_best_where_activations_may_wait_on_the_host(first: int) -> None:
     """500 cases more, over fast links and slow ones: of each rank the first chunks' leave, or layers run again."""
     hosts = (4.0, 16.0, 64.0, 256.0)
@@ -322,7 +324,7 @@ def test_too_little_memory_names_the_least_that_fits() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", range(0, 100, 50))
+@pytest.mark.parametrize("first", [0, nightly(50)])
 def test_as_fast_as_the_best_of_all_tensor_sizes(first: int) -> None:
     """Stages in a row on four devices: every size of each, every cut, simulated from the profiles alone."""
     mixed = 0

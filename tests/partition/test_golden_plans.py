@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.grids import nightly
 
 from stagewright.partition import Cluster, DeviceKind, Node, Plan, Profile, evaluate, partition, plan
 
@@ -112,7 +113,7 @@ def close(found: object, known: object) -> bool:
 
 @pytest.mark.thorough(but=[str(number) for number in FIRST_TIER])
 @pytest.mark.filterwarnings("ignore:.*devices stay idle:UserWarning")
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", [each if each < 30 or each in FIRST_TIER else nightly(each) for each in range(60)])
 def test_plans_are_those_that_were_stored(number: int, update_golden: bool) -> None:
     every, found = json.loads(STORED.read_text()) if STORED.exists() else {}, answers(number)
     if update_golden:

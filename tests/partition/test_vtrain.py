@@ -85,15 +85,6 @@ def test_the_preset_is_the_fit_to_all_rows() -> None:
     assert preset.kernel_seconds == BEFORE.kernel_seconds
 
 
-@pytest.mark.thorough
-def test_one_row_alone_tells_of_the_host() -> None:
-    """Without it the others leave kernel_seconds where it was, at whatever value."""
-    others = [row for at, row in trainings().items() if at != 11 and row.hidden == 3072]
-    for begin in (4e-5, 8e-5):
-        found = fit_measured(replace(BEFORE, kernel_seconds=begin), others)
-        assert found.kernel_seconds == pytest.approx(begin, rel=0.02)
-
-
 def test_what_fits_use_is_what_is_evaluated() -> None:
     device = DeviceModel.preset("DGX-A100")
     for row in list(trainings().values())[::4]:

@@ -86,15 +86,9 @@ def test_a_plan_and_a_schedule_are_told_apart_by_what_the_file_holds(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": sw.Asynchronous("1f1b", flush_first=2)}, r"flush_first=2 under the schedule '1f1b'"),
         ({"schedule": sw.Synchronous("2bw"), "max_grad_norm": 1.0}, r"Synchronous around the schedule '2bw', which is"),
-        (
-            {"schedule": sw.Slices("1f1b")},
-            r"Slices around the schedule '1f1b', which is not sliced.*Slices\('seq1f1b'\)",
-        ),
         ({"schedule": sw.Slices("1f1b", 2)}, r"num_slices=2 for schedule '1f1b'"),
         ({"schedule": sw.Asynchronous("1f1b")}, r"Asynchronous around the schedule '1f1b'"),
-        ({"schedule": sw.Auto(), "cut": ["2"]}, r"cut= together with schedule=\"auto\""),
         ({"precision": "bf8"}, r"precision='bf8': expected 'bf16' or 'fp16'"),
         ({"mesh": sw.Mesh(order=("pipe",))}, r"order=\('pipe',\): expected the axes"),
         ({"verify": "last"}, r"verify='last': expected 'first'"),

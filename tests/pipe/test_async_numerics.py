@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 from support.async_pipeline import make_pipeline, run
 from support.async_reference import UNEVEN, AsyncCase, agree, make_batch, make_model, replay
 from support.grids import one_in
@@ -123,16 +122,6 @@ CASES = [
 def test_it_equals_the_replay(case: AsyncCase) -> None:
     assert case.max_grad_norm is None or min(replay(case).grad_norms) > case.max_grad_norm
     agree(run(case), case)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_tied_weights_of_the_first_and_last_stage(num_ranks: int, optimizer: str) -> None:
-    case = AsyncCase(task="small-tied", num_ranks=num_ranks, optimizer=optimizer, sizes=UNEVEN, flushes=(4,))
-    outcome = run(case)
-    agree(outcome, case)
-    assert torch.equal(outcome.state["0.weight"], outcome.state["5.weight"])
 
 
 OVER_GLOO = {

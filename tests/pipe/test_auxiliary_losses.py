@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.failing import Told, told
-from support.pool import Pool
 from support.small import WIDTH, X, Y, make
 from torch import Tensor, nn
 
@@ -136,17 +135,6 @@ def test_what_an_earlier_stage_leaves_behind_is_refused(place: str, options: dic
     found = past_the_output(place, options)
     assert found.kind == "ValueError"
     assert PLACES[place][1] in found.text
-
-
-def past_the_output_of_both() -> list[Told]:
-    return [past_the_output("attribute", {"mesh": None, "optimizer": None})]
-
-
-@pytest.mark.thorough
-def test_over_processes_it_is_refused_on_every_rank(gloo: Pool) -> None:
-    for (found,) in gloo.run(past_the_output_of_both, ranks=2):
-        assert found.kind in ("ValueError", "PeerLost")
-        assert "reads 'aux' of module '0'" in found.text
 
 
 def test_a_list_that_a_loss_empties_holds_no_fake_tensors() -> None:

@@ -176,6 +176,7 @@ def over_data_replicas() -> list[Told]:
     return [told(lambda: pipe.train_step(x.requires_grad_(), y))]
 
 
+@pytest.mark.thorough
 def test_over_data_replicas_it_is_refused(gloo: Pool) -> None:
     for (found,) in gloo.run(over_data_replicas, ranks=2):
         assert found.kind == "ValueError"

@@ -55,22 +55,6 @@ def train(pipe: PipelineModule, steps: range) -> list[float]:
     return [pipe.train_step(*batch(step)).loss for step in steps]
 
 
-@pytest.mark.thorough
-def test_going_on_is_exact_on_the_same_and_on_another_cut(tmp_path: Path) -> None:
-    """Rates halve after every other step: who loads after an even number of steps shows that an odd one was saved."""
-    pipe = make("1f1b", 2)
-    train(pipe, range(3))
-    pipe.save(tmp_path / "c")
-    expected = train(pipe, range(3, 6))
-    for schedule, ranks, chunks in [("1f1b", 2, None), ("interleaved", 2, 2), ("gpipe", 1, None), ("gpipe", 5, None)]:
-        other = make(schedule, ranks, chunks)
-        train(other, range(2))  # whatever stands there is replaced
-        other.load(tmp_path / "c")
-        assert train(other, range(3, 6)) == expected
-        for name, value in pipe.full_state_dict().items():
-            assert torch.equal(value, other.full_state_dict()[name]), name
-
-
 def test_the_place_in_the_data_goes_along(tmp_path: Path) -> None:
     data = TensorDataset(*(torch.cat(parts) for parts in zip(*(batch(step) for step in range(4)), strict=True)))
 

@@ -8,6 +8,7 @@ import shutil
 import struct
 import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
@@ -116,10 +117,8 @@ def test_a_pipeline_goes_on_from_what_fsdp_saved(gloo: Pool, tmp_path: Path) -> 
     expected = train(plain, optimizer, range(2, 4))
     for name in ("nested", "flat"):
         words = ["export", str(tmp_path / name), "--to-checkpoint", str(tmp_path / f"{name}-in"), "--optimizer"]
-        if name == "nested":
-            with pytest.warns(UserWarning, match="has no place for dataloader, left out"):
-                assert main(words) == 0
-        else:
+        told = pytest.warns(UserWarning, match="has no place for dataloader, left out")
+        with told if name == "nested" else nullcontext():
             assert main(words) == 0
         pipe = make()
         pipe.load(tmp_path / f"{name}-in")
@@ -352,17 +351,6 @@ def fifo_of_chunks(folder: Path, mark: Path) -> str:
     return "__0_0.distcp is not a regular file"
 
 
-def device(folder: Path, mark: Path) -> str:
-    (folder / "__0_0.distcp").unlink()
-    (folder / "__0_0.distcp").symlink_to("/dev/zero")
-    return "__0_0.distcp is not a regular file"
-
-
-def no_pickle(folder: Path, mark: Path) -> str:
-    (folder / ".metadata").write_text("hello")
-    return "cannot be read as a folder of torch.distributed.checkpoint: UnpicklingError"
-
-
 def no_folder(folder: Path, mark: Path) -> str:
     (folder / ".metadata").unlink()
     return "expected a plain file, or a folder of DCP, with .metadata"
@@ -390,10 +378,10 @@ def nested_model(folder: Path, mark: Path) -> str:
     return "expected a model's state_dict"
 
 
-CASES = [evil, evil_within, evil_class, evil_value, elsewhere, without_chunk, cut_off, no_pickle, no_folder]
+CASES = [evil, evil_within, evil_class, evil_value, elsewhere, without_chunk, cut_off, no_folder]
 CASES += [no_optimizer, by_numbers, nested_model]
 BOMBS = [deflated, two_lists, bytes_of_any_number, tensor_of_any_size, stretched, taken_twice, packed_otherwise]
-BOMBS += [far_in_a_list, far_in_the_pickle, long_in_the_pickle, evil_member, fifo, fifo_of_chunks, device]
+BOMBS += [far_in_a_list, far_in_the_pickle, long_in_the_pickle, evil_member, fifo, fifo_of_chunks]
 
 
 @pytest.mark.thorough(but=["evil", "evil_value", "elsewhere", "without_chunk", "no_folder"])

@@ -299,6 +299,7 @@ def decided_by_measuring() -> tuple[dict[Any, Any], float]:
     return dict(codecs), losses[-1]
 
 
+@pytest.mark.thorough
 def test_auto_measures_links_and_decides_alike_on_all_ranks(gloo: Pool) -> None:
     (mine, loss), (other, its) = gloo.run(decided_by_measuring, ranks=2)
     assert mine == other

@@ -83,79 +83,42 @@ def test_in_one_process_the_batch_is_shared_out(name: str, loss_fn: Any) -> None
     assert pipe.schedule.num_microbatches == 6
 
 
-def own_batches(rank: int, sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Three batches of the data replica that a rank is part of."""
-    replica = rank % len(sizes)
-    return [make_batch(10 * replica + step, sizes[replica]) for step in range(3)]
+UNEVEN = ((6, 6), (7, 4), (3, 9))  # samples of each replica, by step
 
 
-def run_own(options: dict[str, Any], sizes: list[int]) -> tuple[list[Any], dict[str, Tensor], Any, Any]:
+def own_batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
+    return make_batch(10 * replica + step, UNEVEN[step][replica])
+
+
+def run_own(loss_fn: Any) -> tuple[list[float | None], dict[str, Tensor], Any, Any]:
     """A rank that passes its own replica's batches: losses, weights, and an evaluation's loss and output."""
-    rank = torch.distributed.get_rank()
-    pipe = make_pipe(make_model(), num_data=len(sizes), **options)
-    results = [pipe.train_step(*batch) for batch in own_batches(rank, sizes)]
-    results += pipe.flush()
-    losses = {r.loss_step: r.loss for r in results if r.loss is not None}
-    evaluation = pipe.eval_step(*own_batches(rank, sizes)[0])
+    replica = torch.distributed.get_rank() % 2
+    pipe = make_pipe(make_model(), schedule="1f1b", loss_fn=loss_fn)
+    losses = [pipe.train_step(*own_batch(replica, step)).loss for step in range(3)]
+    evaluation = pipe.eval_step(*own_batch(replica, 0))
     state = pipe.full_state_dict()
     pipe.close()
-    return [losses[step] for step in range(3)], state, evaluation.loss, evaluation.output
+    return losses, state, evaluation.loss, evaluation.output
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        ({"schedule": "1f1b"}, [6, 6]),
-        ({"schedule": "1f1b", "mesh": {"pipe": 1, "data": 3}}, [6, 6, 6]),
-        ({"schedule": "gpipe", "loss_fn": masked}, [6, 6]),
-    ],
-    ids=["1f1b", "three-replicas", "sum-and-count"],
-)
-def test_over_processes_each_replica_has_its_batch(gloo: Pool, options: dict[str, Any], sizes: list[int]) -> None:
-    answers = gloo.run(run_own, ranks=options.get("mesh", {"pipe": 2})["pipe"] * len(sizes), args=(options, sizes))
-    whole = [
-        tuple(torch.cat(parts) for parts in zip(*(own_batches(q, sizes)[step] for q in range(len(sizes))), strict=True))
-        for step in range(3)
-    ]
-    loss_fn = options.get("loss_fn", F.mse_loss)
-    state, wanted = trained_alone(whole, loss_fn)
+@pytest.mark.thorough(but=["mean"])
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, masked], ids=["mean", "sum-and-count"])
+def test_batches_of_different_sizes_count_by_their_samples(gloo: Pool, loss_fn: Any) -> None:
+    """After a first batch of equal sizes; the first one tells all ranks the shapes."""
+    answers = gloo.run(run_own, ranks=4, args=(loss_fn,))
+    parts = [[own_batch(replica, step) for replica in range(2)] for step in range(3)]
+    batches = [tuple(torch.cat(column) for column in zip(*both, strict=True)) for both in parts]
+    state, wanted = trained_alone(batches, loss_fn)
+    model = make_model()
+    model.load_state_dict(state)
+    evaluated = float(mean_of(loss_fn, model(batches[0][0]), batches[0][1]).detach())
     for rank, (losses, found, eval_loss, output) in enumerate(answers):
         assert losses == pytest.approx(wanted, abs=1e-12)
-        assert_equal_states(found, state)
         assert losses == answers[0][0]
-        model = make_model()
-        model.load_state_dict(found)
-        predicted = model(whole[0][0])
-        assert eval_loss == pytest.approx(float(mean_of(loss_fn, predicted, whole[0][1]).detach()), abs=1e-12)
-        if rank >= len(answers) - len(sizes):  # the last stage
-            own = model(own_batches(rank, sizes)[0][0])
-            torch.testing.assert_close(output, own, rtol=0, atol=1e-12)
-
-
-def test_batches_of_different_sizes_count_by_their_samples(gloo: Pool) -> None:
-    """After a first batch of equal sizes; the first one tells all ranks the shapes."""
-    answers = gloo.run(run_uneven, ranks=4)
-    batches = []
-    for step, sizes in enumerate(UNEVEN):
-        parts = [make_batch(10 * q + step, size) for q, size in enumerate(sizes)]
-        batches.append(tuple(torch.cat(column) for column in zip(*parts, strict=True)))
-    state, wanted = trained_alone(batches, F.mse_loss)
-    for losses, found in answers:
-        assert losses == pytest.approx(wanted, abs=1e-12)
         assert_equal_states(found, state)
-
-
-UNEVEN = ((6, 6), (7, 4), (3, 9))
-
-
-def run_uneven() -> tuple[list[float | None], dict[str, Tensor]]:
-    replica = torch.distributed.get_rank() % 2
-    pipe = make_pipe(make_model(), schedule="1f1b")
-    losses = [pipe.train_step(*make_batch(10 * replica + i, sizes[replica])).loss for i, sizes in enumerate(UNEVEN)]
-    state = pipe.full_state_dict()
-    pipe.close()
-    return losses, state
+        assert eval_loss == pytest.approx(evaluated, abs=1e-12)
+        if rank >= 2:  # the last stage
+            torch.testing.assert_close(output, model(own_batch(rank % 2, 0)[0]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.thorough(but=["gpipe-2", "pipedream-2"])

@@ -76,7 +76,7 @@ def test_what_a_failed_try_has_changed_is_taken_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_it_goes_on_over_the_hosts_memory(tmp_path: Path) -> None:
     """As on CUDA devices over gloo."""
     result = start(tmp_path, ("1f1b", 2, 2), 4, strikes="3:1:B,0:3:ready", STAGED="1")

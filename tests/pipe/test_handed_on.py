@@ -353,6 +353,7 @@ def test_a_cache_of_a_module_that_all_layers_share_hands_on_nothing(options: dic
         assert loss == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_a_cache_over_processes(gloo: Pool) -> None:
     """Ranks with layers and ranks without ran other forwards, since the table was there on some."""
     for losses in gloo.run(rotated, ranks=2):

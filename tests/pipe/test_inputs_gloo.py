@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
-from support.keyword_models import LABELS, MASK, POSITIONS, TARGET, TOKENS, WORDS, Language, Tagger, loss_in, loss_of
+from support.keyword_models import LABELS, MASK, POSITIONS, TARGET, TOKENS, WORDS, Language, Tagger, loss_of
 from support.pool import Pool
 from support.records import records
 
@@ -48,27 +46,6 @@ def train_by_keyword() -> tuple[float, float, float]:
 
 def test_keywords(gloo: Pool) -> None:
     for errors in gloo.run(train_by_keyword, ranks=2):
-        assert max(errors) < 1e-12
-
-
-def train_own_loss() -> tuple[float, float, float]:
-    """The same of a model that returns its own loss; data replicas have different numbers of labels."""
-    pipe, twin = build(Language, loss_fn="model", loss_weight="labels", mesh={"pipe": 2, "data": 2}, verify=True)
-    half = len(WORDS) // 2
-    mine = slice(dist.get_rank() % 2 * half, (dist.get_rank() % 2 + 1) * half)
-    loss = loss_in(twin(WORDS, labels=LABELS))
-    loss.backward()
-    result = pipe.forward_backward(tokens=WORDS[mine], labels=LABELS[mine])
-    assert result.loss is not None
-    predicted: Any = pipe.predict(WORDS[mine])
-    off = 0.0 if predicted is None else float((predicted["logits"] - twin(WORDS[mine])["logits"]).detach().abs().max())
-    pipe.close()
-    return abs(result.loss - loss.item()), differences(pipe, twin), off
-
-
-@pytest.mark.thorough
-def test_a_model_that_returns_its_own_loss(gloo: Pool) -> None:
-    for errors in gloo.run(train_own_loss, ranks=4):
         assert max(errors) < 1e-12
 
 

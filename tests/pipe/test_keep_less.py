@@ -11,7 +11,6 @@ import torch
 from support.inside import edit_memory as inside_memory
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stagewright.pipe import edit
@@ -197,15 +196,11 @@ def test_a_norm_whose_output_is_written_past_autograd_says_so(change: Callable[[
         loss.backward()
 
 
-class Composed(nn.Module):
+class ComposedGELU(nn.Module):
     """As transformers write it: under autocast its power is computed in float32, and so is the rest."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
-
-
-class ComposedGELU(Composed):
-    pass
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
@@ -363,17 +358,6 @@ def test_an_activation_that_is_a_function_in_an_attribute_is_known() -> None:
     assert kept_bytes(plain, x) - kept_bytes(edits.build(), x) == 16 * B * S * H
 
 
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
-def test_compiled_code_around_keeps_as_ever() -> None:
-    plain, x = Block(), torch.randn(B, S, H)
-    edits = edit(copy.deepcopy(plain))
-    edits["mlp"].keep_less("gelu")
-    compiled: Any = torch.compile(edits.build(), backend="aot_eager")
-    for theirs, ours in zip(gradients(plain, x), gradients(compiled, x), strict=True):
-        assert torch.allclose(theirs, ours, rtol=0, atol=1e-4)
-
-
 class GrowingGELU(nn.Module):
     """Has an attribute that it or its model changes."""
 
@@ -383,7 +367,7 @@ class GrowingGELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.scale += self.by_itself
-        return functional.gelu(x) * self.scale
+        return nn.functional.gelu(x) * self.scale
 
 
 @pytest.mark.parametrize("by_itself", [True, False])
@@ -412,7 +396,6 @@ def test_memory_is_measured_where_the_first_operation_is_in_place() -> None:
     rows = edits.memory((x,), limit="1MiB").splitlines()
     assert [row.split("  ")[0] for row in rows[1:]] == ["no edit", "1.mlp: keep_less(what='gelu')"]
     assert torch.equal(x, before)
-    assert x.grad is None
 
 
 @pytest.mark.thorough(but=["vit-vit.layers.*.attention-vit.layers.*.mlp-vit.layers.*.layernorm_*"])
@@ -447,7 +430,6 @@ def test_the_largest_microbatch_fits_and_the_next_does_not() -> None:
     edits["1"].cut()
     limit, in_flight = 2_000_000, 3
     lines = edits.memory((torch.randn(32, S, H),), limit="2MB", in_flight=in_flight).splitlines()
-    print(*lines, sep="\n")
     assert lines[0].split("  ")[-1].strip() == "largest microbatch in 2MB"
     assert [line.split("  ")[0] for line in lines[1:]] == ["no edit", *map(str, list(edits)[:2])]
     found = [int(line.split()[-1]) for line in lines[1:]]

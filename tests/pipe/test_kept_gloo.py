@@ -44,7 +44,7 @@ def grown(before: tuple[int, int], after: tuple[int, int]) -> list[int]:
 @pytest.mark.thorough
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc/self here")
 def test_modules_that_are_closed_leave_no_descriptors_and_no_threads(gloo: Pool) -> None:
-    for found in gloo.run(open_and_close, ranks=2, args=(30,)):
+    for found in gloo.run(open_and_close, ranks=2, args=(12,)):
         assert grown(found[2], found[-1]) == [], found
 
 

@@ -214,6 +214,7 @@ def train_with_weights() -> tuple[list[float | None], list[float]]:
     return losses, expected
 
 
+@pytest.mark.thorough
 def test_a_loss_that_reads_weights_of_another_stage_has_their_module(gloo: Pool) -> None:
     for losses, expected in gloo.run(train_with_weights, ranks=2):
         assert losses == pytest.approx(expected, rel=1e-6)

@@ -151,11 +151,6 @@ def test_four_processes(gloo: Pool, schedule: str, mesh: dict[str, int], options
     check(gloo.run(piped, ranks=4, args=(schedule, mesh, options)), schedule)
 
 
-@pytest.mark.thorough
-def test_eight_processes(gloo: Pool) -> None:
-    check(gloo.run(piped, ranks=8, args=("1f1b", ALL, {"data_parallel": "fsdp"})), "1f1b")
-
-
 def check(answers: list[dict[str, Any]], schedule: str) -> None:
     skipped = None if schedule == "2bw" else AT[0]
     state, norms = plain_state(delay=int(schedule == "2bw"), skipped=skipped)

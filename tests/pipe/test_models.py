@@ -119,7 +119,7 @@ def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
     return loss, state
 
 
-@pytest.mark.thorough(but=["mixtral"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name if name in ("mixtral", "t5") else nightly(name) for name in TRANSFORMERS])
 def test_transformers_over_processes(gloo: Pool, name: str) -> None:
     pytest.importorskip("transformers")

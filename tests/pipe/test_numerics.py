@@ -49,7 +49,7 @@ def test_mlp_under_every_schedule(layout: Layout, num_microbatches: int) -> None
 
 
 @pytest.mark.thorough(but=["mlp-zb-h1-P3-M2"])
-@pytest.mark.parametrize(("case", "layout"), sample(ranks=RANKS, times=3))
+@pytest.mark.parametrize(("case", "layout"), sample(ranks=RANKS))
 def test_every_model(case: Case, layout: Layout) -> None:
     check(case, layout)
 

@@ -31,35 +31,13 @@ def test_every_model_under_every_schedule(gloo: Pool, case: Case, layout: Layout
 
 
 @pytest.mark.thorough
-def test_max_grad_norm(gloo: Pool) -> None:
-    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
-    check(gloo, make_case("tied-gpt", layout, 5, max_grad_norm=0.05, optimizer="momentum"), layout)
-
-
-@pytest.mark.thorough
 def test_batches_of_other_sizes(gloo: Pool) -> None:
     """Receive buffers were sized for the example; 5 samples are microbatches of one."""
     layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
     check(gloo, make_case("gpt", layout, 5, sizes=(11, 13, 5, 10, 7)), layout)
 
 
-@pytest.mark.thorough
-def test_a_stage_without_gradients(gloo: Pool) -> None:
-    layout = Layout(num_ranks=3, cut=("6", "12"))
-    check(gloo, make_case("mlp", layout, 5, frozen=("6.", "9.")), layout)
-
-
 # --- what only several processes can show ---
-
-
-@pytest.mark.thorough
-def test_dropout_at_the_entry_of_a_stage_that_receives_a_transposed_tensor(gloo: Pool) -> None:
-    """An LSTM's output [B, T, D] lies in memory as [T, B, D], and dropout draws its mask in memory order.
-
-    A receive that makes it contiguous moves the mask: the result then depends on the cut.
-    """
-    layout = Layout(num_ranks=2, cut=("2",))
-    check(gloo, make_case("lstm", layout, 5), layout)
 
 
 def load_twice(case: Case, layout: Layout, state: dict[str, Tensor]) -> bool:

@@ -272,6 +272,7 @@ def _for_another_number_of_ranks() -> str:
     return "accepted"
 
 
+@pytest.mark.thorough
 def test_a_plan_for_another_number_of_ranks(gloo: Pool) -> None:
     for answer in gloo.run(_for_another_number_of_ranks, ranks=3):
         assert answer.startswith("the plan is for 2 ranks and the process group has 3: expected a plan for 3")

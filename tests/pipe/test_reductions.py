@@ -127,12 +127,6 @@ def trained_by_microbatch(options: dict[str, Any]) -> tuple[list[float | None], 
     return losses, state
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zb"])
-def test_training_is_that_of_one_process(schedule: str) -> None:
-    assert_alone(trained_by_microbatch({"schedule": schedule, "mesh": {"pipe": 2}}))
-
-
 def test_training_over_processes(gloo: Pool) -> None:
     for found in gloo.run(trained_by_microbatch, ranks=2, args=({},)):
         assert_alone(found)

@@ -194,6 +194,7 @@ def compiled_on_one_rank() -> str:
     return "refused"
 
 
+@pytest.mark.thorough
 def test_compiled_parts_are_refused_on_every_rank(gloo: Pool) -> None:
     """Rank 0 heard of it as of a failure of its peer."""
     assert gloo.run(compiled_on_one_rank, ranks=2) == ["refused"] * 2

@@ -133,7 +133,7 @@ PLANS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.thorough(but=["copies in a stream"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_of_replicas_predict_what_was_held(gloo: Pool, name: str) -> None:
     for predicted, measured, peak in gloo.run(planned, ranks=2, args=PLANS[name]):

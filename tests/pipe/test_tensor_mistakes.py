@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -173,16 +172,6 @@ def test_a_tensor_group_passes_one_batch(gloo: Pool) -> None:
             "process 3 (rank 1, tensor 1) passed other inputs to step 0 than process 2 (rank 1, tensor 0)"
             in (told[member])
         )
-
-
-def test_in_one_process_there_is_no_tensor_axis() -> None:
-    with pytest.raises(ValueError, match=r"in one process: the members of a tensor group are processes"):
-        plain_pipe(plain_model(0))
-    with pytest.raises(ValueError, match=r'with schedule="auto"'):
-        plain_pipe(plain_model(0), schedule="auto")
-    with pytest.raises(ValueError, match=r"order=\('pipe',\): expected the axes"):
-        plain_pipe(plain_model(0), mesh={"pipe": 2}, order=("pipe",))
-    assert math.isfinite(plain_pipe(plain_model(0), mesh={"pipe": 2}).train_step(*plain_batch(0)).loss or math.nan)
 
 
 class Mixes(nn.Module):

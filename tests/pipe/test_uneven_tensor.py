@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
         {},
     ),
 }
-DAILY = ("2-1", "1-2-1", "1-1-2", "2-1-1", "replicas")
+DAILY = ("2-1", "1-2-1", "1-1-2", "replicas")
 
 
 @pytest.mark.thorough

@@ -318,23 +318,6 @@ def verified(task: str, schedule: str, mesh: dict[str, int]) -> tuple[int, float
     return found.num_gradients, loss or 0.0
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("task", "schedule", "mesh"),
-    [
-        ("tied-gpt", "1f1b", {"pipe": 2}),
-        ("gpt-masked", "2bw", {"pipe": 2}),
-        ("mlp", "1f1b", {"pipe": 2, "data": 2}),
-    ],
-    ids=str,
-)
-def test_over_processes(gloo: Pool, task: str, schedule: str, mesh: dict[str, int]) -> None:
-    ranks = mesh["pipe"] * mesh.get("data", 1)
-    found = gloo.run(verified, ranks=ranks, args=(task, schedule, mesh))
-    assert len({count for count, _ in found}) == 1
-    assert found[0][0] > 0
-
-
 def verify_without_a_copy() -> str:
     pipe = pipe_of("mlp", "1f1b")
     try:
@@ -344,6 +327,7 @@ def verify_without_a_copy() -> str:
     return "nothing"
 
 
+@pytest.mark.thorough
 def test_without_a_copy_it_says_what_to_type(gloo: Pool) -> None:
     for told in gloo.run(verify_without_a_copy, ranks=2):
         assert "Expected PipelineModule(..., verify=True)" in told

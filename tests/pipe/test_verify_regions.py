@@ -149,7 +149,7 @@ def verdict(name: str) -> str | None:
     return found
 
 
-@pytest.mark.thorough(but=["torch", "bias"])
+@pytest.mark.thorough(but=["bias"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_innermost_region_is_named(gloo: Pool, name: str) -> None:
     expected = OPTIONS[name][1]

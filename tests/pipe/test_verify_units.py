@@ -49,8 +49,8 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 def pipe_of(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "verify": "first", "timeout": 120.0}
-    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
-    return PipelineModule(model, loss_fn=loss_fn, optimizer=optimizer, **(settings | options))
+    settings |= {"loss_fn": loss_fn, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    return PipelineModule(model, **(settings | options))
 
 
 def no_copy_fits() -> AbstractContextManager[object]:
@@ -139,7 +139,7 @@ def chain(middle: nn.Module | None = None) -> nn.Module:
 
 
 def twice(graph: Any, example: object) -> Any:
-    """A compiler's mistake."""
+    """A compiler's mistake, or a backend whose code does not compute what plain code does, as inductor's dropout."""
     del example
     return lambda *args: [x * 2 for x in graph(*args)]
 
@@ -287,14 +287,8 @@ def closure(block: Any) -> Any:
     return block
 
 
-def twice_as_much(graph: Any, example: object) -> Any:
-    """A backend whose code computes what the plain one does not, as inductor's draws other numbers."""
-    del example
-    return lambda *args: [x * 2 for x in graph(*args)]
-
-
 def compiled(block: nn.Module) -> Any:
-    return torch.compile(block, backend=twice_as_much)
+    return torch.compile(block, backend=twice)
 
 
 def called_compiled(block: nn.Module) -> nn.Module:
@@ -303,10 +297,8 @@ def called_compiled(block: nn.Module) -> nn.Module:
     return block
 
 
-def checked_pipe(model: nn.Module, loss_fn: Any = F.mse_loss, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "verify": True, "timeout": 120.0}
-    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
-    return PipelineModule(model, loss_fn=loss_fn, optimizer=optimizer, **(settings | options))
+def checked_pipe(model: nn.Module, loss_fn: Any = loss_fn, **options: Any) -> PipelineModule:
+    return pipe_of(model, **({"loss_fn": loss_fn, "verify": True} | options))
 
 
 def trained_around(around: Callable[[Any], Any], **options: Any) -> tuple[list[float | None], dict[str, Tensor]]:
@@ -323,7 +315,7 @@ def trained_around(around: Callable[[Any], Any], **options: Any) -> tuple[list[f
 
 @pytest.mark.parametrize("around", [closure, compiled, called_compiled])
 def test_a_correct_run_goes_on_with_the_statistics_that_it_has(around: Callable[[Any], Any]) -> None:
-    """The copy ran the user's own blocks: running statistics moved twice_as_much, and no run with them passed."""
+    """The copy ran the user's own blocks: running statistics moved twice as much, and no run with them passed."""
     (losses, state), (without, expected) = trained_around(around), trained_around(around, verify=False)
     assert losses == without
     assert all(torch.equal(x, expected[name]) for name, x in state.items())

@@ -26,26 +26,6 @@ def with_program(schedule: Schedule, rank: int, program: Sequence[Action]) -> Sc
 
 @pytest.mark.thorough
 @steady
-@given(schedules())
-def test_valid_schedules_are_accepted(schedule: Schedule) -> None:
-    report = check(schedule)
-    assert report.num_actions == sum(map(len, schedule.programs))
-    assert report.peak_activations == tuple(most_alive(program) for program in schedule.programs)
-    assert report.peak_versions == (1,) * schedule.num_ranks
-
-
-def most_alive(program: Sequence[Action]) -> int:
-    """(stage, microbatch) pairs whose F has begun and whose last action is not over, the most at any action."""
-    first: dict[tuple[int, int], int] = {}
-    last: dict[tuple[int, int], int] = {}
-    for at, (stage, _, index) in enumerate(program):
-        first.setdefault((stage, index), at)
-        last[stage, index] = at
-    return max((sum(first[p] <= at <= last[p] for p in first) for at in range(len(program))), default=0)
-
-
-@pytest.mark.thorough
-@steady
 @given(disordered())
 def test_any_order_is_judged_as_the_graph_judges_it(schedule: Schedule) -> None:
     if has_deadlock(schedule):

@@ -11,7 +11,7 @@ from support.inside import COMPUTE_OPS, chain
 
 from stagewright.schedules import Action, Edge, Op, Schedule, ScheduleError, build
 
-from .random_schedules import schedules, steady
+from .random_schedules import steady
 
 ACTIONS = st.builds(Action, st.integers(0, 10**6), st.sampled_from(sorted({*COMPUTE_OPS, Op.U})), st.integers(0, 10**6))
 
@@ -79,18 +79,6 @@ def test_edges_are_a_chain_unless_given() -> None:
     skipped = made.with_edges([Edge(0, 1), Edge(0, 3, False)])
     assert skipped.stage_edges == (Edge(0, 1), Edge(0, 3, False))
     assert skipped.programs == made.programs
-
-
-@pytest.mark.thorough
-@steady
-@given(schedules())
-def test_forward_only_keeps_the_order(made: Schedule) -> None:
-    forwards = made.forward_only()
-    assert not forwards.has_backward
-    for before, after in zip(made.programs, forwards.programs, strict=True):
-        assert [a for a in before if a.op is Op.F] == list(after)
-    assert forwards.placement == made.placement
-    assert forwards.stage_edges == made.stage_edges
 
 
 def test_schedules_are_values() -> None:

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.inside import read_schedule
 
-from stagewright.schedules import Edge, Op, Schedule, ScheduleError, build, check
+from stagewright.schedules import Edge, Schedule, ScheduleError, build, check
 
 from .random_schedules import by_hand, schedules, steady
 
@@ -242,18 +242,6 @@ def test_cells_are_as_wide_as_the_widest() -> None:
 def test_updates_take_no_cell() -> None:
     schedule = by_hand("0F0 0B0 0U0 0F1 0I1 0W1 0U1", microbatches=1, batches=2)
     assert schedule.grid() == "rank 0 | F0 B0 F1 I1 W1"
-
-
-@pytest.mark.thorough
-@steady
-@given(schedules())
-def test_a_grid_shows_each_action_once_in_order(schedule: Schedule) -> None:
-    several = any(len(stages) > 1 for stages in schedule.placement)
-    for rank, line in enumerate(schedule.grid().splitlines()):
-        label, cells = line.split(" | ")
-        assert label == f"rank {rank}"
-        shown = [cell for cell in cells.split() if cell != "."]
-        assert shown == [str(a) if several else f"{Op(a.op).value}{a.index}" for a in schedule.programs[rank]]
 
 
 # --- files ---

@@ -46,6 +46,16 @@ while os.environ["RANK"] == "1":
     + SLEEP
 )
 
+SUM = """
+import os, sys, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+Path(sys.argv[1], f"sum{dist.get_rank()}").write_text(f"{total.item()} on {os.environ.get('SLURMD_NODENAME')}")
+dist.destroy_process_group()
+"""
+
 
 def work(folder: Path, program: str, *arguments: str, torch: bool = False, **other: Any) -> Work:
     """A program that finds `folder` as its first word."""

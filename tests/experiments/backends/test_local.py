@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.inside import STARTER, LocalBackend, Nodes, NodeStart, Shape, run_nodes, supervise
 
-from .nodes import FAIL, HOSTILE, SLEEP, TELL, WITHIN, gone, parent, processes, work, written
+from .nodes import FAIL, HOSTILE, SLEEP, SUM, TELL, WITHIN, gone, parent, processes, work, written
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="no /proc here, by which processes are found"
@@ -146,20 +146,9 @@ def test_shaped_links_are_refused_by_name() -> None:
         LocalBackend().check(Nodes(num_nodes=0))
 
 
-SUM = """
-import os, sys, torch, torch.distributed as dist
-from pathlib import Path
-dist.init_process_group("gloo")
-total = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(total)
-Path(sys.argv[1], f"sum{dist.get_rank()}").write_text(str(total.item()))
-dist.destroy_process_group()
-"""
-
-
 @pytest.mark.thorough
 @pytest.mark.gloo
 def test_ranks_of_two_nodes_sum_under_the_real_torchrun(tmp_path: Path) -> None:
     outcome = LocalBackend().run(work(tmp_path, SUM, torch=True), TWO)
     assert (outcome.status, outcome.report) == (0, "")
-    assert [(tmp_path / f"sum{rank}").read_text() for rank in (0, 1)] == ["3.0", "3.0"]
+    assert [(tmp_path / f"sum{rank}").read_text() for rank in (0, 1)] == ["3.0 on None"] * 2

@@ -13,7 +13,7 @@ import pytest
 from support.inside import Nodes, Shape, SlurmBackend, address_of, port_of, slurm
 from support.slurm_on_one_host import missing, one_host_cluster
 
-from .nodes import FAIL, HOSTILE, SLEEP, TELL, gone, work, written
+from .nodes import FAIL, HOSTILE, SLEEP, SUM, TELL, gone, work, written
 
 TWO = Nodes(num_nodes=2)
 
@@ -158,17 +158,6 @@ def test_a_job_is_cancelled_when_this_side_ends_or_its_time_is_over(tmp_path: Pa
         assert (outcome.status, outcome.timed_out) == (124, True)
         assert outcome.report.endswith("not done after 3 s; stopped")
     assert gone(written(tmp_path))
-
-
-SUM = """
-import os, sys, torch, torch.distributed as dist
-from pathlib import Path
-dist.init_process_group("gloo")
-total = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(total)
-Path(sys.argv[1], f"sum{dist.get_rank()}").write_text(f"{total.item()} on {os.environ['SLURMD_NODENAME']}")
-dist.destroy_process_group()
-"""
 
 
 @pytest.mark.gloo

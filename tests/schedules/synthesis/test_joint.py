@@ -17,7 +17,7 @@ from support.inside import (
 )
 from support.inside import SynthesisEvaluateEvaluator as OrderEvaluator
 
-from stagewright.schedules import Costs, Layer, Link, Links, MemoryLimitError, Op, check, synthesize, synthesize_jointly
+from stagewright.schedules import Costs, Layer, Link, Links, MemoryLimitError, Op, synthesize, synthesize_jointly
 
 ORDERS = 40
 ROUTES = {(a, b): Link(latency=0.05 * a, seconds_per_byte=0.1 * (b + 1)) for a in range(4) for b in range(4)}
@@ -131,41 +131,6 @@ def test_it_reaches_the_best_of_all_cuts_on_named_placements(seed: int, num: int
         layers, num_ranks=P, num_microbatches=M, runtime=runtime, memory_limit=limit, evaluations=20_000, seconds=600
     )
     assert got.lower_bound <= got.best.value <= min(best) * (1 + 1e-9)
-
-
-@pytest.mark.thorough
-def test_what_it_returns_is_a_schedule_of_its_cut_within_the_memory_and_the_same_again() -> None:
-    layers, (runtime, links) = drawn(Random(5), 12), RUNTIMES["links"]
-    limit = 0.8 * sum(each.activation for each in layers)
-    sizes: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 5, "memory_limit": limit, "evaluations": 600}
-    improvements: list[float] = []
-    got, again = (
-        synthesize_jointly(
-            layers, **sizes, runtime=runtime, links=links, on_progress=lambda point: improvements.append(point.value)
-        )
-        for _ in range(2)
-    )
-    assert (got.best.cut, got.best.placement, got.best.value) == (
-        again.best.cut,
-        again.best.placement,
-        again.best.value,
-    )
-    assert got.best.value <= min(improvements) * (1 + 1e-9)
-    assert got.gap == pytest.approx(got.best.value / got.lower_bound - 1)
-    for each in got.found:
-        schedule = each.synthesis.schedule
-        check(schedule)
-        asked = request_for(
-            layers, each.cut, each.placement, M=5, limits=[limit] * 4, runtime=runtime, links=links
-        ).problem()
-        evaluator = OrderEvaluator(asked)
-        assert evaluator.fits(evaluator.orders(schedule))
-        for own, program in zip(each.placement, schedule.programs, strict=True):
-            held = list(
-                accumulate(asked.held[a.stage][0] * {Op.F: 1, Op.W: -1, Op.B: -1}.get(a.op, 0) for a in program)
-            )
-            fixed = sum(layer.weights for s in own for layer in layers[each.cut[s] : each.cut[s + 1]])
-            assert max(held) + fixed <= limit * (1 + 1e-9)
 
 
 def test_the_bound_holds_for_every_cut_and_order() -> None:
