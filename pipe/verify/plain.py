@@ -91,7 +91,8 @@ class PlainModule:
             own.training, held = theirs.training, vars(own)
             for key, value in () if is_divided else vars(theirs).items():
                 mine = held.get(key)
-                is_same = mine is value or (isinstance(mine, dict) and isinstance(value, dict) and not (mine or value))
+                is_empty = isinstance(value, dict | set) and type(mine) is type(value) and not (mine or value)
+                is_same = mine is value or is_empty
                 if not is_same and key not in _TABLES and "state_dict" not in key:
                     with suppress(Exception):  # what cannot be copied stays
                         held[key] = copies.of(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -101,6 +101,13 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return self.listener.function(func, func, args, kwargs or {})
+
+
+def hearing_no_functions(listener: Listener) -> AbstractContextManager[object]:
+    """Within, torch's functions do not go through the listener, which would only make the call."""
+    own = overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+    is_listeners = isinstance(own, _Functions) and own.listener is listener
+    return overrides._pop_mode_temporarily() if is_listeners else nullcontext()
 
 
 _TOLD = "_stagewright_told"  # a name among those of torch's module; it stays, see below
@@ -239,9 +246,7 @@ class _Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             if python_dispatch._get_current_dispatch_mode() is self:
                 stack.enter_context(python_dispatch._pop_mode_temporarily())
-            own = overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
-            if isinstance(own, _Functions) and own.listener is self:
-                stack.enter_context(overrides._pop_mode_temporarily())
+            stack.enter_context(hearing_no_functions(self))
             yield
 
     def function(

@@ -101,8 +101,8 @@ class CodeReads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within a call of a unit or function, which are not noted: a fake tensor makes thousands of calls, and being
-        notified of them takes twice their time."""
+        """Within a call of a unit or function, and what is noted of it: a fake tensor makes thousands of calls, and
+        being notified of them takes twice their time."""
         if sys.getprofile() != self._called:
             yield
             return
@@ -314,17 +314,19 @@ class Tables:
         if _everywhere() != self._everywhere:
             raise RefusedError("the code between the modules registers a hook on all modules", expected=NOT_HERE)
         for part in module.modules():
-            before = self._known.get(id(part), {})
-            for kind, table in _tables(part).items():
+            before, now = self._known.get(id(part), {}), _tables(part)
+            for kind, table in now.items():
                 known = before.get(kind, {})
+                if not table and not known:  # most of them
+                    continue
                 new = {key for key in table if known.get(key) is not table[key]}
                 gone = {key for key in known if key not in table and id(known[key]) not in self._looking}
                 if gone or (new and (is_last or kind not in _LOOKING)):
                     raise _refused(part, f"changes {kind.strip('_').replace('_', ' ')}")
                 for key in new:
-                    look = vars(part)[kind][key] = _looking(table[key], part)
+                    look = vars(part)[kind][key] = table[key] = _looking(table[key], part)
                     self._looking.add(id(look))
-            self._known[id(part)] = _tables(part)
+            self._known[id(part)] = now
 
     def note(self, unit: nn.Module) -> None:
         """A call of a unit is through, which may have changed its own."""

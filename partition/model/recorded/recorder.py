@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -33,6 +34,7 @@ from .calls import (
     follows,
     samples_of,
 )
+from .intercept import hearing_no_functions
 from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, Tables, plain_attributes
 from .refusals import RefusedError, check_now, refuse_distribution, refuse_function, refuse_packed
 from .templates import Constant, Parts, Ref, Slot, Template
@@ -138,6 +140,12 @@ class ForwardRecorder:
                 value = call(*args, **kwargs)
             self._stack.pop()
             return value
+        with self._reads.paused():
+            return self._unit(path, module, call, args, kwargs)
+
+    def _unit(
+        self, path: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._draws.check()
         self._note_stores()
         self._tables.check(module)
@@ -152,7 +160,11 @@ class ForwardRecorder:
             keeps_state = writes or len(self._calls) in self._attributes.setting_own
             return UnitCall(**common, name=name, module=module, keeps_state=keeps_state)
 
-        made = self._make(lambda: call_for_shapes(module, args, kwargs, call=call), args, kwargs, unit_call, unit=name)
+        def run() -> Any:
+            with hearing_no_functions(self):
+                return call_for_shapes(module, args, kwargs, call=call)
+
+        made = self._make(run, args, kwargs, unit_call, unit=name)
         self._tables.note(module)
         return made
 
@@ -161,6 +173,12 @@ class ForwardRecorder:
     ) -> Any:
         if self._running is not None or self._is_busy:
             return call(*args, **kwargs)
+        with self._reads.paused():
+            return self._function(function, call, args, kwargs)
+
+    def _function(
+        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if function is torch.Tensor.__iter__:
             return iter(self.function(torch.Tensor.unbind, torch.Tensor.unbind, args, kwargs))
         if function in READS and not kwargs:
@@ -263,8 +281,7 @@ class ForwardRecorder:
     def _make(self, *args: Any, **options: Any) -> Any:
         self._is_busy = True
         try:
-            with self._reads.paused():
-                return self._make_busy(*args, **options)
+            return self._make_busy(*args, **options)
         finally:
             self._is_busy = False
 
@@ -402,6 +419,7 @@ class ForwardRecorder:
     def finish(self, output: object) -> Record:
         self._draws.check()
         self._is_busy = self._has_ended = True
+        sys.setprofile(None)  # no more of the user's code runs
         refuse_distribution(output)
         form, tensors = Form.of_output(output)
         results = [self._values.tensor(leaf) for leaf in tensors]
