@@ -61,12 +61,11 @@ class Seen:
         for start, end in blocks:
             own, at = query.narrow(-2, at, end - start), at + end - start
             stop = end if self.is_causal else key.shape[-2]
-            mask, is_causal = self._mask(start, end, stop, documents), False
-            if mask is None and self.is_causal:
-                is_causal = start == 0
-                mask = None if is_causal else self._earlier(start, end, stop, query.device)
+            mask = self._mask(range(start, end), stop, documents, device=query.device)
             keys, values = key[..., :stop, :], value[..., :stop, :]
-            found.append(attention(own, keys, values, attn_mask=mask, is_causal=is_causal, **options))
+            found.append(
+                attention(own, keys, values, attn_mask=mask, is_causal=self.is_causal and mask is None, **options)
+            )
         return found[0] if len(found) == 1 else torch.cat(found, -2)
 
     def _documents(self) -> Tensor | None:
@@ -77,27 +76,22 @@ class Seen:
         is_known = not (begins.is_meta or isinstance(begins, FakeTensor))
         return None if is_known and not begins.any() else F.pad(begins.cumsum(-1), (1, 0))
 
-    def _mask(self, start: int, end: int, stop: int, documents: Tensor | None) -> Tensor | None:
-        """[..., queries, keys] of all that is to be said besides causality; with it, if there is any."""
+    def _mask(self, own: range, stop: int, documents: Tensor | None, *, device: torch.device) -> Tensor | None:
+        """[..., queries, keys up to `stop`]; None for causal attention from the first token on, or for all keys."""
         keys = None if self.keys is None else self.keys[..., :stop]
         has_window = self.window is not None and self.window < stop
-        if keys is None and documents is None and not has_window:
+        if keys is None and documents is None and not has_window and not (self.is_causal and own.start):
             return None
-        like = next(x for x in (documents, keys, torch.empty(0)) if x is not None)
-        found = torch.ones(end - start, stop, dtype=torch.bool, device=like.device)
+        found = torch.ones(len(own), stop, dtype=torch.bool, device=device)
         if self.is_causal:
-            found = found.tril(start)
+            found = found.tril(own.start)
         if self.window is not None:
-            found = found.triu(start - self.window + 1)
+            found = found.triu(own.start - self.window + 1)
         if documents is not None:
-            found = found & (documents[..., start:end, None] == documents[..., None, :stop]).unsqueeze(-3)
+            found = found & (documents[..., own.start : own.stop, None] == documents[..., None, :stop]).unsqueeze(-3)
         if keys is None or keys.dtype is torch.bool:
             return found if keys is None else found & keys
         return keys.masked_fill(~found, float("-inf"))
-
-    @staticmethod
-    def _earlier(start: int, end: int, stop: int, device: torch.device) -> Tensor:
-        return torch.ones(end - start, stop, dtype=torch.bool, device=device).tril(start)
 
 
 class AttentionMode(TorchFunctionMode):
@@ -137,8 +131,7 @@ class AttentionMode(TorchFunctionMode):
         if mask is not None and (mask.shape[-1] != self.span.length or (mask.dim() > 1 and mask.shape[-2] != 1)):
             raise ValueError(
                 f"attention with a mask of shape {tuple(mask.shape)} in {caller()[1]}, to which {self.span.length} of "
-                f"{self.span.total} tokens are given: expected is_causal=True, no mask, one of keys alone, "
-                f"[..., 1, {self.span.length}], or stagewright.attend"
+                f"{self.span.total} tokens are given: expected is_causal=True and no mask, or stagewright.attend"
             )
         return self.checked((query, key, value), Seen(is_causal=is_causal, keys=mask), **options)
 

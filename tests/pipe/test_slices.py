@@ -94,7 +94,7 @@ def test_verify_and_evaluation_take_whole_sequences() -> None:
     assert pipe.eval_step(tokens, targets).loss == pytest.approx(mean_loss(expected, targets).item(), abs=1e-13)
     dropping = chain(dropout=0.1)
     pipe = PipelineModule(dropping, schedule="seq1f1b", num_microbatches=2, loss_fn=mean_loss, verify=True)
-    with pytest.raises(ValueError, match=r"verify over slices of the sequence, and 0\.dropout"):
+    with pytest.raises(ValueError, match=r"verify over parts of the sequence, and 0\.dropout"):
         pipe.forward_backward(tokens, targets)
 
 

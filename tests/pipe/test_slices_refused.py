@@ -75,20 +75,20 @@ def by_hand(x: Tensor) -> Tensor:
             lambda: Mixer(
                 lambda x: attention(x, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril())
             ),
-            "attention with a mask in Mixer",
+            r"attention with a mask of shape \(12, 12\) in Mixer, .* or stagewright.attend",
         ),
         (
             lambda: Mixer(by_hand),
-            r"output 0 of stage 0 .* differs over slices of the sequence: for tokens 4 to 8",
+            r"output 0 of stage 0 .* differs over parts of the sequence: for tokens 4 to 8",
         ),
         (silent_convolution, "for tokens 4 to 8 of 12 by .* from that of the whole"),
         (lambda: Mixer(lambda x: x.cumsum(1)), "for tokens 4 to 8 of 12"),
         (lambda: Mixer(lambda x: x.flip(1)), "for tokens 0 to 4 of 12"),
-        (lambda: nn.BatchNorm1d(T), "stage 0 .* fails|differs over slices|running_mean"),
+        (lambda: nn.BatchNorm1d(T), "stage 0 .* fails|differs over parts|running_mean"),
         (OwnPositions, "for tokens 4 to 8 .* stagewright.first_position"),
         (
             lambda: Mixer(lambda x: attention(x.unflatten(1, (2, -1)).flatten(0, 1), is_causal=True).view_as(x)),
-            "attention over 6 queries and 6 keys in Mixer, of a slice of 12 tokens",
+            "attention over 6 queries and 6 keys in Mixer, to which 12 tokens are given",
         ),
     ],
     ids=["bidirectional", "mask", "by-hand", "convolution", "sum", "reversed", "batchnorm", "positions", "windows"],
