@@ -96,7 +96,7 @@ def make_optimizers_of_copies(
 
     A factory may know its parameters by identity (`{id(p) for p in model.head.parameters()}`), and copies by nothing.
     """
-    with _hooks_as_found([own for _, own, _ in parameters]):
+    with hooks_as_found([own for _, own, _ in parameters]):
         made = make_optimizers(factory, [(name, own) for name, own, _ in parameters], where=where)
     copies: dict[int, torch.Tensor] = {id(own): copy for _, own, copy in parameters}
     for optimizer in made:
@@ -137,7 +137,7 @@ def _gradient(module: nn.Module, inputs: Sequence[torch.Tensor], parameter: torc
 
 
 @contextmanager
-def _hooks_as_found(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def hooks_as_found(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Within, hooks may be registered on these; afterwards they have those that they had."""
     before = [
         (parameter, name, dict(getattr(parameter, name, None) or {})) for parameter in parameters for name in HOOKS

@@ -33,7 +33,7 @@ from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
 from .gradients import LossScale
-from .optimizers import StageOptimizers, warn_of_unheld
+from .optimizers import StageOptimizers, option_numbers_of_all, warn_of_unheld
 from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards
 
@@ -132,9 +132,12 @@ class Update(ABC):
 
     def refuse_shared_statistics(self) -> None:
         """ValueError, before the first batch, for an optimizer whose step needs other stages' parameters."""
-        for one in self.stages:
-            if not one.is_tried:
-                one.refuse_shared_statistics([parameter for _, parameter in self.ownership.parameters()])
+        if untried := [one for one in self.stages if not one.is_tried]:
+            options, named = self.ownership.run.options, self.ownership.parameters()
+            assert options.optimizer is not None
+            numbers = option_numbers_of_all(options.optimizer, named, user_code=options.user_code)
+            for one in untried:
+                one.refuse_shared_statistics([p for _, p in named], numbers)
 
     # One batch, in this order
 

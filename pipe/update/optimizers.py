@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
+from ...partition.model.untouched import untouched
+from ...partition.profiler.optimizers import OptimizerFactory, hooks_as_found, make_optimizers, required_arguments
 from ..guards.separable import known_to_separate, refuse_shared_statistic, separable
 from ..settings.arguments import SchedulerFactory
 from ..settings.delay_correction import Feedback
@@ -73,6 +74,7 @@ class StageOptimizers:
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model)
         self._refuse_twice(where)
+        self._made_with = self.option_numbers()
         self.schedulers = tuple(_scheduler(scheduler, one) for one in self.optimizers) if scheduler is not None else ()
         self.options = BatchOptions(self.optimizers)
 
@@ -99,11 +101,19 @@ class StageOptimizers:
         wholes = [one for one in self.optimizers if separable(one) == "parameters"]
         return {self.names[id(p)] for one in wholes for p in parameters_of(one) if id(p) in self.names}
 
-    def refuse_shared_statistics(self, model: Sequence[nn.Parameter]) -> None:
-        """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters is not tried."""
+    def refuse_shared_statistics(self, model: Sequence[nn.Parameter], whole: Mapping[int, int | None]) -> None:
+        """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters is not tried. `whole`: see
+        `option_numbers_of_all`."""
         if self.parts or len(self._parameters) < sum(p.requires_grad for p in model):
             for optimizer in self.optimizers:
                 refuse_shared_statistic(optimizer, model, own_hook=self._refuse_by_hand)
+            both = self.names.keys() & whole.keys()  # without copies of replicas
+            if other := [self.names[key] for key in both if self._made_with.get(key) != whole[key]]:
+                raise ValueError(
+                    f"optimizer= gives {shown(sorted(other))} other options when called with the parameters of stage "
+                    f"{self.stage} than with all of the model's, as in one process: expected options that depend on a "
+                    f"parameter's name (stagewright.named) or shape, and not on its position or on how many there are"
+                )
         self.is_tried = True
 
     def divide(self, parts: Mapping[str, ShardedParameter]) -> None:
@@ -255,6 +265,21 @@ class StageOptimizers:
                     f"in one group of one optimizer"
                 )
             seen.add(id(parameter))
+
+
+def option_numbers_of_all(
+    factory: OptimizerFactory, model: Sequence[tuple[str, nn.Parameter]], *, user_code: Sequence[object]
+) -> dict[int, int | None]:
+    """By id: the checksum of the options that a parameter would have in one process, None if no optimizer would hold
+    it; nothing if `factory` can't be asked. `user_code`: whose state is restored."""
+    trained = [(name, p) for name, p in model if p.requires_grad]
+    try:
+        with hooks_as_found([p for _, p in trained]), untouched(*user_code, device=None, buffers=False):
+            made = make_optimizers(factory, trained, where="the model")
+    except Exception:  # such as a fused optimizer's, for weights that other processes hold
+        return {}
+    held = {id(p): option_number(one, group) for one in made for group in one.param_groups for p in group["params"]}
+    return dict.fromkeys(id(p) for _, p in trained) | held
 
 
 def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:

@@ -21,13 +21,16 @@ from functools import cached_property
 from itertools import count, groupby
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from ..fingerprint import module_form, tensor_form, value_form
 from ..forms import Form
+from ..made_up import is_made_up
 from ..surroundings import holding
 from ..units import MODEL_INPUT, EnterUnit, Linked, OutputError, StageModule, ValueRef
 from .calls import Call, Context, GlueCall, Region, UnitCall
@@ -339,6 +342,13 @@ def _leaves(value: object, call: UnitCall | GlueCall) -> list[Any]:
         places = {i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)}
         if structure != call.structure or places != call.results.keys():
             _other(call, value)
+        if call.constants and not is_made_up() and not any(isinstance(leaf, FakeTensor) for leaf in found):
+            other = [(leaf, found[i]) for i, leaf in call.constants.items() if not np.array_equal(leaf, found[i])]
+            if other:
+                raise OutputError(
+                    f"{call.name} ({type(call.module).__name__}) returns {other[0][1]!r:.50}, and returned "
+                    f"{other[0][0]!r:.50} when the model was recorded: expected a tensor for what depends on the batch"
+                )
     return found
 
 
