@@ -176,7 +176,7 @@ def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
     over: dict[object, list[tuple[int, str, int]]] = {}  # memory -> end, name, id of the tensors over one place there
     strided = [(n, x) for n, x in (*root.named_parameters(), *root.named_buffers()) if x.layout == torch.strided]
     for name, x in sorted(strided, key=lambda each: each[1].storage_offset()):
-        begin, own = x.storage_offset(), stages_of.get(id(x))
+        begin, own = int(x.storage_offset()), stages_of.get(id(x))
         here = [each for each in over.get(memory_of(x), []) if each[0] > begin]
         for _, other, key in here:
             if own and stages_of.get(key) not in (None, own) and {id(x), key} & changing:

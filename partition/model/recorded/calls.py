@@ -80,7 +80,7 @@ class Call:
     enters: int | None = None
     behind: frozenset[int] = frozenset()
     writes: bool = False
-    constants: Mapping[int, object] = field(default_factory=dict)
+    constants: Mapping[int, Any] = field(default_factory=dict)
 
     def templates(self) -> list[Template]:
         return [*walk(self.args), *walk(self.kwargs)]
