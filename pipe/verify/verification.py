@@ -199,8 +199,8 @@ class Verifier:
         plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
         plain.follow(is_divided=self._regions is not None)
-        with untouched(plain.root, plain.loss_fn, device=self._options.device):  # hooks are the user's own modules'
-            yield Watch(plain.root), buffers
+        with untouched(plain.root, plain.loss_fn, device=self._options.device) as kept:  # hooks are the user's modules'
+            yield Watch(plain.root, kept.surroundings), buffers
         plain.unload()
 
     def _difference(self, plain: Outcome, piped: Outcome, watch: Watch) -> str | None:

@@ -342,22 +342,19 @@ def _leaves(value: object, call: UnitCall | GlueCall) -> list[Any]:
         places = {i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)}
         if structure != call.structure or places != call.results.keys():
             _other(call, value)
-        if call.constants and not is_made_up() and not any(isinstance(leaf, FakeTensor) for leaf in found):
-            other = [(leaf, found[i]) for i, leaf in call.constants.items() if not np.array_equal(leaf, found[i])]
-            if other:
-                raise OutputError(
-                    f"{call.name} ({type(call.module).__name__}) returns {other[0][1]!r:.50}, and returned "
-                    f"{other[0][0]!r:.50} when the model was recorded: expected a tensor for what depends on the batch"
-                )
+        has_values = not is_made_up() and not any(isinstance(leaf, FakeTensor) for leaf in found)
+        if has_values and not all(np.array_equal(leaf, found[i]) for i, leaf in call.constants.items()):
+            _other(call, value)
     return found
 
 
 def _other(call: UnitCall, value: object) -> None:
     found, structure = pytree.tree_flatten(value)
-    now = pytree.tree_unflatten([type(leaf).__name__ for leaf in found], structure)
+    shown = [leaf if is_written_out(leaf) else type(leaf).__name__ for leaf in found]
+    now = pytree.tree_unflatten(shown, structure)
     raise OutputError(
-        f"{call.name} ({type(call.module).__name__}) returns {now!r:.200}, and returned something built otherwise when "
-        f"the model was recorded: expected the same structure for every batch"
+        f"{call.name} ({type(call.module).__name__}) returns {now!r:.200}, and returned something else when the model "
+        f"was recorded: expected the same for every batch, but for what tensors hold"
     )
 
 
