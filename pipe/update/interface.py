@@ -23,6 +23,7 @@ from torch import nn
 
 from ...comm.buckets import buckets_of
 from ...partition.profiler.memory import bytes_of
+from ...partition.profiler.optimizers import option_numbers_of_all
 from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
@@ -33,7 +34,7 @@ from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
 from .gradients import LossScale
-from .optimizers import StageOptimizers, option_numbers_of_all, warn_of_unheld
+from .optimizers import StageOptimizers, warn_of_unheld
 from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards
 

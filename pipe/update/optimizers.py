@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,8 +21,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...partition.model.untouched import untouched
-from ...partition.profiler.optimizers import OptimizerFactory, hooks_as_found, make_optimizers, required_arguments
+from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, option_number, required_arguments
 from ..guards.separable import known_to_separate, refuse_shared_statistic, separable
 from ..settings.arguments import SchedulerFactory
 from ..settings.delay_correction import Feedback
@@ -102,8 +100,7 @@ class StageOptimizers:
         return {self.names[id(p)] for one in wholes for p in parameters_of(one) if id(p) in self.names}
 
     def refuse_shared_statistics(self, model: Sequence[nn.Parameter], whole: Mapping[int, int | None]) -> None:
-        """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters is not tried. `whole`: see
-        `option_numbers_of_all`."""
+        """See `refuse_shared_statistic`; nothing where it has all of the model's. `whole`: of `option_numbers_of_all`."""
         if self.parts or len(self._parameters) < sum(p.requires_grad for p in model):
             for optimizer in self.optimizers:
                 refuse_shared_statistic(optimizer, model, own_hook=self._refuse_by_hand)
@@ -267,21 +264,6 @@ class StageOptimizers:
             seen.add(id(parameter))
 
 
-def option_numbers_of_all(
-    factory: OptimizerFactory, model: Sequence[tuple[str, nn.Parameter]], *, user_code: Sequence[object]
-) -> dict[int, int | None]:
-    """By id: the checksum of the options that a parameter would have in one process, None if no optimizer would hold
-    it; nothing if `factory` can't be asked. `user_code`: whose state is restored."""
-    trained = [(name, p) for name, p in model if p.requires_grad]
-    try:
-        with hooks_as_found([p for _, p in trained]), untouched(*user_code, device=None, buffers=False):
-            made = make_optimizers(factory, trained, where="the model")
-    except Exception:  # such as a fused optimizer's, for weights that other processes hold
-        return {}
-    held = {id(p): option_number(one, group) for one in made for group in one.param_groups for p in group["params"]}
-    return dict.fromkeys(id(p) for _, p in trained) | held
-
-
 def warn_of_unheld(stages: Iterable[StageOptimizers]) -> None:
     names = sorted({name for one in stages for name in one.unheld()})
     if names:
@@ -316,7 +298,6 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> L
 
 Group = dict[str, Any]
 
-_OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
 _KEPT = 16  # updates: more than ranks can be apart
 
 
@@ -452,14 +433,3 @@ def differing_options(names: Sequence[str], ranks: Sequence[int]) -> str:
         f"the same change of pipe.optimizers on every rank, under an asynchronous schedule after flush(), or "
         f"lr_scheduler="
     )
-
-
-def option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
-    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
-
-
-def _shown_option(key: str, value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return repr(value.item()) if value.numel() == 1 else ""
-    return repr(value) if key != "params" and isinstance(value, bool | int | float | str | tuple | None) else ""

@@ -350,8 +350,7 @@ def _leaves(value: object, call: UnitCall | GlueCall) -> list[Any]:
 
 def _other(call: UnitCall, value: object) -> None:
     found, structure = pytree.tree_flatten(value)
-    shown = [leaf if is_written_out(leaf) else type(leaf).__name__ for leaf in found]
-    now = pytree.tree_unflatten(shown, structure)
+    now = pytree.tree_unflatten([x if is_written_out(x) else type(x).__name__ for x in found], structure)
     raise OutputError(
         f"{call.name} ({type(call.module).__name__}) returns {now!r:.200}, and returned something else when the model "
         f"was recorded: expected the same for every batch, but for what tensors hold"
