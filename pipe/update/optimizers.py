@@ -100,7 +100,7 @@ class StageOptimizers:
         return {self.names[id(p)] for one in wholes for p in parameters_of(one) if id(p) in self.names}
 
     def refuse_shared_statistics(self, model: Sequence[nn.Parameter], whole: Mapping[int, int | None]) -> None:
-        """See `refuse_shared_statistic`; nothing where it has all of the model's. `whole`: of `option_numbers_of_all`."""
+        """See `refuse_shared_statistic`; nothing where it has all of the model's. `whole`: `option_numbers_of_all`."""
         if self.parts or len(self._parameters) < sum(p.requires_grad for p in model):
             for optimizer in self.optimizers:
                 refuse_shared_statistic(optimizer, model, own_hook=self._refuse_by_hand)
