@@ -104,7 +104,7 @@ class StateSnapshot:
         return (vars(value),) if _is_entered(value) else ()
 
     def _held_by_function(self, function: FunctionType) -> Collection[object]:
-        held: list[object] = []
+        held: list[object] = [function.__defaults__, function.__kwdefaults__, vars(function)]
         for cell in function.__closure__ or ():
             bound = content(cell)
             self._undo.append(partial(_restore_cell, cell, bound))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..model.untouched import untouched
+
 NamedParameters = list[tuple[str, nn.Parameter]]  # as model.named_parameters() gives them
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of parameters: some step an optimizer
 Made = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None]
+_OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,32 @@ def _hooks_as_found(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             if table := getattr(parameter, name, None):  # emptied in place: autograd holds the table itself
                 table.clear()
                 table.update(entries)
+
+
+def option_numbers_of_all(
+    factory: OptimizerFactory, model: Sequence[tuple[str, nn.Parameter]], *, user_code: Sequence[object]
+) -> dict[int, int | None]:
+    """By id: the checksum of the options that a parameter would have in one process, None if no optimizer would hold
+    it; nothing if `factory` can't be asked. `user_code`: whose state is restored."""
+    trained = [(name, p) for name, p in model if p.requires_grad]
+    try:
+        with _hooks_as_found([p for _, p in trained]), untouched(*user_code, device=None, buffers=False):
+            made = make_optimizers(factory, trained, where="the model")
+    except Exception:  # such as a fused optimizer's, for weights that other processes hold
+        return {}
+    held = {id(p): option_number(one, group) for one in made for group in one.param_groups for p in group["params"]}
+    return dict.fromkeys(id(p) for _, p in trained) | held
+
+
+def option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
+    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
+
+
+def _shown_option(key: str, value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return repr(value.item()) if value.numel() == 1 else ""
+    return repr(value) if key != "params" and isinstance(value, bool | int | float | str | tuple | None) else ""
 
 
 def required_arguments(method: Callable[..., object]) -> list[str]:

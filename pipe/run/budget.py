@@ -289,7 +289,8 @@ class Budgets:
             limited = [(stage, limit) for s, stage in stages.items() if isinstance(limit := limits[s], float)]
             return {stage.index: self._chosen(stage, batch, limit) for stage, limit in limited}
 
-        with run.guard.together(), run.seeder.call():
+        left_alone = untouched(*run.options.user_code, device=run.options.device)
+        with run.guard.together(), left_alone, run.seeder.call():
             if self._choices and (is_stream or alone):
                 raise ValueError(
                     f"step {batch.step}: microbatches larger than those that recompute={{{BUDGET!r}: ...}} was decided "
@@ -304,8 +305,7 @@ class Budgets:
         slow = told_if_slow(what, rank=rank, silent=TOLD_SECONDS)
         why = [self._recomputed.parted(unit) for unit in probe.units]
         optimizer = self._optimizer_bytes(probe, s)
-        left_alone = untouched(*run.options.user_code, device=run.options.device)
-        with slow, left_alone, profiled(*probe.roots, device=run.options.device):
+        with slow, profiled(*probe.roots, device=run.options.device):
             every = [probe.reruns([0 if each else rule for each in why]) for rule in range(len(RULES))]
             traces = [probe.trace(every[0], LiveBytes())]
             always = self._held_always(probe, s, len(traces[0].units), optimizer)

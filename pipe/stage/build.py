@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ...partition.model.chain import given_stages, is_sequential
 from ...partition.model.fakes import strict_fake_mode
 from ...partition.model.forms import Arguments
+from ...partition.model.memory import memory_of
 from ...partition.model.model_units import model_units
 from ...partition.model.modes import quiet_fakes, uncompiled
 from ...partition.model.units import Agree, Cut, Entering
@@ -168,9 +169,24 @@ def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
 def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
     stages_of: dict[int, list[int]] = {}
     for index, stage in enumerate(mode.stages):
-        for buffer in stage.module.buffers():
-            stages_of.setdefault(id(buffer), []).append(index)
+        for x in (*stage.module.parameters(), *stage.module.buffers()):
+            stages_of.setdefault(id(x), []).append(index)
     written = frozenset().union(*mode.example.written_buffers)
+    changing = written | {id(p) for p in root.parameters() if p.requires_grad}
+    over: dict[object, list[tuple[int, str, int]]] = {}  # memory -> end, name, id of the tensors over one place there
+    strided = [(n, x) for n, x in (*root.named_parameters(), *root.named_buffers()) if x.layout == torch.strided]
+    for name, x in sorted(strided, key=lambda each: each[1].storage_offset()):
+        begin, own = int(x.storage_offset()), stages_of.get(id(x))
+        here = [each for each in over.get(memory_of(x), []) if each[0] > begin]
+        for _, other, key in here:
+            if own and stages_of.get(key) not in (None, own) and {id(x), key} & changing:
+                raise ValueError(
+                    f"{other!r} and {name!r}, on different stages, are two tensors over the same memory, and no rank "
+                    f"sees what another writes there: expected one nn.Parameter or buffer at both places (head.weight "
+                    f"= embed.weight), which counts as one; or both on one stage (cut=)"
+                )
+        size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        over[memory_of(x)] = [*here, (begin + size, name, id(x))]
     for name, buffer in root.named_buffers():
         stages = stages_of.get(id(buffer), [])
         if id(buffer) in written and len(stages) > 1:

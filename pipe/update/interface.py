@@ -23,6 +23,7 @@ from torch import nn
 
 from ...comm.buckets import buckets_of
 from ...partition.profiler.memory import bytes_of
+from ...partition.profiler.optimizers import option_numbers_of_all
 from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
@@ -132,9 +133,12 @@ class Update(ABC):
 
     def refuse_shared_statistics(self) -> None:
         """ValueError, before the first batch, for an optimizer whose step needs other stages' parameters."""
-        for one in self.stages:
-            if not one.is_tried:
-                one.refuse_shared_statistics([parameter for _, parameter in self.ownership.parameters()])
+        if untried := [one for one in self.stages if not one.is_tried]:
+            options, named = self.ownership.run.options, self.ownership.parameters()
+            assert options.optimizer is not None
+            numbers = option_numbers_of_all(options.optimizer, named, user_code=options.user_code)
+            for one in untried:
+                one.refuse_shared_statistics([p for _, p in named], numbers)
 
     # One batch, in this order
 

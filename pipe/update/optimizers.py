@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, required_arguments
+from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, option_number, required_arguments
 from ..guards.separable import known_to_separate, refuse_shared_statistic, separable
 from ..settings.arguments import SchedulerFactory
 from ..settings.delay_correction import Feedback
@@ -73,6 +72,7 @@ class StageOptimizers:
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model)
         self._refuse_twice(where)
+        self._made_with = self.option_numbers()
         self.schedulers = tuple(_scheduler(scheduler, one) for one in self.optimizers) if scheduler is not None else ()
         self.options = BatchOptions(self.optimizers)
 
@@ -99,11 +99,18 @@ class StageOptimizers:
         wholes = [one for one in self.optimizers if separable(one) == "parameters"]
         return {self.names[id(p)] for one in wholes for p in parameters_of(one) if id(p) in self.names}
 
-    def refuse_shared_statistics(self, model: Sequence[nn.Parameter]) -> None:
-        """See `refuse_shared_statistic`. An optimizer that has all of the model's parameters is not tried."""
+    def refuse_shared_statistics(self, model: Sequence[nn.Parameter], whole: Mapping[int, int | None]) -> None:
+        """See `refuse_shared_statistic`; nothing where it has all of the model's. `whole`: `option_numbers_of_all`."""
         if self.parts or len(self._parameters) < sum(p.requires_grad for p in model):
             for optimizer in self.optimizers:
                 refuse_shared_statistic(optimizer, model, own_hook=self._refuse_by_hand)
+            both = self.names.keys() & whole.keys()  # without copies of replicas
+            if other := [self.names[key] for key in both if self._made_with.get(key) != whole[key]]:
+                raise ValueError(
+                    f"optimizer= gives {shown(sorted(other))} other options when called with the parameters of stage "
+                    f"{self.stage} than with all of the model's, as in one process: expected options that depend on a "
+                    f"parameter's name (stagewright.named) or shape, and not on its position or on how many there are"
+                )
         self.is_tried = True
 
     def divide(self, parts: Mapping[str, ShardedParameter]) -> None:
@@ -291,7 +298,6 @@ def _scheduler(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> L
 
 Group = dict[str, Any]
 
-_OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
 _KEPT = 16  # updates: more than ranks can be apart
 
 
@@ -427,14 +433,3 @@ def differing_options(names: Sequence[str], ranks: Sequence[int]) -> str:
         f"the same change of pipe.optimizers on every rank, under an asynchronous schedule after flush(), or "
         f"lr_scheduler="
     )
-
-
-def option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
-    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
-
-
-def _shown_option(key: str, value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return repr(value.item()) if value.numel() == 1 else ""
-    return repr(value) if key != "params" and isinstance(value, bool | int | float | str | tuple | None) else ""

@@ -14,6 +14,7 @@ from ...partition.deferred.filling import put, rnns_of
 from ...partition.deferred.recipes import filled
 from ...partition.model.copies import Copies
 from ...partition.model.forms import Arguments, Form, Tensors
+from ...partition.model.surroundings import Surroundings
 from ...partition.model.units import Entering
 from ...partition.model.untouched import untouched
 from ...partition.profiler.memory import device_memory
@@ -211,8 +212,8 @@ def _add_up(gradients: dict[str, torch.Tensor | None], root: nn.Module, divisor:
 class Watch:
     """Notes effects of a module, while it runs plainly, that are not in the tensors that flow through it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, surroundings: Surroundings) -> None:
+        self._model, self._surroundings = model, surroundings
         self._buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
         self._state = dict(_python_state(model))
         self._functions: set[str] = set()
@@ -270,6 +271,8 @@ class Watch:
             everywhere.append(f"uses the autograd.Function {', '.join(sorted(self._functions))}")
         if self._draws:
             everywhere.append("draws from Python's random module")
+        changes = [c for c in self._surroundings.changes() if not any(isinstance(x, torch.Tensor) for x in c.leaves)]
+        everywhere += [f"changes {change.name}" for change in changes[:2]]
         if everywhere:
             found[""] = " and ".join(everywhere)
         return found

@@ -200,8 +200,8 @@ class Verifier:
         plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
         plain.follow(is_divided=self._regions is not None)
-        with untouched(plain.root, device=self._options.device):  # hooks are those of the user's own modules
-            yield Watch(plain.root), buffers
+        with untouched(plain.root, plain.loss_fn, device=self._options.device) as kept:  # hooks are the user's modules'
+            yield Watch(plain.root, kept.surroundings), buffers
         plain.unload()
 
     def _difference(self, plain: Outcome, piped: Outcome, watch: Watch) -> str | None:
@@ -400,7 +400,8 @@ class Verifier:
         for weights, newest, _ in versions:  # the plain module has the newest weights alone
             weights.restore(newest, {})
         try:
-            with untouched(self._parts.root, device=self._options.device), ExitStack() as exact:
+            roots = self._parts.root, *self._options.user_code
+            with untouched(*roots, device=self._options.device), ExitStack() as exact:
                 for each in self._run.added:
                     exact.enter_context(each.exact())
                 yield

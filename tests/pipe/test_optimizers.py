@@ -246,6 +246,39 @@ def test_a_statistic_over_several_stages_of_one_parameter_is_refused() -> None:
         make(model=model, optimizer=lambda ps: Joined(ps, JOINS["clip"])).train_step(X, Y)
 
 
+BY_POSITION: dict[str, Any] = {
+    "rates by layer": lambda ps: torch.optim.SGD([{"params": [p], "lr": 0.1 * 0.9**i} for i, p in enumerate(ps)]),
+    "rate by count": lambda ps: torch.optim.SGD(ps, lr=1 / len(ps)),
+    "the last one apart": lambda ps: [sgd(ps[:-1]), torch.optim.Adam(ps[-1:])],
+    "rates by chance": lambda ps: torch.optim.SGD([{"params": [p], "lr": float(torch.rand(()))} for p in ps]),
+}
+
+
+@pytest.mark.parametrize("position", BY_POSITION)
+@pytest.mark.parametrize("begin", [make, stream])
+def test_options_by_a_parameters_position_are_refused(begin: Any, position: str) -> None:
+    """Each stage's parameters were counted from 0 again, in silence, `verify=True` included."""
+    pipe = begin(optimizer=BY_POSITION[position])
+    with pytest.raises(ValueError, match=r"optimizer= gives .* other options when called with the parameters of st"):
+        pipe.train_step(X, Y)
+
+
+def test_options_by_shape_or_identity_and_a_warm_up_are_those_of_all_parameters() -> None:
+    """All parameters are asked about before any step, and leave no trace."""
+    model, made = layers(), []
+    known = {id(p) for p in model[4].parameters()}
+
+    def optimizer(ps: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [[p for p in ps if id(p) in known], [p for p in ps if p.ndim == 1 and id(p) not in known]]
+        groups.append([p for p in ps if p.ndim == 2 and id(p) not in known])
+        made.append(torch.optim.SGD([{"params": g, "lr": (i + 1) / 10} for i, g in enumerate(groups) if g]))
+        return made[-1]
+
+    warm = make(model=model, optimizer=optimizer, lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, float))
+    warm.train_step(X, Y)
+    assert made == list(warm.optimizers)
+
+
 def test_an_optimizer_that_is_tried_notices_nothing() -> None:
     """One of its own for each parameter, with noise, a hook and a warm-up from 0; weights are moved as ever."""
     counted: list[int] = []

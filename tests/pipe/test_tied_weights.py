@@ -173,3 +173,59 @@ def test_both_ends_on_one_rank_have_it_once_and_sum_nothing(gloo: Pool) -> None:
     assert sum(stage.held.weights for stage in found.stages if stage.held is not None) == whole
     for sums, _ in gloo.run(run, ranks=2, args=(found,)):
         assert sums == []
+
+
+# --- over one memory ---
+
+
+def of_layers(change: Callable[[nn.Sequential], object]) -> PipelineModule:
+    model = make_model()
+    for layer in model[3:]:
+        layer[0] = nn.Linear(WIDTH, WIDTH).double()  # none is tied
+    change(model)
+    return PipelineModule(
+        model, loss_fn=F.mse_loss, optimizer=optimizer_of, mesh={"pipe": 2}, example_inputs=(batch(0)[0],)
+    )
+
+
+def weight(model: nn.Sequential, layer: int) -> Any:
+    return model[layer][0].weight
+
+
+SHARING: dict[str, Callable[[nn.Sequential], object]] = {
+    "whole": lambda model: setattr(model[5][0], "weight", nn.Parameter(weight(model, 0).data)),
+    "transposed": lambda model: setattr(model[5][0], "weight", nn.Parameter(weight(model, 0).data.T)),
+    "a part": lambda model: setattr(model[5][0], "bias", nn.Parameter(weight(model, 0).data[1])),
+    "one frozen": lambda model: setattr(
+        model[5][0], "weight", nn.Parameter(weight(model, 0).data, requires_grad=False)
+    ),
+    "a buffer": lambda model: model[5].register_buffer("mask", weight(model, 0).data),
+}
+
+
+def flat(model: nn.Sequential) -> None:
+    parameters, begin = [*model.parameters()], 0
+    memory = torch.cat([p.data.flatten() for p in parameters])
+    for p in parameters:
+        p.data = memory[begin : begin + p.numel()].view_as(p)
+        begin += p.numel()
+
+
+def frozen_tables(model: nn.Sequential) -> None:
+    table = torch.randn(4, WIDTH)
+    for layer in model:
+        layer.register_buffer("table", table[1:])
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_two_tensors_over_one_memory_on_two_stages_are_refused(sharing: str) -> None:
+    """Over processes each had a memory of its own: weights drifted apart in silence, `verify=True` included."""
+    with pytest.raises(
+        ValueError, match=r"'0\.0\.weight' and '5\..*', on different stages, are two tensors over the sa"
+    ):
+        of_layers(SHARING[sharing])
+
+
+@pytest.mark.parametrize("sharing", [flat, frozen_tables])
+def test_places_of_one_memory_that_do_not_overlap_or_change_are_fine(sharing: Any) -> None:
+    of_layers(sharing).train_step(*batch(0))

@@ -305,6 +305,33 @@ def test_a_loss_over_the_users_own_parameters_agrees_and_leaves_no_gradient(scal
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
+class Normalised:
+    """A loss that divides by the mean of those before it."""
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = F.mse_loss(output, target)
+        self.mean = 0.9 * self.mean + 0.1 * float(loss.detach())
+        return loss / self.mean
+
+
+def normalised(output: Tensor, target: Tensor, means: list[float] = [1.0]) -> Tensor:  # noqa: B006
+    means.append(0.9 * means[-1] + 0.1 * float(F.mse_loss(output, target).detach()))
+    return F.mse_loss(output, target) / means[-1]
+
+
+@pytest.mark.parametrize("loss_fn", [Normalised(), normalised])
+def test_a_loss_with_a_state_begins_from_it_on_both_sides_and_in_the_step(loss_fn: Any) -> None:
+    """A bug: the plain module's began from what the pipeline's had left, and a correct first batch was refused."""
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    pipe = PipelineModule(chain(nn.Tanh()), **records(mesh={"pipe": 2}, num_microbatches=2, loss_fn=loss_fn))
+    for _ in range(2):
+        pipe.verify(x, y)
+    assert (loss_fn.mean if isinstance(loss_fn, Normalised) else loss_fn.__defaults__[0]) in (1.0, [1.0])
+
+
 def verified(task: str, schedule: str, mesh: dict[str, int]) -> tuple[int, float]:
     pipe = pipe_of(task, schedule, mesh=mesh, verify=True)
     batch = batch_of(task)

@@ -91,6 +91,26 @@ def test_a_dropped_python_random_number_is_named() -> None:
     assert "draws from Python's random module" in told
 
 
+MEASURED = {"scale": 1.0}
+
+
+class Measures(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        MEASURED["scale"] = float(x.abs().mean())
+        return super().forward(x)
+
+
+class Scales(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * MEASURED["scale"]
+
+
+def test_a_number_that_one_module_leaves_for_another_is_named() -> None:
+    """It finds that of a later microbatch, or none over processes; no module has a state, said the message."""
+    told = refused(nn.Sequential(Measures(4, 4), nn.Tanh(), Scales(4, 4)), cut=["1"], schedule="gpipe")
+    assert "Likely cause: the model changes 'scale' of MEASURED" in told
+
+
 def test_python_random_is_not_blamed_for_seeding_it() -> None:
     """recompute= seeds it for each microbatch; here buffers meet the microbatches in another order."""
     backwards = [in_order(F, key=lambda s, m: (-m, s)), in_order(B, key=lambda s, m: (-m, -s))]

@@ -107,9 +107,11 @@ class Case:
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What one process saw, by name. ended: the error that ended it, where there was one, and at which call."""
+    """What one process saw, by name; error: that ended it, where there was one, and at which call; stages: of each
+    parameter, which over processes may be others than in one (sets of strings have an order of their own in each)."""
 
     seen: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)
     error: str = ""
     is_clear: bool = False  # a ValueError of the library's own
     at: int = -1

@@ -102,7 +102,7 @@ def judge(case: Case, outcomes: Sequence[Outcome]) -> Verdict:
     """All processes of one run together, beside one plain process."""
     errors = [outcome for outcome in outcomes if outcome.error]
     try:
-        where = stage_of(case)
+        where = next((one.stages for one in outcomes if one.stages), None) or stage_of(case)
     except ValueError:
         where = {}
     if errors:  # what the calls after the one that was refused would have seen, in place of what those before it saw
