@@ -113,6 +113,13 @@ class Node:
         """F + B [s]."""
         return self.forward_seconds + self.backward_seconds
 
+    def treated(self, kind: str) -> tuple[float, float, float]:
+        """Kept besides its inputs [bytes], what runs again [s], made again at once [bytes], as one of COUNTED says."""
+        if not self.runs_again:
+            return self.stash_bytes, 0.0, 0.0
+        kept, seconds = (0.0, self.forward_seconds) if kind == "layer" else self.under(kind)
+        return kept, seconds, max(self.stash_bytes - kept, 0.0)
+
     def under(self, treatment: str) -> tuple[float, float]:
         """Kept from F to B [bytes], and what B takes longer [s], "selective" or "keep_less"; unchanged where it was not
         measured."""

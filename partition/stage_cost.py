@@ -51,16 +51,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..schedules.messages import BUCKET_BYTES
 from ..schedules.timing.costs import Costs, Ties
 from .topology import Floats, Indices, TransferTime
-
-if TYPE_CHECKING:
-    from .profile import Node
 
 Figures = Any  # a number or an array of them; they broadcast
 KEEP_LESS = "keep_less"
@@ -91,15 +88,6 @@ def kind_of(rule: str) -> str:
     ('layer', 'full')
     """
     return rule.partition(":")[0]
-
-
-def treated(node: Node, kind: str) -> tuple[float, float, float]:
-    """Kept besides its inputs [bytes], what runs again [s], made again at once [bytes], as one of COUNTED says."""
-    stash, forward = node.stash_bytes, node.forward_seconds
-    if not node.runs_again:
-        return stash, 0.0, 0.0
-    kept, seconds = (0.0, forward) if kind == "layer" else node.under(kind)
-    return kept, seconds, max(stash - kept, 0.0)
 
 
 class Recomputed(NamedTuple):

@@ -279,14 +279,7 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
                 mode.stages[stage].module.to(options.device)
         ownership.spread_from_first_owners(run.collectives)
         if slices:
-            from .batch.slicing import check_parts, check_stages
-
-            context = run.context_group
-            if context is None:
-                check_stages(run, parts, whole, slices)
-            else:
-                tried = partial(check_parts, run, parts, whole, slices[0], context)
-                agreed(tried, *together, what="trying the parts of a context group")
+            _try_parts(run, parts, whole, slices)
     if same is not None:
         same.settled()
     return _Placed(
@@ -297,6 +290,17 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
         peers_in_parts=peers,
         regions=regions,
     )
+
+
+def _try_parts(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
+    from .batch.slicing import check_parts, check_stages
+
+    group = run.context_group
+    if group is None:
+        check_stages(run, parts, whole, slices)
+        return
+    tried = partial(check_parts, run, parts, whole, slices[0], group)
+    agreed(tried, run.collectives, run.guard, what="trying the parts of a context group")
 
 
 def _placed_again(run: Run, placed: _Placed, example: Arguments, *, goes_on: bool) -> _Placed:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...schedules.ir import Op
 from ..profile import Node, Profile
-from ..stage_cost import COUNTED, OFFLOAD, count_again, kind_of, treated
+from ..stage_cost import COUNTED, OFFLOAD, count_again, kind_of
 from ..topology import Floats
 from .record import PlanRecord, PlanStage
 from .reorder import input_grad_share
@@ -162,7 +162,7 @@ def _measured(stage: PlanStage, profile: Profile) -> dict[str, float]:
     number = None if stage.recompute == OFFLOAD else count_again(stage.recompute)
     kind = kind_of(stage.recompute)
     again = [node for node in nodes if node.runs_again and kind in COUNTED][:number]
-    whole = sum(node.backward_seconds for node in nodes) + sum(treated(node, kind)[1] for node in again)
+    whole = sum(node.backward_seconds for node in nodes) + sum(node.treated(kind)[1] for node in again)
     whole += forward if kind == "full" else 0.0
     own = whole * input_grad_share(stage, profile)
     stash = sum(node.stash_bytes for node in nodes)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...schedules.messages import ALONE_BYTES
 from ..profile import Node, Profile
-from ..stage_cost import Recomputed, StageSums, treated
+from ..stage_cost import Recomputed, StageSums
 from ..topology import Floats
 
 Cut = Any  # a position or an array of them; they broadcast
@@ -160,7 +160,7 @@ class Cuts:
         the stage that nodes before it take, too, and perhaps none of the stage, counts as kept: exact for chains, never
         less."""
         if recompute not in self._rows:
-            kept, seconds, made = np.array([treated(node, recompute) for node in self.nodes]).T
+            kept, seconds, made = np.array([node.treated(recompute) for node in self.nodes]).T
             self._rows[recompute] = self._total(kept), self._total(seconds), self._largest(made)
         kept, seconds, made = self._rows[recompute]
         inputs = _between(self.taken, first, last) + self.half_taken[first] if recompute == "layer" else 0.0
@@ -185,7 +185,7 @@ class Cuts:
         if (first, last, kind) not in self._counts:
             own = self.members[last] & ~self.members[first]
             again = [at for at in self.order if own[at] and self.nodes[at].runs_again]
-            kept, seconds, made = np.array([(0.0, 0.0, 0.0), *(treated(self.nodes[at], kind) for at in again)]).T
+            kept, seconds, made = np.array([(0.0, 0.0, 0.0), *(self.nodes[at].treated(kind) for at in again)]).T
             stash = np.array([0.0, *(self.nodes[at].stash_bytes for at in again)])
             if kind == "layer":
                 place = {at: k + 1 for k, at in enumerate(again)}

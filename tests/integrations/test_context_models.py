@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support import inside
 from support.pool import Pool
 from torch import Tensor, nn
 
@@ -65,6 +66,7 @@ _LENGTH, _RATE = 16, 0.05
 
 
 def _model(config: str, attention: str) -> nn.Module:
+    assert inside.read_mask  # with it "stagewright" is registered
     own = getattr(transformers, config)(**(_SMALL | _MODELS[config]))
     torch.manual_seed(0)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(own, attn_implementation=attention).double()
@@ -109,8 +111,6 @@ def _plainly(config: str, batches: list[dict[str, Tensor]], *, delay: int) -> tu
 
 def _piped(config: str, schedule: str, kind: str) -> tuple[float, float]:
     """Largest differences of a loss and of a weight from those of one process."""
-    import stagewright.integrations.attention  # noqa: F401
-
     batches = _batches(kind)
     losses, expected = _plainly(config, batches, delay=int(schedule == "2bw"))
     with PipelineModule(
@@ -152,9 +152,7 @@ def test_models_under_schedules_are_exact_over_a_context_group(gloo: Pool, confi
 
 
 def test_masks_that_are_not_known_are_refused() -> None:
-    from stagewright.integrations import attention
-
     with pytest.raises(ValueError, match="masks with chunked_overlay: expected causal or sliding masks"):
-        attention._mask(mask_function=transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(1)))
-    mask = attention._mask(mask_function=transformers.masking_utils.sliding_window_causal_mask_function(4))
+        inside.read_mask(mask_function=transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(1)))
+    mask = inside.read_mask(mask_function=transformers.masking_utils.sliding_window_causal_mask_function(4))
     assert mask is None

@@ -259,6 +259,7 @@ _ALIKE = {
     "JobChanges": ("experiments.jobs.job", "Changes"),
     "CliProgressProgress": ("cli.progress", "Progress"),
     "JobsFigureFigure": ("experiments.jobs.figure", "Figure"),
+    "read_mask": ("integrations.attention", "_mask"),
     "LowerSTAGE_KINDS": ("schedules.lowering.lower", "STAGE_KINDS"),
     "MessagesSTAGE_KINDS": ("schedules.messages", "STAGE_KINDS"),
     "MovingHost": ("pipe.stage.moving", "Host"),
