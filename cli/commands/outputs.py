@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PICTURES = (".png", ".svg", ".pdf")
 _SUFFIXES = (*PICTURES, ".html", ".json")
 _TRACE = ".perfetto.json"
+_OF_RUNS = frozenset({"manifest.json", "summary.json", "plan.json", "layout.json"})
 _COLUMNS = {"one": (3.5, 6.0), "two": (7.16, 7.0)}  # inch, points
 
 
@@ -49,7 +50,7 @@ class PictureOptions:
             if not path.name.lower().endswith(tuple(suffixes)):
                 raise ValueError(f"-o {path}: expected a name that ends in {', '.join(suffixes)}")
             check_out("-o", path, sources=sources)
-            _keep_files_of_runs(path, sources)
+            _keep_files_of_runs(path)
         for name in ("column", "width", "dpi", "font"):
             value = getattr(self, name)
             if value is not None and not any(path.name.lower().endswith(PICTURES) for path in out):
@@ -81,15 +82,9 @@ class TimelinePictureOptions(PictureOptions):
         return super().style(**usual, captions=not self.no_captions)
 
 
-def _keep_files_of_runs(path: Path, sources: Sequence[str]) -> None:
-    """Raise ValueError for a JSON file that is in the folder of a run or of traces, and was not drawn there."""
-    name = path.name.lower()
-    if not path.exists() or not name.endswith(".json") or name.endswith(_TRACE):
-        return
-    from ..train.run_folder import RUNS
-
-    folders = [folder for each in sources for folder in (Path(each), RUNS / each) if folder.is_dir()]
-    if (path.parent / "manifest.json").exists() or any(path.parent.samefile(folder) for folder in folders):
+def _keep_files_of_runs(path: Path) -> None:
+    """Raise ValueError for a file that a run has written into its folder."""
+    if path.exists() and path.name.lower() in _OF_RUNS and (path.parent / "manifest.json").exists():
         raise ValueError(f"-o {path}: a file of the run: expected another one, such as {path.with_suffix('')}{_TRACE}")
 
 

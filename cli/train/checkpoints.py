@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,7 @@ def may_go_on(options: TrainOptions) -> bool:
 def _read_layout(path: Path) -> RunLayout | None:
     """The layout, or None if missing or unreadable: it is only used for messages."""
     try:
-        return RunLayout(**json.loads(path.read_text()))
+        read, known = json.loads(path.read_text()), {each.name for each in fields(RunLayout)}
+        return RunLayout(**{name: value for name, value in read.items() if name in known})
     except (OSError, ValueError, TypeError):
         return None

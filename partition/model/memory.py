@@ -21,6 +21,39 @@ def memory_of(tensor: torch.Tensor) -> object:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
+_MOST_PLACES = 1 << 20  # elements of a tensor with gaps that are looked at one by one
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors over one memory have bytes in common; False for large ones with gaps."""
+    if not (one.numel() and other.numel()):
+        return False
+    (low, high), (begin, end) = (bytes_of(x) for x in (one, other))
+    if high <= begin or end <= low:
+        return False
+    if all(
+        high - low == x.numel() * x.element_size() for x, (low, high) in ((one, (low, high)), (other, (begin, end)))
+    ):
+        return True
+    if max(one.numel(), other.numel()) > _MOST_PLACES:
+        return False
+    places = [_places(x) for x in (one, other)]
+    return bool(torch.isin(*places).any())
+
+
+def bytes_of(x: torch.Tensor) -> tuple[int, int]:
+    """First of its bytes in its memory, and the one after the last."""
+    begin, width = int(x.storage_offset()) * x.element_size(), x.element_size()
+    return begin, begin + width * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)))
+
+
+def _places(x: torch.Tensor) -> torch.Tensor:
+    """The number of each of its bytes."""
+    low, high = (at // x.element_size() for at in bytes_of(x))
+    elements = torch.arange(low, high).as_strided(x.shape, x.stride()).flatten()
+    return (elements[:, None] * x.element_size() + torch.arange(x.element_size())).flatten()
+
+
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that have the memory of one: that of a DTensor is its local part's."""
     if is_traceable_wrapper_subclass(tensor):

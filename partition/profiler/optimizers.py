@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from ..model.untouched import untouched
 NamedParameters = list[tuple[str, nn.Parameter]]  # as model.named_parameters() gives them
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of parameters: some step an optimizer
 Made = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None]
+_HOW = {"foreach", "fused", "capturable", "differentiable"}  # an update is computed, not which one
 _OPTION_NUMBERS = 1 << 16  # squares and their sums over a thousand ranks are exact in float64
 
 
@@ -34,7 +37,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Made] | NamedFactory
 def named(make: Callable[[NamedParameters], Made]) -> NamedFactory:
     """Mark an `optimizer=` that takes named parameters: a list of (name, parameter), as `model.named_parameters()`.
 
-    Names are those in the user's model, for any cut. It is called once for each stage with a parameter to train
+    Names are those in the user's model, for any cut. It is called for each stage with a parameter to train
     and returns an optimizer, or a list of them; None in the list means one that has nothing to hold there.
 
         @stagewright.named
@@ -156,30 +159,42 @@ def _hooks_as_found(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
                 table.update(entries)
 
 
-def option_numbers_of_all(
-    factory: OptimizerFactory, model: Sequence[tuple[str, nn.Parameter]], *, user_code: Sequence[object]
-) -> dict[int, int | None]:
-    """By id: the checksum of the options that a parameter would have in one process, None if no optimizer would hold
-    it; nothing if `factory` can't be asked. `user_code`: whose state is restored."""
-    trained = [(name, p) for name, p in model if p.requires_grad]
+def options_of(
+    factory: OptimizerFactory, parameters: Sequence[tuple[str, nn.Parameter]], *, user_code: Sequence[object]
+) -> dict[int, str | None]:
+    """By id: the options that decide the updates of a parameter if `factory` is called with these, None if no optimizer
+    would hold it; nothing if it can't be asked. `user_code`: whose state is restored."""
+    trained = [(name, p) for name, p in parameters if p.requires_grad]
     try:
-        with _hooks_as_found([p for _, p in trained]), untouched(*user_code, device=None, buffers=False):
+        with (
+            _hooks_as_found([p for _, p in trained]),
+            untouched(*user_code, device=None, buffers=False),
+            warnings.catch_warnings(action="ignore"),
+        ):
             made = make_optimizers(factory, trained, where="the model")
     except Exception:  # such as a fused optimizer's, for weights that other processes hold
         return {}
-    held = {id(p): option_number(one, group) for one in made for group in one.param_groups for p in group["params"]}
-    return dict.fromkeys(id(p) for _, p in trained) | held
+    found: dict[int, str | None] = dict.fromkeys(id(p) for _, p in trained)
+    for one in made:
+        decide = one.defaults.keys() - _HOW
+        for group in one.param_groups:
+            shown = f"{type(one).__name__} {_shown({key: group[key] for key in decide if key in group})}"
+            found.update((id(p), shown) for p in group["params"])
+    return found
 
 
 def option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    shown = sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
-    return zlib.crc32(f"{type(optimizer).__name__} {shown}".encode()) % _OPTION_NUMBERS
+    return zlib.crc32(f"{type(optimizer).__name__} {_shown(group)}".encode()) % _OPTION_NUMBERS
+
+
+def _shown(group: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return sorted((key, shown) for key, value in group.items() if (shown := _shown_option(key, value)))
 
 
 def _shown_option(key: str, value: object) -> str:
     if isinstance(value, torch.Tensor):
         return repr(value.item()) if value.numel() == 1 else ""
-    return repr(value) if key != "params" and isinstance(value, bool | int | float | str | tuple | None) else ""
+    return repr(value) if key != "params" and isinstance(value, Number | str | tuple | list | None) else ""
 
 
 def required_arguments(method: Callable[..., object]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ...partition.model.chain import given_stages, is_sequential
 from ...partition.model.fakes import strict_fake_mode
 from ...partition.model.forms import Arguments
-from ...partition.model.memory import memory_of
+from ...partition.model.memory import bytes_of, memory_of, overlap
 from ...partition.model.model_units import model_units
 from ...partition.model.modes import quiet_fakes, uncompiled
 from ...partition.model.units import Agree, Cut, Entering
@@ -65,6 +65,7 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
     model that can't be recorded or cut into the schedule's stages, for wrong split points, for a plan for another
     model, and for modules to recompute that no stage runs."""
     layout, options, root, loss_fn = run.layout, run.options, run.root, run.options.loss_fn
+    is_distributed = layout.place.world.distributed
     infer = partial(InferredStages, root=root, seeder=run.seeder, device=options.device, loss_fn=loss_fn)
     with untouched(loss_fn, device=options.device):  # it may hold lists that forwards fill
         cut = _cut(run, example, agree)
@@ -78,7 +79,7 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
         def evaluate_like(arguments: Arguments) -> InferredStages:
             with untouched(loss_fn, device=options.device):
                 found = infer(cut.evaluation(arguments), Signature.of(arguments), training=False)
-            _refuse_shared_writes(root, found)
+            _refuse_shared_writes(root, found, is_distributed=is_distributed)
             _refuse_strangers(run, found)
             give_loss(loss_fn, found.stages[-1])
             return found
@@ -88,7 +89,7 @@ def cut_model(run: Run, example: Arguments, agree: Agree | None) -> CutModel:
         prepared = [train]
         if run.evaluates or not all(id(x) in held for x in (*root.parameters(), *root.buffers())):
             prepared.append(evaluation())  # where training does not show the stages of all tensors
-        _refuse_shared_writes(root, train)
+        _refuse_shared_writes(root, train, is_distributed=is_distributed)
         _refuse_strangers(run, train)
         if layout.plan is not None:
             _check_parameters(layout.plan, [stage.module for stage in train.stages])
@@ -166,27 +167,14 @@ def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
             )
 
 
-def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
+def _refuse_shared_writes(root: nn.Module, mode: InferredStages, *, is_distributed: bool) -> None:
     stages_of: dict[int, list[int]] = {}
     for index, stage in enumerate(mode.stages):
         for x in (*stage.module.parameters(), *stage.module.buffers()):
             stages_of.setdefault(id(x), []).append(index)
     written = frozenset().union(*mode.example.written_buffers)
-    changing = written | {id(p) for p in root.parameters() if p.requires_grad}
-    over: dict[object, list[tuple[int, str, int]]] = {}  # memory -> end, name, id of the tensors over one place there
-    strided = [(n, x) for n, x in (*root.named_parameters(), *root.named_buffers()) if x.layout == torch.strided]
-    for name, x in sorted(strided, key=lambda each: each[1].storage_offset()):
-        begin, own = int(x.storage_offset()), stages_of.get(id(x))
-        here = [each for each in over.get(memory_of(x), []) if each[0] > begin]
-        for _, other, key in here:
-            if own and stages_of.get(key) not in (None, own) and {id(x), key} & changing:
-                raise ValueError(
-                    f"{other!r} and {name!r}, on different stages, are two tensors over the same memory, and no rank "
-                    f"sees what another writes there: expected one nn.Parameter or buffer at both places (head.weight "
-                    f"= embed.weight), which counts as one; or both on one stage (cut=)"
-                )
-        size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-        over[memory_of(x)] = [*here, (begin + size, name, id(x))]
+    if is_distributed:
+        _refuse_one_memory(root, stages_of, written)
     for name, buffer in root.named_buffers():
         stages = stages_of.get(id(buffer), [])
         if id(buffer) in written and len(stages) > 1:
@@ -195,6 +183,26 @@ def _refuse_shared_writes(root: nn.Module, mode: InferredStages) -> None:
                 f"expected one stage, since no rank sees what another writes; use a separate module at each place "
                 f"(copy.deepcopy), put both on one stage (cut=), or put the module into eval()"
             )
+
+
+def _refuse_one_memory(root: nn.Module, stages_of: Mapping[int, list[int]], written: Collection[int]) -> None:
+    """ValueError for two tensors over the same memory, in different processes, if one of them changes."""
+    changing = {*written, *(id(p) for p in root.parameters() if p.requires_grad)}
+    named = [*root.named_parameters(), *root.named_buffers()]
+    held = [(name, x) for name, x in named if x.layout == torch.strided and id(x) in stages_of]
+    over: dict[object, list[tuple[str, torch.Tensor]]] = {}  # by memory, those that reach the place that is looked at
+    for name, x in sorted(held, key=lambda each: bytes_of(each[1])):
+        begin, _ = bytes_of(x)
+        here = [(other, y) for other, y in over.get(memory_of(x), []) if bytes_of(y)[1] > begin]
+        for other, y in here:
+            if stages_of[id(y)] != stages_of[id(x)] and {id(x), id(y)} & changing and overlap(x, y):
+                raise ValueError(
+                    f"{other!r} and {name!r}, on different stages, are two tensors over the same memory, and no "
+                    f"process sees what another writes there: expected one nn.Parameter or buffer at both places "
+                    f"(head.weight = embed.weight), which counts as one; .clone() for weights of their own; or both on "
+                    f"one stage (cut=)"
+                )
+        over[memory_of(x)] = [*here, (name, x)]
 
 
 def look_at_loss(run: Run, mode: InferredStages, target: object) -> None:

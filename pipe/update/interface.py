@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 
 from ...comm.buckets import buckets_of
 from ...partition.profiler.memory import bytes_of
-from ...partition.profiler.optimizers import option_numbers_of_all
+from ...partition.profiler.optimizers import options_of
 from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
@@ -133,12 +134,11 @@ class Update(ABC):
 
     def refuse_shared_statistics(self) -> None:
         """ValueError, before the first batch, for an optimizer whose step needs other stages' parameters."""
-        if untried := [one for one in self.stages if not one.is_tried]:
-            options, named = self.ownership.run.options, self.ownership.parameters()
-            assert options.optimizer is not None
-            numbers = option_numbers_of_all(options.optimizer, named, user_code=options.user_code)
-            for one in untried:
-                one.refuse_shared_statistics([p for _, p in named], numbers)
+        options = self.ownership.run.options
+        for one in self.stages:
+            if not one.is_tried and options.optimizer is not None:
+                asked = partial(options_of, options.optimizer, user_code=options.user_code)
+                one.refuse_shared_statistics(self.ownership.parameters(), asked)
 
     # One batch, in this order
 

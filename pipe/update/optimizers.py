@@ -21,7 +21,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...partition.profiler.optimizers import OptimizerFactory, make_optimizers, option_number, required_arguments
+from ...partition.profiler.optimizers import (
+    NamedParameters,
+    OptimizerFactory,
+    make_optimizers,
+    option_number,
+    required_arguments,
+)
 from ..guards.separable import known_to_separate, refuse_shared_statistic, separable
 from ..settings.arguments import SchedulerFactory
 from ..settings.delay_correction import Feedback
@@ -72,7 +78,6 @@ class StageOptimizers:
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model)
         self._refuse_twice(where)
-        self._made_with = self.option_numbers()
         self.schedulers = tuple(_scheduler(scheduler, one) for one in self.optimizers) if scheduler is not None else ()
         self.options = BatchOptions(self.optimizers)
 
@@ -99,13 +104,18 @@ class StageOptimizers:
         wholes = [one for one in self.optimizers if separable(one) == "parameters"]
         return {self.names[id(p)] for one in wholes for p in parameters_of(one) if id(p) in self.names}
 
-    def refuse_shared_statistics(self, model: Sequence[nn.Parameter], whole: Mapping[int, int | None]) -> None:
-        """See `refuse_shared_statistic`; nothing where it has all of the model's. `whole`: `option_numbers_of_all`."""
-        if self.parts or len(self._parameters) < sum(p.requires_grad for p in model):
+    def refuse_shared_statistics(
+        self, model: Sequence[tuple[str, nn.Parameter]], asked: Callable[[NamedParameters], dict[int, str | None]]
+    ) -> None:
+        """ValueError for an optimizer that updates its parameters otherwise than one of all of the model's would.
+        `asked`: see `options_of`."""
+        if self.parts or len(self._parameters) < sum(p.requires_grad for _, p in model):
             for optimizer in self.optimizers:
-                refuse_shared_statistic(optimizer, model, own_hook=self._refuse_by_hand)
-            both = self.names.keys() & whole.keys()  # without copies of replicas
-            if other := [self.names[key] for key in both if self._made_with.get(key) != whole[key]]:
+                refuse_shared_statistic(optimizer, [p for _, p in model], own_hook=self._refuse_by_hand)
+            own = asked([(self.names[id(p)], p) for p in self._parameters])
+            whole = asked([*model]) if own else {}
+            both = own.keys() & whole.keys()  # without copies of replicas
+            if other := [self.names[key] for key in both if own[key] != whole[key]]:
                 raise ValueError(
                     f"optimizer= gives {shown(sorted(other))} other options when called with the parameters of stage "
                     f"{self.stage} than with all of the model's, as in one process: expected options that depend on a "

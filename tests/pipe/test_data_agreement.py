@@ -59,6 +59,11 @@ def test_a_loader_that_shuffles_by_itself_is_told_on_every_rank(gloo: Pool, sche
         assert "pipe.loader(dataset, batch_size=...)" in told
 
 
+@pytest.mark.thorough
+def test_loaders_with_equal_seeds_are_told_nothing(gloo: Pool) -> None:
+    assert gloo.run(train_unseeded, ranks=2, args=("2bw", 0)) == ["nothing"] * 2
+
+
 def pass_another_target(step: int) -> tuple[str, list[bool]]:
     pipe = make_pipe()
     compared: list[bool] = []

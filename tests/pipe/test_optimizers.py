@@ -263,6 +263,24 @@ def test_options_by_a_parameters_position_are_refused(begin: Any, position: str)
         pipe.train_step(X, Y)
 
 
+ALIKE: dict[str, Any] = {
+    "how by count": lambda ps: torch.optim.SGD(ps, lr=0.1, foreach=len(ps) > 4),
+    "labels": lambda ps: torch.optim.SGD([{"params": [p], "lr": 0.1, "index": i} for i, p in enumerate(ps)]),
+    "a rate of its own each time": lambda ps, made=[]: (made.append(1), torch.optim.SGD(ps, lr=0.1 * len(made)))[1],
+}
+
+
+@pytest.mark.parametrize("options", ALIKE)
+def test_options_that_decide_no_update_or_are_not_by_position_are_taken(options: str) -> None:
+    make(optimizer=ALIKE[options]).train_step(X, Y)
+
+
+def test_a_rate_that_changes_after_the_pipeline_was_made_is_not_one_by_position() -> None:
+    pipes = [make(optimizer=lambda ps: torch.optim.SGD(ps, lr=rate)) for rate in (0.1, 0.01)]  # noqa: B023
+    for pipe in pipes:
+        pipe.train_step(X, Y)
+
+
 def test_options_by_shape_or_identity_and_a_warm_up_are_those_of_all_parameters() -> None:
     """All parameters are asked about before any step, and leave no trace."""
     model, made = layers(), []

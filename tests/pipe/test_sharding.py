@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -390,3 +391,53 @@ def test_an_unknown_word_is_refused_and_one_process_divides_nothing() -> None:
         )
         pipe.train_step(X, Y)
         assert state_bytes(pipe) == 2 * EVEN_BYTES
+
+
+def resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """Two steps, a checkpoint, two more steps in another way."""
+    loss = 0.0
+    for begins, options in ((True, before), (False, after)):
+        pipe = PipelineModule(
+            even(),
+            **records(loss_fn=F.mse_loss, optimizer=OPTIMIZERS["two"], num_microbatches=2, timeout=120.0, **options),
+        )
+        pipe.build(X, Y)
+        if not begins:
+            pipe.load(folder)
+        for _ in range(2):
+            loss = pipe.train_step(X, Y).loss or 0.0
+        if begins:
+            pipe.save(folder)
+        state = pipe.full_state_dict()
+        pipe.close()
+    return loss, state
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"mesh": {"pipe": 1, "data": 2}, "data_parallel": "fsdp"}, {"mesh": {"pipe": 2}}),
+        ({"mesh": {"pipe": 2}}, {"mesh": {"pipe": 1, "data": 2}, "data_parallel": "fsdp"}),
+        (
+            {"mesh": {"pipe": 1, "data": 2}, "data_parallel": "zero1"},
+            {"mesh": {"pipe": 1, "data": 2}, "data_parallel": "replicate"},
+        ),
+    ],
+    ids=["from-fsdp", "to-fsdp", "from-zero1"],
+)
+def test_a_checkpoint_of_parts_is_one_of_wholes(
+    gloo: Pool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    answers = gloo.run(resumed, ranks=2, args=(str(tmp_path), before, after))
+    model = even()
+    optimizers = [one for one in two(list(model.parameters())) if one is not None]
+    for _ in range(4):
+        loss = F.mse_loss(model(X), Y)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for found, state in answers:
+        assert found == pytest.approx(float(loss.detach()), abs=1e-10)
+        assert_same(state, model.state_dict(), tolerance=1e-10)

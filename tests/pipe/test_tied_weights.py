@@ -217,15 +217,36 @@ def frozen_tables(model: nn.Sequential) -> None:
         layer.register_buffer("table", table[1:])
 
 
-@pytest.mark.parametrize("sharing", SHARING)
-def test_two_tensors_over_one_memory_on_two_stages_are_refused(sharing: str) -> None:
-    """Over processes each had a memory of its own: weights drifted apart in silence, `verify=True` included."""
-    with pytest.raises(
-        ValueError, match=r"'0\.0\.weight' and '5\..*', on different stages, are two tensors over the sa"
-    ):
-        of_layers(SHARING[sharing])
+def columns(model: nn.Sequential) -> None:
+    """Of one matrix: their ranges in its memory overlap, their elements do not."""
+    wide = torch.randn(WIDTH, 2 * WIDTH, dtype=torch.float64)
+    for half, layer in enumerate((0, 5)):
+        model[layer][0].weight = nn.Parameter(wide[:, half * WIDTH : (half + 1) * WIDTH])
 
 
-@pytest.mark.parametrize("sharing", [flat, frozen_tables])
-def test_places_of_one_memory_that_do_not_overlap_or_change_are_fine(sharing: Any) -> None:
+def two_types(model: nn.Sequential) -> None:
+    """Behind each other in one memory, counted in elements of other sizes."""
+    memory = torch.zeros(16 * WIDTH, dtype=torch.uint8)
+    model[0].register_buffer("low", memory[: 8 * WIDTH].view(torch.float32))
+    model[5].register_buffer("high", memory[8 * WIDTH :].view(torch.float64))
+
+
+def _shared_over_processes() -> None:
+    for change in SHARING.values():
+        with pytest.raises(
+            ValueError, match=r"'0\.0\.weight' and '5\..*', on different stages, are two tensors over the"
+        ):
+            of_layers(change)
+    for change in (flat, frozen_tables, columns, two_types):
+        of_layers(change).train_step(*batch(0))
+
+
+@pytest.mark.gloo
+def test_two_tensors_over_one_memory_on_two_stages_are_refused_over_processes(gloo: Pool) -> None:
+    """Each had a memory of its own: weights drifted apart in silence, `verify=True` included."""
+    gloo.run(_shared_over_processes, ranks=2)
+
+
+@pytest.mark.parametrize("sharing", [*SHARING.values(), flat, frozen_tables])
+def test_in_one_process_they_share_it_as_ever(sharing: Any) -> None:
     of_layers(sharing).train_step(*batch(0))

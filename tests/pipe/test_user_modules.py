@@ -221,60 +221,6 @@ def test_a_sparse_tensor_within_a_stage_is_none_of_its_business_and_cannot_trave
         piped(lambda: nn.Sequential(linear(), Sparse(), Calls(lambda m, x: m.linear(x.to_dense()))))
 
 
-# --- numbers that a module returns ---
-
-
-class Measures(nn.Linear):
-    """Returns something beside its result; between modules in a list, so that the code that uses it is recorded."""
-
-    def __init__(self, measure: Callable[[Tensor], Any]) -> None:
-        super().__init__(4, 4)
-        self.measure = measure
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        h = super().forward(x)
-        return h, {"found": [self.measure(h.detach())]}
-
-
-class UsesNumbers(nn.Module):
-    def __init__(self, measure: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Measures(measure) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x, more = layer(x)
-            x = x * (1.0 if isinstance(more["found"][0], str) else float(more["found"][0]))
-        return x
-
-
-MEASURES: dict[str, Callable[[Tensor], Any]] = {
-    "number": lambda h: float(h.sum()),
-    "flag": lambda h: bool(h.sum() > 0),
-    "word": lambda h: "more" if h.sum() > 0 else "less",
-    "array": lambda h: h.sum().numpy(),
-    "integer": lambda h: int((h > 0).sum()),
-}
-
-
-@pytest.mark.parametrize("measure", MEASURES)
-def test_a_number_that_a_module_makes_of_the_batch_is_refused(measure: str) -> None:
-    """The code between the modules went on with the one that it was recorded with."""
-    with pytest.raises(ValueError, match=r"layers\.0 \(Measures\) returns .*, and returned something else when"):
-        make_and_train(UsesNumbers(MEASURES[measure]))
-
-
-def test_a_number_that_is_the_same_for_all_batches_is_used() -> None:
-    make_and_train(UsesNumbers(lambda h: h.shape[1] / 4 + 0.0 * float(h.sum() > 1e9)))
-
-
-def make_and_train(model: nn.Module) -> None:
-    pipe = make(model=model.double(), example_inputs=None)
-    for seed in range(4):
-        x, y = torch.randn(2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        pipe.train_step(x, y)
-
-
 # --- outputs without a tensor ---
 
 

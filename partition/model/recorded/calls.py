@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -60,7 +60,6 @@ class Call:
         kwargs: a dict.
         results: number of the value at each place among the leaves of what it returned, where that is a tensor.
         structure: of what it returned.
-        constants: numbers and the like among the leaves, by place; the code after it has used them.
         changed: number of a value that it changed in place -> that of the changed value.
         enters: its number for random numbers; None: it draws none, or has none of its own. Calls within a unit that was
             opened have the unit's, and in the upper half how many of them have drawn before.
@@ -80,7 +79,6 @@ class Call:
     enters: int | None = None
     follows: frozenset[int] = frozenset()
     writes: bool = False
-    constants: Mapping[int, Any] = field(default_factory=dict)
 
     def templates(self) -> list[Template]:
         return [*walk(self.args), *walk(self.kwargs)]

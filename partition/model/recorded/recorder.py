@@ -37,7 +37,7 @@ from .calls import (
 from .intercept import hearing_no_functions
 from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, Tables, plain_attributes
 from .refusals import RefusedError, check_now, refuse_distribution, refuse_function, refuse_packed
-from .templates import Constant, Parts, Ref, Slot, Template, is_fixed
+from .templates import Constant, Parts, Ref, Slot, Template
 from .values import Draws, Owners, Values
 from .which import Roles
 
@@ -333,7 +333,6 @@ class ForwardRecorder:
             raise refused
         refuse_fakes_in_closures(args, kwargs)
         record = build(self._fields(templates, given, modes, structure))
-        record.constants = {i: leaf for i, leaf in enumerate(leaves) if is_fixed(leaf) and not callable(leaf)}
         self._calls.append(record)
         if isinstance(record, UnitCall) or record.is_random:
             record.enters = self._draws.number(me)
