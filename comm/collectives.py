@@ -181,22 +181,19 @@ class Collectives:
         if not others or not _BACKEND_ERROR.search(str(error)):
             return None
         kind = PipelineTimeout if "timed out" in str(error).lower() else PeerLost
-        return kind(
-            f"in a divided module, together with {self._place.names_of(others)} ({short_reason(error)})", peers=others
-        )
+        where = "a divided module" if len(self.tensor_members) > 1 else "attention of a context group"
+        return kind(f"in {where}, together with {self._place.names_of(others)} ({short_reason(error)})", peers=others)
 
     def tensor_sum(self, tensor: torch.Tensor, *, what: str) -> None:
         if len(self.tensor_members) > 1:
             self._run(lambda group: dist.all_reduce(tensor, group=group), self.tensor_members, what)
 
     def tensor_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
-        if len(self.tensor_members) == 1:
-            return [tensor]
-        mine = tensor.contiguous()
-        found = [torch.empty_like(mine) for _ in self.tensor_members]
-        into, wire = [_bytes(each) for each in found], _bytes(mine)
-        self._run(lambda group: dist.all_gather(into, wire, group=group), self.tensor_members, what)
-        return found
+        return self._tensors(tensor, self.tensor_members, what)
+
+    def context_gather(self, tensor: torch.Tensor, *, what: str) -> list[torch.Tensor]:
+        """`tensor` of each member of the context group."""
+        return self._tensors(tensor, self.context_members, what)
 
     def tensor_gather_objects(self, mine: T, *, what: str) -> list[T]:
         return [mine] if len(self.tensor_members) == 1 else self._gather(mine, self.tensor_members, what)
@@ -398,6 +395,15 @@ class Collectives:
         wire = _bytes(buffer)
         self._run(lambda group: dist.broadcast(wire, src=source, group=group), processes, what)
         return buffer.to(self.device)
+
+    def _tensors(self, tensor: torch.Tensor, members: tuple[int, ...], what: str) -> list[torch.Tensor]:
+        if len(members) == 1:
+            return [tensor]
+        mine = tensor.contiguous()
+        found = [torch.empty_like(mine) for _ in members]
+        into, wire = [_bytes(each) for each in found], _bytes(mine)
+        self._run(lambda group: dist.all_gather(into, wire, group=group), members, what)
+        return found
 
     def _gather(self, mine: T, processes: tuple[int, ...], what: str) -> list[T]:
         if self.alone:

@@ -70,7 +70,6 @@ def _attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     where = f"{type(module).__name__} with attn_implementation={NAME!r}"
@@ -80,8 +79,14 @@ def _attention(
     if attention_mask is not None and attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape)
         raise ValueError(f"{where} and attention_mask of shape {shape}: expected [B, T], 0 for padding")
+    positions = None
     if attention_mask is not None and attention_mask.dtype is not torch.bool:
-        attention_mask, position_ids = None, attention_mask
+        attention_mask, positions = None, attention_mask
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{where} over {query.shape[2]} queries and {key.shape[2]} keys: expected training, without a cache; "
+            f"to generate, model.set_attn_implementation('sdpa')"
+        )
     _check_window(module, sliding_window, where)
     found = attend(
         query,
@@ -89,7 +94,7 @@ def _attention(
         value,
         is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
         key_mask=attention_mask,
-        positions=position_ids if attention_mask is None else None,
+        positions=positions,
         window=sliding_window,
         dropout_p=dropout,
         scale=scaling,

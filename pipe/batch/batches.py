@@ -16,7 +16,7 @@ from ...partition.model.forms import Tensors
 from ..settings.model_loss import LossValue
 from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
-from ..stage.tokens import Tokens
+from ..stage.tokens import TokenBlocks, Tokens
 from .agreement import Identity
 
 
@@ -74,6 +74,8 @@ class Batch:
     @property
     def num_samples(self) -> int:
         span = self.parts[0].span
+        if isinstance(span, TokenBlocks):
+            return self.num_items // (span.total // span.length)  # each sample is in the batch of each member
         return self.num_items if span is None else self.num_items // span.total
 
     def group_items(self, group: int) -> int:
@@ -267,18 +269,29 @@ def hand_back(
         torch.autograd.backward([x for x, _ in pairs], [part for _, part in pairs])
 
 
-def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.device) -> None:
-    """ValueError on every member of a tensor group unless all are in the same call with the same batch; for the
-    pipeline's first batch on every process. Collective over the group, then over all processes. Other batches are
-    compared when losses arrive: ranks of the last stage, which do not wait, learn of it later."""
-    members, step = collectives.tensor_members, batch.step
-    if len(members) > 1:
-        own = torch.tensor(batch.identity, dtype=torch.float64, device=device)
-        gathered = collectives.tensor_gather(own, what="comparing batches")
-        first, *others = (Identity(*one.tolist()) for one in gathered)
+def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.device, called: int = 0) -> None:
+    """ValueError on every member of a tensor or context group unless all are in the same call with the same batch; for
+    the pipeline's first batch on every process. Collective over the group, then over all processes. Other batches are
+    compared when losses arrive: ranks of the last stage, which do not wait, learn of it later. `called`: see
+    `ContextAttention`."""
+    step = batch.step
+    for members, gather, why in (
+        (collectives.tensor_members, collectives.tensor_gather, _ONE_RANK),
+        (collectives.context_members, collectives.context_gather, _ONE_SEQUENCE),
+    ):
+        if len(members) == 1:
+            continue
+        own = torch.tensor([*batch.identity, called], dtype=torch.float64, device=device)
+        gathered = [one.tolist() for one in gather(own, what="comparing batches")]
+        first, *others = (Identity(*one[:-1]) for one in gathered)
         names = [collectives.name_of(member) for member in members]
         for name, theirs in zip(names[1:], others, strict=True):
-            theirs.refuse_other(first, step=step, name=name, its_name=names[0], why=_ONE_RANK)
+            theirs.refuse_other(first, step=step, name=name, its_name=names[0], why=why)
+        if len({one[-1] for one in gathered}) > 1:
+            raise ValueError(
+                f"before step {step}, {' and '.join(names)} have called attention in different modules, so that keys "
+                f"of one went to another: expected a forward whose calls do not depend on the values of its own tokens"
+            )
     if batch.identity.number == 1:
         given = collectives.gather((batch.replica[0], batch.identity), what="comparing the first batch")
         named = [(collectives.name_of(process), *one) for process, one in enumerate(given)]
@@ -289,3 +302,4 @@ def check_same_batch(batch: Batch, collectives: Collectives, *, device: torch.de
 
 
 _ONE_RANK = "The members of a tensor group run one rank together."
+_ONE_SEQUENCE = "The members of a context group pass the same batch, and take their own tokens of it."

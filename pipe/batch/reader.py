@@ -84,7 +84,8 @@ class BatchReader:
             lengths = [1] * len(parts)
             if self._num_slices > 1 or self._context[1] > 1:
                 parts, spans = self._slice(parts)
-                lengths = [span.length for span in spans]
+                if self._num_slices > 1:  # else all members have as many tokens of a sample
+                    lengths = [span.length for span in spans]
             microbatches = [part.arguments for part in parts]
             sizes = [(each.num_samples, length) for each, length in zip(microbatches, lengths, strict=True)]
             signatures = [Signature.of(each) for each in microbatches]
@@ -131,6 +132,12 @@ class BatchReader:
         index, count = self._context
         if count > 1:
             own = [part_of_group(self._options, each, index=index, count=count) for each in microbatches]
+            if self._slices_agree is not None:
+                others = range(count)
+                all_parts = [part_of_group(self._options, microbatches[0], index=i, count=count) for i in others]
+                all_parts[index] = own[0]
+                self._slices_agree(microbatches[0], all_parts)
+                self._slices_agree = None
             return [part for part, _ in own], [span for _, span in own]
         slices = [cut_in_slices(self._options, each, self._num_slices) for each in microbatches]
         if self._slices_agree is not None:

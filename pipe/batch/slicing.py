@@ -59,21 +59,23 @@ def _spans(lengths: Sequence[int] | None, total: int, num_slices: int) -> list[T
 
 
 def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice]:
-    return _cut(options, given, lambda total: _spans(options.slices.lengths, total, num_slices))
+    return _cut(options, given, lambda total: _spans(options.slices.lengths, total, num_slices), option="dims")
 
 
 def part_of_group(options: Options, given: Given, *, index: int, count: int) -> Slice:
     """What member `index` of a context group of `count` computes of a microbatch. Raises ValueError for inputs whose
     dimension of the sequence is not clear, and for a length that the members do not divide."""
-    (part,) = _cut(options, given, lambda total: [TokenBlocks.of(total, index=index, count=count)])
+    own = partial(TokenBlocks.of, index=index, count=count)
+    (part,) = _cut(options, given, lambda total: [own(total)], option="sequence_dims")
     return part
 
 
-def _cut(options: Options, given: Given, spans_of: Callable[[int], Sequence[Tokens]]) -> list[Slice]:
+def _cut(options: Options, given: Given, spans_of: Callable[[int], Sequence[Tokens]], *, option: str) -> list[Slice]:
+    """Parts of a microbatch; `option` names the dimension of the sequence."""
     arguments, named = given.arguments, options.sequence_dims
     names = parameter_names(signature_of(options.model))
     keys = [next((key for key in keys_of(path, names) if key in named), None) for path in arguments.form.paths]
-    dims = _dims(arguments, keys, named)
+    dims = _dims(arguments, keys, named, option)
     total = next((x.shape[d] for x, d in zip(arguments.tensors, dims, strict=True) if d is not None), None)
     if total is None:
         raise ValueError(
@@ -82,9 +84,9 @@ def _cut(options: Options, given: Given, spans_of: Callable[[int], Sequence[Toke
         )
     for key, name, x, dim in zip(keys, arguments.names, arguments.tensors, dims, strict=True):
         if dim is not None and (x.shape[dim] != total or (key is None and total in x.shape[2:])):
-            raise ValueError(_unclear(name, x, key_of(name), total))
+            raise ValueError(_unclear(name, x, f"{option}={{{key_of(name)}", total))
     leaves, spec = pytree.tree_flatten(given.target)
-    target_dims = [_target_dim(leaf, named, total) for leaf in leaves]
+    target_dims = [_target_dim(leaf, named, total, option) for leaf in leaves]
     slices = []
     for span in spans_of(total):
         tensors = tuple(span.part(x, dim) for x, dim in zip(arguments.tensors, dims, strict=True))
@@ -95,30 +97,33 @@ def _cut(options: Options, given: Given, spans_of: Callable[[int], Sequence[Toke
     return slices
 
 
-def _dims(arguments: Arguments, keys: Sequence[str | int | None], named: BatchDims) -> list[int | None]:
+def _dims(arguments: Arguments, keys: Sequence[str | int | None], named: BatchDims, option: str) -> list[int | None]:
     found: list[int | None] = []
     for key, name, x, batch in zip(keys, arguments.names, arguments.tensors, arguments.dims, strict=True):
         if key is not None:
-            found.append(_checked(f"dims[{key!r}]", name, x, named[key], batch))
+            found.append(_checked(f"{option}[{key!r}]", name, x, named[key], batch))
         elif x.dim() == 0:
             found.append(None)
         elif x.dim() == 1 or batch != 0:
-            raise ValueError(_unclear(name, x, key_of(name)))
+            raise ValueError(_unclear(name, x, f"{option}={{{key_of(name)}"))
         else:
             found.append(1)
     return found
 
 
-def _target_dim(leaf: object, named: BatchDims, total: int) -> int | None:
+def _target_dim(leaf: object, named: BatchDims, total: int, option: str) -> int | None:
     if not isinstance(leaf, torch.Tensor) or not leaf.dim():
         return None
+    at = named.get(TARGET)
+    if at is not None and at >= leaf.dim():
+        return None  # such as weights of samples beside tokens
     if TARGET in named:
-        dim = _checked(f"dims[{TARGET!r}]", "the target", leaf, named[TARGET], None)
+        dim = _checked(f"{option}[{TARGET!r}]", "the target", leaf, at, None)
         if dim is None or leaf.shape[dim] == total:
             return dim
-        raise ValueError(_unclear("the target", leaf, repr(TARGET), total))
+        raise ValueError(_unclear("the target", leaf, f"{option}={{{TARGET!r}", total))
     if leaf.dim() < 2 or leaf.shape[1] != total or total in leaf.shape[2:]:
-        raise ValueError(_unclear("the target", leaf, repr(TARGET), total))
+        raise ValueError(_unclear("the target", leaf, f"{option}={{{TARGET!r}", total))
     return 1
 
 
@@ -137,7 +142,7 @@ def _unclear(name: str, x: torch.Tensor, key: str, total: int | None = None) -> 
     of = "" if total is None else f" of {total} tokens"
     return (
         f"{name} has shape {tuple(x.shape)}, and which dimension is the sequence{of} is not clear: expected it in "
-        f"dimension 1, and nowhere else; or dims={{{key}: its dimension, or None where all parts share it}}"
+        f"dimension 1, and nowhere else; or {key}: its dimension, or None where all parts share it}}"
     )
 
 
@@ -151,10 +156,12 @@ def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice
         "alone, with positions from stagewright.first_position() within a module's forward, or from an input of the "
         "model (docs/guides/schedules.md); or a schedule without slices"
     )
-    _check_stages(run, parts, whole, slices, begin=lambda: partial(over_slices, {}, drops=False), expected=expected)
+    _check_stages(
+        run, parts.train, whole, slices, begin=lambda: partial(over_slices, {}, drops=False), expected=expected
+    )
 
 
-def check_parts(run: Run, parts: CutModel, whole: Given, own: Slice, group: TensorGroup) -> None:
+def check_parts(run: Run, inference: InferredStages, whole: Given, own: Slice, group: TensorGroup) -> None:
     """ValueError for a stage that gives other results on the members of a context group than in one process. Collective
     over the group, whose members have the same weights."""
     expected = (
@@ -167,19 +174,25 @@ def check_parts(run: Run, parts: CutModel, whole: Given, own: Slice, group: Tens
     def within(span: TokenBlocks) -> AbstractContextManager[None]:
         return over_context(alone if span.length == span.total else group, span, drops=False)
 
-    _check_stages(run, parts, whole, [own], begin=lambda: within, expected=expected)
+    _check_stages(run, inference, whole, [own], begin=lambda: within, expected=expected)
 
 
 def _check_stages(
-    run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice], *, begin: Callable[[], _Within], expected: str
+    run: Run,
+    inference: InferredStages,
+    whole: Given,
+    slices: Sequence[Slice],
+    *,
+    begin: Callable[[], _Within],
+    expected: str,
 ) -> None:
-    inference, device = parts.train, run.options.device
+    device = run.options.device
     arguments = [whole.arguments, *(part.arguments for part, _ in slices)]
     inferred = [inference.of(Signature.of(each)) for each in arguments]
     spans, failed = [span for _, span in slices], list[ValueError]()
     for s in run.local_stages:  # all of them, where other members run in the same collectives
         module = inference.stages[s].module
-        with untouched(parts.root, device=device), _other_weights(module), torch.no_grad(), warnings.catch_warnings():
+        with untouched(run.root, device=device), _other_weights(module), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as of a checkpoint that has no gradients to make
             try:
                 _check_stage(s, inferred, _inputs(s, inferred, arguments, spans), spans, begin())
@@ -299,10 +312,20 @@ def _other_weights(module: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-class SlicedLoss:
-    """Checks that the losses of an expected microbatch's slices add up to its own, once all have been seen."""
+def _in_order(span: Tokens, parts: torch.Tensor, dim: int) -> torch.Tensor:
+    return span.in_order(parts, dim) if isinstance(span, TokenBlocks) else parts
 
-    def __init__(self, loss_fn: Callable[[object, object], object], output: Callable[[Tensors], object]) -> None:
+
+class SlicedLoss:
+    """Checks that the losses of an expected microbatch's parts add up to its own, once all have been seen."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[[object, object], object],
+        output: Callable[[Tensors], object],
+        group: TensorGroup | None,
+    ) -> None:
+        self._group = group  # of members that see one part each
         self._loss_fn = loss_fn
         self._output = output
         self._whole: Given | None = None
@@ -322,19 +345,34 @@ class SlicedLoss:
         for q, (part, _) in enumerate(self._slices):
             if part.target is target and q not in self._outputs:
                 self._outputs[q] = tuple(x.detach().clone() for x in flat)
+                self._add_others(q)
                 break
         if len(self._outputs) == len(self._slices):
             whole, self._whole = self._whole, None
             self._check(whole)
             self._outputs.clear()
 
+    def _add_others(self, own: int) -> None:
+        """The outputs of the other members of a context group, which make their losses meanwhile."""
+        if self._group is None:
+            return
+        found: list[list[torch.Tensor]] = [[] for _ in self._slices]
+        for x, dim in zip(self._outputs[own], self._dims(), strict=True):
+            whole = x if dim is None else _in_order(self._slices[own][1], self._group.all(x, dim), dim)
+            for parts, (_, span) in zip(found, self._slices, strict=True):
+                parts.append(span.part(whole, dim))
+        self._outputs = {q: tuple(parts) for q, parts in enumerate(found)}
+
+    def _dims(self) -> list[int | None]:
+        spans = [span for _, span in self._slices]
+        return [sequence_dim(specs, spans, f"output {slot} of the model") for slot, specs in enumerate(self._specs)]
+
     def _check(self, whole: Given) -> None:
         spans = [span for _, span in self._slices]
         flat = []
-        for slot, specs in enumerate(self._specs):
-            dim = sequence_dim(specs, spans, f"output {slot} of the model")
+        for slot, dim in enumerate(self._dims()):
             parts = [self._outputs[q][slot] for q in range(len(spans))]
-            flat.append(parts[0] if dim is None else torch.cat(parts, dim))
+            flat.append(parts[0] if dim is None else _in_order(spans[0], torch.cat(parts, dim), dim))
         targets = [whole.target, *(part.target for part, _ in self._slices)]
         columns = [tuple(flat), *(self._outputs[q] for q in range(len(spans)))]
         kept = [self._loss_fn] if isinstance(self._loss_fn, nn.Module) else []
@@ -354,7 +392,7 @@ class SlicedLoss:
         for one, other in pairs:
             if math.isfinite(one) and not abs(one - other) <= tolerance * max(abs(one), 1e-12):  # a slice may be nan
                 raise ValueError(
-                    f"loss_fn makes {one:.9g} of whole sequences and {other:.9g} of their {len(spans)} slices: "
+                    f"loss_fn makes {one:.9g} of whole sequences and {other:.9g} of their {len(spans)} parts: "
                     f"expected a mean over all tokens, or (sum, count) where some do not count, of outputs and targets "
                     f"that loss_fn does not shift (shift the targets before: tokens[:, :-1], tokens[:, 1:])"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from ...partition.model.forms import Arguments, Form, Tensors
 from ...partition.model.modes import evaluating
 from ...schedules.messages import Sharing
-from ..batch.agreement import Call
+from ..batch.agreement import Call, agreed
 from ..batch.batches import check_same_batch, join_outputs, share_of_sum
 from ..batch.reader import BatchReader
 from ..results import EvalResult
@@ -57,6 +58,7 @@ class Evaluation:
         self._adds_up = share_of_sum(run.options.loss_fn, 1) is not None
         self._training = training
         self._dimensions: dict[Form, Sequence[int | None]] = {}
+        self._tried = set[Form]()  # whether a context group evaluates their parts as it would the whole
 
     def step(self, given: Given, *, at_rest: bool = True) -> EvalResult:
         """The result of a batch; unless `at_rest` without draining a stream first."""
@@ -147,13 +149,15 @@ class Evaluation:
         run = self._run
         num_microbatches = self.num_microbatches(given)
         cut = given.on(run.options.device).cut(num_microbatches // run.num_replicas)
-        parts = self._own_parts(cut)
+        with run.guard.together():
+            parts = self._own_parts(cut)
         microbatches = [each.arguments for each, _ in parts]
         mode, reader, engine, programs = self._forwards_for(num_microbatches, has_loss=has_loss, like=microbatches[0])
         batch = self._training.read(reader, given, call)
         with run.guard.together():
             self._training.unchanged.check(training=False)
             check_same_batch(batch, run.collectives, device=run.options.device)
+        self._try_parts(mode, cut[0], parts[0])
         if at_rest:
             self._training.drain()
         for local in engine.ranks:
@@ -175,6 +179,20 @@ class Evaluation:
         from ..batch.slicing import part_of_group
 
         return [part_of_group(self._run.options, each, index=index, count=count) for each in cut]
+
+    def _try_parts(self, mode: Mode, whole: Given, part: tuple[Given, Tokens | None]) -> None:
+        """ValueError for stages that evaluate parts of such arguments otherwise than whole. Collective, once a form."""
+        group, form = self._run.context_group, whole.arguments.form
+        if group is None or form in self._tried:
+            return
+        from ..batch.slicing import check_parts
+
+        own, span = part
+        assert span is not None
+        with self._ranks.update.shards.whole_weights(), evaluating(*self._modules(mode)):
+            tried = partial(check_parts, self._run, mode.inference, whole, (own, span), group)
+            agreed(tried, self._run.collectives, self._run.guard, what="trying the parts of a context group")
+        self._tried.add(form)
 
     def _gather_parts(
         self, mode: Mode, engine: Engine, cut: Sequence[Given], parts: Sequence[tuple[Given, Tokens | None]]

@@ -113,10 +113,12 @@ class Ranks:
         self.update = update
         loss_fn, schedule = run.options.loss_fn, run.layout.schedule
         self._sliced_loss: SlicedLoss | None = None
-        if loss_fn is not None and schedule.num_slices > 1 and schedule.num_stages - 1 in run.local_stages:
+        context = run.context_group
+        in_parts = schedule.num_slices > 1 or context is not None
+        if loss_fn is not None and in_parts and schedule.num_stages - 1 in run.local_stages:
             from ..batch.slicing import SlicedLoss
 
-            self._sliced_loss = SlicedLoss(loss_fn, partial(parts.output, training=True))
+            self._sliced_loss = SlicedLoss(loss_fn, partial(parts.output, training=True), context)
         self.stages = self._make_stages()
 
     def _make_stages(self) -> StagesOf:
@@ -162,7 +164,8 @@ class Ranks:
         return Engine(self._run, ranks)
 
     def reader(self, mode: Mode, *, has_loss: bool, like: Arguments) -> BatchReader:
-        sliced = self._sliced_loss if mode.schedule.num_slices > 1 and has_loss else None
+        trains = mode.schedule.has_backward
+        sliced = self._sliced_loss if has_loss and trains else None
         slices_agree = None if sliced is None else partial(sliced.expect, inference=mode.inference)
         return BatchReader(self._run, mode, example=like, has_loss=has_loss, slices_agree=slices_agree)
 

@@ -211,7 +211,8 @@ class Training:
         with self._guard.together():
             self.unchanged.check(training=True)
             self._update.refuse_shared_statistics()
-            check_same_batch(batch, self._collectives, device=self._device)
+            called = self._engine.ranks[0].worker.called
+            check_same_batch(batch, self._collectives, device=self._device, called=called)
         for decide in self.on_batch:
             decide(batch)
         programs = self._update.begin(batch)

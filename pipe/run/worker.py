@@ -107,6 +107,7 @@ class Worker(ABC):
         self._device = run.options.device
         self._seeder = run.seeder
         self._batch_indices = schedule.batch_indices
+        self._members = run.layout.place.mesh.context  # that draw the same numbers for a microbatch
         self._parts: PartsOfSequences | None = None
         if schedule.num_slices > 1:
             from ..stage.slices import KVCache  # which other runs need not load
@@ -115,7 +116,7 @@ class Worker(ABC):
         elif (context := run.context_group) is not None:
             from ..stage.context_parts import ContextAttention
 
-            self._parts = ContextAttention(context)
+            self._parts = ContextAttention(context, run.root)
         self._last = schedule.num_stages - 1
         self._owner = schedule.owner
         self._ports = {s: _ports(s, mode) for s in stages}
@@ -131,6 +132,11 @@ class Worker(ABC):
         self._moves = find_moves(schedule)
         self._host = Host(self._device) if self._moves else None
         self.moved_bytes: dict[int, int] = {}  # by stage, of the largest microbatch's activations when they left
+
+    @property
+    def called(self) -> int:
+        """Checksum of the modules that have called attention of a context group."""
+        return 0 if self._parts is None else self._parts.called
 
     def begin(self, program: RankProgram) -> None:
         self._fused = program.fused
@@ -254,7 +260,7 @@ class TrainingWorker(Worker):
         self._unshard(s)
         part = batch.parts[k]
         span = part.span
-        self._seeder.begin(step=batch.step, microbatch=k)
+        self._seeder.begin(step=batch.step, microbatch=k // self._members)
         try:
             if op is Op.F:
                 tokens = _WHOLE if self._parts is None or span is None else self._parts.forward(s, index, span)
@@ -332,7 +338,7 @@ class EvaluationWorker(Worker):
         batch = self.updates.batches[0]
         part = batch.parts[k]
         tokens = _WHOLE if self._parts is None or part.span is None else self._parts.forward(s, k, part.span)
-        self._seeder.begin(step=batch.step, microbatch=k)
+        self._seeder.begin(step=batch.step, microbatch=k // self._members)
         try:
             with tokens:
                 outputs, loss = self._stages[s].evaluate_forward(

@@ -223,7 +223,7 @@ def _context(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator
     such = 'expected "context": 1'
     for is_so, why in (
         (schedule.num_slices > 1, f"under {schedule.name!r}, whose slices are parts of the sequence, too"),
-        (options.mesh.sync != 1, f"with sync={options.mesh.sync!r}: expected sync=1, or"),
+        (options.mesh.sync != 1, f"with sync={options.mesh.sync!r}, whose replicas take steps apart"),
         (options.compile is not None, "with compile=: attention gathers keys and values in Python"),
     ):
         yield is_so, f"{said} {why}: {such}"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torchs
 
@@ -80,8 +81,8 @@ class Seen:
         """[..., queries, keys up to `stop`]; None for causal attention from the first token on, or for all keys."""
         keys = None if self.keys is None else self.keys[..., :stop]
         has_window = self.window is not None and self.window < stop
-        if keys is None and documents is None and not has_window and not (self.is_causal and own.start):
-            return None
+        if keys is None and documents is None and not has_window:
+            return causal_lower_right(len(own), stop) if self.is_causal and own.start else None
         found = torch.ones(len(own), stop, dtype=torch.bool, device=device)
         if self.is_causal:
             found = found.tril(own.start)
@@ -131,7 +132,8 @@ class AttentionMode(TorchFunctionMode):
         if mask is not None and (mask.shape[-1] != self.span.length or (mask.dim() > 1 and mask.shape[-2] != 1)):
             raise ValueError(
                 f"attention with a mask of shape {tuple(mask.shape)} in {caller()[1]}, to which {self.span.length} of "
-                f"{self.span.total} tokens are given: expected is_causal=True and no mask, or stagewright.attend"
+                f"{self.span.total} tokens are given: expected is_causal=True and no mask, or stagewright.attend "
+                f"within a module's forward"
             )
         return self.checked((query, key, value), Seen(is_causal=is_causal, keys=mask), **options)
 
@@ -142,7 +144,13 @@ class AttentionMode(TorchFunctionMode):
         if any(x.shape[-2] != length for x in qkv):
             raise ValueError(
                 f"attention over {qkv[0].shape[-2]} queries and {qkv[1].shape[-2]} keys in {caller()[1]}, to which "
-                f"{length} tokens are given: expected the sequence in dimension -2 of query, key and value"
+                f"{length} tokens are given: expected query, key and value of these, in dimension -2 (keys of another "
+                f"sequence are not divided)"
+            )
+        if seen.keys is not None and seen.keys.requires_grad:
+            raise ValueError(
+                f"attention in {caller()[1]} with a mask that requires a gradient, which would be lost: expected "
+                f'a mask without, or a schedule without slices and "context": 1'
             )
         return self.attend(qkv, seen, **options)
 
@@ -158,7 +166,7 @@ def attend(
     window: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` for masks that a context group can divide.
+    """`F.scaled_dot_product_attention` for masks that a context group can divide; within a module's forward.
 
     Arguments:
         query, key, value: [B, heads, T, D], of the tokens that a module is given: all, or a part of them.
@@ -168,8 +176,14 @@ def attend(
             its own document alone. Each begins where a position is not one more than the one before.
         window: number of the newest tokens that a token sees, itself among them.
         options: of scaled_dot_product_attention: dropout_p, scale, enable_gqa.
+
+    Raises ValueError for causal attention over another number of keys than of queries.
     """
     keys = None if key_mask is None else key_mask.bool()[:, None, None, :]
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"attend() of {query.shape[-2]} queries and {key.shape[-2]} keys, causal: expected those of the same tokens"
+        )
     seen, mode = Seen(is_causal=is_causal, keys=keys, positions=positions, window=window), running.get()
     if isinstance(mode, AttentionMode):
         token = running.set(None)  # what it calls is not replaced once more

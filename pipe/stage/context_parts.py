@@ -10,29 +10,39 @@ their collectives meet.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..shards.tensor_group import TensorGroup, exchanged
-from .attending import AttentionMode, Seen, attending
+from .attending import AttentionMode, Seen, attending, caller
 from .tokens import TokenBlocks
 
 
 class _OverContext(AttentionMode):
     span: TokenBlocks
 
-    def __init__(self, group: TensorGroup, span: TokenBlocks, *, drops: bool = True) -> None:
+    def __init__(
+        self,
+        group: TensorGroup,
+        span: TokenBlocks,
+        *,
+        drops: bool = True,
+        on_call: Callable[[nn.Module | None], None] = lambda module: None,
+    ) -> None:
         super().__init__(span, drops=drops)
-        self._group = group
+        self._group, self._on_call = group, on_call
 
     def from_here(self) -> _OverContext:
         return self
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], seen: Seen, **options: Any) -> Tensor:
         query, key, value = qkv
+        self._on_call(caller()[0])
         if key.shape == value.shape:
             key, value = self._whole(torch.stack((key, value))).unbind()
         else:
@@ -55,13 +65,23 @@ def over_context(group: TensorGroup, span: TokenBlocks, *, drops: bool = True) -
 
 
 class ContextAttention:
-    """The context of each action of one rank."""
+    """The context of each action of one rank.
 
-    def __init__(self, group: TensorGroup) -> None:
+    Attributes:
+        called: checksum of the modules of `root` that have called attention, in order: the same on each member, since
+            the collectives of different modules would pair as well.
+    """
+
+    def __init__(self, group: TensorGroup, root: nn.Module) -> None:
         self._group = group
+        self._numbers = {id(module): number for number, module in enumerate(root.modules())}
+        self.called = 0
 
     def forward(self, stage: int, index: int, span: TokenBlocks) -> AbstractContextManager[None]:
-        return over_context(self._group, span)
+        return attending(_OverContext(self._group, span, on_call=self._note))
+
+    def _note(self, module: nn.Module | None) -> None:
+        self.called = zlib.crc32(f"{self._numbers.get(id(module))}".encode(), self.called)
 
     backward = forward  # recomputation in it
 

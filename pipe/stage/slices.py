@@ -134,6 +134,8 @@ def _lost_gradient(waiting: int, span: TokenSpan) -> str:
 class KVCache:
     """Keys and values that the stages of one rank keep, by stage and microbatch."""
 
+    called = 0  # one rank alone calls them
+
     def __init__(self, num_slices: int) -> None:
         self._num_slices = num_slices
         self._kept: dict[tuple[int, int], KeptCalls] = {}

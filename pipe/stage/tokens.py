@@ -88,6 +88,8 @@ Slice: TypeAlias = tuple[Given, Tokens]  # of a microbatch, and its position in 
 class PartsOfSequences(Protocol):
     """Attention of one rank's stages that are given parts of their sequences: the context of each action."""
 
+    called: int
+
     def forward(self, stage: int, index: int, span: Any) -> AbstractContextManager[None]: ...
 
     def backward(self, stage: int, index: int, span: Any) -> AbstractContextManager[None]: ...

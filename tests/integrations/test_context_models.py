@@ -156,3 +156,9 @@ def test_masks_that_are_not_known_are_refused() -> None:
         inside.read_mask(mask_function=transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(1)))
     mask = inside.read_mask(mask_function=transformers.masking_utils.sliding_window_causal_mask_function(4))
     assert mask is None
+
+
+def test_generating_with_a_cache_is_refused_by_name() -> None:
+    model = _model("LlamaConfig", "stagewright")
+    with pytest.raises(ValueError, match=r"over 1 queries and 5 keys: .* model.set_attn_implementation\('sdpa'\)"):
+        model.generate(torch.randint(1, 64, (1, 4)), max_new_tokens=3, use_cache=True, do_sample=False)

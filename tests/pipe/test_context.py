@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import Seen, TokenBlocks
 from support.pool import Pool
-from support.sliced import T, batch, chain, counted_loss, gpt, mean_loss
+from support.sliced import VOCABULARY, T, batch, chain, counted_loss, gpt, mean_loss
 from torch import Tensor, nn
 
 from stagewright import Inputs, Mesh, PipelineModule, attend, positions
@@ -245,11 +245,76 @@ def _refused(kind: str) -> None:
         pipe.forward_backward(tokens, targets)
 
 
+class _Skips(nn.Module):
+    """Leaves its attention out where its tokens say so: other layers on each member, as many calls."""
+
+    def __init__(self, inner: nn.Module, number: int) -> None:
+        super().__init__()
+        self.inner, self.number = inner, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = self.training and torch.is_grad_enabled() and torch.distributed.get_rank() == self.number
+        out: Tensor = x if skips else self.inner(x)
+        return out
+
+
+def _wrong(kind: str) -> None:
+    model, loss_fn, (tokens, targets) = chain(layers=2), mean_loss, batch()
+    if kind == "shifted loss":
+        loss_fn = lambda output, target: mean_loss(output[:, :-1], target[:, 1:])  # noqa: E731
+    if kind == "uneven counts":
+        targets = targets.clone()
+        targets[:, : T // 4] = -100
+    if kind == "other calls":
+        model = nn.Sequential(model[0], _Skips(model[1], 0), _Skips(model[2], 1), model[3])
+    pipe = PipelineModule(
+        model, mesh={"pipe": 1, "context": 2}, loss_fn=loss_fn, num_microbatches=2, verify=False, timeout=60.0
+    )
+    if kind not in ("shifted loss", "uneven counts"):
+        pipe.forward_backward(tokens, targets)
+    if kind == "other batches":
+        tokens = (tokens + torch.distributed.get_rank()) % VOCABULARY
+    with pytest.raises(ValueError, match=_WRONG[kind]):
+        pipe.forward_backward(tokens, targets)
+
+
+_WRONG = {
+    "other batches": "passed other inputs to step 1 than rank 0. The members of a context group pass the same batch",
+    "shifted loss": "loss_fn makes .* of whole sequences and .* of their 2 parts: expected a mean over all tokens",
+    "uneven counts": "loss_fn makes .* of whole sequences and .* of their 2 parts: expected a mean over all tokens",
+    "other calls": "before step 1, rank 0 and rank 1 have called attention in different modules",
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough(but=["other batches"])
+@pytest.mark.parametrize("kind", _WRONG)
+def test_what_members_do_otherwise_is_refused_without_verification(gloo: Pool, kind: str) -> None:
+    gloo.run(_wrong, ranks=2, args=(kind,))
+
+
+def _of_lengths(context: int) -> float:
+    """A batch of microbatches of other lengths."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for length in (4, T):
+        tokens = torch.randint(VOCABULARY, (2, length), generator=generator)
+        found.append((tokens, tokens.flip(1)))
+    mesh = {"pipe": 2 // context, "context": context}
+    with PipelineModule(chain(), mesh=mesh, loss_fn=mean_loss, num_microbatches=2, verify=True) as pipe:
+        return pipe.forward_backward(microbatches=found).loss or math.nan
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_microbatches_of_other_lengths_weigh_as_without_a_context_group(gloo: Pool) -> None:
+    assert gloo.run(_of_lengths, ranks=2, args=(2,)) == pytest.approx(gloo.run(_of_lengths, ranks=2, args=(1,)), 1e-12)
+
+
 _TEXTS = {
     "conv": r"(?s)differs over parts of the sequence: .*Expected a model whose tokens depend on each other in",
     "mask": r"a mask of shape \(12, 12\) in _Masked.* or stagewright.attend",
     "odd": r"sequences of 11 tokens over a context group of 2: expected a multiple of 2, such as 12",
-    "dims": r"dims\[0\]=0 and .*: expected a dimension below 2 other than that of the batch",
+    "dims": r"sequence_dims\[0\]=0 and .*: expected a dimension below 2 other than that of the batch",
     "sync": r'"context": 2.* with sync=4',
     "sliced": r"under 'seq1f1b', whose slices are parts of the sequence, too",
     "auto": r'"context": 2.* with schedule="auto", whose plans have none',

@@ -121,7 +121,7 @@ def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
         chain(layers=1), schedule=Slices("seq1f1b", num_slices=3), num_microbatches=2, loss_fn=loss_fn
     )
     with pytest.raises(
-        ValueError, match=r"loss_fn makes .* of whole sequences and .* of their 3 slices: expected a mean"
+        ValueError, match=r"loss_fn makes .* of whole sequences and .* of their 3 parts: expected a mean"
     ):
         pipe.forward_backward(*batch())
 
@@ -132,7 +132,7 @@ def test_a_slice_whose_loss_is_nan() -> None:
     pipe = PipelineModule(
         chain(layers=1), schedule=Slices("seq1f1b", num_slices=3), num_microbatches=2, loss_fn=mean_of_some
     )
-    with pytest.raises(ValueError, match=r"loss_fn makes .* of whole sequences and nan of their 3 slices"):
+    with pytest.raises(ValueError, match=r"loss_fn makes .* of whole sequences and nan of their 3 parts"):
         pipe.forward_backward(tokens, targets)
 
 
