@@ -19,7 +19,7 @@ from ..schedules import Schedule, Timeline
 from ..schedules.messages import Sharing
 from ..schedules.program import RankProgram
 from ..schedules.timing.records import RankRecord, as_it_ran
-from .batch.agreement import UNKNOWN, SamePrograms, agreed, check_agreement, checksum, describe
+from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.batches import Batch
 from .checkpoint.state import State
 from .context import Run
@@ -279,7 +279,9 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
                 mode.stages[stage].module.to(options.device)
         ownership.spread_from_first_owners(run.collectives)
         if slices:
-            _try_parts(run, parts, whole, slices)
+            from .batch.slicing import try_parts
+
+            try_parts(run, parts.train, whole, slices)
     if same is not None:
         same.settled()
     return _Placed(
@@ -290,28 +292,6 @@ def _place(run: Run, example: Arguments, whole: Given, slices: Sequence[Slice]) 
         peers_in_parts=peers,
         regions=regions,
     )
-
-
-def _try_parts(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
-    from .batch.slicing import check_parts, check_stages
-
-    group = run.context_group
-    if group is None:
-        check_stages(run, parts, whole, slices)
-        return
-    place, collectives = run.layout.place, run.collectives
-
-    def tried() -> None:
-        mine, what = checksum(whole.arguments.tensors), "comparing the first batch of a context group"
-        given = collectives.gather(mine, what=what, ranks=place.context_ranks(place.local_ranks[0]))
-        if len({*given} - {UNKNOWN}) > 1:
-            raise ValueError(
-                "the members of a context group passed different batches, and each computes its own tokens of one: "
-                "expected the same batch on each, as from pipe.loader(dataset, batch_size=...)"
-            )
-        check_parts(run, parts.train, whole, slices[0], group)
-
-    agreed(tried, collectives, run.guard, what="trying the parts of a context group")
 
 
 def _placed_again(run: Run, placed: _Placed, example: Arguments, *, goes_on: bool) -> _Placed:

@@ -34,11 +34,11 @@ from ..settings.given import Given, signature_of
 from ..settings.model_loss import LossValue
 from ..settings.options import Options
 from ..shards.tensor_group import TensorGroup
-from ..stage.build import CutModel
 from ..stage.context_parts import over_context
 from ..stage.shapes import Inferred, InferredStages, Signature
 from ..stage.slices import over_slices
 from ..stage.tokens import Slice, TokenBlocks, Tokens, TokenSpan
+from .agreement import UNKNOWN, agreed, checksum
 from .batches import read_loss
 
 
@@ -149,16 +149,32 @@ def _unclear(name: str, x: torch.Tensor, key: str, total: int | None = None) -> 
 _Within = Callable[[Any], AbstractContextManager[None]]  # of a stage's run on some tokens
 
 
-def check_stages(run: Run, parts: CutModel, whole: Given, slices: Sequence[Slice]) -> None:
-    """ValueError for a stage of this process that gives other results for slices than for a whole microbatch."""
-    expected = (
-        "Expected a model whose tokens depend on each other in F.scaled_dot_product_attention(..., is_causal=True) "
-        "alone, with positions from stagewright.first_position() within a module's forward, or from an input of the "
-        "model (docs/guides/schedules.md); or a schedule without slices"
-    )
-    _check_stages(
-        run, parts.train, whole, slices, begin=lambda: partial(over_slices, {}, drops=False), expected=expected
-    )
+def try_parts(run: Run, inference: InferredStages, whole: Given, slices: Sequence[Slice]) -> None:
+    """ValueError for a stage of this process that gives other results for parts than for a whole microbatch: for its
+    slices, or, on all processes, for those of the members of a context group."""
+    group, collectives, place = run.context_group, run.collectives, run.layout.place
+    if group is None:
+        expected = (
+            "Expected a model whose tokens depend on each other in F.scaled_dot_product_attention(..., "
+            "is_causal=True) alone, with positions from stagewright.positions(num_tokens) within a module's forward, "
+            "or from an input of the model (docs/guides/schedules.md); or a schedule without slices"
+        )
+        _check_stages(
+            run, inference, whole, slices, begin=lambda: partial(over_slices, {}, drops=False), expected=expected
+        )
+        return
+
+    def tried() -> None:
+        mine, what = checksum(whole.arguments.tensors), "comparing the first batch of a context group"
+        given = collectives.gather(mine, what=what, ranks=place.context_ranks(place.local_ranks[0]))
+        if len({*given} - {UNKNOWN}) > 1:
+            raise ValueError(
+                "the members of a context group passed different batches, and each computes its own tokens of one: "
+                "expected the same batch on each, as from pipe.loader(dataset, batch_size=...)"
+            )
+        check_parts(run, inference, whole, slices[0], group)
+
+    agreed(tried, collectives, run.guard, what="trying the parts of a context group")
 
 
 def check_parts(run: Run, inference: InferredStages, whole: Given, own: Slice, group: TensorGroup) -> None:

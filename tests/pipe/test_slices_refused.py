@@ -85,7 +85,7 @@ def by_hand(x: Tensor) -> Tensor:
         (lambda: Mixer(lambda x: x.cumsum(1)), "for tokens 4 to 8 of 12"),
         (lambda: Mixer(lambda x: x.flip(1)), "for tokens 0 to 4 of 12"),
         (lambda: nn.BatchNorm1d(T), "stage 0 .* fails|differs over parts|running_mean"),
-        (OwnPositions, "for tokens 4 to 8 .* stagewright.first_position"),
+        (OwnPositions, "for tokens 4 to 8 .* stagewright.positions"),
         (
             lambda: Mixer(lambda x: attention(x.unflatten(1, (2, -1)).flatten(0, 1), is_causal=True).view_as(x)),
             "attention over 6 queries and 6 keys in Mixer, to which 12 tokens are given",
