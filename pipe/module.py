@@ -56,7 +56,7 @@ class PipelineModule(RunFigures):
             reduction="sum" adds up (docs/guides/models.md). An nn.Module is a part of the last stage, which trains its
             parameters; the names of its tensors begin with `loss_fn.`. "model": the model returns its own loss, as
             `loss` of its output, as the first item of a tuple, or alone.
-        optimizer: parameters -> torch optimizer, or a list of several; called once per stage that has parameters.
+        optimizer: parameters -> torch optimizer, or a list of several; called for each stage that has parameters.
             Needed by `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs instead.
         lr_scheduler: optimizer -> learning-rate scheduler; called once per optimizer and stepped after each update. One
             whose step takes the loss (ReduceLROnPlateau) is stepped once per batch, with the batch's loss.
