@@ -181,8 +181,8 @@ def _of_package(key: str) -> Family:
 
 
 def family(name: str, *, listed: Collection[str] = ()) -> Family:
-    """The family of this name (any case, torch's class names too); ValueError if there is none, which lists those that
-    are expected (none given: all).
+    """The family of this name (any case, torch's class names too); ValueError if there is none. `listed`: those of
+    `FAMILIES` that its message offers; empty: all.
 
     >>> family("ScheduleInterleaved1F1B").name
     'interleaved'
@@ -192,7 +192,7 @@ def family(name: str, *, listed: Collection[str] = ()) -> Family:
     if known is None and key in _offered():
         return _of_package(key)
     if known is None:
-        expected = tuple(listed) or (*FAMILIES, *_ADDED, *_offered())
+        expected = (*(listed or FAMILIES), *_ADDED, *_offered())
         names = {key: name for key, name in (_NAMES | {added: added for added in expected}).items() if name in expected}
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
         hint = f"; did you mean {names[near[0]]!r}?" if near else ""
