@@ -97,7 +97,7 @@ class ProcessMesh:
 
     @property
     def num_replicas(self) -> int:
-        """Of the schedule's ranks at each position along the pipeline."""
+        """Replicas of the pipeline: ranks of the schedule at each position along it."""
         return self.data * self.context
 
     @property
@@ -246,7 +246,7 @@ def read_mesh(
     Arguments:
         mesh: sizes by axis; axes left out are 1, but pipe the rest of the processes.
         wanted: P of a given schedule.
-        order: the axes, the slowest first; None: pipe, data, tensor.
+        order: the axes, the slowest first; None: `AXES`.
 
     Raises ValueError for an unknown axis, a tensor axis above 1 in one process, and sizes that do not match the
     processes.

@@ -121,7 +121,8 @@ class InFlightCounts:
 
 
 def count_in_flight(schedule: Schedule, parts: Sequence[float] = ()) -> tuple[InFlightCounts, ...]:
-    """Of each rank; `parts`: of a microbatch, that each of its slices holds. O(actions)."""
+    """[P] what each rank holds while it runs its program, in O(actions). `parts`: the part of a microbatch that each of
+    its slices holds; empty: there are no slices."""
     versions = derive_versions(schedule).peak_live if schedule.is_asynchronous else (1,) * schedule.num_ranks
     streams, known, found = schedule.is_asynchronous, dict[object, InFlightCounts](), []
     for program, stages, version in zip(schedule.programs, schedule.placement, versions, strict=True):
@@ -135,8 +136,8 @@ def count_in_flight(schedule: Schedule, parts: Sequence[float] = ()) -> tuple[In
 
 
 def count_over_time(timeline: Timeline) -> tuple[InFlightCounts, ...]:
-    """The same as it was simulated: what leaves is there until its way out is through, for as long as the link takes,
-    together with what comes back by then."""
+    """[P] `count_in_flight` of a simulated step: an activation that is offloaded counts until its transfer has ended,
+    together with what is loaded again by then."""
     programs = []
     for trace, program in zip(timeline.ranks, timeline.schedule.programs, strict=True):
         spans = {span.what: span for span in (*trace.compute, *trace.moves)}

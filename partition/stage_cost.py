@@ -1,4 +1,4 @@
-"""Costs of a stage: the one place that says so, for `partition()` and `plan()` alike.
+"""Costs of a stage, for `partition()` and `plan()` alike: all formulas are in this file.
 
 Seconds of a stage on its ranks, of one microbatch:
 
@@ -203,8 +203,8 @@ def stages_from(parts: Sequence[StageSums]) -> StageSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDevices:
-    """What stages run on: of each, or, for a bound, numbers or arrays that broadcast with those of `StageSums`; what it
-    does not know takes no time.
+    """Speeds of the devices and links that stages run on. Figures are arrays [S], one for each stage, or, to bound the
+    cost of many stages, numbers or arrays that broadcast with those of `StageSums`. What is left out takes no time.
 
     Arguments:
         speed: of the slowest device, times that of the profile's.
@@ -212,7 +212,8 @@ class StageDevices:
         shared: 1 where messages inward, outward, and sums take a card that devices share, else 0; none: all are 0.
         message_overhead: seconds for which a rank is busy with the messages of an F or a B.
         rings, exchanges, expert_rings: over the replicas, of each stage; the last over those with the same experts.
-        rounds: where these are not known, seconds a byte of weights, as of `least_rounds`.
+        rounds: where rings and exchanges are not known, a lower bound of theirs: both results of `least_rounds`, in
+            seconds a byte of weights.
         sum_busy: part of the sums' seconds for which their ranks can't compute (0 to 1).
     """
 
@@ -255,12 +256,12 @@ class StageSeconds:
 
     @property
     def collectives(self) -> Floats:
-        """All that goes round the replicas for an update."""
+        """Seconds of an update's sum of gradients and gather of weights, over the replicas."""
         return self.ring + self.gather
 
     @property
     def after(self) -> Floats:
-        """Of those, what comes after the last backward."""
+        """Seconds of `collectives` between the last backward of a batch and its end."""
         return self.ring if self.gathers_ahead else self.collectives
 
     @property
@@ -354,8 +355,8 @@ def update_seconds(
 
 
 def least_rounds(whole: Figures, parts: Figures, gather: Figures, *, gathers_ahead: bool) -> tuple[Floats, Floats]:
-    """What goes round for an update after the last backward, and the rest, at least, whether the optimizer's state is
-    divided or not, elementwise; of such as those of `update_seconds`, in any unit."""
+    """Lower bounds of the collectives of an update, whether the optimizer's state is divided or not, elementwise: of
+    those after the last backward, and of the rest. `whole`, `parts`, `gather`: as in `update_seconds`, in any unit."""
     both = np.minimum(whole, parts + gather)
     after = np.minimum(whole, parts) if gathers_ahead else both
     return after, np.maximum(both - after, 0.0)

@@ -56,14 +56,14 @@ class PipelineModule(RunFigures):
             reduction="sum" adds up (docs/guides/models.md). An nn.Module is a part of the last stage, which trains its
             parameters; the names of its tensors begin with `loss_fn.`. "model": the model returns its own loss, as
             `loss` of its output, as the first item of a tuple, or alone.
-        optimizer: parameters -> torch optimizer, or a list of several; called once per stage that has parameters.
+        optimizer: parameters -> torch optimizer, or a list of several; called for each stage that has parameters.
             Needed by `train_step`. `stagewright.named(function)` is called with (name, parameter) pairs instead.
         lr_scheduler: optimizer -> learning-rate scheduler; called once per optimizer and stepped after each update. One
             whose step takes the loss (ReduceLROnPlateau) is stepped once per batch, with the batch's loss.
         max_grad_norm: `train_step` clips the global gradient norm to this value; None: no clipping.
-        mesh: {"pipe": P, "data": D, "tensor": T}; `stagewright.Mesh`, which also says what the ranks of one stage
-            divide among themselves; or a DeviceMesh with dimensions "pp", "dp" and "tp". By default one pipeline over
-            all processes, of one rank without torchrun.
+        mesh: {"pipe": P, "data": D, "context": C, "tensor": T}; `stagewright.Mesh`, which also says what the ranks of
+            one stage divide among themselves; or a DeviceMesh with dimensions "pp", "dp", "cp" and "tp". By default one
+            pipeline over all processes, of one rank without torchrun.
         cut: names of the S - 1 modules with which a stage begins, or a split_spec of torch.distributed.pipelining;
             equal weights in parameters by default.
         example_inputs: one local batch, as a tuple or a dict of keywords, for which the stages are built at once;

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PICTURES = (".png", ".svg", ".pdf")
 _SUFFIXES = (*PICTURES, ".html", ".json")
 _TRACE = ".perfetto.json"
-_OF_RUNS = frozenset({"manifest.json", "summary.json", "plan.json", "layout.json"})
+_OF_RUNS = frozenset({"manifest.json", "summary.json", "plan.json", "timeline.json"})
 _COLUMNS = {"one": (3.5, 6.0), "two": (7.16, 7.0)}  # inch, points
 
 
@@ -83,8 +83,10 @@ class TimelinePictureOptions(PictureOptions):
 
 
 def _keep_files_of_runs(path: Path) -> None:
-    """Raise ValueError for a file that a run has written into its folder."""
-    if path.exists() and path.name.lower() in _OF_RUNS and (path.parent / "manifest.json").exists():
+    """Raise ValueError for a file that a run, or the tracer of a training loop, has written into its folder."""
+    folder = path.parent
+    is_of_run = (folder / "manifest.json").exists() or any(folder.glob("trace.rank*.jsonl"))
+    if path.exists() and path.name.lower() in _OF_RUNS and is_of_run:
         raise ValueError(f"-o {path}: a file of the run: expected another one, such as {path.with_suffix('')}{_TRACE}")
 
 

@@ -25,7 +25,7 @@ from ...partition.analytic import Calibration, DeviceModel, Scales, TransformerS
 from ...partition.analytic.calibration import LEAST_PLANS, NO_FIT
 from ...partition.analytic.fit import read_number, read_rows
 from ...partition.plans.record import PlanStage
-from ...schedules.families.registry import FAMILIES, canonical_name, family
+from ...schedules.families.registry import FAMILIES, family
 from ...schedules.wording import count, duration, wrapped
 from ..options import check_out, plain_help, read, read_file, write_out
 from ..tables import console
@@ -205,8 +205,8 @@ def _of_sizes(where: str, row: Mapping[str, str], source: _Source, cluster: Clus
 
 
 def _schedule(given: str, num_chunks: int) -> str:
-    name = canonical_name(given)
-    known = family(name)
+    known = family(given, listed=_PLANNED)
+    name = known.name
     if not known.is_planned:
         sliced = "slices have lengths, which a column plan gives" if known.takes_slices else "no plans are made over it"
         raise ValueError(f"schedule={given!r}: {sliced}: expected one of {', '.join(_PLANNED)}")

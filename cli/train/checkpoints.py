@@ -50,6 +50,15 @@ class RunLayout:
     correction: str | None = None
 
     @classmethod
+    def read(cls, path: Path) -> RunLayout | None:
+        """That of a file, of later versions too; None if missing or unreadable: it is only used for messages."""
+        try:
+            read, known = json.loads(path.read_text()), {each.name for each in fields(cls)}
+            return cls(**{name: value for name, value in read.items() if name in known})
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+
+    @classmethod
     def of(cls, pipe: PipelineModule, options: TrainOptions) -> RunLayout:
         schedule = pipe.schedule
         factor = 1.0 if options.delay_factor is None else options.delay_factor
@@ -173,7 +182,7 @@ class Checkpoints:
 
     def _tell(self, run: RunFolder) -> None:
         self.known, lost = run.keep_before(self.first_step)
-        before, now = _read_layout(self._path / _LAYOUT), RunLayout.of(self._pipe, self._options)
+        before, now = RunLayout.read(self._path / _LAYOUT), RunLayout.of(self._pipe, self._options)
         changes = before.changes_to(now) if before is not None and self.first_step else ()
         if self.first_step == 0 and not lost:
             return
@@ -199,12 +208,3 @@ class Checkpoints:
 def may_go_on(options: TrainOptions) -> bool:
     """Whether this process sees a checkpoint to resume from."""
     return options.resume and (options.checkpoints / _LATEST).exists()
-
-
-def _read_layout(path: Path) -> RunLayout | None:
-    """The layout, or None if missing or unreadable: it is only used for messages."""
-    try:
-        read, known = json.loads(path.read_text()), {each.name for each in fields(RunLayout)}
-        return RunLayout(**{name: value for name, value in read.items() if name in known})
-    except (OSError, ValueError, TypeError):
-        return None

@@ -71,7 +71,7 @@ def make_optimizers(
         if "empty parameter list" not in str(error):
             raise
         raise ValueError(
-            f"optimizer= made an optimizer of no parameters for {where}: it is called once per stage, and "
+            f"optimizer= made an optimizer of no parameters for {where}: it is called for each stage, and "
             f"{[name for name, _ in parameters][:3]} ... are all that is there. Expected None in its place, as in "
             f"return [Muon(matrices) if matrices else None, AdamW(others) if others else None]"
         ) from error

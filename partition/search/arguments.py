@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schedules.families.registry import FAMILIES, canonical_name, family
+from ...schedules.families.registry import FAMILIES, family
 from ..cluster import Cluster
 from ..plans.record import OWN, PlanStage
 from ..profile import Profile
@@ -26,6 +26,7 @@ from .source import MeasuredProfiles, ProfileSource
 
 SCHEDULES = ("1f1b", "interleaved")
 SLICED = ("terapipe", "seq1f1b")
+PLANNED = (*(name for name, each in FAMILIES.items() if each.is_planned), *SLICED)
 LOOPING = tuple(each.name for each in FAMILIES.values() if each.is_planned and each.takes_chunks)
 CHUNK_SIZES = tuple(range(2, 9))
 SHARDING = ("none", "full")
@@ -137,13 +138,13 @@ def schedules_with_chunks(
     wanted: str | Sequence[str], chunk_sizes: Sequence[int]
 ) -> tuple[tuple[str, Sequence[int]], ...]:
     """Canonical names, each with the numbers of chunks to choose from."""
-    names = _names("schedules", [canonical_name(each) for each in ([wanted] if isinstance(wanted, str) else wanted)])
+    asked = [wanted] if isinstance(wanted, str) else wanted
+    names = _names("schedules", [family(each, listed=PLANNED).name for each in asked])
     for name in names:
         if not family(name).is_planned and name not in SLICED:
-            known = [each.name for each in FAMILIES.values() if each.is_planned]
             raise ValueError(
                 f"schedules: {name!r}: plans are for stages on one rank each, and for whole sequences or "
-                f"slices with whole backwards: expected some of {', '.join((*known, *SLICED))}"
+                f"slices with whole backwards: expected some of {', '.join(PLANNED)}"
             )
     sizes = counts("chunk_sizes", chunk_sizes) or ()
     if 1 in sizes:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schedules.families.registry import FAMILIES, canonical_name, family
+from ...schedules.families.registry import family
 from ...schedules.ir import Schedule
 from ...schedules.kinds import above_zero, one_of, option
 from ...schedules.slice_lengths import slice_seconds
@@ -22,7 +22,7 @@ from ..solve.antichains import MAX_CUTS
 from ..stage_cost import OFFLOAD
 from ..strict import count, fail
 from ..topology import Topology
-from .arguments import SLICED, Given, check_ranks, places_of, refuse_given
+from .arguments import PLANNED, Given, check_ranks, places_of, refuse_given
 from .evaluate import DoesNotFitError, Ends, PlanEvaluator
 from .model import Model
 from .plan import models_of, norm_seconds
@@ -212,9 +212,9 @@ def _planned(schedule: str) -> str:
     """Full name of a schedule. Raises ValueError for one whose plans cannot be evaluated."""
     if schedule == OWN:
         fail("schedule", OWN, "the schedule itself, plan.build_schedule() of a plan with an order of its own")
-    name = canonical_name(schedule)
+    name = family(schedule, listed=PLANNED).name
     if not family(name).is_planned:
-        option("schedule", name, one_of([*(each.name for each in FAMILIES.values() if each.is_planned), *SLICED]))
+        option("schedule", name, one_of(PLANNED))
     return name
 
 

@@ -56,8 +56,14 @@ _CutsAndRow = tuple[tuple[int, ...], _Row]  # with its cuts
 
 
 def uneven_layouts(topology: Topology, model: Model, outside: float, **sizes: Any) -> list[UnevenLayouts]:
-    """Those of each order of the devices, or, of more, along each level, and of the nodes; none on many devices, or of
-    long batches. `sizes`: what is given of a `Configuration`; outside: seconds of a step that no layout hides [s]."""
+    """Searches for layouts whose stages differ in their numbers of devices: one for each order of the devices in a row
+    (of many devices, for each order along the levels of the topology), and one for the order of nodes. Empty for more
+    than `MOST_DEVICES`, or batches whose schedules have more than `MOST_ACTIONS`.
+
+    Arguments:
+        outside: time of a step that no layout hides [s].
+        sizes: fields of `Configuration` that are given.
+    """
     sample, most = Configuration(pipeline=1, data=1, tensor=1, num_chunks=1, **sizes), topology.num_devices
     if most > MOST_DEVICES or 2 * sample.batch * most > MOST_ACTIONS:
         return []
@@ -180,8 +186,11 @@ class UnevenLayouts:
                     heappush(todo, (total[at, j], next(numbers), rest, *longer))
 
     def neighbours(self, e: Candidate) -> list[Layout]:
-        """Those one step from a layout that may be faster, the least first: some stages in a row, or their ends, moved
-        by a device or two, and a cut with them; a stage as two, or two as one. None where it is in no row."""
+        """Layouts one step from `e` that may be faster, by their lower bounds [s], least first.
+
+        A step moves some consecutive stages, or the boundaries between them, by one or two devices, and a cut with
+        them; or it divides a stage in two; or it joins two. Empty for a candidate whose devices are not in this order.
+        """
         start = self._cuts_and_row(e)
         if start is None:
             return []

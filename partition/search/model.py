@@ -82,7 +82,8 @@ class Model:
         return replace(whole, lengths=lengths, shares=tuple(each / (sum(seconds) or 1.0) for each in seconds))
 
     def next_slicings(self, c: Configuration) -> Iterator[Configuration]:
-        """Those one step away: an end between two slices moved, left out, or put into one."""
+        """The same configuration with other lengths of slices, one step away: a boundary between two slices is moved,
+        removed (two slices become one) or added (one becomes two)."""
         tokens, ends = sum(c.lengths), [*accumulate(c.lengths, initial=0)]
         unit = self._unit(tokens)
         found = {tuple(sorted({*ends} ^ {at})) for at in range(unit, tokens, unit)}

@@ -112,7 +112,7 @@ class MeasuredProfiles:
         return replace(found, nodes=nodes, step_seconds=None, slowdown=1.0)  # the whole was measured without the sums
 
     def tensor_sizes(self, limit: int) -> Sequence[int]:
-        """Those that were measured, of groups within an innermost group of devices."""
+        """Measured tensor sizes, at most `limit`, whose tensor groups fit into an innermost group of devices."""
         most = min(limit, self._cluster.levels[0].size if self._cluster is not None else 1)
         return tuple(tensor for tensor in self._tensor_sizes if tensor == 1 or tensor <= most)
 

@@ -194,7 +194,7 @@ class RangeCosts:
         return np.asarray(depth, dtype=np.intp)
 
     def stage_seconds(self, sums: StageSums, first: Cut, last: Cut, at: Ranges, *, shards: Index = 1) -> StageSeconds:
-        """Of the stages between two cuts, with `sums`."""
+        """Seconds of the stages between cuts `first` and `last`, with `sums` of their nodes, on the ranges `at`."""
         neighbours = (np.asarray(first) > 0).astype(float) + (np.asarray(last) < len(self.cuts) - 1)
         on = replace(at.on, message_overhead=self._busy * neighbours)
         return stage_seconds(sums, on, shards=shards, action=self._action)

@@ -107,8 +107,13 @@ class StageOptimizers:
     def refuse_shared_statistics(
         self, model: Sequence[tuple[str, nn.Parameter]], asked: Callable[[NamedParameters], dict[int, str | None]]
     ) -> None:
-        """ValueError for an optimizer that updates its parameters otherwise than one of all of the model's would.
-        `asked`: see `options_of`."""
+        """ValueError for an optimizer that updates this stage's parameters otherwise than one over all of the model's
+        parameters would.
+
+        Arguments:
+            model: (name, parameter) of the whole model.
+            asked: `options_of` for this optimizer=: named parameters -> options by id of a parameter.
+        """
         if self.parts or len(self._parameters) < sum(p.requires_grad for _, p in model):
             for optimizer in self.optimizers:
                 refuse_shared_statistic(optimizer, [p for _, p in model], own_hook=self._refuse_by_hand)

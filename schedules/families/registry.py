@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, wraps
@@ -180,8 +180,9 @@ def _of_package(key: str) -> Family:
     return _outside(key, function)
 
 
-def family(name: str) -> Family:
-    """The family of this name (any case, torch's class names too); ValueError if there is none.
+def family(name: str, *, listed: Collection[str] = ()) -> Family:
+    """The family of this name (any case, torch's class names too); ValueError if there is none. `listed`: those of
+    `FAMILIES` that its message offers; empty: all.
 
     >>> family("ScheduleInterleaved1F1B").name
     'interleaved'
@@ -191,12 +192,11 @@ def family(name: str) -> Family:
     if known is None and key in _offered():
         return _of_package(key)
     if known is None:
-        names = _NAMES | {added: added for added in (*_ADDED, *_offered())}
+        expected = (*(listed or FAMILIES), *_ADDED, *_offered())
+        names = {key: name for key, name in (_NAMES | {added: added for added in expected}).items() if name in expected}
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
         hint = f"; did you mean {names[near[0]]!r}?" if near else ""
-        raise ValueError(
-            f"unknown schedule {name!r}: expected one of {', '.join((*FAMILIES, *_ADDED, *_offered()))}{hint}"
-        )
+        raise ValueError(f"unknown schedule {name!r}: expected one of {', '.join(expected)}{hint}")
     return known
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def inputs(here: Path) -> Path:
     Path("link.json").symlink_to("own.json")
     step = simulate(schedule, Costs())
     write_run("gpt", step, step)
+    shutil.copytree("runs/gpt", "traces", ignore=shutil.ignore_patterns("manifest.json"))  # as a training loop's tracer
     nodes = [Node(name=n, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=8.0) for n in "abcd"]
     Path("profile.json").write_text(Profile(nodes=nodes, microbatch_size=1).to_json())
     Path("cluster.json").write_text('{"levels": []}')
@@ -84,6 +86,7 @@ def inputs(here: Path) -> Path:
         ("timeline gpt -o runs/gpt/timeline.json", "runs/gpt/timeline.json"),
         ("compare runs/gpt own.json -o runs/gpt/manifest.json", "runs/gpt/manifest.json"),
         ("schedule own.json -o runs/gpt/timeline.json", "runs/gpt/timeline.json"),
+        ("timeline traces -o traces/timeline.json", "traces/timeline.json"),
         ("plan --profile profile.json --ranks 2 --batch 4 --out profile.json", "profile.json"),
         ("plan --profile profile.json --cluster cluster.json --batch 4 --out cluster.json", "cluster.json"),
         ("plan --calibrate runs.csv --profile profile.json --ranks 2 --out runs.csv", "runs.csv"),
@@ -98,6 +101,6 @@ def test_no_input_is_overwritten(line: str, path: str, capsys: pytest.CaptureFix
 
 
 def test_what_was_drawn_is_drawn_again(inputs: Path) -> None:
-    for name in ("own.html", "trace.json", "runs/gpt/timeline.perfetto.json"):
+    for name in ("own.html", "trace.json", "runs/gpt/mine.json", "runs/gpt/timeline.perfetto.json"):
         for _ in range(2):
             assert main(["timeline", "gpt", "-o", name]) == 0

@@ -11,6 +11,7 @@ import pytest
 from support.inside import DeviceModel, Transformer, TransformerSource, main
 
 from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, plan
+from stagewright.schedules import FAMILIES
 
 SHAPE = "layers=4,hidden=1024,heads=8,vocabulary=1000,length=512"
 CLUSTER = "2x4:nvlink=300GB/s,net=12GB/s"
@@ -138,7 +139,12 @@ MISTAKES: Sequence[tuple[str, str, str]] = (
     ("P,D,microbatch,M,seconds", "2,4,1,6,1", "runs.csv, line 2: column M: 6: expected a multiple of D=4"),
     ("P,D,microbatch,M,seconds", "4,4,1,8,1", "runs.csv, line 2: columns P, D, T: P D T = 16 devices, and the cluster"),
     ("P,V,microbatch,M,seconds", "2,4,1,8,1", "runs.csv, line 2: columns P, V: 8 stages of 4 layers: expected a divis"),
-    ("P,microbatch,M,schedule,seconds", "2,1,8,1f2b,1", "runs.csv, line 2: column schedule: unknown schedule '1f2b'"),
+    (
+        "P,microbatch,M,schedule,seconds",
+        "2,1,8,dualpip,1",
+        "runs.csv, line 2: column schedule: unknown schedule 'dualpip': expected one of "
+        f"{', '.join(name for name, each in FAMILIES.items() if each.is_planned)}; did you mean 'dualpipe-v'?",
+    ),
     ("P,microbatch,M,schedule,seconds", "2,1,8,zb-v,1", "runs.csv, line 2: column V: 1: expected 2 for zb-v, or"),
     ("P,V,microbatch,M,schedule,seconds", "2,2,1,8,gpipe,1", "runs.csv, line 2: column V: 2: expected 1 for gpipe, or"),
     ("P,microbatch,M,schedule,seconds", "2,1,8,terapipe,1", "line 2: column schedule: 'terapipe': slices have lengths"),

@@ -277,6 +277,19 @@ def test_it_is_told_when_late_gradients_are_treated_otherwise() -> None:
     )
 
 
+def test_the_layout_of_another_version_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
+    layout = RunLayout(
+        num_ranks=2, schedule="1f1b", num_stages=2, num_microbatches=4, weight_rule="flush", planned_step_seconds=None
+    )
+    file = tmp_path / "layout.json"
+    file.write_text(json.dumps({**asdict(layout), "of a later version": 1}))
+    assert RunLayout.read(file) == layout
+    for unreadable in ("{", "[]", "null", '{"num_ranks": 2}'):
+        file.write_text(unreadable)
+        assert RunLayout.read(file) is None
+    assert RunLayout.read(tmp_path / "none.json") is None
+
+
 def _check_equal(name: str, other: str, *, resumed_at: list[int]) -> None:
     """Nothing was lost but the steps since the last whole checkpoint, and what came of the rest is the same."""
     assert losses(name) == losses(other)

@@ -54,6 +54,19 @@ def test_tensor_groups_cover_all_processes_once_and_context_groups_all_ranks() -
             assert (process.data, process.context) == ((places[0].data, 3), (places[0].context, 2))
 
 
+def test_tensor_groups_of_different_sizes() -> None:
+    mesh = ProcessMesh(pipe=4, tensor=(2, 1, 3, 1))
+    assert [mesh.members(rank) for rank in range(4)] == [(0, 1), (2,), (3, 4, 5), (6,)]
+    assert [mesh.rank_of(process) for process in range(7)] == [0, 0, 1, 2, 2, 2, 3]
+    assert [mesh.process_at(mesh.coordinates(process)) for process in range(7)] == list(range(7))
+    last = MeshPlace(world=World(rank=5, size=7), mesh=mesh)
+    assert last.tensor == (2, 3)
+    assert [last.process_of(rank) for rank in range(4)] == [0, 2, 5, 6]
+    assert last.groups((1, 3)) == [(2, 6)]
+    assert last.groups((0, 2)) == [(0, 1, 3, 4, 5)]
+    assert (last.name_of(4), last.name_of(6)) == ("process 4 (rank 2, tensor 1)", "process 6 (rank 3)")
+
+
 def test_an_order_may_leave_context_out() -> None:
     assert ProcessMesh(pipe=2, order=("tensor", "data", "pipe")).order == ("tensor", "data", "context", "pipe")
 

@@ -29,7 +29,7 @@ from support.inside import (
 )
 from torch.distributed import HashStore
 
-from stagewright.comm import FailureBoard, PipelineTimeout, World
+from stagewright.comm import FailureBoard, MeshPlace, PipelineTimeout, World
 
 
 class Trap:
@@ -170,7 +170,7 @@ def test_a_folder_of_batches_is_named_by_nobody_else(monkeypatch: pytest.MonkeyP
     """What another process says of it is the end of its name alone, and that one must be this user's own."""
     victim, told = tmp_path / "victim", list[Any]()
     victim.mkdir(mode=0o700)
-    place: Any = SimpleNamespace(world=World(rank=1, size=2), replica=(0, 1))
+    place = MeshPlace.line(World(rank=1, size=2))
     monkeypatch.setattr(batch_shared, "_SHARED_MEMORY", tmp_path)
 
     class Rounds:

@@ -78,7 +78,7 @@ def test_larger_microbatches_where_they_are_worth_it() -> None:
     ("options", "message"),
     [
         ({"global_batch": 0}, "global_batch: 0: expected a whole number"),
-        ({"schedules": ("1f2b",)}, "unknown schedule '1f2b'"),
+        ({"schedules": ("1f2b",)}, "unknown schedule '1f2b': expected one of gpipe, .*v-min, terapipe, seq1f1b; did"),
         ({"schedules": "dualpipe"}, r"'dualpipe': plans are for stages on one rank each, .* some of gpipe,"),
         ({"schedules": ("1f1b", "chimera")}, r"'chimera': plans are for"),
         ({"schedules": ("seq1f1b",)}, "with a profile that does not say what a slice costs: expected sequence_tokens"),

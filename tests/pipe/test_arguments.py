@@ -228,7 +228,7 @@ def test_a_mesh_of_torch_is_taken_as_it_is(gloo: Pool) -> None:
         assert plain_dict[1] == process % 2
         assert other_order[0] == pytest.approx(plain_dict[0], rel=1e-6)
         assert other_order[1] == process // 2
-        assert "expected dimensions named 'pp', 'dp' and 'tp'" in unknown
+        assert "expected dimensions named 'pp', 'dp', 'cp' and 'tp'" in unknown
         assert "numbered along its last dimension first" in odd
 
 

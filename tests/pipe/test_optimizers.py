@@ -264,7 +264,7 @@ def test_options_by_a_parameters_position_are_refused(begin: Any, position: str)
 
 
 ALIKE: dict[str, Any] = {
-    "how by count": lambda ps: torch.optim.SGD(ps, lr=0.1, foreach=len(ps) > 4),
+    "how by count": lambda ps: torch.optim.SGD(ps, lr=0.1, foreach=len(ps) > 6),  # of a stage: 6
     "labels": lambda ps: torch.optim.SGD([{"params": [p], "lr": 0.1, "index": i} for i, p in enumerate(ps)]),
     "a rate of its own each time": lambda ps, made=[]: (made.append(1), torch.optim.SGD(ps, lr=0.1 * len(made)))[1],
 }

@@ -225,10 +225,11 @@ def columns(model: nn.Sequential) -> None:
 
 
 def two_types(model: nn.Sequential) -> None:
-    """Behind each other in one memory, counted in elements of other sizes."""
-    memory = torch.zeros(16 * WIDTH, dtype=torch.uint8)
-    model[0].register_buffer("low", memory[: 8 * WIDTH].view(torch.float32))
-    model[5].register_buffer("high", memory[8 * WIDTH :].view(torch.float64))
+    """One after the other in one memory, of elements of different sizes: element numbers overlap, bytes do not."""
+    weight = model[5][0].weight
+    memory = torch.zeros(2 * weight.nbytes, dtype=torch.uint8)
+    model[0].register_buffer("low", memory[: weight.nbytes].view(torch.float32))
+    model[5][0].weight = nn.Parameter(memory[weight.nbytes :].view(torch.float64).view_as(weight))
 
 
 def _shared_over_processes() -> None:
