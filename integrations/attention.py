@@ -65,16 +65,11 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     where = f"{type(module).__name__} with attn_implementation={NAME!r}"
     for name in ("softcap", "s_aux", "position_bias", "cache"):
-        if others.get(name) is not None:
+        if options.get(name) is not None:
             raise ValueError(f"{where} and {name}=: expected a model without, or attn_implementation='eager'")
     if attention_mask is not None and attention_mask.dim() != 2:
         shape = tuple(attention_mask.shape)
@@ -87,7 +82,8 @@ def _attention(
             f"{where} over {query.shape[2]} queries and {key.shape[2]} keys: expected training, without a cache; "
             f"to generate, model.set_attn_implementation('sdpa')"
         )
-    _check_window(module, sliding_window, where)
+    is_causal, window = options.get("is_causal"), options.get("sliding_window")
+    _check_window(module, window, where)
     found = attend(
         query,
         key,
@@ -95,9 +91,9 @@ def _attention(
         is_causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
         key_mask=attention_mask,
         positions=positions,
-        window=sliding_window,
-        dropout_p=dropout,
-        scale=scaling,
+        window=window,
+        dropout_p=options.get("dropout", 0.0),
+        scale=options.get("scaling"),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return found.transpose(1, 2).contiguous(), None
