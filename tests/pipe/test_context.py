@@ -293,6 +293,28 @@ def test_what_members_do_otherwise_is_refused_without_verification(gloo: Pool, k
     gloo.run(_wrong, ranks=2, args=(kind,))
 
 
+class _LooksInEvaluation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x.cumsum(1)
+
+
+def _evaluated_otherwise() -> None:
+    first, *others = chain(layers=1)
+    model = nn.Sequential(first, _LooksInEvaluation(), *others)
+    with PipelineModule(
+        model, mesh={"pipe": 1, "context": 2}, loss_fn=mean_loss, num_microbatches=2, verify=False
+    ) as pipe:
+        pipe.forward_backward(*batch())
+        with pytest.raises(ValueError, match="differs over parts of the sequence"):
+            pipe.predict(batch()[0])
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_model_that_looks_across_tokens_in_evaluation_alone_is_refused_there(gloo: Pool) -> None:
+    gloo.run(_evaluated_otherwise, ranks=2)
+
+
 def _of_lengths(context: int) -> float:
     """A batch of microbatches of other lengths."""
     generator, found = torch.Generator().manual_seed(1), []
