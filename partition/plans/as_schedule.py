@@ -110,9 +110,9 @@ def _check_share(num_microbatches: int, replicas: int, name: str) -> None:
 
 
 def _sizes(plan: PlanRecord) -> dict[str, object]:
-    """V and n, where there are several."""
-    numbers = {"num_chunks": plan.num_chunks, "num_slices": len(plan.slice_lengths)}
-    return {name: number for name, number in numbers.items() if number > 1}
+    """V, and n where there are slices."""
+    slices = len(plan.slice_lengths)
+    return {"num_chunks": plan.num_chunks} | ({"num_slices": slices} if slices else {})
 
 
 def _over_replicas(plan: PlanRecord, name: str, counts: tuple[int, ...], num_microbatches: int) -> Schedule:

@@ -96,9 +96,8 @@ class BuiltSchedules:
         _check_length(c, num_microbatches)
         if c.own is not None:
             return c.own
-        chunks = c.num_chunks if c.num_chunks > 1 else None
         counts = None if c.is_equal and not is_of_all else c.counts
-        key = (c.schedule, c.pipeline, chunks, counts, num_microbatches, len(c.lengths))
+        key = (c.schedule, c.pipeline, c.num_chunks, counts, num_microbatches, len(c.lengths))
         if key not in self._schedules:
             if len(self._schedules) >= _KEPT_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
@@ -109,7 +108,7 @@ class BuiltSchedules:
                     c.schedule,
                     num_ranks=c.pipeline if counts is None else sum(counts),
                     num_microbatches=num_microbatches,
-                    num_chunks=chunks,
+                    num_chunks=c.num_chunks,
                     **options,
                 )
             except ValueError as error:

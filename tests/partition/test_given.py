@@ -115,6 +115,7 @@ def test_ranks_of_another_order_take_other_links() -> None:
         ([("ab", [0], 1, "half"), ("cd", [1])], {}, "recompute='half'"),
         ([("ab", [0, 1], 1, "none", 3), ("cd", [2])], {}, "optimizer_shards=3: expected 1, or its 2 replicas"),
         ([("ab", [0]), ("cd", [1])], {"schedule": "chimera"}, "schedule='chimera'"),
+        ([("ab", [0]), ("cd", [1])], {"schedule": "zb-v"}, "num_chunks=1 for schedule 'zb-v': it has 2 stages per"),
         ([("ab", [0]), ("cd", [1])], {"num_microbatches": 0}, "num_microbatches"),
         ([("ab", [0]), ("cd", [1])], {"microbatch_size": 2}, "microbatch_size=2: expected one of the profiles' sizes,"),
         ([], {}, "ranks of the stages"),
@@ -137,6 +138,13 @@ def test_mistakes(stages: list[tuple[Any, ...]], options: dict[str, Any], messag
     settings = {"num_microbatches": 4} | options
     with pytest.raises(ValueError, match=message):
         evaluate(PROFILE, Cluster.parse("4:net=1GB/s"), [GivenStage(*each) for each in stages], **settings)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "hanayo", "looped-bfs"])
+def test_one_stage_a_place_under_a_schedule_of_several_by_default(schedule: str) -> None:
+    stages = [GivenStage("ab", [0]), GivenStage("cd", [1])]
+    found = evaluate(PROFILE, Cluster.parse("2:net=1GB/s"), stages, num_microbatches=4, schedule=schedule)
+    assert found.build_schedule().num_stages == 2
 
 
 def test_what_is_no_stage() -> None:
