@@ -144,6 +144,11 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
             f"{world.size} (stagewright plan --cluster ...), or start {plan.num_devices} processes "
             f"(torchrun --nproc-per-node {plan.num_devices})"
         )
+    if plan.context * plan.expert > 1:
+        raise ValueError(
+            f"a plan with context={plan.context} and expert={plan.expert}: expected 1 each, or a schedule by name with "
+            f'mesh={{"context": {plan.context}, ..}}'
+        )
     schedule = plan.build_schedule(num_microbatches=num_microbatches)
     if plan.tensor > 1 and not world.distributed:
         raise ValueError(

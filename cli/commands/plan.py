@@ -16,8 +16,9 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -25,7 +26,7 @@ from ...partition import Cluster, Plan, Profile, ProfileSource, plan
 from ...partition.analytic import TransformerSource
 from ...partition.plans.record import Searched
 from ...partition.plans.reorder import reorder
-from ...partition.search.arguments import CHUNK_SIZES, SCHEDULES
+from ...partition.search.arguments import CHUNK_SIZES, SCHEDULES, listed
 from ...schedules.wording import duration, size, wrapped
 from ..options import check_out, plain_help, read, read_tensor_parallel, write_out
 from ..train.options import DEFAULT_CLIP
@@ -47,6 +48,8 @@ _OPTIONS = {  # as `plan` calls them
     "pipeline_sizes": "--pipeline",
     "data_sizes": "--replicas",
     "tensor_sizes": "--tensor",
+    "context": "--context",
+    "expert": "--expert",
     "chunk_sizes": "--chunks",
     "recompute": "--recompute",
     "optimizer_sharding": "--optimizer-sharding",
@@ -75,6 +78,10 @@ class PlanOptions(SourceOptions):
     """Numbers of replicas to choose from."""
     tensor: tuple[int, ...] | None = None
     """Tensor-parallel sizes to choose from (default: those of the profiles; with --model 1)."""
+    context: tuple[int, ...] = (1,)
+    """With --transformer: numbers of parts of each sequence to choose from; each part has tensor ranks of its own."""
+    expert: tuple[int, ...] = (1,)
+    """With --transformer: numbers of ranks that divide the experts of a layer, to choose from."""
     tensor_parallel: str = "auto"
     """With --model: how modules are cut: auto, or a JSON file of {pattern: column, row or sequence}."""
     chunks: tuple[int, ...] = CHUNK_SIZES
@@ -126,6 +133,9 @@ def run(argv: Sequence[str]) -> int:
     source, default_memory = read_source(options, cluster, partial(_profiled, options, cluster))
     if isinstance(source, TransformerSource):
         cluster = source.device.reached(cluster)
+    elif {*options.context, *options.expert} != {1}:
+        split = f"--context {listed(options.context)} --expert {listed(options.expert)}"
+        raise ValueError(f"{split}: expected 1 each, or --transformer, whose formulas alone have them")
     limit = _memory(options.memory) if options.memory is not None else None
     if limit is None and all(kind.memory_bytes is None for kind in cluster.used_kinds):
         limit = default_memory
@@ -203,6 +213,8 @@ def _planned(
         counts = f"{searched.considered:,} configurations, {searched.cut:,} cut, {searched.simulated:,} simulated"
         print(f"planning: {counts}{known}", file=sys.stderr, flush=True)
 
+    if isinstance(source, TransformerSource):
+        source = replace(source, splits=tuple(product(options.context, options.expert)))
     return plan(
         source,
         cluster,

@@ -42,7 +42,7 @@ copies of transposed tensors, additions, sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...schedules.messages import ALONE_BYTES
@@ -326,6 +326,7 @@ class TransformerSource:
 
     Arguments:
         transformer, device, cluster, context, expert, runtime: as for `transformer_profile`.
+        splits: pairs (context, expert) from which a plan chooses, in place of these; none: these.
     """
 
     transformer: Transformer
@@ -334,7 +335,18 @@ class TransformerSource:
     context: int = 1
     expert: int = 1
     runtime: Runtime = PLAIN
+    splits: tuple[tuple[int, int], ...] = ()
     _made: dict[tuple[int, int], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for context, expert in self.splits:
+            count("context", context), count("expert", expert)
+
+    def alternatives(self) -> Iterator[tuple[str, TransformerSource]]:
+        """The source with each of `splits`."""
+        for context, expert in self.splits or [(self.context, self.expert)]:
+            name = ", ".join(f"{what}={size}" for what, size in (("context", context), ("expert", expert)) if size > 1)
+            yield name or "whole sequences and experts", replace(self, context=context, expert=expert, splits=())
 
     def profile(self, *, microbatch_size: int, tensor: int = 1) -> Profile:
         """`transformer_profile`; what it needs besides the sizes is known."""
@@ -353,7 +365,8 @@ class TransformerSource:
         return self._made[key]
 
     def tensor_sizes(self, limit: int | None = None) -> tuple[int, ...]:
-        """The tensor sizes worth trying: those that divide heads and MLP and stay within a node (and `limit`).
+        """The tensor sizes worth trying, t c of a context c: t divides heads and MLP and stays within a node, and t c
+        within `limit`.
 
         >>> model = Transformer(layers=2, hidden=96, heads=6, vocabulary=100, length=8)
         >>> cluster = Cluster.parse("2x4:nvlink=300GB/s,net=25GB/s")
@@ -361,11 +374,11 @@ class TransformerSource:
         (1, 2, 3)
         """
         model, c = self.transformer, self.context
-        if self.expert > 1:
-            raise ValueError(f"plans over expert={self.expert}: expected 1, or evaluate(), which takes plans with it")
-        most = model.heads * c if limit is None else count("limit", limit)
+        most = model.heads if limit is None else count("limit", limit) // c
+        if not most:
+            fail("context", c, f"at most the {limit} devices")
         if self.cluster is not None:
             most = min(most, self.cluster.levels[0].size)
-        sizes = range(1, min(most // c, model.heads) + 1)
+        sizes = range(1, min(most, model.heads) + 1)
         shapes = model.heads, model.mlp_width, model.kv_heads or model.heads
         return tuple(t * c for t in sizes if not any(shape % t for shape in shapes))

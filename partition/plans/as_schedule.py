@@ -111,8 +111,8 @@ def _check_share(num_microbatches: int, replicas: int, name: str) -> None:
 
 def _sizes(plan: PlanRecord) -> dict[str, object]:
     """V, and n where there are slices."""
-    slices = len(plan.slice_lengths)
-    return {"num_chunks": plan.num_chunks} | ({"num_slices": slices} if slices else {})
+    sizes: dict[str, object] = {"num_chunks": plan.num_chunks}
+    return sizes | ({"num_slices": len(plan.slice_lengths)} if plan.slice_lengths else {})
 
 
 def _over_replicas(plan: PlanRecord, name: str, counts: tuple[int, ...], num_microbatches: int) -> Schedule:

@@ -77,13 +77,16 @@ def describe(plan: PlanRecord) -> str:
     '1-1-1 on 3 devices'
     """
     counts = [plan.replicas[s] for s in plan.firsts]
-    config = "-".join(map(str, counts)) if len(counts) <= 16 else f"{len(counts)} stages"
-    tensor = [plan.stages[s].tensor for s in plan.firsts]
+    config = "-".join(map(str, counts)) if 1 < len(counts) <= 16 else count(len(counts), "stage")
+    config += f" with {counts[0]} replicas" if len(counts) == 1 < counts[0] else ""
+    tensor = [plan.stages[s].tensor // plan.context for s in plan.firsts]
     parts = [f"{config} on {count(plan.num_devices, 'device')}"]
     if plan.num_chunks > 1:
         parts.append(f"{'up to ' if plan.schedule == OWN else ''}{plan.num_chunks} chunks a rank")
     if max(tensor) > 1:
         parts.append(f"tensors over {'-'.join(map(str, tensor)) if len({*tensor}) > 1 else tensor[0]}")
+    parts += [f"sequences over {plan.context}"] if plan.context > 1 else []
+    parts += [f"experts over {plan.expert}"] if plan.expert > 1 else []
     if plan.microbatch_size is not None:
         parts.append(f"microbatches of {plan.microbatch_size}")
     if plan.slice_lengths:

@@ -92,7 +92,7 @@ def _read(record: Fields) -> Plan:
         ),
         "searched": None if searched is None else _searched(searched),
     }
-    return record.made(Plan, given, choices={"cost_model": _MODELS})
+    return record.made(Plan, given, positive=("context", "expert"), choices={"cost_model": _MODELS})
 
 
 def _costs(record: Fields) -> Costs:

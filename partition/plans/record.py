@@ -167,6 +167,17 @@ class Searched:
     least_left: float | None
     least: float
 
+    @classmethod
+    def of_all(cls, every: Sequence[Searched]) -> Searched:
+        """Several searches as one."""
+        left = [each.least_left for each in every if each.least_left is not None]
+        counts = ("considered", "cut", "simulated", "unfit", "too_long")
+        return cls(
+            **{name: sum(getattr(each, name) for each in every) for name in counts},
+            least_left=min(left, default=None),
+            least=min(each.least for each in every),
+        )
+
     def faster_left(self, seconds: float) -> float:
         """By which part of its time a plan of so many seconds a batch is slower, at most, than what was left out."""
         return 0.0 if not self.least_left else max(0.0, seconds / self.least_left - 1)
@@ -199,6 +210,8 @@ class PlanRecord:
         stages: [S]; the first P are on the places 0 to P - 1, those of later chunks as the schedule has it. Under
             OWN they are on any ranks, and places are these in the order of their first stages.
         num_chunks: V; of an order of its own the most stages of any place.
+        context, expert: of its profile: parts of a sequence, of each stage's tensor ranks, and replicas in a row that
+            divide the experts. The runtime runs no such plan.
         costs: that it is simulated from: of F, B, I, W of each stage on one rank, recomputation included, of updates,
             sums of tied weights, the norm and the runtime; a row where its replicas differ (microbatch k runs on
             replica `k % replicas`).
@@ -229,6 +242,8 @@ class PlanRecord:
     stages: tuple[PlanStage, ...]
     num_devices: int
     num_chunks: int = 1
+    context: int = 1
+    expert: int = 1
     costs: Costs
     links: Links | None = None
     cost_model: str

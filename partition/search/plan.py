@@ -12,11 +12,12 @@ import numpy as np
 
 from ...schedules.families.registry import family
 from ...schedules.kinds import one_of, option
+from ...schedules.wording import duration
 from ..cluster import Cluster
 from ..memory import context_bytes
 from ..plans.as_text import CHOSEN
 from ..plans.plan import Plan
-from ..plans.record import SEARCHES
+from ..plans.record import SEARCHES, Searched
 from ..profile import Profile
 from ..recompute import MemoryRules
 from ..solve.antichains import MAX_CUTS
@@ -48,7 +49,7 @@ from .model import Model, alike
 from .result import as_plan, distinct, label
 from .search import PlanSearch, Progress
 from .simulated import MAX_ACTIONS
-from .source import MeasuredProfiles, ProfileSource, as_source
+from .source import ProfileSource, SourceWithAlternatives, as_source
 from .space import ALL_SIZES, Configuration, Runs, SearchSpace
 
 CANDIDATES = 8  # of unequal replicas, by each way
@@ -142,7 +143,7 @@ def plan(
     sizes, named = sizes_to_try(given, global_batch, microbatch_sizes), schedules_with_chunks(schedules, chunk_sizes)
     refuse_endless("global_batch", global_batch, dict(named), cluster.num_devices, largest=sizes[-1])
     allowed, sharding = treatments(recompute, cluster), choices("optimizer_sharding", optimizer_sharding, SHARDING)
-    tensors, order = tensor_sizes_of(given, cluster, tensor_sizes), canonical_order(cluster)
+    order = canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=figure("memory_limit", memory_limit))
     ratio, taken = figure("optimizer_bytes", optimizer_bytes), figure("seconds", seconds)
     joint = (taken or JOINT_SECONDS) if option("search", search, one_of(SEARCHES)) == "joint" else None
@@ -152,43 +153,51 @@ def plan(
         global_batch=global_batch,
         schedules=named,
         microbatch_sizes=sizes,
-        tensor_sizes=tensors,
         pipeline_sizes=counts("pipeline_sizes", pipeline_sizes),
         data_sizes=counts("data_sizes", data_sizes),
     )
 
     def searched(source: ProfileSource) -> _Found:
+        tensors = tensor_sizes_of(source, cluster, tensor_sizes)
         model_of = models_of(source, ratio, allowed, sharding, max_cuts)
         models = [model_of(size, tensors[0]) for size in sizes]
         refuse_unknown([model.profile for model in models], () if recompute is None else allowed)
-        own = space(max_stages=max(model.max_stages for model in models), slicings=_slicings(model_of))
+        most_stages = max(model.max_stages for model in models)
+        own = space(tensor_sizes=tensors, max_stages=most_stages, slicings=_slicings(model_of))
         one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in tensors else tensors[0])
         evaluator = PlanEvaluator(topology, model_of, norm=norm_seconds(max_grad_norm, one, topology))
         most = count("max_simulated", max_simulated)
         planner = PlanSearch(evaluator, wanted=num_runners_up + 1, max_simulated=most, seconds=taken, progress=progress)
         return planner, distinct(_found(planner, own, order, runnable=runnable, joint=joint)), one
 
-    planner, found, one = _best(given, searched)
-    ranked = partial(_ranked, planner, found, order=order, one=one, num_runners_up=num_runners_up, joint=joint)
+    best, notes, extent = _best(given, searched)
+    ranked = partial(
+        _ranked, best, order=order, num_runners_up=num_runners_up, joint=joint, notes=notes, searched=extent
+    )
     if on_runners_up is not None:
-        on_runners_up([*map(ranked, range(1, min(len(found), num_runners_up + 1)))])
-    return ranked(0)
+        on_runners_up([ranked(at=at) for at in range(1, min(len(best[1]), num_runners_up + 1))])
+    return ranked(at=0)
 
 
-def _best(source: ProfileSource, searched: Callable[[ProfileSource], _Found]) -> _Found:
-    """The outcome; where splits of nodes are to be chosen, the better of with and without: one with whole weights
-    takes more memory, and longer to sum over replicas."""
-    if not isinstance(source, MeasuredProfiles) or source.chooses is not None:
-        return searched(source)
-    every, refusal = list[_Found](), None
-    for chooses in (True, False):
+def _best(source: ProfileSource, searched: Callable[[ProfileSource], _Found]) -> tuple[_Found, list[str], Searched]:
+    """The best outcome over the source's alternatives; notes of the others, and how far all were searched."""
+    every, said, refusal = list[tuple[str, _Found]](), dict[str, str](), None
+    for name, each in source.alternatives() if isinstance(source, SourceWithAlternatives) else [("", source)]:
         try:
-            every.append(searched(source.decided(chooses=chooses)))
+            every.append((name, searched(each)))
         except ValueError as error:
-            refusal = error
+            refusal, said[name] = error, str(error)
+        else:
+            said[name] = f"{duration(_seconds(every[-1]))} a batch"
     if refusal is not None and not every:
         raise refusal
-    return min(every, key=lambda each: each[1][0].simulated_seconds)
+    chosen, best = min(every, key=_seconds)
+    notes = [f"with {name}: {result}" for name, result in said.items() if name not in ("", chosen)]
+    return best, notes, Searched.of_all([search.searched for _, (search, *_) in every])
+
+
+def _seconds(outcome: tuple[str, _Found]) -> float:
+    return outcome[1][1][0].simulated_seconds
 
 
 def _slicings(model_of: Callable[[int, int], Model]) -> Callable[[Configuration], Iterator[Configuration]]:
@@ -225,10 +234,19 @@ def _found(
     if joint is not None:
         refuse_joint(space, search.evaluator)
     evaluator, unequal, layouts = search.evaluator, [], []
-    _refuse_slices(space, evaluator.model_of(space.microbatch_sizes[0], space.tensor_sizes[0]).rules.recompute)
+    first = evaluator.model_of(space.microbatch_sizes[0], space.tensor_sizes[0])
+    _refuse_slices(space, first.rules.recompute)
     cluster, names = evaluator.topology.cluster, [name for name, _ in space.schedules]
-    runs = Runs(num_devices=cluster.num_devices, order=order, node_size=cluster.levels[0].size, runnable=runnable)
-    if space.data_sizes is None and space.pipeline_sizes is None and 1 in space.tensor_sizes:
+    runs = Runs(
+        num_devices=cluster.num_devices,
+        order=order,
+        node_size=cluster.levels[0].size,
+        runnable=runnable,
+        context=first.profile.context,
+        expert=first.profile.expert,
+    )
+    is_open = space.data_sizes is None and space.pipeline_sizes is None
+    if is_open and 1 in space.tensor_sizes and first.profile.expert == 1:  # else replicas are multiples of it
         for size, name in product(space.microbatch_sizes, filter(SCHEDULES_WITH_REPLICAS.__contains__, names)):
             model, num_microbatches = evaluator.model_of(size, 1), space.global_batch // size
             sizes: dict[str, int] = {"microbatch_size": size, "num_microbatches": num_microbatches}
@@ -238,7 +256,7 @@ def _found(
             unequal.append((least, find))
             layouts.append((least, partial(uneven_layouts, evaluator.topology, model, outside, schedule=name, **sizes)))
     models = ([evaluator.model_of(size, tensor) for tensor in space.tensor_sizes] for size in space.microbatch_sizes)
-    if not all(map(alike, models)):
+    if first.profile.expert > 1 or not all(map(alike, models)):
         space = replace(space, mixed_sizes=False)
     every = replace(space, all_layouts=True)
 
@@ -259,19 +277,19 @@ def _found(
 
 
 def _ranked(
-    search: PlanSearch,
-    found: Sequence[Candidate],
-    at: int,
+    outcome: _Found,
     *,
+    at: int,
     order: Sequence[int],
-    one: Profile,
     num_runners_up: int,
     joint: float | None,
+    notes: Sequence[str],
+    searched: Searched,
 ) -> Plan:
-    """The plan of `found[at]`, with the others as its runners-up. `one`: a profile, which shows whether
-    microbatch sizes are known."""
+    """The plan that was found at place `at`, with the others as its runners-up."""
+    search, found, one = outcome
     best, topology, says_size = found[at], search.evaluator.topology, one.microbatch_size is not None
-    notes = [f"{CHOSEN}{label(best)}", *best.model.notes]
+    notes = [f"{CHOSEN}{label(best)}", *best.model.notes, *notes]
     if not says_size:
         notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
     if joint is not None:
@@ -286,7 +304,7 @@ def _ranked(
         says_size=says_size,
         num_runners_up=num_runners_up,
         notes=notes,
-        searched=search.searched,
+        searched=searched,
     )
 
 
@@ -377,15 +395,16 @@ def _why_nothing(search: PlanSearch, space: SearchSpace, *, runnable: bool) -> s
     c, miss = search.miss
     ranks = c.stage_ranks[miss.stage_group]
     needed, most = math.ceil(miss.limit + miss.too_many), math.floor(miss.limit)
-    context = context_bytes(search.evaluator.model(c).profile.device)
-    kept = f" ({context:,.0f} of them besides tensors, for the device's context)" if context else ""
-    rules = search.evaluator.model(c).rules
+    one, rules = search.evaluator.model(c).profile, search.evaluator.model(c).rules
+    shape = c.label(context=one.context, expert=one.expert)
+    besides = context_bytes(one.device)
+    kept = f" ({besides:,.0f} of them besides tensors, for the device's context)" if besides else ""
     allowed = (("recompute", rules.recompute), ("optimizer sharding", rules.sharding))
     tried = [what for what, names in allowed if set(names) != {"none"}]
     done = f" (allowed: {', '.join(tried)})" if tried else ", with nothing recomputed and no optimizer sharded"
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
     return (
-        f"nothing fits the memory: nearest is {c.label}, which on {where} needs {needed:,} "
+        f"nothing fits the memory: nearest is {shape}, which on {where} needs {needed:,} "
         f"bytes{kept} of {most:,}, {needed - most:,} too many{done}: expected devices with "
         f"that much memory, more devices, a smaller microbatch, or an optimizer with less state"
     )

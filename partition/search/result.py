@@ -56,6 +56,8 @@ def as_plan(
         stages=plan_stages(e, order, topology.level_sizes[0]),
         num_devices=topology.num_devices,
         num_chunks=c.num_chunks,
+        context=e.model.profile.context,
+        expert=e.model.profile.expert,
         costs=e.costs,
         links=e.links,
         cost_model="default",
@@ -121,8 +123,8 @@ def _spread(nodes: Sequence[Node]) -> float:
 
 def label(e: Candidate) -> str:
     """The configuration and what was done about its memory."""
-    c = e.configuration
-    parts = [c.label]
+    c, profile = e.configuration, e.model.profile
+    parts = [c.label(context=profile.context, expert=profile.expert)]
     chosen = [kind_of(name) for memory in e.memories for name in memory.recompute]
     for name in (each for each in RECOMPUTE[1:] if each in chosen):
         times = chosen.count(name)

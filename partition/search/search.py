@@ -343,7 +343,7 @@ class PlanSearch:
                 self._note_refusal(error, bound)
                 break
             except ScheduleError as error:  # such as an order that deadlocks with these replicas
-                self.refused.append(f"{c.label}: {error}")
+                self.refused.append(f"{c.label()}: {error}")
                 break
         self._counts["simulated"] += bool(found)
         return [best] if found and (best := min(found, key=_sort_key)).simulated_seconds < limit else []

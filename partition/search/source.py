@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,14 @@ class ProfileSource(Protocol):
 
     def tensor_sizes(self, limit: int) -> Sequence[int]:
         """Numbers of ranks over which a matrix may be split, `limit` at most."""
+
+
+@runtime_checkable
+class SourceWithAlternatives(ProfileSource, Protocol):
+    """A source that leaves something open, which a plan decides."""
+
+    def alternatives(self) -> Iterable[tuple[str, ProfileSource]]:
+        """The source with each of the choices, and the choice's name; "" where notes do not mention it."""
 
 
 class MeasuredProfiles:
@@ -86,6 +94,12 @@ class MeasuredProfiles:
         self._groups: Sequence[Sequence[int]] | None = None
         is_open = any(node.split == "any" for each in self._profiles.values() for node in each.nodes)
         self.chooses: bool | None = None if is_open and len(self._tensor_sizes) > 1 else False
+
+    def alternatives(self) -> Iterator[tuple[str, ProfileSource]]:
+        """Where splits of nodes are to be chosen, with and without: one with whole weights takes more memory, and
+        longer to sum over replicas."""
+        for chooses in (True, False) if self.chooses is None else (self.chooses,):
+            yield "", self.decided(chooses=chooses)
 
     def decided(self, *, chooses: bool, groups: Sequence[Sequence[int]] | None = None) -> MeasuredProfiles:
         """A copy in which `chooses` is decided, with sums over these tensor groups; None: over all groups of

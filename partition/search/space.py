@@ -144,13 +144,12 @@ class Configuration:
         rows = (self.by_replica, self.ranks or ())
         return (self.num_devices, *sizes, self.schedule, counts, rows, self.sizes or (), self.lengths)
 
-    @property
-    def label(self) -> str:
-        """For people.
+    def label(self, *, context: int = 1, expert: int = 1) -> str:
+        """For people; `context` and `expert` are those of its profile.
 
-        >>> Configuration(pipeline=4, data=2, tensor=1, schedule="interleaved", num_chunks=2, microbatch_size=2,
-        ...               num_microbatches=16).label
-        'pipe 4 x data 2, interleaved V=2, microbatch 2'
+        >>> Configuration(pipeline=4, data=2, tensor=4, schedule="interleaved", num_chunks=2, microbatch_size=2,
+        ...               num_microbatches=16).label(context=2)
+        'pipe 4 x data 2 x context 2 x tensor 2, interleaved V=2, microbatch 2'
         """
         counts = self.counts
         parts = [f"pipe {self.pipeline}"]
@@ -158,8 +157,10 @@ class Configuration:
             parts = [f"stages on {'-'.join(map(str, counts))}"]
         elif counts[0] > 1:
             parts.append(f"data {counts[0]}")
-        if self.tensor > 1:
-            parts.append(f"tensor {'-'.join(map(str, self.sizes or (self.tensor,)))}")
+        parts += [f"context {context}"] if context > 1 else []
+        if self.tensor > context:
+            parts.append(f"tensor {'-'.join(str(size // context) for size in self.sizes or (self.tensor,))}")
+        parts += [f"experts over {expert}"] if expert > 1 else []
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
         schedule = schedule if self.own is None else f"joint search, {self.num_stages} stages"
         schedule += f", slices of {'-'.join(map(str, self.lengths))} tokens" if self.lengths else ""
@@ -169,18 +170,23 @@ class Configuration:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
     """Whether a configuration can be carried out on these devices, as `plans.as_schedule` does, and, where it is to be
-    `runnable`, the runtime: there groups of T divide the devices, and streams leave none idle."""
+    `runnable`, the runtime: there groups of T divide the devices, and streams leave none idle. `context` and `expert`
+    are those of the profiles, which the runtime runs without a plan alone."""
 
     num_devices: int
     order: Sequence[int]
     node_size: int
     runnable: bool
+    context: int = 1
+    expert: int = 1
 
     def __call__(self, c: Configuration) -> bool:
+        if any(count * self.context % self.expert for count in c.counts):
+            return False
         if c.sizes is not None:  # in a row, each within the innermost links
             return all(ranks[0] // self.node_size == ranks[-1] // self.node_size for ranks in c.stage_ranks)
         idle = c.num_devices < self.num_devices and c.family.rule.is_asynchronous
-        if self.runnable and (idle or self.num_devices % c.tensor):
+        if self.runnable and (idle or self.num_devices % c.tensor or self.context * self.expert > 1):
             return False
         if self.node_size % c.tensor == 0 or (c.ranks is None and list(self.order) == sorted(self.order)):
             return True

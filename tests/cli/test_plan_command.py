@@ -26,7 +26,7 @@ def test_a_table_a_file_and_how_long_it_took(capsys: pytest.CaptureFixture[str],
     profile, out = written(tmp_path / "a.json", 1), tmp_path / "plan.json"
     assert main(["plan", "--profile", profile, "--ranks", "4", "--batch", "8", "--out", str(out)]) == 0
     printed = capsys.readouterr().out.replace("\n  ", " ")  # however long a path is
-    assert printed.startswith("pipe 1 x data 4, 1f1b, microbatch 1\n4 on 4 devices")
+    assert printed.startswith("pipe 1 x data 4, 1f1b, microbatch 1\n1 stage with 4 replicas on 4 devices")
     assert printed.count("pipe 1 x data 4, 1f1b, microbatch 1\n") == 1
     assert "runner-up pipe 2 x data 2, interleaved V=2, microbatch 1: " in printed
     assert "configurations: " in printed
@@ -150,6 +150,13 @@ def test_a_transformer_on_a_cluster_file(capsys: pytest.CaptureFixture[str], tmp
         (["--pipedream", "{vgg}", "--ranks", "2", "--tensor", "2"], "--tensor 2: expected some of 1"),
         (["--pipedream", "{vgg}", "--ranks", "2", "--microbatches", "2"], "--microbatches: no profile of 2 samples"),
         (["--pipedream", "{vgg}", "--ranks", "2", "--out", "/no/x.json"], "--out /no/x.json: cannot write: expected a"),
+        (["--transformer", SHAPE, "--ranks", "3", "--context", "3"], "length: 128: expected a multiple of --context 3"),
+        (["--transformer", SHAPE, "--ranks", "2", "--context", "4"], "--context 4: expected at most the 2 devices"),
+        (
+            ["--transformer", SHAPE, "--ranks", "2", "--expert", "0"],
+            "--expert 0: expected a whole number of at least 1",
+        ),
+        (["--pipedream", "{vgg}", "--ranks", "2", "--expert", "2"], "--context 1 --expert 2: expected 1 each, or --tr"),
         (["--profile", "{vgg}", "--ranks", "2"], "; PipeDream's text is read with --pipedream"),
         (["--transformer", SHAPE, "--device", "a1000", "--ranks", "2"], "takes a name or a .json file: unknown device"),
         (["--transformer", SHAPE, "--device", "no.json", "--ranks", "2"], "--device no.json: no such file: expected w"),

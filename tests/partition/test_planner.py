@@ -111,9 +111,9 @@ def test_bad_sources() -> None:
 
 def test_labels() -> None:
     plain = {"schedule": "1f1b", "num_chunks": 1, "microbatch_size": 2, "num_microbatches": 8}
-    assert Configuration(pipeline=2, data=1, tensor=4, **plain).label == "pipe 2 x tensor 4, 1f1b, microbatch 2"  # type: ignore[arg-type]
+    assert Configuration(pipeline=2, data=1, tensor=4, **plain).label() == "pipe 2 x tensor 4, 1f1b, microbatch 2"  # type: ignore[arg-type]
     unequal = Configuration(pipeline=2, data=3, tensor=1, ranks=((0, 1, 2), (3,)), **plain)  # type: ignore[arg-type]
-    assert unequal.label == "stages on 3-1, 1f1b, microbatch 2"
+    assert unequal.label() == "stages on 3-1, 1f1b, microbatch 2"
 
 
 def test_gradients_count_once_a_backward_has_left_some() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from support.inside import PRESETS, DeviceModel, Split, Transformer, TransformerSource, fit_device, transformer_profile
 
-from stagewright.partition import Cluster, GivenStage, Profile, evaluate, plan
+from stagewright.partition import Cluster, GivenStage, Profile, evaluate
 
 A100 = DeviceModel.preset("A100-80GB")
 SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)
@@ -435,10 +435,3 @@ def test_replicas_sum_what_they_share() -> None:
 def test_mistakes_of_later_models(changes: dict[str, object], options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         transformer_profile(replace(FEW, **changes), microbatch_size=1, device=COUNTER, **options)  # type: ignore[arg-type]
-
-
-def test_plans_are_not_made_of_divided_experts() -> None:
-    cluster = Cluster.parse("8:net=1B/s")
-    source = TransformerSource(transformer=ROUTED, device=COUNTER, expert=4, cluster=cluster)
-    with pytest.raises(ValueError, match=r"plans over expert=4: expected 1, or evaluate\(\)"):
-        plan(source, cluster, global_batch=8)

@@ -1,0 +1,84 @@
+"""Plans that choose over how many ranks sequences and experts are divided."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, pairwise, product
+from typing import Any
+
+import pytest
+from support.inside import DeviceModel, Transformer, TransformerSource, layout_of_plan
+
+from stagewright.comm import World
+from stagewright.partition import Cluster, GivenStage, Plan, evaluate, plan
+
+A100 = DeviceModel.preset("A100-80GB")
+PLAIN: dict[str, Any] = {"schedules": ("1f1b",), "recompute": ("none",), "optimizer_sharding": ("none",)}
+
+
+def moe(seed: int) -> tuple[TransformerSource, int]:
+    """Two layers with experts on two nodes of two devices each, and a batch."""
+    draw = random.Random(seed).choice
+    model = Transformer(
+        experts=draw([2, 4]),
+        layers=2,
+        hidden=draw([512, 1024]),
+        heads=4,
+        vocabulary=draw([1000, 50000]),
+        length=draw([512, 4096]),
+        top_k=draw([1, 2]),
+        style="llama",
+        attention="flash",
+    )
+    nvlink, latency, ib = draw([300, 3]), draw([0, 50]), draw([25, 1])
+    cluster = Cluster.parse(f"2x2:nvlink={nvlink}GB/s@{latency}us,ib={ib}GB/s@5us:80GB")
+    splits = tuple(product((1, 2, 4), (1, 2)))
+    return TransformerSource(transformer=model, device=A100, cluster=cluster, splits=splits), draw([4, 8])
+
+
+@pytest.mark.thorough(but=["15"])
+@pytest.mark.parametrize("seed", [3, 4, 5, 15, 16])
+def test_none_of_all_splits_is_faster(seed: int) -> None:
+    """Every context, expert, P, D, T, microbatch and cut, by brute force. The fastest one of each seed has another
+    split: experts, experts over more replicas, both with stages, the same with other sizes, both with tensor ranks."""
+    source, batch = moe(seed)
+    assert source.cluster is not None
+    names = [node.name for node in source.profile(microbatch_size=1).nodes]
+    least = float("inf")
+    for (_, own), P, D, T, size in product(source.alternatives(), *3 * [(1, 2, 4)], (1, 2, 4)):
+        c = own.context
+        if P * D * T > 4 or T % c or T // c > 2 or D * c % own.expert or batch // size % D:
+            continue
+        for cut in combinations(range(1, len(names)), P - 1):
+            ends = enumerate(pairwise((0, *cut, len(names))))
+            stages = [GivenStage(names[a:b], range(i * D * T, (i + 1) * D * T), T) for i, (a, b) in ends]
+            found = evaluate(own, source.cluster, stages, num_microbatches=batch // size, microbatch_size=size)
+            least = min(least, found.simulated_step_time or 0.0)
+    best = plan(source, source.cluster, global_batch=batch, **PLAIN)
+    assert best.context * best.expert > 1
+    assert best.simulated_step_time is not None
+    assert best.simulated_step_time <= least * (1 + 1e-9)
+    assert best.searched is not None
+    assert best.searched.least <= least * (1 + 1e-9)
+    assert Plan.from_json(best.to_json()) == best
+    assert f"experts over {best.expert}" in best.explain()
+    assert "note: with whole sequences and experts: " in best.explain()
+
+
+def test_no_split_that_is_given_fits() -> None:
+    source, batch = moe(15)
+    assert source.cluster is not None
+    with pytest.raises(ValueError, match=r"nothing fits the memory: nearest is .*experts over 2, 1f1b"):
+        plan(source, source.cluster, global_batch=batch, memory_limit=1e6, **PLAIN)
+    with pytest.raises(ValueError, match="expert: 0: expected a whole number of at least 1"):
+        TransformerSource(transformer=source.transformer, device=A100, splits=((1, 0),))
+
+
+def test_the_runtime_has_no_such_plans() -> None:
+    source, batch = moe(15)
+    assert source.cluster is not None
+    best = plan(source, source.cluster, global_batch=batch, **PLAIN)
+    with pytest.raises(ValueError, match=r"a plan with context=1 and expert=2: expected 1 each, or a schedule by name"):
+        layout_of_plan(best, World(rank=0, size=4), num_microbatches=None)
+    runs = plan(source, source.cluster, global_batch=batch, runnable=True, **PLAIN)
+    assert (runs.context, runs.expert) == (1, 1)
