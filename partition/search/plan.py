@@ -143,9 +143,12 @@ def plan(
     sizes, named = sizes_to_try(given, global_batch, microbatch_sizes), schedules_with_chunks(schedules, chunk_sizes)
     refuse_endless("global_batch", global_batch, dict(named), cluster.num_devices, largest=sizes[-1])
     allowed, sharding = treatments(recompute, cluster), choices("optimizer_sharding", optimizer_sharding, SHARDING)
-    order = canonical_order(cluster)
+    ratio, taken, order = (
+        figure("optimizer_bytes", optimizer_bytes),
+        figure("seconds", seconds),
+        canonical_order(cluster),
+    )
     topology = Topology(cluster.reordered(order), memory_limit=figure("memory_limit", memory_limit))
-    ratio, taken = figure("optimizer_bytes", optimizer_bytes), figure("seconds", seconds)
     joint = (taken or JOINT_SECONDS) if option("search", search, one_of(SEARCHES)) == "joint" else None
     space = partial(
         SearchSpace,
@@ -162,17 +165,16 @@ def plan(
         model_of = models_of(source, ratio, allowed, sharding, max_cuts)
         models = [model_of(size, tensors[0]) for size in sizes]
         refuse_unknown([model.profile for model in models], () if recompute is None else allowed)
-        most_stages = max(model.max_stages for model in models)
-        own = space(tensor_sizes=tensors, max_stages=most_stages, slicings=_slicings(model_of))
+        own = space(tensor_sizes=tensors, max_stages=max(m.max_stages for m in models), slicings=_slicings(model_of))
         one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in tensors else tensors[0])
         evaluator = PlanEvaluator(topology, model_of, norm=norm_seconds(max_grad_norm, one, topology))
         most = count("max_simulated", max_simulated)
         planner = PlanSearch(evaluator, wanted=num_runners_up + 1, max_simulated=most, seconds=taken, progress=progress)
         return planner, distinct(_found(planner, own, order, runnable=runnable, joint=joint)), one
 
-    best, notes, extent = _best(given, searched)
+    best, notes, every = _best(given, searched)
     ranked = partial(
-        _ranked, best, order=order, num_runners_up=num_runners_up, joint=joint, notes=notes, searched=extent
+        _ranked, best, order=order, num_runners_up=num_runners_up, joint=joint, notes=notes, searched=every
     )
     if on_runners_up is not None:
         on_runners_up([ranked(at=at) for at in range(1, min(len(best[1]), num_runners_up + 1))])
