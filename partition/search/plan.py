@@ -143,11 +143,7 @@ def plan(
     sizes, named = sizes_to_try(given, global_batch, microbatch_sizes), schedules_with_chunks(schedules, chunk_sizes)
     refuse_endless("global_batch", global_batch, dict(named), cluster.num_devices, largest=sizes[-1])
     allowed, sharding = treatments(recompute, cluster), choices("optimizer_sharding", optimizer_sharding, SHARDING)
-    ratio, taken, order = (
-        figure("optimizer_bytes", optimizer_bytes),
-        figure("seconds", seconds),
-        canonical_order(cluster),
-    )
+    taken, order = figure("seconds", seconds), canonical_order(cluster)
     topology = Topology(cluster.reordered(order), memory_limit=figure("memory_limit", memory_limit))
     joint = (taken or JOINT_SECONDS) if option("search", search, one_of(SEARCHES)) == "joint" else None
     space = partial(
@@ -162,7 +158,7 @@ def plan(
 
     def searched(source: ProfileSource) -> _Found:
         tensors = tensor_sizes_of(source, cluster, tensor_sizes)
-        model_of = models_of(source, ratio, allowed, sharding, max_cuts)
+        model_of = models_of(source, figure("optimizer_bytes", optimizer_bytes), allowed, sharding, max_cuts)
         models = [model_of(size, tensors[0]) for size in sizes]
         refuse_unknown([model.profile for model in models], () if recompute is None else allowed)
         own = space(tensor_sizes=tensors, max_stages=max(m.max_stages for m in models), slicings=_slicings(model_of))
@@ -173,9 +169,7 @@ def plan(
         return planner, distinct(_found(planner, own, order, runnable=runnable, joint=joint)), one
 
     best, notes, every = _best(given, searched)
-    ranked = partial(
-        _ranked, best, order=order, num_runners_up=num_runners_up, joint=joint, notes=notes, searched=every
-    )
+    ranked = partial(_ranked, best, order=order, wanted=num_runners_up, joint=joint, notes=notes, searched=every)
     if on_runners_up is not None:
         on_runners_up([ranked(at=at) for at in range(1, min(len(best[1]), num_runners_up + 1))])
     return ranked(at=0)
@@ -283,7 +277,7 @@ def _ranked(
     *,
     at: int,
     order: Sequence[int],
-    num_runners_up: int,
+    wanted: int,
     joint: float | None,
     notes: Sequence[str],
     searched: Searched,
@@ -304,7 +298,7 @@ def _ranked(
         order=order,
         bound=search.evaluator.work_of_all(best.configuration) / topology.total_speed,
         says_size=says_size,
-        num_runners_up=num_runners_up,
+        num_runners_up=wanted,
         notes=notes,
         searched=searched,
     )
