@@ -61,9 +61,11 @@ class TrainOptions(GptOptions):
     trials: int | None = None
     """Most plans that --plan auto tries for a few steps before choosing one; 0: none (default: 3)."""
     ranks: int | None = None
-    """P, pipeline ranks: processes on this machine (default: 2; under torchrun, its number of processes over T)."""
+    """P, pipeline ranks: processes on this machine (default: 2; under torchrun, its number of processes over C T)."""
+    context: int = 1
+    """C, groups of T processes of each rank, which divide the tokens of each sequence."""
     tensor: int = 1
-    """T, processes of each rank, which divide its matrices."""
+    """T, processes that divide the matrices of a rank."""
     tensor_parallel: str = "auto"
     """How modules are divided over them: auto, or a JSON file of {pattern: column, row or sequence}."""
     chunks: int | None = None
@@ -157,7 +159,8 @@ class TrainOptions(GptOptions):
             return
         decided = {"schedule": self.schedule, "chunks": self.chunks, "recompute": self.recompute}
         decided["slices"] = self.slices
-        decided["tensor"] = None if self.tensor == 1 else self.tensor
+        decided |= {"tensor": None if self.tensor == 1 else self.tensor}
+        decided |= {"context": None if self.context == 1 else self.context}
         if self.plan != AUTO:
             decided["microbatches"] = self.microbatches
         for option, value in decided.items():
@@ -197,7 +200,12 @@ class TrainOptions(GptOptions):
     def num_processes(self) -> int:
         """Processes of the run, after `resolve`; a plan counts each as a rank."""
         assert self.ranks is not None
-        return self.ranks * self.tensor
+        return self.ranks * self.members
+
+    @property
+    def members(self) -> int:
+        """Processes of each pipeline rank."""
+        return self.context * self.tensor
 
     @property
     def checkpoints(self) -> Path:
@@ -223,23 +231,24 @@ def resolve(options: TrainOptions) -> TrainOptions:
     options.check_own(given(options, _GPT), optimizers=tuple(DEFAULT_LR))
     world = os.environ.get("WORLD_SIZE")
     planned = None if options.plan in (None, AUTO) else _load(str(options.plan)).num_devices
-    if world is not None and int(world) % options.tensor:
+    typed = " ".join(f"--{name} {size}" for name, size in given(options, ("context", "tensor")).items())
+    if world is not None and int(world) % options.members:
         raise ValueError(
-            f"--tensor {options.tensor} in {count(int(world), 'process')} (WORLD_SIZE={world}): expected a number of "
-            f"processes that it divides, such as torchrun --nproc-per-node {2 * options.tensor}"
+            f"{typed} in {count(int(world), 'process')} (WORLD_SIZE={world}): expected a number of "
+            f"processes that it divides, such as torchrun --nproc-per-node {2 * options.members}"
         )
-    started = None if world is None else int(world) // options.tensor
+    started = None if world is None else int(world) // options.members
     ranks = options.ranks if options.ranks is not None else started or planned or DEFAULT_RANKS
     if started not in (None, ranks):
-        processes = ranks * options.tensor
+        processes = ranks * options.members
         raise ValueError(
             f"--ranks {ranks} in one of {count(int(world or 0), 'process')} (WORLD_SIZE={world}): leave --ranks away "
             f"under torchrun, or start {count(processes, 'process')}"
         )
-    if options.tensor > 1 and options.dry_run:
+    if options.members > 1 and options.dry_run:
         raise ValueError(
-            f"--dry-run is one process, and a tensor group is {options.tensor}: leave --tensor away; `stagewright "
-            f"profile --tensor {options.tensor}` tells which module is divided how, and what one of them holds"
+            f"--dry-run is one process, and with {typed} a rank has {options.members}: leave it away; `stagewright "
+            f"profile --tensor {options.tensor}` reports which module is divided how, and what one of them holds"
         )
     read_tensor_parallel(options.tensor_parallel)
     called = "gpt" if options.model is None else options.model.rpartition(":")[2]

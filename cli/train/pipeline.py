@@ -50,17 +50,18 @@ def make_pipe(
     loss_fn = task.loss_for(batch)
     schedule = schedule_of(what)
     updates = options.steps * (1 if schedule is None else schedule.groups_per_batch)
-    ranks, tensor, choice = None, 1, dict[str, Any]()
+    sizes, choice = dict[str, int](), dict[str, Any]()
     if isinstance(what, Plan):
         choice = {"num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
     elif what is None:
         choice = {"num_microbatches": options.microbatches}  # for any division of the processes by the plan
     else:
-        ranks, tensor, choice = what.num_ranks, options.tensor, {"recompute": options.recompute}
+        sizes = {"pipe": what.num_ranks, "context": options.context, "tensor": options.tensor}
+        choice = {"recompute": options.recompute}
     return PipelineModule(
         model,
         schedule=_arranged(options, Auto(trials=options.trials) if what is None else what),
-        mesh=Mesh(pipe=ranks, tensor=tensor, tensor_parallel=read_tensor_parallel(options.tensor_parallel)),
+        mesh=Mesh(**sizes, tensor_parallel=read_tensor_parallel(options.tensor_parallel)),
         **choice,
         loss_fn=loss_fn,
         optimizer=task.optimizer,

@@ -355,7 +355,7 @@ MAY_DIFFER = frozenset(
         *("checkpoint_every", "checkpoint_overhead", "checkpoint_dir"),
         *("name", "resume", "dry_run", "json", "timeout", "verify", "trace_every"),
         *("ranks", "schedule", "plan", "chunks", "slices", "microbatches", "recompute"),
-        *("tensor", "tensor_parallel"),
+        *("context", "tensor", "tensor_parallel"),
         *("delay_correction", "delay_factor", "flush_first"),  # of its present schedule
     }
 )

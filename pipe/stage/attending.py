@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torchs
 
@@ -63,10 +63,11 @@ class Seen:
             own, at = query.narrow(-2, at, end - start), at + end - start
             stop = end if self.is_causal else key.shape[-2]
             mask = self._mask(range(start, end), stop, documents, device=query.device)
-            keys, values = key[..., :stop, :], value[..., :stop, :]
-            found.append(
-                attention(own, keys, values, attn_mask=mask, is_causal=self.is_causal and mask is None, **options)
-            )
+            qkv = own, key[..., :stop, :], value[..., :stop, :]
+            if mask is None and self.is_causal and start:
+                found.append(CausalBias._dispatch(*qkv, _LowerRight(end - start, stop), **options))  # type: ignore[arg-type]
+            else:
+                found.append(attention(*qkv, attn_mask=mask, is_causal=self.is_causal and mask is None, **options))
         return found[0] if len(found) == 1 else torch.cat(found, -2)
 
     def _documents(self) -> Tensor | None:
@@ -78,11 +79,11 @@ class Seen:
         return None if is_known and not begins.any() else F.pad(begins.cumsum(-1), (1, 0))
 
     def _mask(self, own: range, stop: int, documents: Tensor | None, *, device: torch.device) -> Tensor | None:
-        """[..., queries, keys up to `stop`]; None for causal attention from the first token on, or for all keys."""
+        """[..., queries, keys up to `stop`]; None where causality alone hides keys, or nothing does."""
         keys = None if self.keys is None else self.keys[..., :stop]
         has_window = self.window is not None and self.window < stop
         if keys is None and documents is None and not has_window:
-            return causal_lower_right(len(own), stop) if self.is_causal and own.start else None
+            return None
         found = torch.ones(len(own), stop, dtype=torch.bool, device=device)
         if self.is_causal:
             found = found.tril(own.start)
@@ -93,6 +94,17 @@ class Seen:
         if keys is None or keys.dtype is torch.bool:
             return found if keys is None else found & keys
         return keys.masked_fill(~found, float("-inf"))
+
+
+class _LowerRight:
+    """The mask of `causal_lower_right`, whose tensor cannot be made within a TorchDispatchMode, as torch's kernels read
+    it."""
+
+    variant = CausalVariant.LOWER_RIGHT
+    _materialize, _lower_right = CausalBias._materialize, CausalBias._lower_right
+
+    def __init__(self, queries: int, keys: int) -> None:
+        self.seq_len_q, self.seq_len_kv = queries, keys
 
 
 class AttentionMode(TorchFunctionMode):

@@ -185,7 +185,7 @@ def test_ranks_follow_torchrun_and_must_agree_with_it(monkeypatch: pytest.Monkey
 
 def test_processes_are_ranks_times_members(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(TrainOptions(tensor=2)).num_processes == 4
-    with pytest.raises(ValueError, match="--dry-run is one process, and a tensor group is 2"):
+    with pytest.raises(ValueError, match="--dry-run is one process, and with --tensor 2 a rank has 2"):
         resolve(TrainOptions(tensor=2, dry_run=True))
     with pytest.raises(ValueError, match=r"--tensor-parallel mine: expected auto, or a .json file"):
         resolve(TrainOptions(tensor=2, tensor_parallel="mine"))
@@ -197,6 +197,11 @@ def test_processes_are_ranks_times_members(monkeypatch: pytest.MonkeyPatch) -> N
         resolve(TrainOptions(tensor=2, ranks=4))
     with pytest.raises(ValueError, match="--tensor 3 in 4 processes"):
         resolve(TrainOptions(tensor=3))
+    assert resolve(TrainOptions(context=2, tensor=2)).ranks == 1
+    with pytest.raises(ValueError, match="--context 3 in 4 processes"):
+        resolve(TrainOptions(context=3))
+    with pytest.raises(ValueError, match=r"--context 2 with --plan plan.json: leave it away"):
+        resolve(TrainOptions(context=2, plan="plan.json"))
 
 
 def test_a_schedule_from_a_file_must_fit_the_ranks(tmp_path: Path) -> None:
@@ -391,4 +396,20 @@ def test_one_rank_two_ranks_and_two_members_of_a_tensor_group_train_to_the_same_
     assert (len(alone["peak_memory_bytes"]), len(members["peak_memory_bytes"])) == (1, 2)
     assert members["parameters"] == alone["parameters"]
     for each in (pair, members):
+        assert each["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.gloo
+def test_a_context_group_trains_to_the_loss_of_one_rank_and_is_resumed_without_it(
+    command: Callable[..., Done], text: str
+) -> None:
+    """Traced steps and validation among them."""
+    common = ("train", *TINY, "--microbatches", "4", "--text", text, "--json", "--ranks", "1", "--schedule", "gpipe")
+    alone = json.loads(command(*common, "--name", "one", "--trace-every", "2").stdout)
+    kept = (*common, "--name", "c", "--trace-every", "2", "--checkpoint-every", "2")
+    parts = json.loads(command(*kept, "--context", "2").stdout)
+    assert len(parts["peak_memory_bytes"]) == 2
+    goes_on = json.loads(command(*kept, "--resume").stdout)
+    for each in (parts, goes_on):
         assert each["val_bits_per_byte"] == pytest.approx(alone["val_bits_per_byte"], rel=1e-4)

@@ -15,6 +15,7 @@ from support.inside import Seen, TokenBlocks
 from support.pool import Pool
 from support.sliced import VOCABULARY, T, batch, chain, counted_loss, gpt, mean_loss
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright import Inputs, Mesh, PipelineModule, attend, positions
 
@@ -73,6 +74,15 @@ def test_attention_of_parts_is_that_of_the_whole_under_every_mask(data: st.DataO
     expected = scores.softmax(-1).nan_to_num() @ value
     sees = scores.isfinite().any(-1)[..., None]
     assert torch.allclose(found * sees, expected * sees, atol=1e-12)
+
+
+def test_attention_of_later_tokens_within_a_dispatch_mode() -> None:
+    """A traced step counts its memory in one; torch's causal_lower_right cannot be made there."""
+    query, key, value = torch.randn(3, 1, 2, 6, 4).unbind()
+    with FlopCounterMode(display=False):
+        found = Seen(is_causal=True).attention(query[..., 4:, :], key, value, [(4, 6)])
+    whole = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert torch.allclose(found, whole[..., 4:, :], atol=1e-6)
 
 
 def test_attend_on_whole_sequences_is_torchs_attention() -> None:
