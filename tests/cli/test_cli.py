@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.inside import COMMANDS, CostOptions, RunFile, duration, main, steps_that_follow
+from support.inside import COMMANDS, RunFile, duration, main, steps_that_follow
 
 import stagewright
 from stagewright.schedules import FAMILIES, Costs, Op, Schedule, Spread, build, simulate, simulate_spread, synthesize
@@ -257,11 +257,6 @@ def test_every_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> 
         assert set(FAMILIES) <= set(words)
 
 
-def test_options_that_are_not_given_are_not_passed_on() -> None:
-    assert CostOptions().given() == {}
-    assert CostOptions(vertical_sync=True, batches=2).given() == {"vertical_sync": True, "num_batches": 2}
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -281,14 +276,6 @@ def test_options_that_are_not_given_are_not_passed_on() -> None:
         (("schedule", "mine.py:order"), "--schedule mine.py:order: there is no file mine.py"),
         (("schedule", "math:pi"), "--schedule math:pi: pi is a float: expected a function"),
         (("schedule", "os:getcwd"), "--schedule os:getcwd returned str: expected a Schedule"),
-        (
-            ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "-o", "a.eps"),
-            "-o a.eps: expected a name that ends in .png, .svg, .pdf, .html, .json",
-        ),
-        (
-            ("schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "-o", "nowhere/a.png"),
-            "-o nowhere/a.png: cannot write: expected a file in a folder that exists",
-        ),
         (("timeline", "nowhere"), "nowhere: no such file, run folder or schedule: expected a run (folder or name), a"),
     ],
 )

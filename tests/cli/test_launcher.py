@@ -118,27 +118,20 @@ def test_a_rank_that_failed_and_does_not_end_is_stopped() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.thorough
-def test_a_rank_that_is_killed_is_named_with_its_signal() -> None:
-    result = run("import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(400)", grace=0.2)
-    assert result.first_failed == 1
-    assert result.status == 128 + signal.SIGKILL
-    assert "killed by SIGKILL" in result.report
-
-
-@pytest.mark.gloo
 def test_the_children_of_a_rank_that_is_killed_end_with_it(tmp_path: Path) -> None:
     """They would keep its connections, and the others wait for it."""
     os.mkfifo(tmp_path / "lives")
     lives = os.open(tmp_path / "lives", os.O_RDONLY | os.O_NONBLOCK)
     child = f"os.set_inheritable(os.open({str(tmp_path / 'lives')!r}, os.O_WRONLY), True); os.system('sleep 400 &')"
     result = run(f"import signal\nif rank == 1: {child}; os.kill(os.getpid(), signal.SIGKILL)", grace=0.2)
+    assert (result.status, result.first_failed) == (128 + signal.SIGKILL, 1)
     assert "rank 1 failed first (killed by SIGKILL)" in result.report
     assert select.select([lives], [], [], 60.0)[0]
     os.close(lives)
 
 
 @pytest.mark.gloo
+@pytest.mark.thorough
 def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose stream takes text alone: what nobody took would fill the pipe, and the rank stand still."""
     shown = io.StringIO()
@@ -149,19 +142,19 @@ def test_what_rank_0_says_goes_to_a_notebook_too(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gloo
 @pytest.mark.thorough
-def test_an_abort_after_the_results_are_out_is_reported_and_not_fatal() -> None:
-    result = run("with report_to_launcher(): pass\nif rank == 1: os.abort()")
-    assert result.status == 0
-    assert result.first_failed is None
-    assert result.report == "rank 1: killed by SIGABRT after its results were out"
-
-
-@pytest.mark.gloo
-@pytest.mark.thorough
-def test_a_rank_that_hangs_after_its_results_are_out_is_stopped() -> None:
-    result = run("with report_to_launcher(): pass\nif rank == 1: time.sleep(400)", grace=0.3)
-    assert result.status == 0
-    assert "rank 1: stopped before it had ended" in result.report
+@pytest.mark.parametrize(
+    ("last", "grace", "said"),
+    [
+        ("os.abort()", 60.0, "killed by SIGABRT after its results were out"),
+        ("time.sleep(400)", 0.3, "stopped before it had ended"),
+    ],
+)
+def test_what_becomes_of_a_rank_after_its_results_are_out_is_reported_and_not_fatal(
+    last: str, grace: float, said: str
+) -> None:
+    result = run(f"with report_to_launcher(): pass\nif rank == 1: {last}", grace=grace)
+    assert (result.status, result.first_failed) == (0, None)
+    assert f"rank 1: {said}" in result.report
 
 
 @pytest.mark.gloo
@@ -229,6 +222,7 @@ with report_to_launcher():
 
 
 @pytest.mark.gloo
+@pytest.mark.thorough
 def test_a_rank_that_leaves_with_status_0_within_its_work_has_failed() -> None:
     """It counted as success. `sys.exit()` is an end of one's own."""
     left = run("with report_to_launcher():\n    os._exit(0) if rank == 1 else time.sleep(400)", grace=0.2)

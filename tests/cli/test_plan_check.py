@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.inside import Cause, RunFile, TraceHeader, _fits, check_run, header_line, main, step_line, trace_path
+from support.inside import Cause, RunFile, _fits, check_run, header_line, main, step_line, trace_path
 from support.inside import simulated_simulated as simulated
-from support.inside import trace_file_digest as digest
 from support.recorded import records_of
+from support.run_folder import header_of
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
 from stagewright.schedules import Costs, build, flushed, simulate
@@ -69,20 +69,8 @@ def write_run(
     RunFile(schedule=schedule, simulated=truth, costs=true).write(folder)
     for rank, record in enumerate(records):
         place = (processes or {}).get(rank, folder)
-        header = TraceHeader(
-            run=start,
-            started=start,
-            process=rank,
-            num_processes=len(records),
-            ranks=(rank,),
-            machine="a",
-            origin="a",
-            host=place.parts[0],
-            first_step=first_step,
-            digest=digest(schedule),
-            cut=start,
-            schedule=schedule,
-        )
+        own = {"process": rank, "ranks": (rank,), "num_processes": len(records), "host": place.parts[0]}
+        header = header_of(schedule, run=start, started=start, cut=start, first_step=first_step, **own)
         lines = [step_line(start, step, {rank: record}) for step in (first_step + 3, first_step + 23)]
         with trace_path(place, rank).open("ab") as file:
             file.write(header_line(header) + b"".join(lines))

@@ -174,15 +174,6 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], me
     assert captured.out == ""
 
 
-def test_a_malformed_profile_names_file_and_field(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "bad.json"
-    record = json.loads(CHAIN.to_json())
-    record["nodes"][2]["backward_seconds"] = -1
-    path.write_text(json.dumps(record))
-    assert main(["profile", "--from-json", str(path)]) == 2
-    assert "bad.json: nodes[2]: backward_seconds: -1: expected a finite number of at least 0" in capsys.readouterr().err
-
-
 def test_profiles_of_hosts_are_read_on_the_first_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """They need not lie on the disks of other hosts; there a missing file ended the ranks, and the first one waited."""
     from stagewright.comm import World

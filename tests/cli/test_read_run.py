@@ -14,7 +14,6 @@ from support.inside import (
     ClockReading,
     RankRecord,
     RunFile,
-    TraceHeader,
     clock_line,
     header_line,
     hosts_of_runs,
@@ -23,7 +22,7 @@ from support.inside import (
     step_line,
     trace_path,
 )
-from support.inside import trace_file_digest as digest
+from support.run_folder import header_of
 from torch import nn
 
 from stagewright.pipe import PipelineModule
@@ -39,19 +38,8 @@ def leave(folder: Path, processes: tuple[int, ...] = (0, 1), *, run: str = "a") 
     folder.mkdir(parents=True, exist_ok=True)
     timeline = simulate(SCHEDULE, COSTS)
     for process in processes:
-        header = TraceHeader(
-            run=run,
-            started="2026",
-            process=process,
-            num_processes=2,
-            ranks=(process,),
-            machine="ab"[process],
-            origin="a",
-            host="node",
-            first_step=0,
-            digest=digest(SCHEDULE),
-            schedule=SCHEDULE,
-        )
+        own = {"process": process, "ranks": (process,), "machine": "ab"[process], "host": "node"}
+        header = header_of(SCHEDULE, run=run, num_processes=2, **own)
         lines = header_line(header)
         lines += clock_line(run, ClockReading(0.0, 0.0, 0.125)) if process else b""
         for step in (3, 23):

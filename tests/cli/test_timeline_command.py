@@ -10,7 +10,7 @@ import pytest
 from support.inside import CostOptions, main, read_exhibits, shape_notes
 from support.run_folder import write_run
 
-from stagewright.partition import Cluster, Node, Plan, Profile, plan
+from stagewright.partition import Cluster, Node, Profile, plan
 from stagewright.schedules import Costs, Timeline, build, simulate
 from stagewright.viz import Exhibit, MeasuredStep, write_perfetto
 
@@ -58,16 +58,6 @@ def test_a_run_by_name_folder_or_file(files: Path, source: str) -> None:
 def test_timelines_as_they_are(files: Path) -> None:
     assert read_exhibits(["simulated.json"])[0] == Exhibit(name="simulated", simulated=step())
     assert read_exhibits(["measured.json"])[0].measured == (MeasuredStep(0, step(measured=True)),)
-
-
-def test_a_plan_is_simulated_as_planned(files: Path) -> None:
-    exhibit = read_exhibits(["plan.json"])[0]
-    planned = Plan.load("plan.json")
-    assert exhibit.simulated is not None
-    assert exhibit.simulated.schedule == planned.build_schedule()
-    assert planned.simulated_step_time is not None
-    assert exhibit.simulated.batch_seconds == planned.simulated_step_time
-    assert exhibit.links is not None
 
 
 @pytest.mark.thorough
@@ -178,9 +168,6 @@ def test_shapes_that_differ_are_said() -> None:
         (("trace.json", "--latency", "1"), "--latency with trace.json: expected options for a schedule"),
         (("plan.json", "--microbatches", "9"), "--microbatches with plan.json"),
         (("own.json",), "own.json: stagewrightTimelines: KeyError('name'): expected what write_perfetto writes"),
-        (("gpt", "-o", "a.eps"), "-o a.eps: expected a name that ends in .png, .svg, .pdf, .html, .json"),
-        (("gpt", "-o", "nowhere/a.png"), "-o nowhere/a.png: cannot write: expected a file in a folder that exists"),
-        (("gpt", "--width", "1"), "--width 1.0: expected 3 to 200 inches"),
     ],
 )
 def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

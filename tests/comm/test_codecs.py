@@ -187,5 +187,6 @@ def gathered() -> int:
     return max(each.untyped_storage().nbytes() for each in found)
 
 
+@pytest.mark.thorough
 def test_what_is_gathered_is_a_view_alone(gloo: Pool) -> None:
     assert gloo.run(gathered, ranks=2) == [32, 32]

@@ -309,6 +309,7 @@ def unlimited() -> float | None:
     return pipe.train_step(X, Y).loss
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_time_out_may_be_infinite(gloo: Pool) -> None:
     assert None not in gloo.run(unlimited, ranks=2)

@@ -270,6 +270,7 @@ def measured_on_two_hosts(names: tuple[str, ...]) -> dict[str, object]:
         return measured((1024, 65536))
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_hosts_of_unequal_size_whose_first_has_one_rank(gloo: Pool) -> None:
     """Sums within a host were measured on the first, and one rank sums at no speed at all."""

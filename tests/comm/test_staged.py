@@ -218,6 +218,7 @@ def backend_of_a_world() -> str:
     return found
 
 
+@pytest.mark.thorough
 def test_the_world_is_gloos_where_processes_share_a_device(gloo: Pool) -> None:
     assert gloo.run(backend_of_a_world, ranks=2, group=False) == ["gloo", "gloo"]
 
@@ -291,7 +292,7 @@ def test_it_trains_as_in_one_process(gloo: Pool, schedule: str, ranks: int) -> N
         assert all(theirs[name].equal(value) for name, value in state.items())
 
 
-@pytest.mark.thorough(but=["zero1"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("data_parallel", ["replicate", "zero1", "fsdp"])
 def test_replicas_sum_as_without(gloo: Pool, data_parallel: str) -> None:
     mesh = sw.Mesh(pipe=2, data=2, data_parallel=data_parallel)

@@ -286,6 +286,7 @@ def leave() -> tuple[int, int]:
     return before, behind
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_process_that_ends_waits_for_what_it_has_sent(gloo: Pool) -> None:
     assert gloo.run(leave, ranks=2)[0] == (3, 0)
@@ -322,7 +323,7 @@ def wait_in_vain(how: str) -> tuple[str, str, tuple[int, ...]] | None:
     return None
 
 
-@pytest.mark.thorough(but=["another size"])
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize("how", ["silence", "another size"])
 def test_a_wait_ends_with_its_time_out_and_names_the_action(gloo: Pool, how: str) -> None:

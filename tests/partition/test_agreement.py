@@ -25,7 +25,7 @@ from support.inside import (
     steady_in_flight,
 )
 
-from stagewright.partition import Cluster, Node, Profile, partition, plan
+from stagewright.partition import Cluster, Node, Profile, plan
 from stagewright.schedules import AllReduce, Costs, Link, Links, build, simulate
 
 from .small import CLUSTERS, configuration, profiles
@@ -129,18 +129,6 @@ def evaluated(schedule: str, replicas: tuple[int, int], nodes: tuple[Node, ...] 
     return found, evaluator.simulate(found)
 
 
-def test_replicas_with_tensor_groups_sum_across_these() -> None:
-    """Two hosts of two devices, a tensor group each: gradients are summed between the hosts, over the slow link."""
-    topology = Topology(Cluster.from_levels([(2, 100), (2, 1)]))
-    c = configuration(pipeline=1, data=2, tensor=2, schedule="gpipe", ranks=((0, 1, 2, 3),))
-    (ring,) = (
-        PlanEvaluator(topology, lambda _size, _tensor: Model(Profile(nodes=NODES), MemoryRules(optimizer_ratio=2.0)))
-        .placement(c)
-        .on.rings
-    )
-    assert ring == topology.ring((0, 2)) != topology.ring((0, 1))
-
-
 def test_groups_that_hold_the_same_weights_sum_together() -> None:
     """With two such groups in each replica of four tensor ranks, and with one, on the same ranks."""
     topology = Topology(Cluster.from_levels([(4, 100), (2, 1)]))
@@ -161,19 +149,6 @@ def test_memory_is_that_of_the_configuration_at_hand() -> None:
     large = replace(small, num_microbatches=2)
     held = [evaluator.choices(c, (0, 1, 2))[0].memories[0].in_flight for c in (small, large, small)]
     assert held == [(1,), (2,), (1,)]
-
-
-def test_optimizer_steps_and_memory() -> None:
-    """The optimizer's step stands behind the flush; the first rank holds two microbatches, the second one."""
-    nodes = tuple(replace(node, update_seconds=3.0, stash_bytes=100.0) for node in NODES)
-    (small, plain), (large, found) = evaluated("1f1b", (1, 1)), evaluated("1f1b", (1, 1), nodes)
-    assert found.simulated_seconds == pytest.approx(plain.simulated_seconds + 3)
-    first, second = (memory.uses[0] for memory in small.memories)
-    assert (first.parameters, first.gradients, first.optimizer, first.workspace) == (20, 20, 40, 5)
-    assert first.communication == 5 * (4 + 2)  # gradients received ahead, two activations sent
-    assert second.communication == 5 * 4  # of four microbatches each: its activation was received, or its gradient sent
-    grown = [memory.total - before.total for memory, before in zip(large.memories, small.memories, strict=True)]
-    assert grown == [200, 100]
 
 
 def test_a_divided_optimizer_steps_a_share_of_its_weights_on_each_rank() -> None:
@@ -198,15 +173,6 @@ def test_replicas_without_a_flush() -> None:
     # Sums overlap with compute: half of the messages and a ring of 20 bytes and two latencies in four microbatches.
     links = 5 / 10 * 2 / 4 + (2 * 1.0 + 2 * 1 / 2 * 20 / 10) / 4
     assert evaluation.bottleneck == max(3.0, links) == 3.0
-
-
-def test_a_batch_is_simulated_and_a_stream_of_microbatches_is_not() -> None:
-    """Two replicas and one would be best for three microbatches under "pipedream", which does not take them."""
-    profile = Profile(nodes=NODES)
-    assert partition(profile, CLUSTER).simulated_step_time is None
-    found = partition(profile, Cluster.from_levels([(3, 1e9)]), schedule="pipedream", num_microbatches=3)
-    assert found.simulated_step_time is not None
-    assert found.build_schedule().num_microbatches == 3
 
 
 @pytest.mark.thorough

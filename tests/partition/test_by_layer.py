@@ -231,11 +231,6 @@ def test_a_cut_between_parts_puts_them_together() -> None:
     assert two.seconds(Op.B)[0] == pytest.approx(60e-3 + 1.3e6 / 10e9 + 2 * 40e-6)  # two sums of gradients
 
 
-def test_linear_layers_with_a_tiny_batch_stay_divided() -> None:
-    found = planned(profiles(LINEARS, 2))
-    assert [stage.splits for stage in found.stages] == [()]
-
-
 def test_with_little_memory_weights_are_divided_though_it_takes_longer() -> None:
     given = profiles({"c1": (40.0, 60.0, 24.0), **LINEARS}, 32)
     assert planned(given, "2:link=40GB/s").stages[0].splits[0] == "samples"

@@ -27,11 +27,6 @@ def test_short_form() -> None:
     assert Cluster.parse("2:net=1e3MB/s").levels[0].bandwidth == 1e9
 
 
-def test_the_way_over_a_level_leads_over_those_below() -> None:
-    cluster = Cluster.from_levels([(2, 4.0), (2, 8.0), (2, 1.0)])
-    assert cluster.path_bandwidths == (4.0, 4.0, 1.0)  # the way over the second level leads over the first
-
-
 def test_json_there_and_back() -> None:
     cluster = Cluster(
         levels=(Level(name="a", size=2, bandwidth=1.0), Level(name="b", size=2, bandwidth=0.5, latency=0.1)),
@@ -87,13 +82,6 @@ GOOD = json.loads(Cluster.from_levels([(2, 1.0), (2, 0.5)]).to_json())
 def test_bad_json(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Cluster.from_json(json.dumps({**GOOD, **fields}), source="c.json")
-
-
-def test_bad_levels() -> None:
-    with pytest.raises(ValueError, match=r"level 'link': bandwidth: 0\.0: expected a finite number above 0"):
-        Cluster.from_levels([(4, 0.0)])
-    with pytest.raises(ValueError, match="level 'link': size: 0: expected a whole number of at least 1"):
-        Cluster.from_levels([(0, 1.0)])
 
 
 def test_sums_may_be_slower_than_messages() -> None:
@@ -295,11 +283,6 @@ def test_latency_is_that_of_empty_sums_and_no_sum_has_fewer_seconds_a_byte(numbe
         assert more == pytest.approx(two)
         assert one >= two >= ring.seconds_a_byte * (1 - 1e-12)
         assert (two > 1.1 * ring.seconds_a_byte) == waits
-
-
-def test_sums_have_a_bandwidth_of_their_own() -> None:
-    levels = (Level(name="in", size=4, bandwidth=100.0, reduce_bandwidth=10.0),)
-    assert Topology(Cluster(levels=levels)).ring(range(4)).seconds_a_byte == pytest.approx(2 * 3 / 4 / 10)
 
 
 @pytest.mark.thorough

@@ -145,13 +145,6 @@ def lanes(costs: RangeCosts, first: int, last: int, at: Ranges) -> tuple[float, 
     return float(work), float(links)
 
 
-def test_compute_and_communication_overlap() -> None:
-    costs = range_costs(Cluster.from_levels([(4, 10.0)]), schedule="1f1b", num_microbatches=4)
-    at, compute, talk = costs.ranges(2, 3), 3 * 2 / 4, 2 * 1 / 2 * 100 / 10 / 4 + 2 * 10 / 10 / 2
-    assert lanes(costs, 1, 2, at) == (compute, talk)
-    assert float(costs.seconds(1, 2, at)) == max(compute, talk)
-
-
 def test_the_busiest_replica_counts() -> None:
     costs = range_costs(Cluster.from_levels([(5, 1e9)]), schedule="1f1b", num_microbatches=8)
     even = costs.per_replica()

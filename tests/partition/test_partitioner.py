@@ -9,7 +9,7 @@ import pytest
 from support.inside import dynamic as dynamic_module
 
 from stagewright.partition import Cluster, Node, Plan, Profile, partition, read_pipedream_profile
-from stagewright.schedules import Costs, Op, build, simulate
+from stagewright.schedules import Costs, build, simulate
 
 DATA = Path(__file__).parents[1] / "data" / "pipedream"
 
@@ -60,11 +60,6 @@ def test_idle_devices_are_the_last_groups() -> None:
     assert flat.stages[0].ranks == (0,)
     nested = partition(profile, Cluster.from_levels([(2, 1e9), (3, 1e9)]), straight=True)
     assert nested.stages[0].ranks == (1,)  # the first node; a pipeline ends where its node ends
-
-
-def test_faster_devices() -> None:
-    fast = partition(chain(1, 1), Cluster.from_levels([(2, 1e9)], speed=2.0), straight=True)
-    assert (fast.predicted_step_time, fast.seconds(Op.F)[0]) == (1.5, 0.5)
 
 
 def test_a_node_too_large_is_named() -> None:

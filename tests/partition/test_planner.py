@@ -116,17 +116,6 @@ def test_labels() -> None:
     assert unequal.label() == "stages on 3-1, 1f1b, microbatch 2"
 
 
-def test_gradients_count_once_a_backward_has_left_some() -> None:
-    """One microbatch in all: its activations go while the gradients come."""
-    profile = chain(2, parameter_bytes=10.0, stash_bytes=30.0)
-    only, several = (plan(profile, FOUR, global_batch=n, pipeline_sizes=(1,), data_sizes=(1,)) for n in (1, 2))
-    assert (only.memory[0].gradients, only.memory[0].activations) == (0.0, 60.0)
-    assert (several.memory[0].gradients, several.memory[0].activations) == (20.0, 60.0)
-    small = plan(chain(2, parameter_bytes=10.0), FOUR, global_batch=4, pipeline_sizes=(1,), data_sizes=(4,))
-    behind = small.memory[0]
-    assert (behind.gradients, behind.activations, behind.communication) == (20.0, 0.0, 20.0)
-
-
 def test_a_schedule_that_refuses_some_sizes_does_not_end_the_search() -> None:
     """2BW needs more microbatches than a deep pipeline gets here."""
     found = plan(chain(6), Cluster.parse("4:l=1GB/s"), global_batch=2, schedules=["2bw", "1f1b"])

@@ -172,14 +172,6 @@ def test_holdings_by_data_structure() -> None:
         MEASURED.holdings(["a", "z"])
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("microbatch_size", True), ("optimizer_ratio", math.inf), ("step_seconds", -1.0)]
-)
-def test_bad_figures_of_a_profile(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{field}: .*: expected a "):
-        Profile(nodes=(node("a"),), **{field: value})  # type: ignore[arg-type]
-
-
 def test_typical_seconds_add_up_to_what_the_whole_took_on_average() -> None:
     nodes = (
         Node(name="a", forward_seconds=1.0, backward_seconds=2.0, selective_bytes=7, selective_seconds=0.5),

@@ -72,18 +72,6 @@ def test_the_first_ones_of_a_stage() -> None:
     assert some == [[550, 500], [50, 0], [0.5, 0]]
 
 
-def test_what_does_not_run_again_keeps_its_stash() -> None:
-    """The last node, and nothing of what the first one takes, which is the model's own input."""
-    assert rows(CHAIN, 0, 4) == {
-        "none": (1100, 0, 0),
-        "full": (0, 1100, 15),
-        "layer": (10 + 20 + 500, 300, 7),
-        "selective": (40 + 50 + 70 + 500, 250, 7 / 4),
-        "keep_less": (100 + 250 + 200 + 500, 50, 0.5),
-    }
-    assert rows(CHAIN, 3, 4)["layer"] == (500, 0, 0)
-
-
 @st.composite
 def graphs(draw: st.DrawFn) -> Profile:
     """Random graphs, with nodes that do not run again and figures of selective recompute."""

@@ -22,14 +22,7 @@ from support.inside import (
 from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, plan
 from stagewright.schedules import AllReduce
 
-# Computes 1 FLOP a second and does nothing else: seconds are FLOPs.
-COUNTER = DeviceModel(
-    name="counter", peak_flops=1.0, memory_bandwidth=1e30, memory_bytes=1e30, link_bandwidth=1e30, matrix_efficiency=1.0
-)
-SMALL = Transformer(layers=3, hidden=64, heads=8, vocabulary=1000, length=32)
-FEW = Transformer(
-    layers=3, hidden=64, heads=8, kv_heads=2, vocabulary=1000, length=32, mlp_ratio=3.5, head="untied", style="llama"
-)
+from .test_transformer import COUNTER, FEW, SMALL
 
 
 def profile_of(model: Transformer, *, b: int = 1, device: DeviceModel) -> Profile:

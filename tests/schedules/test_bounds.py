@@ -101,11 +101,6 @@ def test_a_gradient_may_end_on_the_replica_with_less_to_update() -> None:
     assert lower_bound(schedule, costs) == simulate(schedule, costs).makespan == 1 + 1 + 2 + 10
 
 
-def test_updates_alone_add_up() -> None:
-    schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2)
-    assert lower_bound(schedule, Costs(forward=0.0, backward=0.0, update=1.0)) == 2.0
-
-
 def test_updates_in_the_program() -> None:
     """Each U after its batch; the last update of stage 0 comes behind all else."""
     schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", "1F0 1B0 1U0 1F1 1B1 1U1", microbatches=1, batches=2)

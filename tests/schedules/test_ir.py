@@ -79,11 +79,3 @@ def test_edges_are_a_chain_unless_given() -> None:
     skipped = made.with_edges([Edge(0, 1), Edge(0, 3, False)])
     assert skipped.stage_edges == (Edge(0, 1), Edge(0, 3, False))
     assert skipped.programs == made.programs
-
-
-def test_schedules_are_values() -> None:
-    one, other = (build("1f1b", num_ranks=2, num_microbatches=2) for _ in range(2))
-    assert one == other
-    assert hash(one) == hash(other)
-    with pytest.raises(AttributeError):
-        one.name = "2f2b"  # type: ignore[misc]

@@ -149,18 +149,6 @@ def test_messages_of_one_link_queue() -> None:
     assert attribute_idle(timeline)[1].transfer == 2 * (3.0 - 1.0)
 
 
-def test_pairs_that_share_a_network_card_queue() -> None:
-    """Replicas 0 and 1 of stage 0 send to 2 and 3: over links of their own at once, over one card in turn."""
-    schedule = by_hand("0F0", "0F1", "1F0", "1F1", microbatches=2, placement=[[0], [0], [1], [1]])
-    costs = Costs(forward=1.0)
-    own = LinkLevel(num_ranks=4, seconds_per_byte=0.5)
-    shared = replace(own, ranks_per_card=2)
-    inside = LinkLevel(num_ranks=2)
-    for levels, expected in (((inside, own), [3.0, 3.0]), ((inside, shared), [3.0, 5.0])):
-        timeline = simulate(schedule, costs, Links(network=levels, activation_bytes=4.0))
-        assert [trace.compute[0].start for trace in timeline.ranks[2:]] == expected
-
-
 def test_the_level_is_the_innermost_that_joins_two_ranks() -> None:
     levels = (
         LinkLevel(num_ranks=2, seconds_per_byte=1.0),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from support.inside import GroupStep, Sharing, count_in_flight
 
-from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, family, lower
+from stagewright.schedules import Action, Op, Schedule, ScheduleError, build, check, lower
 
 from .random_schedules import by_hand
 
@@ -39,12 +39,6 @@ def crossed(program: Sequence[Action]) -> int:
             behind = program[at : program.index(action._replace(op=Op.B))]
             most = max(most, sum(each.op is Op.U for each in behind))
     return most
-
-
-def test_an_update_a_batch_by_default() -> None:
-    schedule = build("paci", num_ranks=2, num_microbatches=6)
-    assert (schedule.groups_per_batch, schedule.update_every) == (1, None)
-    assert family("paci").rule.updates_per_batch(6, (1, 1)) == 1
 
 
 def test_replicas_share_the_bound() -> None:

@@ -86,20 +86,6 @@ def test_an_evaluation_has_no_epilogue(costs: Costs) -> None:
     assert all(s.what.op is Op.F for trace in simulate(schedule, costs).ranks for s in trace.compute)  # type: ignore[union-attr]
 
 
-def test_updates_in_the_program_come_where_they_stand() -> None:
-    schedule = by_hand("0F0 0B0 0U0 0F1 0B1 0U1", microbatches=1, batches=2)
-    timeline = simulate(schedule, Costs(forward=1.0, backward=2.0, update=0.5, norm=9.0))
-    assert [(str(s.what), s.start) for s in timeline.ranks[0].compute] == [
-        ("0F0", 0.0),
-        ("0B0", 1.0),
-        ("0U0", 3.0),
-        ("0F1", 3.5),
-        ("0B1", 4.5),
-        ("0U1", 6.5),
-    ]
-    assert ideal_makespan(schedule, Costs(forward=1.0, backward=2.0, update=0.5)) == 7.0
-
-
 # --- what it refuses ---
 
 

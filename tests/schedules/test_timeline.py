@@ -125,13 +125,6 @@ def test_a_window_of_a_stream_has_its_steady_state(name: str) -> None:
     assert Timeline.from_json(window.to_json()) == window
 
 
-def test_a_flush_has_its_makespan_for_a_batch() -> None:
-    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), Costs())
-    assert timeline.batch_seconds == timeline.makespan
-    assert timeline.peak_versions == (1, 1)
-    assert timeline.staleness == (0, 0)
-
-
 @pytest.mark.parametrize("batches", [1, 2])
 def test_too_few_batches_for_a_steady_state(batches: int) -> None:
     """Then it is that of the whole program."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from support.inside import (
     ClockReading,
-    TraceHeader,
     Traces,
     clock_line,
     find_gaps,
@@ -20,7 +19,7 @@ from support.inside import (
     step_line,
     trace_file,
 )
-from support.inside import trace_file_digest as digest
+from support.run_folder import header_of
 
 from stagewright.schedules import Costs, Schedule, Timeline, attribute_idle, build, simulate
 
@@ -47,20 +46,9 @@ def write(
 ) -> None:
     """Files of one start: by process, its steps. Rank r's clock is ahead[r] seconds ahead of rank 0's."""
     for process, numbers in steps.items():
-        header = TraceHeader(
-            run=run,
-            started=started,
-            process=process,
-            num_processes=schedule.num_ranks,
-            ranks=(process,),
-            machine=machines[process],
-            origin=machines[0],
-            host=f"host {machines[process]}",
-            first_step=first_step,
-            digest=digest(schedule),
-            schedule=schedule,
-            versions={"torch": "2"},
-        )
+        place = {"machine": machines[process], "origin": machines[0], "host": f"host {machines[process]}"}
+        own = {"process": process, "ranks": (process,), "num_processes": schedule.num_ranks, "first_step": first_step}
+        header = header_of(schedule, run=run, started=started, versions={"torch": "2"}, **place, **own)
         data = header_line(header)
         if machines[process] != machines[0]:
             data += clock_line(run, ClockReading(ahead[process], -ahead[process], 0.5))

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from stagewright.schedules import Timeline
+from stagewright.schedules import Schedule, Timeline
 from support.inside import RankRecord, RunFile, TraceHeader, header_line, step_line, trace_path
 from support.inside import trace_file_digest as digest
+
+
+def header_of(schedule: Schedule, **other: Any) -> TraceHeader:
+    """Of a run in one process, unless said otherwise."""
+    whole = {"process": 0, "num_processes": 1, "ranks": tuple(range(schedule.num_ranks)), "started": "2026"}
+    here = {"machine": "a", "origin": "a", "host": "a", "first_step": 0}
+    return TraceHeader(**whole | here | {"digest": digest(schedule), "schedule": schedule} | other)
 
 
 def write_run(name: str, simulated: Timeline, measured: Timeline, **config: object) -> None:
@@ -16,19 +24,7 @@ def write_run(name: str, simulated: Timeline, measured: Timeline, **config: obje
     folder.mkdir(parents=True)
     schedule = simulated.schedule
     RunFile(schedule=schedule, simulated=simulated).write(folder)
-    header = TraceHeader(
-        run=name,
-        started="2026",
-        process=0,
-        num_processes=1,
-        ranks=tuple(range(schedule.num_ranks)),
-        machine="a",
-        origin="a",
-        host="a",
-        first_step=0,
-        digest=digest(schedule),
-        schedule=schedule,
-    )
+    header = header_of(schedule, run=name)
     records = {
         rank: RankRecord(compute=trace.compute, arrivals=tuple((m, made, there) for m, made, there in trace.comm))
         for rank, trace in enumerate(measured.ranks)

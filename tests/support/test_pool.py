@@ -34,6 +34,7 @@ def fail_on(rank: int, how: str) -> None:
         warnings.warn("a warning", stacklevel=1)
 
 
+@pytest.mark.thorough
 def test_failures_are_told_and_the_next_case_runs(request: pytest.FixtureRequest) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"))
     with pytest.raises(CaseError, match=r"(?s)rank 1: error\n.*on purpose"):
@@ -59,6 +60,7 @@ def wait_for_each_other(seconds: float) -> None:
         dist.recv(torch.zeros(1), src=1 - dist.get_rank())
 
 
+@pytest.mark.thorough
 def test_ranks_hang_when_all_wait_and_not_while_one_computes(request: pytest.FixtureRequest) -> None:
     pool = Pool(filters=request.config.getini("filterwarnings"), idle=1.0)
     pool.run(wait_for_each_other, ranks=2, args=(1.5,))

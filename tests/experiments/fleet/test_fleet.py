@@ -1,4 +1,4 @@
-"""Shares of a fleet beside brute force and the equal split; prices by hand, and never dearer than one plan."""
+"""Shares of a fleet beside brute force and the equal split; prices by hand and beside all choices."""
 
 from __future__ import annotations
 
@@ -159,25 +159,6 @@ def test_the_cheapest_is_that_of_all_choices() -> None:
         assert cheapest([A, B], trace, *given).cost == pytest.approx(min(costs))
         feasible += 1
     assert feasible > 20
-
-
-@pytest.mark.thorough
-def test_the_cheapest_is_never_dearer_than_one_plan() -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(60):
-        lines, at = ["seconds,kind,price"], 0
-        for _ in range(8):
-            for kind in ("a", "b"):
-                price = "" if rng.random() < 0.2 else f"{rng.uniform(500, 5000):.0f}"
-                lines.append(f"{at},{kind},{price}")
-            at += int(rng.integers(50, 200))
-        trace = PriceTrace.parse("\n".join([*lines, f"{at},end,"]))
-        charges = Charges(restart_seconds=float(rng.integers(0, 20)), checkpoint_every=20.0, checkpoint_seconds=1.0)
-        samples = float(rng.integers(50, 600))
-        single = [replay([plan] * 8, trace, samples, charges) for plan in (A, B)]
-        costs = [each.cost for each in single if each.seconds is not None]
-        if costs:
-            assert cheapest([A, B], trace, samples, charges).cost <= min(costs) * (1 + 1e-9)
 
 
 def test_mistakes_are_named() -> None:

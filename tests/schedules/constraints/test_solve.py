@@ -83,12 +83,6 @@ def test_all_that_is_free_is_chosen_for_a_short_makespan() -> None:
         )
 
 
-def test_a_limit_of_activations_alone_makes_1f1b() -> None:
-    rule = in_flight(at_most=lambda rank: 4 - rank)
-    table = build("1f1b", num_ranks=4, num_microbatches=8)
-    assert Constraints(num_ranks=4, num_microbatches=8, rules=[rule]).solve().programs == table.programs
-
-
 def test_a_greedy_start_that_cannot_end_is_taken_back() -> None:
     """A rank that takes the first forwards it can has no room for the chunk that would free some: a search finds it."""
     constraints = Constraints(

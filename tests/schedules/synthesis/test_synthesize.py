@@ -215,17 +215,6 @@ def test_a_given_start_is_never_lost() -> None:
         synthesize(num_ranks=4, num_microbatches=6, costs=SLOPED, start=build("1f1b", num_ranks=4, num_microbatches=8))
 
 
-def test_the_same_seed_and_evaluations_find_the_same() -> None:
-    def find(seed: int) -> tuple[Schedule, list[tuple[int, float]]]:
-        found = synthesize(
-            num_ranks=4, num_microbatches=6, costs=SLOPED, memory_limit=3, seed=seed, seconds=400, evaluations=3000
-        )
-        assert found.stopped in {"evaluations", "optimal"}
-        return found.schedule, [(point.evaluations, point.value) for point in found.history]
-
-    assert find(1) == find(1)
-
-
 @pytest.mark.thorough
 def test_a_bound_that_leaves_room_for_rounding_is_met() -> None:
     """Limits of memory leave 1e-9 of themselves for it, and a bound over several chunks is lower by as much."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,38 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-D = 4  # width
-Y = 2 * D
-
-
-BLOCKS: dict[str, type[Block]] = {}  # by name: NoGrad is "no-grad"
-
-
-class Block(nn.Module):
-    """What changes between steps may change: attributes, options, a class attribute, the function."""
-
-    alpha = 1.0
-
-    def __init_subclass__(cls) -> None:
-        BLOCKS[re.sub("(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()] = cls
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.options = {"beta": [1.0]}
-        self.function = torch.tanh
-        self.fails = False
-        self.make()
-
-    def make(self) -> None:
-        self.fc = nn.Linear(D, D)
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.function(self.fc(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise ArithmeticError("a fault of the user's own")
-        return self.body(x) * self.alpha * self.options["beta"][0]
+from . import block
+from .block import Block, D, Y
 
 
 class Linear(Block):
@@ -468,11 +437,12 @@ class Compiled(Block):
 
 def connect(blocks: list[nn.Module]) -> None:
     store: dict[str, Tensor] = {}
-    for block in blocks:
-        if isinstance(block, Stash):
-            block.store = store
+    for one in blocks:
+        if isinstance(one, Stash):
+            one.store = store
 
 
+BLOCKS = block.BLOCKS  # all of these, by name
 RANDOM = {"dropout", "layerdrop"}
 STATEFUL = {"batchnorm", "assigned", "written", "counter"}  # a microbatch leaves something for the next
 AGAIN = {"checkpointed", "weight-norm"}  # a backward that comes later reads other weights than those of the forward

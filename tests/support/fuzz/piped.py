@@ -24,13 +24,11 @@ from .models import (
     Batch,
     blocks_of,
     first_names,
-    grouped,
     make_batch,
     make_loss,
     make_model,
-    make_optimizer,
-    make_scheduler,
 )
+from .optimizers import grouped, make_optimizer, make_scheduler
 from .plain import autocast, batches_of, evaluating, flatten, kept_generators
 from .random_order import random_schedule
 

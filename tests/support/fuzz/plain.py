@@ -16,7 +16,8 @@ from ..async_reference import AsyncCase, Use, uses
 from ..reference import mix
 from . import changes
 from .cases import Call, Case, Outcome
-from .models import Batch, first_names, make_batch, make_loss, make_model, make_optimizers, make_scheduler, units
+from .models import Batch, first_names, make_batch, make_loss, make_model, units
+from .optimizers import make_optimizers, make_scheduler
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
