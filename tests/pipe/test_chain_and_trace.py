@@ -267,18 +267,3 @@ def test_a_recorded_model_is_recorded_again_for_another_batch_size(size: int) ->
     with torch.no_grad():
         expected = sum(loss_of(model(a), b).item() * len(a) for a, b in parts) / size
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, abs=1e-12)
-
-
-class Fork(Layers):
-    """The output of the first stage goes to the two others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.a(x))
-        y = torch.tanh(self.b(h))
-        out: Tensor = self.c(y) * h
-        return out
-
-
-def test_gradients_of_a_value_that_several_stages_take_add_up() -> None:
-    pipe = agree_with_one_process(Fork, ranks=3, cut=["b", "c"])
-    assert {(edge.src, edge.dst) for edge in pipe.schedule.edges if edge.grad} >= {(0, 1), (0, 2)}

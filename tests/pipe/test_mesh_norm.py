@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stagewright.pipe import PipelineModule
 
 WIDTH, SAMPLES, M, STEPS = 4, 8, 4, 4
-PIPE, DATA, ALL = {"pipe": 2, "tensor": 2}, {"data": 2, "tensor": 2}, {"pipe": 2, "data": 2, "tensor": 2}
+PIPE, DATA = {"pipe": 2, "tensor": 2}, {"data": 2, "tensor": 2}
 NORMS = [1.0, 2.0, 3.0, math.inf]
 AT = (2, 1)  # the step and the process in which one member's part of a gradient overflows
 

@@ -12,8 +12,6 @@ from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
 
-from stagewright.pipe import PipelineModule
-
 
 class Net(nn.Module):
     """Run by its own modules, with a multiplication behind them."""
@@ -31,10 +29,6 @@ class Net(nn.Module):
 def chain() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*layers(3), nn.Dropout(0.25), *layers(3))
-
-
-def hook(*_: object) -> None:
-    """Nothing."""
 
 
 ANY: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -139,34 +133,6 @@ def test_unfreezing_is_refused_by_name() -> None:
             ValueError, match=r"parameter '0.weight' requires a gradient and did not when the stages were"
         ):
             pipe.train_step(X, Y)
-
-
-@pytest.mark.thorough(but=["options0-2"])
-@pytest.mark.parametrize("first", [0, 2, 3])
-@pytest.mark.parametrize(
-    "options", [{}, {"schedule": "2bw"}, {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2}, {"recompute": "full"}]
-)
-def test_what_is_frozen_later_stays_and_the_rest_goes_on(first: int, options: dict[str, Any]) -> None:
-    """Also with batches of another size, and until it is trained again."""
-    torch.manual_seed(0)
-    model = layers()
-    pipe: PipelineModule = make(model=model, **options)
-    pipe.train_step(X, Y)
-    pipe.flush()
-    frozen = list(model[first : first + 3].parameters())
-    before = [p.detach().clone() for p in model.parameters()]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    for size in (8, 6, 8, 8):
-        pipe.train_step(X[:size], Y[:size])
-    pipe.flush()
-    stays = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
-    assert stays == [any(p is one for one in frozen) for p in model.parameters()]
-    model.requires_grad_(True)
-    for _ in range(3):
-        pipe.train_step(X, Y)
-    pipe.flush()
-    assert not any(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])

@@ -59,18 +59,6 @@ class Ema(nn.Module):
         return (h - self.ema) * self.scale
 
 
-class Tempered(nn.Module):
-    """Reads an attribute and a dict that change between steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.temperature, self.options = linear(), 1.0, {"act": torch.tanh}
-
-    def forward(self, x: Tensor) -> Tensor:
-        value: Tensor = self.options["act"](self.linear(x) / self.temperature)
-        return value
-
-
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "reentrant checkpoint": lambda: Calls(checkpointed),
     "autocast": lambda: Calls(cast),
@@ -191,17 +179,6 @@ def test_a_module_deleted_or_replaced_between_steps_is_refused_by_what_reads_the
     for call in calls:  # and all goes on as before
         call()
     pipe.train_step(x, y)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_attributes_that_change_between_steps_take_effect_at_the_next(recompute: str) -> None:
-    def change(model: Any, step: int) -> None:
-        module = model[1][0]
-        module.temperature = 1.0 / (1 + step)
-        if step == 2:
-            module.options["act"] = torch.sin
-
-    agree(between_layers(Tempered), change, recompute=recompute)
 
 
 # --- sparse ---
