@@ -149,6 +149,7 @@ def _differ() -> list[str]:
     return told
 
 
+@pytest.mark.thorough
 def test_ranks_that_differ_are_told_before_anything_is_measured(gloo: Pool) -> None:
     for rank, (microbatches, trials, batches) in enumerate(gloo.run(_differ, ranks=2)):
         assert f"rank {rank} has schedule 'auto' for 2 ranks, M={2 + rank}, a batch of ((8, 6) torch" in microbatches

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.failing import Told, told
+from support.parts import Parts
 from support.small import WIDTH, X, Y, make
 from torch import Tensor, nn
 
@@ -42,12 +43,8 @@ class Block(nn.Module):
         return h
 
 
-class Routed(nn.Module):
+class Routed(Parts, blocks=lambda: nn.ModuleList(Block() for _ in range(4))):
     """Adds up the auxiliary losses of its blocks, and returns their sum beside its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         aux = x.new_zeros(())

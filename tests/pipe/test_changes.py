@@ -10,15 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import GuardsChanges as Changes
+from support.parts import Parts
 from support.small import WIDTH, X, Y, make
 from torch import Tensor, nn
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.gain, self.count = nn.Linear(WIDTH, WIDTH), 1.0, 0
-
+class Block(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), gain=1.0, count=0):
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
         return x + self.linear(x)

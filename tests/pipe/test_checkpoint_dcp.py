@@ -134,6 +134,7 @@ def test_a_pipeline_goes_on_from_what_fsdp_saved(gloo: Pool, tmp_path: Path) -> 
     assert all(torch.equal(found[key], x) for key, x in before.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_fsdp_and_a_plain_process_go_on_from_what_a_pipeline_saved(gloo: Pool, tmp_path: Path) -> None:
     pipe = make()

@@ -83,6 +83,7 @@ def both_sides() -> tuple[Any, Any, Any]:
     return by_torch(replica), mine, codecs.sent["data"]
 
 
+@pytest.mark.thorough
 def test_low_rank_is_powersgd(gloo: Pool) -> None:
     """Over steps with error feedback and a warm start; bytes as a ring sends them."""
     for theirs, mine, sent in gloo.run(both_sides, ranks=2):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import Seen, TokenBlocks
+from support.parts import Parts
 from support.pool import Pool
 from support.sliced import VOCABULARY, T, batch, chain, counted_loss, gpt, mean_loss
 from torch import Tensor, nn
@@ -198,12 +199,8 @@ def test_a_stream_goes_on_from_its_checkpoint_under_another_size(gloo: Pool, tmp
         assert difference < 1e-12
 
 
-class _Across(nn.Module):
+class _Across(Parts, conv=lambda: nn.Conv1d(8, 8, 3, padding=1)):
     """A convolution over the sequence, which sees its neighbours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(8, 8, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
@@ -345,6 +342,7 @@ _TEXTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_what_looks_across_tokens_by_other_means_is_refused(gloo: Pool) -> None:
     for kind in ("conv", "mask", "odd"):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.deferred_net import BUILDS, TOKENS, WIDTH, Net, compare, deferred, loss, make, net, trained
 from support.inside import profile_model
+from support.parts import Parts
 from support.pool import Pool
 from torch import nn
 
@@ -62,7 +63,7 @@ def told_of_seeds(tensor: int, builds: tuple[str, str]) -> str:
     return "trained"
 
 
-@pytest.mark.thorough(but=["1-builds3"])
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("tensor", "builds"),
@@ -134,11 +135,7 @@ def test_a_model_of_the_meta_device_fills_itself() -> None:
     assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))  # nothing half filled
 
 
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Part(Parts, up=lambda: nn.Linear(WIDTH, WIDTH), down=lambda: nn.Linear(WIDTH, WIDTH)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x))
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from support.edited import Wrapped
 from support.inside import beside
 from support.models import make_batch, make_model, task_of
+from support.parts import Parts
 from support.pool import Pool
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -260,13 +261,8 @@ def test_an_untied_weight_is_seen() -> None:
         edits.verify(inputs)
 
 
-class Moving(nn.Module):
+class Moving(Parts, norm=lambda: nn.BatchNorm1d(8), drop=lambda: nn.Dropout(0.5)):
     """A norm with moving averages, and dropout: a second run could move and draw again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.drop(self.norm(x))

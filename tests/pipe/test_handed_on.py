@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.alone import train_alone
+from support.parts import Parts
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -43,12 +44,8 @@ class Takes(nn.Module):
         return self.layer(x) * self.take()
 
 
-class Remembers(nn.Module):
+class Remembers(Parts, layer=lambda: nn.Linear(WIDTH, WIDTH)):
     """`self.last = x`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = x
@@ -178,12 +175,8 @@ def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) ->
     agree(pipelined(make, mesh={"pipe": 2}, cut=["1"]), make)
 
 
-class Own(nn.Module):
+class Own(Parts, units=lambda: nn.ModuleList(attribute())):
     """The same units in a model that is recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(attribute())
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -245,12 +238,8 @@ def test_counters_and_constants_may_be_shared() -> None:
     assert shared["calls"] == shared["total"] == 4 * 2
 
 
-class CountsOn(nn.Module):
+class CountsOn(Parts, layer=lambda: nn.Linear(WIDTH, WIDTH), calls=0):
     """Each run follows from how many there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -258,11 +247,7 @@ class CountsOn(nn.Module):
         return found
 
 
-class RunsAgain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts, self.b, self.c = CountsOn(), linear(), linear()
-
+class RunsAgain(Parts, counts=CountsOn, b=linear, c=linear):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.c(self.counts(self.b(self.counts(x))))
         return found

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd, stream
 from torch import Tensor, nn
@@ -17,13 +18,8 @@ from stagewright.comm import PipelineError
 from stagewright.pipe import PipelineModule
 
 
-class Scaled(nn.Module):
+class Scaled(Parts, scale=lambda: nn.Parameter(torch.full((WIDTH,), 0.7)), seen=lambda: torch.zeros(())):
     """Learns a scale, and counts what it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
-        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, output: Tensor) -> Tensor:
         if self.training:

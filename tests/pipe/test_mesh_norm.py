@@ -144,7 +144,7 @@ def piped(schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> dict[
 ZERO1: dict[str, Any] = {"data_parallel": "zero1"}
 
 
-@pytest.mark.thorough(but=["2bw-{'pipe': 2, 'tensor': 2}-{}"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("schedule", "mesh", "options"), [("1f1b", DATA, ZERO1), ("2bw", PIPE, {})], ids=str)
 def test_four_processes(gloo: Pool, schedule: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
     """One tensor member's part of a gradient overflows, in one replica of one stage: nobody updates."""

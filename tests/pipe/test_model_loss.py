@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import MODEL_INPUT, profile_model
 from support.keyword_models import IGNORED, LABELS, WIDTH, WORDS, Language, gpt2, in_float64, loss_in
+from support.parts import Parts
 from support.records import records
 from support.small import X, Y, make
 from torch import Tensor, nn
@@ -225,11 +226,7 @@ def test_the_profiler_takes_keywords_and_a_models_own_loss() -> None:
         profile_model(model, {"tokens": WORDS, "labels": LABELS[:3]})
 
 
-class MaskedMean(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-
+class MaskedMean(Parts, first=lambda: nn.Linear(4, 4), last=lambda: nn.Linear(4, 1)):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.last(torch.tanh(self.first(x))).squeeze(-1)
         return (y.square() * mask).sum() / mask.sum()

@@ -47,6 +47,7 @@ def load_twice(case: Case, layout: Layout, state: dict[str, Tensor]) -> bool:
     return first and second
 
 
+@pytest.mark.thorough
 def test_state_dicts_load_whole_and_by_rank(gloo: Pool) -> None:
     layout = Layout(num_ranks=2)
     case = make_case("tied-gpt", layout, 4)

@@ -125,6 +125,7 @@ def _other_lengths() -> None:
         pipe.train_step(microbatches=make_batch(0, (3, 9, 4, 7 + rank)))
 
 
+@pytest.mark.thorough
 def test_ranks_that_pass_other_lengths_are_told(gloo: Pool) -> None:
     with pytest.raises(CaseError, match=r"rank 1 passed microbatches of 1 x 3, 2 x 9, 1 x 4, 2 x 8 elements to step 1"):
         gloo.run(_other_lengths, ranks=2)

@@ -121,6 +121,7 @@ def train() -> dict[str, Any]:
     return {"timelines": [timeline.to_json() for timeline in timelines]}
 
 
+@pytest.mark.thorough
 def test_timelines_of_ranks_whose_clocks_are_apart(gloo: Pool) -> None:
     found = gloo.run(train, ranks=3)
     assert found[0] == found[1] == found[2]

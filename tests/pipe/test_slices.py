@@ -122,6 +122,7 @@ def trained_after_a_bad_batch() -> tuple[str, float | None]:
     return said, pipe.train_step(tokens, targets).loss
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_first_batch_that_has_no_slices_ends_no_run(gloo: Pool) -> None:
     """It ended it, so that the next batch was a PipelineError."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.records import records
 from support.sliced import (
     VOCABULARY,
@@ -49,11 +50,7 @@ def silent_convolution() -> nn.Module:
     return Mixer(lambda x: layer(F.pad(x.transpose(1, 2), (1, 0))).transpose(1, 2), layer)
 
 
-class OwnPositions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Embedding(T, 8)
-
+class OwnPositions(Parts, places=lambda: nn.Embedding(T, 8)):
     def forward(self, x: Tensor) -> Tensor:
         positions: Tensor = self.places(torch.arange(x.shape[1]))
         return x + positions

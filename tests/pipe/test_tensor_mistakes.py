@@ -165,6 +165,7 @@ def pass_other_inputs() -> str:
     return str(told.value)
 
 
+@pytest.mark.thorough
 def test_a_tensor_group_passes_one_batch(gloo: Pool) -> None:
     told = gloo.run(pass_other_inputs, ranks=4)
     for member in (2, 3):

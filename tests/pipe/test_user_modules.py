@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.parts import Parts
 from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, piped
 from support.small import make
 from torch import Tensor, nn
@@ -139,11 +140,7 @@ def test_a_buffer_of_the_state_that_a_forward_brings_is_refused_by_name() -> Non
         pipe.state_dict()
 
 
-class Listed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(linear() for _ in range(3))
-
+class Listed(Parts, blocks=lambda: nn.ModuleList(linear() for _ in range(3))):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
