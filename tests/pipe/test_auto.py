@@ -15,6 +15,7 @@ from support.alone import train_alone
 from support.inside import AutoLayout, host_bandwidth, median_profile
 from support.pool import Pool
 from support.records import records
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright.comm import PeerLost
@@ -51,7 +52,7 @@ def make_pipe(**options: Any) -> PipelineModule:
         "schedule": "auto",
         "trials": 0,
         "loss_fn": F.mse_loss,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "optimizer": sgd,
         "timeout": 120.0,
     }
     return PipelineModule(make_model(), **records(**(settings | options)))

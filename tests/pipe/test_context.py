@@ -15,6 +15,7 @@ from support.inside import Seen, TokenBlocks
 from support.parts import Parts
 from support.pool import Pool
 from support.sliced import VOCABULARY, T, batch, chain, counted_loss, gpt, mean_loss
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright import Inputs, Mesh, PipelineModule, attend, positions
@@ -89,14 +90,7 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any], *, counted: bool = F
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     found = Mesh(**mesh)
     with PipelineModule(
-        model,
-        mesh=found,
-        num_microbatches=2,
-        loss_fn=loss_fn,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        max_grad_norm=1.0,
-        verify=True,
-        **options,
+        model, mesh=found, num_microbatches=2, loss_fn=loss_fn, optimizer=sgd, max_grad_norm=1.0, verify=True, **options
     ) as pipe:
         differences = []
         for _ in range(3):

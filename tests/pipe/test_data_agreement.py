@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.pool import Pool
 from support.records import records
+from support.small import sgd
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,7 +28,7 @@ def make_pipe(schedule: str = "1f1b", **options: Any) -> PipelineModule:
         "schedule": schedule,
         "num_microbatches": 4,
         "loss_fn": F.mse_loss,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "optimizer": sgd,
         "timeout": 120.0,
     }
     return PipelineModule(model, **records(**(settings | options)))
@@ -96,7 +97,7 @@ def test_in_one_process_nothing_is_compared_and_nothing_is_paid(monkeypatch: pyt
 
 def train_from_own_weights(how: str, folder: str) -> str:
     """The error of a rank whose processes made models of their own; how they come to the same weights, if they do."""
-    options = {"loss_fn": F.mse_loss, "optimizer": lambda params: torch.optim.SGD(params, lr=0.1), "timeout": 120.0}
+    options = {"loss_fn": F.mse_loss, "optimizer": sgd, "timeout": 120.0}
     rank = torch.distributed.get_rank()
 
     def make(seed: int) -> PipelineModule:

@@ -128,9 +128,8 @@ def test_a_model_of_the_meta_device_fills_itself() -> None:
     compare(([], states(1)), ([], states(2)))
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(
-        ValueError, match=r"^'positions' is on the meta device, and nothing fills it: Net has no reset_p"
-    ):
+    message = r"^'positions' is on the meta device, and nothing fills it: Net has no reset_p"
+    with pytest.raises(ValueError, match=message):
         make(model).train_step(TOKENS, TOKENS)
     assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))  # nothing half filled
 
@@ -184,9 +183,8 @@ def test_attributes_and_a_loss_with_weights() -> None:
 def test_what_was_not_drawn_is_named() -> None:
     with deferred(draw=False):
         model = Net()
-    with pytest.raises(
-        ValueError, match=r"drawn at random in the constructor, which .*draw=False\) leaves out: expected w"
-    ):
+    message = r"drawn at random in the constructor, which .*draw=False\) leaves out: expected w"
+    with pytest.raises(ValueError, match=message):
         make(model).train_step(TOKENS, TOKENS)
     assert all(x.is_meta for x in model.parameters())
 

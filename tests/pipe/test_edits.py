@@ -18,6 +18,7 @@ from support.inside import beside
 from support.models import make_batch, make_model, task_of
 from support.parts import Parts
 from support.pool import Pool
+from support.small import sgd
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -79,14 +80,7 @@ def edited(model: str, *names: str) -> Edits:
 
 def losses(model: nn.Module | Edits, name: str) -> list[float]:
     task = task_of(name)
-    pipe = PipelineModule(
-        model,
-        num_microbatches=2,
-        mesh={"pipe": 2},
-        loss_fn=task.loss,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        verify=False,
-    )
+    pipe = PipelineModule(model, num_microbatches=2, mesh={"pipe": 2}, loss_fn=task.loss, optimizer=sgd, verify=False)
     found = []
     for index in range(2):
         inputs, target = make_batch(name, index=index, size=task.batch_size // 2 * 2)

@@ -328,9 +328,8 @@ def test_a_model_that_takes_other_inputs() -> None:
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return x * mask
 
-    with pytest.raises(
-        ValueError, match=r"Two\.forward\(.*mask.*\).* does not take 1 by position \(missing .*'mask'\): expected"
-    ):
+    message = r"Two\.forward\(.*mask.*\).* does not take 1 by position \(missing .*'mask'\): expected"
+    with pytest.raises(ValueError, match=message):
         make(model=Two())
 
 

@@ -18,7 +18,7 @@ from support.fuzz.campaign import Report, campaign, checked
 from support.fuzz.cases import Case, Model
 from support.fuzz.changes import ON_BLOCKS
 from support.fuzz.generate import generate
-from support.fuzz.models import STYLES
+from support.fuzz.models import CHAINS, STYLES
 from support.fuzz.reads import READS
 from support.grids import one_in
 
@@ -60,7 +60,10 @@ ORDERS: dict[str, dict[str, Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(("style", "order"), one_in(2, list(STYLES), list(ORDERS)))
 def test_code_of_every_kind_around_modules(style: str, order: str) -> None:
-    model = Model(style=style, blocks=("linear", "mlp", "norm", "attention", "raw"))
+    """The loss takes an auxiliary output too, where there is one."""
+    model = Model(
+        style=style, blocks=("linear", "mlp", "norm", "attention", "raw"), loss="mse" if style in CHAINS else "outputs"
+    )
     verdict = checked(Case(model=model, calls=CALLS, **ORDERS[order]))
     assert verdict.kind == "equal", f"{verdict.what}\n{verdict.text}"
 
@@ -109,6 +112,7 @@ def test_what_changes_in_a_module_between_steps_counts_from_the_next_batch_on(ki
     """In a chain and in code of one's own; then with batches of another size."""
     for style in ("sequential", "loop"):
         model, changed = Model(style=style, blocks=BLOCKS_OF_ALL), ("change", kind, 1, 0.5)
-        calls = (*CALLS, changed, *CALLS[::-1], ("change", "unfreeze", 1, 1.0), *CALLS)
+        back = (("change", "unfreeze", 1, 1.0), ("change", "train", 1, 1.0))
+        calls = (*CALLS, changed, *CALLS[::-1], *back, *CALLS)
         verdict = checked(Case(model=model, M=4, options=(("recompute", recompute),), calls=calls))
         assert verdict.kind == "equal", f"{style}: {verdict.what}\n{verdict.text}"

@@ -14,6 +14,7 @@ from support.alone import train_alone
 from support.parts import Parts
 from support.pool import Pool
 from support.records import records
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -122,10 +123,6 @@ def made(make: Callable[[], list[nn.Module]]) -> nn.Sequential:
     return nn.Sequential(*make()).double()
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def plain(make: Callable[[], list[nn.Module]]) -> tuple[list[float], dict[str, Tensor]]:
     losses, _, state = train_alone(made(make), map(batch, range(2)), sgd, parts=4)
     return losses, state
@@ -159,18 +156,16 @@ def test_a_whole_stage_runs_again() -> None:
 
 @pytest.mark.parametrize("recompute", ["layer", "selective", {"1": "full"}], ids=str)
 def test_units_that_would_run_again_one_by_one_are_refused(recompute: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"'3' takes a tensor of shape \(2, 4\) that '1' passes outside.*recompute='full'"
-    ):
+    message = r"'3' takes a tensor of shape \(2, 4\) that '1' passes outside.*recompute='full'"
+    with pytest.raises(ValueError, match=message):
         pipelined(attribute, mesh={"pipe": 2}, recompute=recompute)
 
 
 @pytest.mark.thorough(but=["attribute"])
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) -> None:
-    with pytest.raises(
-        ValueError, match=r"no stage may end between them: '3' takes a tensor .* that '1' passes outside"
-    ):
+    message = r"no stage may end between them: '3' takes a tensor .* that '1' passes outside"
+    with pytest.raises(ValueError, match=message):
         pipelined(make, mesh={"pipe": 2}, cut=["3"])
     agree(pipelined(make, mesh={"pipe": 2}, cut=["1"]), make)
 
@@ -198,9 +193,8 @@ def test_units_of_a_recorded_model(recompute: Any) -> None:
 
 
 def test_more_stages_than_that_leaves_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"expected 1 to 4, since some units stay together: .* passes outside its arguments"
-    ):
+    message = r"expected 1 to 4, since some units stay together: .* passes outside its arguments"
+    with pytest.raises(ValueError, match=message):
         pipelined(attribute, mesh={"pipe": 5})
 
 

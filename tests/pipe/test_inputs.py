@@ -280,9 +280,8 @@ def test_a_list_of_targets_with_one_for_each_sample() -> None:
     def targets(*counts: int) -> list[dict[str, Any]]:
         return [{"boxes": draw(count, 4), "name": "x" * count} for count in counts]
 
-    with pytest.raises(
-        ValueError, match=r"a list of 4 targets for 4 samples, with tensors of that size .*microbatches="
-    ):
+    message = r"a list of 4 targets for 4 samples, with tensors of that size .*microbatches="
+    with pytest.raises(ValueError, match=message):
         pipeline(copy.deepcopy(twin), **settings).forward_backward(x, targets(1, 4, 2, 3))
     pipe = pipeline(copy.deepcopy(twin), **settings)
     for given in (targets(1, 2, 0, 3), targets(4, 4, 4, 4)):  # the latter is read as the former was

@@ -13,7 +13,7 @@ from support.inside import MODEL_INPUT, profile_model
 from support.keyword_models import IGNORED, LABELS, WIDTH, WORDS, Language, gpt2, in_float64, loss_in
 from support.parts import Parts
 from support.records import records
-from support.small import X, Y, make
+from support.small import X, Y, make, sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -241,11 +241,7 @@ def test_a_microbatch_without_items_has_no_gradients(schedule: str, recompute: s
     twin = copy.deepcopy(model)
     x, mask = torch.randn(8, 4).double(), torch.tensor([1.0, 1, 0, 0, 1, 0, 1, 1]).double()
     pipe = pipeline(
-        model,
-        schedule=schedule,
-        recompute=recompute,
-        loss_weight=lambda x, mask: mask.sum(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        model, schedule=schedule, recompute=recompute, loss_weight=lambda x, mask: mask.sum(), optimizer=sgd
     )
     loss = twin(x, mask)
     loss.backward()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.grids import one_in
 from support.records import records
+from support.small import sgd
 from support.zoo import CHECKING, TORCHVISION, TRANSFORMERS, Batch, Case
 from torch import nn
 
@@ -24,7 +25,7 @@ def make_pipe(model: nn.Module, *, ranks: int, **options: Any) -> PipelineModule
         **records(
             **{"schedule": "1f1b", "num_microbatches": M, "loss_fn": "model"} | options,
             mesh={"pipe": ranks},
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            optimizer=sgd,
             timeout=120.0,
         ),
     )

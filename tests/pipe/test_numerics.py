@@ -177,22 +177,6 @@ def test_several_forward_backward_calls_add_up(task: str) -> None:
     assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
 
 
-@pytest.mark.thorough(but=["mlp"])
-@pytest.mark.parametrize("task", ["mlp", "tied-gpt"])
-def test_clip_grad_norm_over_all_stages(task: str) -> None:
-    layout = Layout(num_ranks=3)
-    case = make_case(task, layout, 5)
-    model = reference_model(case)
-    pipe = make_pipeline(case, layout, model, optimizer=None)
-    pipe.forward_backward(*batch_of(case, 0))
-    norm = pipe.clip_grad_norm_(0.1)
-    pipe.close()
-    _, plain = grads_of_calls(case, 1)
-    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1)), abs=1e-12)
-    found, expected = gradients(model), gradients(plain)
-    assert max(difference(found[name], expected[name]) for name in expected) < 1e-12
-
-
 def test_gradients_land_where_the_users_own_optimizer_finds_them() -> None:
     layout = Layout(schedule="looped-bfs", num_ranks=2, num_chunks=2)
     case = make_case("mlp", layout, 4)

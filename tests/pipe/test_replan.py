@@ -137,9 +137,8 @@ def test_a_microbatch_that_no_device_has_room_for_and_the_batch_behind_it() -> N
         pipe = make()
         pipe.train_step(microbatches=BATCHES[0])
         long = make_batch(0, (3, 9, 4, 40))
-        with pytest.raises(
-            ValueError, match=r"no schedule for the batch of step 1: memory_limit=.*one microbatch alone"
-        ):
+        message = r"no schedule for the batch of step 1: memory_limit=.*one microbatch alone"
+        with pytest.raises(ValueError, match=message):
             pipe.train_step(microbatches=long)
         pipe.train_step(microbatches=BATCHES[1])
         assert pipe.num_steps == 2

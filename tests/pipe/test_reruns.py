@@ -18,6 +18,7 @@ from support.inside import TrainingWorker
 from support.layers import Block, D, T
 from support.parts import Parts
 from support.reruns import WORDS, M, X, Y, as_one, equals_one_process, made, pipeline
+from support.small import sgd
 from support.storages import Storages
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -142,7 +143,7 @@ def trained(recompute: Any, *, make: Callable[[], Any] = with_dropout, steps: in
     """Parameters after some steps."""
     model = made(make)
     state = torch.get_rng_state()
-    pipe = pipeline(model, recompute, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
+    pipe = pipeline(model, recompute, optimizer=sgd, **options)
     for number in range(steps):
         pipe.train_step(X + number, Y)
     pipe.flush()

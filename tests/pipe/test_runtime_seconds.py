@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support.inside import HostClock, RankRecorder, building, early_messages, measure_runtime_seconds, runtime_seconds
 from support.inside import PipeTrainingTraining as Training
 from support.pool import Pool
-from support.small import X, Y, make
+from support.small import X, Y, make, sgd
 from torch import nn
 
 from stagewright.pipe import PipelineModule
@@ -84,7 +84,7 @@ def test_a_timeline_has_what_a_step_takes(max_grad_norm: float | None) -> None:
         mesh={"pipe": 2},
         num_microbatches=2,
         loss_fn=F.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=sgd,
         max_grad_norm=max_grad_norm,
     )
     x = torch.ones(4, 3)

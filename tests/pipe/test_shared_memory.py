@@ -118,9 +118,8 @@ def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Mo
     """Each stage got copies of its own, and only one of them was changed."""
     last = 2 + len(between)
     points = [str(i) for i in range(2, last + 1)]
-    with pytest.raises(
-        ValueError, match=rf"stage {last - 1} .* input 0 in place, .* memory with its input 1.*Expected"
-    ):
+    message = rf"stage {last - 1} .* input 0 in place, .* memory with its input 1.*Expected"
+    with pytest.raises(ValueError, match=message):
         agree_with_one_process(
             lambda: chain(linear(), Halves(), *between, ChangesOne(inplace=True), linear()),
             ranks=last,

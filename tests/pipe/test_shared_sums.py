@@ -56,12 +56,6 @@ def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def masked(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count) over the targets above -0.5."""
-    mask = target > -0.5
-    return F.mse_loss(output, target, reduction="none")[mask].sum(), mask.sum()
-
-
 def make_pipe(loss_fn: Any, **options: Any) -> PipelineModule:
     settings = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2, "num_chunks": 2, "timeout": 120.0}
     return PipelineModule(

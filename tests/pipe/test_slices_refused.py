@@ -117,9 +117,8 @@ def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
     pipe = PipelineModule(
         chain(layers=1), schedule=Slices("seq1f1b", num_slices=3), num_microbatches=2, loss_fn=loss_fn
     )
-    with pytest.raises(
-        ValueError, match=r"loss_fn makes .* of whole sequences and .* of their 3 parts: expected a mean"
-    ):
+    message = r"loss_fn makes .* of whole sequences and .* of their 3 parts: expected a mean"
+    with pytest.raises(ValueError, match=message):
         pipe.forward_backward(*batch())
 
 

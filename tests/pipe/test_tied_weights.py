@@ -234,9 +234,8 @@ def two_types(model: nn.Sequential) -> None:
 
 def _shared_over_processes() -> None:
     for change in SHARING.values():
-        with pytest.raises(
-            ValueError, match=r"'0\.0\.weight' and '5\..*', on different stages, are two tensors over the"
-        ):
+        message = r"'0\.0\.weight' and '5\..*', on different stages, are two tensors over the"
+        with pytest.raises(ValueError, match=message):
             of_layers(change)
     for change in (flat, frozen_tables, columns, two_types):
         of_layers(change).train_step(*batch(0))

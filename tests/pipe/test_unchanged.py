@@ -26,11 +26,6 @@ class Net(nn.Module):
         return self.two(self.drop(self.one(x)).relu()) * self.alpha
 
 
-def chain() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*layers(3), nn.Dropout(0.25), *layers(3))
-
-
 ANY: dict[str, tuple[Callable[[Any], object], str]] = {
     "a parameter": (
         lambda m: setattr(next(m.children()), "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
@@ -74,49 +69,6 @@ def test_an_evaluation_has_its_own_mode() -> None:
     pipe.train_step(X, Y)
 
 
-def losses(
-    begin: Callable[[nn.Sequential], None], change: Callable[[nn.Sequential], None], **options: Any
-) -> list[Any]:
-    """Training of a chain whose modules were changed before it was built, and of one that is changed afterwards."""
-    model = chain()
-    begin(model)
-    pipe = make(model=model, **options)
-    change(model)
-    return [pipe.train_step(X, Y).loss for _ in range(3)]
-
-
-def nothing(model: nn.Module) -> None:
-    """Nothing."""
-
-
-def to_eval(model: nn.Module) -> None:
-    model.eval()
-
-
-def to_train(model: nn.Module) -> None:
-    model.train()
-
-
-def to_half(model: Any) -> None:
-    model[3].p = 0.5
-
-
-@pytest.mark.thorough(but=["to_train-<lambda>"])
-@pytest.mark.filterwarnings("ignore:the model is in evaluation mode")
-@pytest.mark.parametrize("before", [nothing, to_eval, lambda m: setattr(m[3], "p", 0.0)])
-@pytest.mark.parametrize("after", [to_train, to_eval, to_half])
-def test_modules_of_a_chain_run_as_they_stand(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
-    """A Dropout that begins to draw only later draws the same as ever, on any cut."""
-
-    def both(model: Any) -> None:
-        before(model)
-        after(model)
-
-    found = losses(before, after)
-    assert found == losses(both, nothing)
-    assert found == losses(before, after, mesh={"pipe": 1})
-
-
 # --- requires_grad ---
 
 
@@ -129,9 +81,8 @@ def test_unfreezing_is_refused_by_name() -> None:
         pipe.flush()
         model[0].requires_grad_(True)
         pipe.eval_step(X, Y)
-        with pytest.raises(
-            ValueError, match=r"parameter '0.weight' requires a gradient and did not when the stages were"
-        ):
+        message = r"parameter '0.weight' requires a gradient and did not when the stages were"
+        with pytest.raises(ValueError, match=message):
             pipe.train_step(X, Y)
 
 

@@ -14,6 +14,7 @@ from support.models import TASKS, make_batch, make_model, task_of
 from support.parts import Parts
 from support.pool import Pool
 from support.records import records
+from support.small import sgd
 from support.verified import Net, chain
 from torch import Tensor, nn
 
@@ -165,9 +166,8 @@ def test_a_gradient_that_is_lost_or_too_many_is_named(monkeypatch: pytest.Monkey
 
 def test_bad_options() -> None:
     for verify in ("yes", 0, -1, 2.0):
-        with pytest.raises(
-            ValueError, match=rf"verify={verify!r}: expected 'first' \(the first batch, where .*, a whole number N"
-        ):
+        message = rf"verify={verify!r}: expected 'first' \(the first batch, where .*, a whole number N"
+        with pytest.raises(ValueError, match=message):
             pipe_of("mlp", "1f1b", verify=verify)
     with pytest.raises(ValueError, match="training needs a loss"):
         pipe_of("mlp", "1f1b", loss_fn=None, optimizer=None).verify(*batch_of("mlp")[:-1])
@@ -235,7 +235,7 @@ def test_no_false_alarm_and_nothing_left_behind(make: Callable[[], nn.Module], s
         net = make()
         given = torch.arange(6).unsqueeze(1) if make is sparse else x
         settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": F.mse_loss}
-        settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "schedule": schedule, "verify": verify}
+        settings |= {"optimizer": sgd, "schedule": schedule, "verify": verify}
         pipe = PipelineModule(net, **records(**settings))
         for _ in range(3):
             pipe.train_step(given, y)
@@ -256,7 +256,7 @@ def test_a_loss_over_the_users_own_parameters_agrees_and_leaves_no_gradient(scal
             return F.mse_loss(output, target) + scale * sum(p.square().sum() for p in net.parameters())
 
         settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "loss_fn": loss_fn, "verify": verify}
-        pipe = PipelineModule(net, **records(optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings))
+        pipe = PipelineModule(net, **records(optimizer=sgd, **settings))
         pipe.train_step(x, y)
         states.append(pipe.full_state_dict())
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
