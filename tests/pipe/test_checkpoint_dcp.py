@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.inside import main
 from support.pool import Pool
-from support.small import sgd
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -424,18 +423,16 @@ def test_a_folder_of_dcp_for_another_model_or_optimizer_is_refused(
     for options, message in [
         ({"optimizer": torch.optim.Adam}, "under an optimizer with .*and Adam has"),
         ({"optimizer": torch.optim.Adamax}, "and Adamax has"),
-        ({"optimizer": sgd}, "and SGD has"),
+        ({"optimizer": torch.optim.SGD}, "and SGD has"),
     ]:
         with pytest.raises(ValueError, match=message):
             make(**options).load(tmp_path / "c")
+    narrow = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+    other = PipelineModule(
+        narrow, loss_fn=nn.functional.mse_loss, optimizer=adamw, mesh={"pipe": 2}, example_inputs=batch(0)[:1]
+    )
     with pytest.raises(ValueError, match=r"is of another model: '0.weight' has shape"):
-        PipelineModule(
-            nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1)).double(),
-            loss_fn=nn.functional.mse_loss,
-            optimizer=adamw,
-            mesh={"pipe": 2},
-            example_inputs=batch(0)[:1],
-        ).load(tmp_path / "c")
+        other.load(tmp_path / "c")
     pipe = make(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2))
     pipe.train_step(*batch(0))
     pipe.save(tmp_path / "own")
