@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.records import records
 from torch import Tensor, nn
 
@@ -168,11 +169,7 @@ class Stops(torch.autograd.Function):
         return None
 
 
-class Stopping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Linear(WIDTH, WIDTH)
-
+class Stopping(Parts, own=lambda: nn.Linear(WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         return self.own(Stops.apply(x))
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.inside import GivenOptions, Options, device_of, plain, read_options, tell_of_gpus
 from support.pool import Pool
-from support.small import layers, make
+from support.small import layers, make, sgd
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
@@ -35,7 +35,7 @@ def small(**options: Any) -> sw.PipelineModule:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     settings: dict[str, Any] = {"loss_fn": F.mse_loss, "mesh": {"pipe": 2}, "num_microbatches": 4}
-    settings["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    settings["optimizer"] = sgd
     return sw.PipelineModule(model, **(settings | options))
 
 
@@ -173,12 +173,7 @@ def test_a_large_model_is_not_verified_by_default(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("to", r"device="),
-        ("forward", r"predict"),
-        ("resume", r"load\(folder\)"),
-    ],
+    ("name", "instead"), [("to", r"device="), ("forward", r"predict"), ("resume", r"load\(folder\)")]
 )
 def test_methods_of_a_module_say_what_to_use(name: str, instead: str) -> None:
     pipe = small()
@@ -235,7 +230,7 @@ def test_a_mesh_of_torch_is_taken_as_it_is(gloo: Pool) -> None:
 def test_a_model_in_evaluation_mode_is_told_before_it_trains() -> None:
     """As from_pretrained leaves it: trained without dropout, and without a word."""
     options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "mesh": {"pipe": 2}}
-    options["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    options["optimizer"] = sgd
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)).eval()
     pipe = sw.PipelineModule(model, **options)
     pipe.predict(X)

@@ -165,6 +165,7 @@ def losses_as_they_come(case: AsyncCase) -> list[tuple[int | None, float | None]
     return said
 
 
+@pytest.mark.thorough
 def test_a_step_leaves_the_pipeline_full(gloo: Pool) -> None:
     """Rank 0 returns from its first step before the last stage has seen the batch."""
     case = AsyncCase(task="conv-norm", schedule="pipedream", num_ranks=4, num_microbatches=3)

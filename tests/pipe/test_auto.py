@@ -15,6 +15,7 @@ from support.alone import train_alone
 from support.inside import AutoLayout, host_bandwidth, median_profile
 from support.pool import Pool
 from support.records import records
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright.comm import PeerLost
@@ -51,7 +52,7 @@ def make_pipe(**options: Any) -> PipelineModule:
         "schedule": "auto",
         "trials": 0,
         "loss_fn": F.mse_loss,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "optimizer": sgd,
         "timeout": 120.0,
     }
     return PipelineModule(make_model(), **records(**(settings | options)))
@@ -149,6 +150,7 @@ def _differ() -> list[str]:
     return told
 
 
+@pytest.mark.thorough
 def test_ranks_that_differ_are_told_before_anything_is_measured(gloo: Pool) -> None:
     for rank, (microbatches, trials, batches) in enumerate(gloo.run(_differ, ranks=2)):
         assert f"rank {rank} has schedule 'auto' for 2 ranks, M={2 + rank}, a batch of ((8, 6) torch" in microbatches

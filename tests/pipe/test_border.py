@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import clip_factor
+from support.parts import Parts
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
@@ -58,12 +59,8 @@ def test_the_factor_is_torchs(norm: float) -> None:
 # --- a model whose weights other processes hold ---
 
 
-class Branches(nn.Module):
+class Branches(Parts, one=lambda: nn.Linear(WIDTH, WIDTH), two=lambda: nn.Linear(WIDTH, WIDTH)):
     """Traced, with a child of each stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.one(x).relu())  # type: ignore[no-any-return]
@@ -96,7 +93,7 @@ def _ask_for_state(kind: str) -> list[str]:
     return errors
 
 
-@pytest.mark.thorough(but=["traced"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["chain", "traced"])
 def test_state_that_is_elsewhere_is_not_given_as_meta_tensors(gloo: Pool, kind: str) -> None:
     for errors in gloo.run(_ask_for_state, ranks=2, args=(kind,)):
@@ -191,13 +188,8 @@ def test_predict_wants_inputs_alone(loss_fn: Any) -> None:
 # --- weights changed between batches of an asynchronous schedule ---
 
 
-class Tied(nn.Module):
+class Tied(Parts, table=lambda: nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), inner=lambda: layers(4)):
     """One weight in front and behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.inner = layers(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x @ self.table) @ self.table.t()  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import Budgets, HeldMoments, LiveBytes, fit, least
+from support.parts import Parts
 from support.pool import Pool
 from support.small import X, make
 from torch import Tensor, nn
@@ -348,11 +349,7 @@ def test_a_budget_beside_what_it_does_not_count(options: dict[str, Any], what: s
         make(recompute={"memory_budget": "1GB"}, max_grad_norm=1.0, example_inputs=(X,), **options)
 
 
-class LearnedLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
+class LearnedLoss(Parts, scale=lambda: nn.Parameter(torch.ones((), dtype=torch.float64))):
     def forward(self, out: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(out * self.scale, target)
 

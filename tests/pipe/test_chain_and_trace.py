@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.cuts import WIDTH, Counting, Layers, X, Y, agree_with_one_process, linear, loss_of
+from support.parts import Parts
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -87,12 +88,8 @@ class Forked(nn.Module):
         return self.d(u * v)
 
 
-class Selected(nn.Module):
+class Selected(Parts, a=linear, b=lambda: nn.Linear(4, WIDTH), c=linear):
     """topk gives two values, one of integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = linear(), nn.Linear(4, WIDTH), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         values, places = self.a(x).topk(4, -1)
@@ -206,14 +203,8 @@ def test_what_a_stage_changes_in_place_may_follow_the_batch_size() -> None:
 _CALLED_WITH: Counter[str] = Counter()  # by any Watchful; a list or dict is as it was before the build
 
 
-class Watchful(nn.Module):
+class Watchful(Parts, norm=lambda: nn.BatchNorm1d(WIDTH), linear=linear, seen=lambda: []):
     """Notes what it is called with; its buffer counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.linear = linear()
-        self.seen: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(type(x).__name__)
@@ -267,18 +258,3 @@ def test_a_recorded_model_is_recorded_again_for_another_batch_size(size: int) ->
     with torch.no_grad():
         expected = sum(loss_of(model(a), b).item() * len(a) for a, b in parts) / size
     assert pipe.forward_backward(x, y).loss == pytest.approx(expected, abs=1e-12)
-
-
-class Fork(Layers):
-    """The output of the first stage goes to the two others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.a(x))
-        y = torch.tanh(self.b(h))
-        out: Tensor = self.c(y) * h
-        return out
-
-
-def test_gradients_of_a_value_that_several_stages_take_add_up() -> None:
-    pipe = agree_with_one_process(Fork, ranks=3, cut=["b", "c"])
-    assert {(edge.src, edge.dst) for edge in pipe.schedule.edges if edge.grad} >= {(0, 1), (0, 2)}

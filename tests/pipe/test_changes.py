@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import GuardsChanges as Changes
+from support.parts import Parts
 from support.small import WIDTH, X, Y, make
 from torch import Tensor, nn
 
-RATES = {"now": 1.0}
-SCALE = 1.0
 
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.gain, self.count = nn.Linear(WIDTH, WIDTH), 1.0, 0
-
+class Block(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), gain=1.0, count=0):
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
         return x + self.linear(x)
@@ -38,83 +29,20 @@ class Scale(nn.Module):
 
 
 class Net(nn.Module):
-    """Reads all kinds of things between its blocks."""
-
-    factor = 1.0
+    """Reads attributes between its blocks: all that one may read so is in test_fuzz.py."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.options: dict[str, Any] = {"alpha": 1.0, "deep": {"beta": 1.0}}
-        self.cfg = SimpleNamespace(sub=SimpleNamespace(alpha=1.0))
-        self.array, self.names, self.history = np.ones(3), {"p", "q"}, [1.0]
-        self.weight = torch.tensor(1.0)
+        self.blocks, self.options, self.weight = (
+            nn.ModuleList(Block() for _ in range(4)),
+            {"alpha": 1.0},
+            torch.ones(()),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x) * block.gain
-        x = x * self.options["alpha"] * self.options["deep"]["beta"] * self.cfg.sub.alpha * self.factor
-        x = x * float(self.array[0]) * RATES["now"] * SCALE * sum(self.history) * (2.0 if "x" in self.names else 1.0)
-        return x * 0.5 if not self.blocks[1].linear.weight.requires_grad else x * float(self.weight * 1.0)
-
-
-def set_scale(_: Any) -> None:
-    globals()["SCALE"] = 0.3
-
-
-KINDS: dict[str, Callable[[Any], object]] = {
-    "entry of a dict": lambda m: m.options.update(alpha=0.3),
-    "entry of a dict in a dict": lambda m: m.options["deep"].update(beta=0.3),
-    "attribute of an object in an object": lambda m: setattr(m.cfg.sub, "alpha", 0.3),
-    "attribute of a module": lambda m: setattr(m.blocks[1], "gain", 0.3),
-    "attribute of the class": lambda m: setattr(Net, "factor", 0.3),
-    "global": set_scale,
-    "entry of a global": lambda m: RATES.update(now=0.3),
-    "array": lambda m: m.array.__setitem__(0, 0.3),
-    "set": lambda m: m.names.add("x"),
-    "list": lambda m: m.history.append(1.0),
-    "requires_grad": lambda m: m.blocks[1].linear.weight.requires_grad_(False),
-    "value of a tensor": lambda m: m.weight.fill_(0.3),
-    "method of the class": lambda m: setattr(
-        Net, "forward", lambda s, x: s.blocks[3](s.blocks[2](s.blocks[1](s.blocks[0](x))))
-    ),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("change", KINDS.values(), ids=KINDS)
-def test_what_recorded_code_reads_counts_from_the_next_batch_on(
-    change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for place, name in ((Net, "factor"), (Net, "forward")):
-        monkeypatch.setattr(place, name, getattr(place, name))  # as it was, afterwards
-    monkeypatch.setitem(globals(), "SCALE", 1.0)
-    monkeypatch.setitem(RATES, "now", 1.0)
-    torch.manual_seed(0)
-    model = Net().double()
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    pipe = make(model=model, example_inputs=(X.double(),))
-    x, y = X.double(), Y.double()
-
-    def step() -> None:
-        for part, target in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
-            (F.mse_loss(twin(part), target) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for when in range(3):
-        if when == 1:
-            change(model)
-            change(twin)
-        with torch.no_grad():
-            expected = F.mse_loss(twin(x), y).item()
-        assert pipe.eval_step(x, y).loss == pytest.approx(expected, abs=1e-12)
-        assert pipe.train_step(x, y).loss == pytest.approx(expected, abs=1e-12)
-        step()
-    assert [block.count for block in model.blocks] == [
-        24
-    ] * 4  # building and recording have run them, and left no trace
+        return x * self.options["alpha"] * float(self.weight * 1.0)
 
 
 def nothing(*_: object) -> None:
@@ -143,6 +71,22 @@ def test_what_no_stage_could_run_is_refused(change: Callable[[Any], object], mes
     for call in (pipe.eval_step, pipe.train_step):
         with pytest.raises(ValueError, match=f"(?i){message}"):
             call(X, Y)
+
+
+def test_values_of_tensors_and_methods_of_the_class_count_from_the_next_batch_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Net()
+    pipe = make(model=model, optimizer=None)
+    for change in (
+        lambda: None,
+        lambda: model.weight.fill_(0.3),
+        lambda: monkeypatch.setattr(
+            Net, "forward", lambda own, x: own.blocks[3](own.blocks[2](own.blocks[1](own.blocks[0](x))))
+        ),
+    ):
+        change()
+        assert pipe.forward_backward(X, Y).loss == pytest.approx(F.mse_loss(model(X), Y).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("stages", [False, True])

@@ -85,9 +85,8 @@ def test_the_checkpoint_to_use_instead_is_that_of_the_last_step(tmp_path: Path) 
     pipe.save(tmp_path)
     trained(1).save(tmp_path)
     (latest(tmp_path) / "process-0.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=r"process-0.safetensors cannot be read.*; there is another one: pipe.load\(.*/step-10-"
-    ):
+    message = r"process-0.safetensors cannot be read.*; there is another one: pipe.load\(.*/step-10-"
+    with pytest.raises(ValueError, match=message):
         pipe.load(tmp_path)
 
 

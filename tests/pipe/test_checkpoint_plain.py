@@ -163,9 +163,8 @@ def test_weights_that_are_tied_here_and_differ_there_are_refused(tmp_path: Path)
     state = dict(model().state_dict())
     state["head.weight"] = state["head.weight"] + 1
     stagewright.import_checkpoint(state, tmp_path / "c")
-    with pytest.raises(
-        ValueError, match=r"different tensors for \['embed.weight', 'head.weight'\], which are one tensor"
-    ):
+    message = r"different tensors for \['embed.weight', 'head.weight'\], which are one tensor"
+    with pytest.raises(ValueError, match=message):
         make(model()).load(tmp_path / "c")
 
 

@@ -152,6 +152,7 @@ def _own_places(folder: str) -> list[int]:
     return [found.value]
 
 
+@pytest.mark.thorough
 def test_loaders_of_each_process(gloo: Pool, tmp_path: Path) -> None:
     assert gloo.run(_own_places, ranks=2, args=(str(tmp_path),)) == [[0], [1]]
     pipe, loader = trained(0), Counted(9)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import FIRST, Checkpointer, CheckpointRecord, Cost, HostCopy, Interval, _StepClock
 from support.inside import checkpoint_persist as persist
+from support.parts import Parts
 from support.pool import Pool
 from support.small import X, Y, layers
 from support.small import make as make_small
@@ -99,13 +100,8 @@ def test_what_is_saved_is_the_state_behind_its_step(
         assert len(new) > 0
 
 
-class Renormed(nn.Module):
+class Renormed(Parts, table=lambda: nn.Embedding(5, 6, max_norm=0.5), head=lambda: nn.Linear(6, 2)):
     """Its forward changes its own weight, and says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 6, max_norm=0.5)
-        self.head = nn.Linear(6, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.table(x)

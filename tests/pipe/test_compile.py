@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.records import records
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -30,12 +31,8 @@ class Block(nn.Module):
         return x + self.drop(torch.tanh(self.norm(self.linear(x))))
 
 
-class Skipping(nn.Module):
+class Skipping(Parts, blocks=lambda: nn.ModuleList([Block() for _ in range(4)])):
     """Recorded: code between its blocks, and a skip over two of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.blocks[0](x) * 2

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.inside import begin_packed_sum, orthonormal, pack, start_matrix, unpack
 from support.pool import Pool
+from support.small import sgd
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -83,6 +84,7 @@ def both_sides() -> tuple[Any, Any, Any]:
     return by_torch(replica), mine, codecs.sent["data"]
 
 
+@pytest.mark.thorough
 def test_low_rank_is_powersgd(gloo: Pool) -> None:
     """Over steps with error feedback and a warm start; bytes as a ring sends them."""
     for theirs, mine, sent in gloo.run(both_sides, ranks=2):
@@ -168,7 +170,7 @@ def told() -> list[str]:
                 model(),
                 mesh=sw.Mesh(pipe=1, data=2, compress={"data": "int8"}, **mesh),
                 loss_fn=F.mse_loss,
-                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                optimizer=sgd,
                 **options,
             )
         except ValueError as error:

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inside import Seen, TokenBlocks
+from support.parts import Parts
 from support.pool import Pool
 from support.sliced import VOCABULARY, T, batch, chain, counted_loss, gpt, mean_loss
+from support.small import sgd
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -98,14 +100,7 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any], *, counted: bool = F
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     found = Mesh(**mesh)
     with PipelineModule(
-        model,
-        mesh=found,
-        num_microbatches=2,
-        loss_fn=loss_fn,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        max_grad_norm=1.0,
-        verify=True,
-        **options,
+        model, mesh=found, num_microbatches=2, loss_fn=loss_fn, optimizer=sgd, max_grad_norm=1.0, verify=True, **options
     ) as pipe:
         differences = []
         for _ in range(3):
@@ -208,12 +203,8 @@ def test_a_stream_goes_on_from_its_checkpoint_under_another_size(gloo: Pool, tmp
         assert difference < 1e-12
 
 
-class _Across(nn.Module):
+class _Across(Parts, conv=lambda: nn.Conv1d(8, 8, 3, padding=1)):
     """A convolution over the sequence, which sees its neighbours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(8, 8, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.conv(x.transpose(1, 2)).transpose(1, 2)
@@ -355,6 +346,7 @@ _TEXTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_what_looks_across_tokens_by_other_means_is_refused(gloo: Pool) -> None:
     for kind in ("conv", "mask", "odd"):

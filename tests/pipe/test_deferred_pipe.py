@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.deferred_net import BUILDS, TOKENS, WIDTH, Net, compare, deferred, loss, make, net, trained
 from support.inside import profile_model
+from support.parts import Parts
 from support.pool import Pool
 from torch import nn
 
@@ -62,7 +63,7 @@ def told_of_seeds(tensor: int, builds: tuple[str, str]) -> str:
     return "trained"
 
 
-@pytest.mark.thorough(but=["1-builds3"])
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("tensor", "builds"),
@@ -127,18 +128,13 @@ def test_a_model_of_the_meta_device_fills_itself() -> None:
     compare(([], states(1)), ([], states(2)))
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(
-        ValueError, match=r"^'positions' is on the meta device, and nothing fills it: Net has no reset_p"
-    ):
+    message = r"^'positions' is on the meta device, and nothing fills it: Net has no reset_p"
+    with pytest.raises(ValueError, match=message):
         make(model).train_step(TOKENS, TOKENS)
     assert all(x.is_meta for x in (*model.parameters(), *model.buffers()))  # nothing half filled
 
 
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Part(Parts, up=lambda: nn.Linear(WIDTH, WIDTH), down=lambda: nn.Linear(WIDTH, WIDTH)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x))
 
@@ -187,9 +183,8 @@ def test_attributes_and_a_loss_with_weights() -> None:
 def test_what_was_not_drawn_is_named() -> None:
     with deferred(draw=False):
         model = Net()
-    with pytest.raises(
-        ValueError, match=r"drawn at random in the constructor, which .*draw=False\) leaves out: expected w"
-    ):
+    message = r"drawn at random in the constructor, which .*draw=False\) leaves out: expected w"
+    with pytest.raises(ValueError, match=message):
         make(model).train_step(TOKENS, TOKENS)
     assert all(x.is_meta for x in model.parameters())
 

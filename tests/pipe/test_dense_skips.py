@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.alone import train_alone
 from support.records import records
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright.comm import InProcessTransport
@@ -65,10 +66,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCABULARY, (2 * MICROBATCHES, 6), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def make_pipe(model: nn.Module, **options: Any) -> PipelineModule:

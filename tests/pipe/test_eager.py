@@ -117,18 +117,13 @@ class Scaled(models.Stack):
         return self.head(x) if self.training else x
 
 
-def append(model: Any, step: int) -> None:
-    model.skips.append(step + 1)
-
-
 def test_a_change_after_which_other_modules_run_is_refused_by_name() -> None:
     model = made(Scaled)
     pipe = pipeline(model)
     pipe.train_step(X, Y)
     model.eval()
-    with pytest.raises(
-        ValueError, match=r"module 'head' does not run now and did when the stages were built: .* Expected the same"
-    ):
+    message = r"module 'head' does not run now and did when the stages were built: .* Expected the same"
+    with pytest.raises(ValueError, match=message):
         pipe.train_step(X, Y)
     model.train()
     pipe.train_step(X, Y)
@@ -169,9 +164,8 @@ def test_attributes_set_between_modules_that_read_them_are_refused(make: Callabl
 
 
 def test_a_tensor_that_one_forward_leaves_for_the_next_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="attribute 'before' of the model brings a tensor from one forward to the next"
-    ):
+    message = "attribute 'before' of the model brings a tensor from one forward to the next"
+    with pytest.raises(ValueError, match=message):
         pipeline(made(models.Carries))
 
 

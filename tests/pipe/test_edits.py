@@ -16,7 +16,9 @@ import torch.distributed as dist
 from support.edited import Wrapped
 from support.inside import beside
 from support.models import make_batch, make_model, task_of
+from support.parts import Parts
 from support.pool import Pool
+from support.small import sgd
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -78,14 +80,7 @@ def edited(model: str, *names: str) -> Edits:
 
 def losses(model: nn.Module | Edits, name: str) -> list[float]:
     task = task_of(name)
-    pipe = PipelineModule(
-        model,
-        num_microbatches=2,
-        mesh={"pipe": 2},
-        loss_fn=task.loss,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-        verify=False,
-    )
+    pipe = PipelineModule(model, num_microbatches=2, mesh={"pipe": 2}, loss_fn=task.loss, optimizer=sgd, verify=False)
     found = []
     for index in range(2):
         inputs, target = make_batch(name, index=index, size=task.batch_size // 2 * 2)
@@ -260,13 +255,8 @@ def test_an_untied_weight_is_seen() -> None:
         edits.verify(inputs)
 
 
-class Moving(nn.Module):
+class Moving(Parts, norm=lambda: nn.BatchNorm1d(8), drop=lambda: nn.Dropout(0.5)):
     """A norm with moving averages, and dropout: a second run could move and draw again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.drop(self.norm(x))

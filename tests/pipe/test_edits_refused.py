@@ -57,9 +57,8 @@ def test_mistakes_are_named_and_leave_the_model_untouched() -> None:
     edits.undo()
     for add in (partial(edits[""].dtype, "float32"), partial(edits[""].keep_less, "gelu")):
         add()
-        with pytest.raises(
-            ValueError, match=r"\), around the whole model, which a pipeline cuts: expected modules in it"
-        ):
+        message = r"\), around the whole model, which a pipeline cuts: expected modules in it"
+        with pytest.raises(ValueError, match=message):
             PipelineModule(edits, mesh={"pipe": 2})
         edits.undo()
     edits["3"].checkpoint()
@@ -238,9 +237,8 @@ def test_modules_are_not_divided_among_one(is_built: bool) -> None:
     edits = _sequential()
     before, x = _holds(edits.model), torch.ones(4, 4)
     edits["0"].shard({"": "column"})
-    with pytest.raises(
-        ValueError, match=r"0: shard\(plan={'': 'column'}\) without a tensor group: expected mesh=Mesh\("
-    ):
+    message = r"0: shard\(plan={'': 'column'}\) without a tensor group: expected mesh=Mesh\("
+    with pytest.raises(ValueError, match=message):
         _pipe(edits, example_inputs=(x,) if is_built else None)
     assert _holds(edits.model) == before
     edits.undo()

@@ -161,6 +161,7 @@ def predicted() -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.thorough
 def test_weights_that_arguments_move_to_another_stage_are_refused_everywhere(gloo: Pool) -> None:
     """One rank raised an error alone, and the others waited for it."""
     (said, loss), *others = gloo.run(predicted, ranks=3)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.small import X, Y, make, sgd
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
@@ -277,12 +278,8 @@ def test_a_schedule_without_backward_evaluates_and_refuses_to_train(tmp_path: Pa
 # --- models ---
 
 
-class Undecided(nn.Module):
+class Undecided(Parts, first=lambda: nn.Linear(6, 6), second=lambda: nn.Linear(6, 6)):
     """Python that asks for values between its modules, which no record can follow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -331,9 +328,8 @@ def test_a_model_that_takes_other_inputs() -> None:
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return x * mask
 
-    with pytest.raises(
-        ValueError, match=r"Two\.forward\(.*mask.*\).* does not take 1 by position \(missing .*'mask'\): expected"
-    ):
+    message = r"Two\.forward\(.*mask.*\).* does not take 1 by position \(missing .*'mask'\): expected"
+    with pytest.raises(ValueError, match=message):
         make(model=Two())
 
 

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from support.failing import LONG, Told, pipeline, raise_key_error, step, told
 from support.inside import Engine
+from support.parts import Parts
 from support.pool import Pool
 from support.small import X, Y, layers, make, sgd
 from torch import Tensor, nn
@@ -45,11 +46,7 @@ def at_once(*found: Told) -> bool:
 # --- the same error on every rank, before anything is sent ---
 
 
-class Undecided(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layers(2)
-
+class Undecided(Parts, layers=lambda: layers(2)):
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x) if x.sum() > 0 else x
 
@@ -298,7 +295,7 @@ def test_a_replica_that_is_lost_before_its_sums_is_named(fragile: Pool, how: str
     assert at_once(lost, closed)
 
 
-@pytest.mark.thorough(but=["dies"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_the_rank_that_hosts_the_store_goes(fragile: Pool, how: str) -> None:
     """Without a launcher rank 0 hosts the rendezvous, and the reports go with it."""
@@ -322,6 +319,7 @@ def few_files() -> Told:
     return found
 
 
+@pytest.mark.thorough
 def test_too_many_open_files_are_no_fault_of_the_network(fragile: Pool) -> None:
     first, second = (reply.value for reply in fragile.replies(few_files, ranks=2))
     assert first.text.startswith("rank 0: making the links: ")

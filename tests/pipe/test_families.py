@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import interleaved
+from support.parts import Parts
 from support.records import records
 from support.sizes import fitting
 from support.small import WIDTH, sgd
@@ -126,12 +127,8 @@ def test_a_rank_with_three_stages_and_one_with_two() -> None:
 # --- Megatron-LM ---
 
 
-class Head(nn.Module):
+class Head(Parts, linear=lambda: linear().double()):
     """A loss with parameters, alone on its stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear().double()
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(self.linear(output), target)

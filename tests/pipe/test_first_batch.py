@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.failing import Told, told
+from support.parts import Parts
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd
 from torch import Tensor, nn
@@ -32,12 +33,8 @@ BAD: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class Gate(nn.Module):
+class Gate(Parts, first=lambda: layers(3), last=lambda: layers(3)):
     """Its code is recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = layers(3), layers(3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(F.relu(self.first(x)))

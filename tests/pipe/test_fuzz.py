@@ -16,8 +16,10 @@ import pytest
 from support.fuzz.blocks import BLOCKS
 from support.fuzz.campaign import Report, campaign, checked
 from support.fuzz.cases import Case, Model
+from support.fuzz.changes import ON_BLOCKS
 from support.fuzz.generate import generate
-from support.fuzz.models import STYLES
+from support.fuzz.models import CHAINS, STYLES
+from support.fuzz.reads import READS
 from support.grids import one_in
 
 SAMPLE = range(16)
@@ -58,7 +60,10 @@ ORDERS: dict[str, dict[str, Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(("style", "order"), one_in(2, list(STYLES), list(ORDERS)))
 def test_code_of_every_kind_around_modules(style: str, order: str) -> None:
-    model = Model(style=style, blocks=("linear", "mlp", "norm", "attention", "raw"))
+    """The loss takes an auxiliary output too, where there is one."""
+    model = Model(
+        style=style, blocks=("linear", "mlp", "norm", "attention", "raw"), loss="mse" if style in CHAINS else "outputs"
+    )
     verdict = checked(Case(model=model, calls=CALLS, **ORDERS[order]))
     assert verdict.kind == "equal", f"{verdict.what}\n{verdict.text}"
 
@@ -88,3 +93,26 @@ def test_cases_in_process(chunk: int) -> None:
 @pytest.mark.parametrize("chunk", range(2))
 def test_cases_over_gloo(chunk: int) -> None:
     _faultless(campaign(range(FIRST + chunk, FIRST + CASES // 5, 2), gloo=True))
+
+
+BLOCKS_OF_ALL = ("linear", "dropout", "norm", "mlp", "linear")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in READS if name != "nothing"])
+def test_what_the_code_between_modules_reads_counts_from_the_next_batch_on(name: str) -> None:
+    model = Model(style="loop", blocks=BLOCKS_OF_ALL, reads=name)
+    verdict = checked(Case(model=model, M=4, calls=(*CALLS, ("change", "read", 0, 0.5), *CALLS[::-1])))
+    assert verdict.kind == "equal", f"{verdict.what}\n{verdict.text}"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "recompute"), one_in(2, [*ON_BLOCKS], ["none", "full"]))
+def test_what_changes_in_a_module_between_steps_counts_from_the_next_batch_on(kind: str, recompute: str) -> None:
+    """In a chain and in code of one's own; then with batches of another size."""
+    for style in ("sequential", "loop"):
+        model, changed = Model(style=style, blocks=BLOCKS_OF_ALL), ("change", kind, 1, 0.5)
+        back = (("change", "unfreeze", 1, 1.0), ("change", "train", 1, 1.0))
+        calls = (*CALLS, changed, *CALLS[::-1], *back, *CALLS)
+        verdict = checked(Case(model=model, M=4, options=(("recompute", recompute),), calls=calls))
+        assert verdict.kind == "equal", f"{style}: {verdict.what}\n{verdict.text}"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import going_on
 from support.inside import LaunchResult, Membership, Rerouted, Verdict, launch, launcher, membership, rank_process
+from support.small import sgd
 from torch import nn
 from torch.distributed import HashStore
 
@@ -196,7 +197,7 @@ def test_deaths_at_random_moments(tmp_path: Path, seed: int) -> None:
 def module(**options: Any) -> sw.PipelineModule:
     given: dict[str, Any] = {
         "mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute"),
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "optimizer": sgd,
         "loss_fn": nn.functional.mse_loss,
     }
     return sw.PipelineModule(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), **given | options)
@@ -254,7 +255,7 @@ def started_again(monkeypatch: pytest.MonkeyPatch, life: int, first: nn.Module, 
         monkeypatch.setenv(name, str(value))
     given: dict[str, Any] = {
         "mesh": sw.Mesh(pipe=2, data=2, on_failure="reroute"),
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        "optimizer": sgd,
         "loss_fn": nn.functional.mse_loss,
         "num_microbatches": 2,
     }

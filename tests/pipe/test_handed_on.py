@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.alone import train_alone
+from support.parts import Parts
 from support.pool import Pool
 from support.records import records
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -43,12 +45,8 @@ class Takes(nn.Module):
         return self.layer(x) * self.take()
 
 
-class Remembers(nn.Module):
+class Remembers(Parts, layer=lambda: nn.Linear(WIDTH, WIDTH)):
     """`self.last = x`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = x
@@ -125,10 +123,6 @@ def made(make: Callable[[], list[nn.Module]]) -> nn.Sequential:
     return nn.Sequential(*make()).double()
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def plain(make: Callable[[], list[nn.Module]]) -> tuple[list[float], dict[str, Tensor]]:
     losses, _, state = train_alone(made(make), map(batch, range(2)), sgd, parts=4)
     return losses, state
@@ -162,28 +156,22 @@ def test_a_whole_stage_runs_again() -> None:
 
 @pytest.mark.parametrize("recompute", ["layer", "selective", {"1": "full"}], ids=str)
 def test_units_that_would_run_again_one_by_one_are_refused(recompute: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"'3' takes a tensor of shape \(2, 4\) that '1' passes outside.*recompute='full'"
-    ):
+    message = r"'3' takes a tensor of shape \(2, 4\) that '1' passes outside.*recompute='full'"
+    with pytest.raises(ValueError, match=message):
         pipelined(attribute, mesh={"pipe": 2}, recompute=recompute)
 
 
 @pytest.mark.thorough(but=["attribute"])
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) -> None:
-    with pytest.raises(
-        ValueError, match=r"no stage may end between them: '3' takes a tensor .* that '1' passes outside"
-    ):
+    message = r"no stage may end between them: '3' takes a tensor .* that '1' passes outside"
+    with pytest.raises(ValueError, match=message):
         pipelined(make, mesh={"pipe": 2}, cut=["3"])
     agree(pipelined(make, mesh={"pipe": 2}, cut=["1"]), make)
 
 
-class Own(nn.Module):
+class Own(Parts, units=lambda: nn.ModuleList(attribute())):
     """The same units in a model that is recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(attribute())
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -205,9 +193,8 @@ def test_units_of_a_recorded_model(recompute: Any) -> None:
 
 
 def test_more_stages_than_that_leaves_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"expected 1 to 4, since some units stay together: .* passes outside its arguments"
-    ):
+    message = r"expected 1 to 4, since some units stay together: .* passes outside its arguments"
+    with pytest.raises(ValueError, match=message):
         pipelined(attribute, mesh={"pipe": 5})
 
 
@@ -245,12 +232,8 @@ def test_counters_and_constants_may_be_shared() -> None:
     assert shared["calls"] == shared["total"] == 4 * 2
 
 
-class CountsOn(nn.Module):
+class CountsOn(Parts, layer=lambda: nn.Linear(WIDTH, WIDTH), calls=0):
     """Each run follows from how many there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -258,11 +241,7 @@ class CountsOn(nn.Module):
         return found
 
 
-class RunsAgain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts, self.b, self.c = CountsOn(), linear(), linear()
-
+class RunsAgain(Parts, counts=CountsOn, b=linear, c=linear):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.c(self.counts(self.b(self.counts(x))))
         return found

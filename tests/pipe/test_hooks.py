@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.small import WIDTH, X, Y, layers, make, sgd, stream
 from torch import Tensor, nn
 
@@ -98,12 +99,8 @@ def test_a_hook_behind_the_accumulation_is_refused_in_a_stream(schedule: str) ->
 # --- modules and tensors ---
 
 
-class Hooked(nn.Module):
+class Hooked(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH), seen=0):
     """Tensor hooks inside of a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.seen = nn.Linear(WIDTH, WIDTH), 0
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)

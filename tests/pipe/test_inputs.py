@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import CallReader
 from support.keyword_models import MASK, POSITIONS, TARGET, TOKENS, WIDTH, N, Output, Pair, Tagger, draw, loss_of
+from support.parts import Parts
 from support.records import records
 from support.small import X, Y, make
 from torch import Tensor, nn
@@ -279,9 +280,8 @@ def test_a_list_of_targets_with_one_for_each_sample() -> None:
     def targets(*counts: int) -> list[dict[str, Any]]:
         return [{"boxes": draw(count, 4), "name": "x" * count} for count in counts]
 
-    with pytest.raises(
-        ValueError, match=r"a list of 4 targets for 4 samples, with tensors of that size .*microbatches="
-    ):
+    message = r"a list of 4 targets for 4 samples, with tensors of that size .*microbatches="
+    with pytest.raises(ValueError, match=message):
         pipeline(copy.deepcopy(twin), **settings).forward_backward(x, targets(1, 4, 2, 3))
     pipe = pipeline(copy.deepcopy(twin), **settings)
     for given in (targets(1, 2, 0, 3), targets(4, 4, 4, 4)):  # the latter is read as the former was
@@ -300,11 +300,7 @@ def test_chains_take_positionals_alone() -> None:
         make(batch_dims={"x": 1})
 
 
-class TakesADict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class TakesADict(Parts, a=lambda: nn.Linear(WIDTH, WIDTH), b=lambda: nn.Linear(WIDTH, WIDTH)):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return self.b(torch.tanh(self.a(batch["x"]))) + batch["y"]
 
@@ -324,12 +320,8 @@ def test_the_plain_module_of_verify_gets_the_same_keywords() -> None:
     assert pipe.verify(TOKENS, TARGET, mask=MASK, positions=POSITIONS, scale=0.5).num_gradients == 9
 
 
-class Views(nn.Module):
+class Views(Parts, a=lambda: nn.Linear(1, WIDTH), b=lambda: nn.Linear(WIDTH, 1)):
     """Views its input [4, N] as one column, which slices of a batch along dimension 1 would not allow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(1, WIDTH), nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.a(x.view(-1, 1)))
@@ -367,12 +359,8 @@ class Number(int):
     __repr__ = __str__ = Code.__repr__
 
 
-class Named(nn.Module):
+class Named(Parts, linear=lambda: nn.Linear(WIDTH, WIDTH)):
     """Adds up what it is given by any keyword, and in a dict or an object under any name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, a_dict: Any, an_object: Any, number: int, **named: Tensor) -> Tensor:
         added = [*a_dict.values(), *vars(an_object).values(), *named.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from support.keyword_models import LABELS, MASK, POSITIONS, TARGET, TOKENS, WORDS, Language, Tagger, loss_of
 from support.pool import Pool
@@ -59,6 +60,7 @@ def ask_for_a_weight() -> str:
     return "nothing"
 
 
+@pytest.mark.thorough
 def test_all_ranks_are_told_what_the_last_one_alone_finds_out(gloo: Pool) -> None:
     for told in gloo.run(ask_for_a_weight, ranks=2):
         assert "it is not known over which ones this model's loss is a mean" in told

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.alone import train_alone
 from support.pool import Pool
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright.partition import Cluster, Node, Plan, Profile, plan
@@ -45,14 +46,7 @@ def joint_plan() -> Plan:
 
 
 def trained(schedule: Plan | Auto, mesh: dict[str, int] | None = None) -> tuple[dict[str, Tensor], Plan]:
-    pipe = PipelineModule(
-        make_model(),
-        schedule=schedule,
-        mesh=mesh,
-        loss_fn=F.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        timeout=120.0,
-    )
+    pipe = PipelineModule(make_model(), schedule=schedule, mesh=mesh, loss_fn=F.mse_loss, optimizer=sgd, timeout=120.0)
     for _ in range(2):
         pipe.train_step(X, Y)
     state = pipe.full_state_dict()

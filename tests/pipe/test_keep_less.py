@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import edit_memory as inside_memory
+from support.parts import Parts
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -88,11 +89,7 @@ class DoublingGELU(CopyingGELU):
         return made
 
 
-class ChangesBehind(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(H, H), CopyingGELU(), nn.Linear(H, H)
-
+class ChangesBehind(Parts, up=lambda: nn.Linear(H, H), act=CopyingGELU, down=lambda: nn.Linear(H, H)):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
         made: Tensor = self.down(self.act(h))
@@ -272,11 +269,7 @@ class RandomGELU(nn.Module):
         return nn.functional.dropout(nn.functional.gelu(x))
 
 
-class CountingGELU(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
+class CountingGELU(Parts, calls=lambda: torch.zeros(())):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1.0
         return torch.tanh(x)
@@ -332,13 +325,8 @@ def test_an_edit_of_the_whole_lets_go_as_early_as_those_of_its_parts() -> None:
     assert peak("") == peak("*") == peak("*.mlp")
 
 
-class Sparse(nn.Module):
+class Sparse(Parts, mlp=lambda: Block().mlp, mix=lambda: torch.eye(B).to_sparse()):
     """Saves what has no memory of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Block().mlp
-        self.register_buffer("mix", torch.eye(B).to_sparse())
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sparse.mm(self.mix, self.mlp(x))

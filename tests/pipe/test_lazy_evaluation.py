@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import InferredStages
+from support.parts import Parts
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule, VerificationError
@@ -125,12 +126,8 @@ def test_what_the_first_evaluation_returns_is_what_it_would_have_been(schedule: 
     assert results[0] == results[1]
 
 
-class Late(nn.Module):
+class Late(Parts, inner=lambda: nn.Linear(3, 3)):
     """Evaluates otherwise in a stage, as where a cut has lost something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         frame: FrameType | None = sys._getframe()

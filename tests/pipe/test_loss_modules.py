@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, sgd, stream
 from torch import Tensor, nn
@@ -17,13 +18,8 @@ from stagewright.comm import PipelineError
 from stagewright.pipe import PipelineModule
 
 
-class Scaled(nn.Module):
+class Scaled(Parts, scale=lambda: nn.Parameter(torch.full((WIDTH,), 0.7)), seen=lambda: torch.zeros(())):
     """Learns a scale, and counts what it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
-        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, output: Tensor) -> Tensor:
         if self.training:
@@ -149,9 +145,8 @@ def test_a_loss_that_the_model_has_keeps_its_name() -> None:
 def test_a_parameter_that_no_optimizer_holds_is_refused(begin: Any) -> None:
     loss = ScaledLoss()
     pipe = begin(loss_fn=lambda output, target: 2 * loss(output, target))
-    with pytest.raises(
-        ValueError, match=r"loss_fn computes with a tensor of shape \(6,\) .*module that owns it as loss"
-    ):
+    message = r"loss_fn computes with a tensor of shape \(6,\) .*module that owns it as loss"
+    with pytest.raises(ValueError, match=message):
         pipe.train_step(X, Y)
     loss.requires_grad_(False)
     begin(loss_fn=lambda output, target: 2 * loss(output, target)).train_step(X, Y)
@@ -196,9 +191,8 @@ def train_with_weights() -> tuple[list[float | None], list[float]]:
     twin = layers()
     model, loss_of, plain = copy.deepcopy(twin), WithWeights(twin[0]), torch.optim.SGD(twin.parameters(), lr=0.1)
     function = WithWeights(model[0]).forward
-    with pytest.raises(
-        (ValueError, PipelineError), match=r"requires a gradient, and that no optimizer|as a child of the loss module"
-    ):
+    message = r"requires a gradient, and that no optimizer|as a child of the loss module"
+    with pytest.raises((ValueError, PipelineError), match=message):
         make(model=model, optimizer=sgd, loss_fn=function).train_step(X, Y)
     model = copy.deepcopy(twin)
     pipe = make(model=model, optimizer=sgd, loss_fn=WithWeights(model[0]))

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from support.inside import MODEL_INPUT, profile_model
 from support.keyword_models import IGNORED, LABELS, WIDTH, WORDS, Language, gpt2, in_float64, loss_in
+from support.parts import Parts
 from support.records import records
-from support.small import X, Y, make
+from support.small import X, Y, make, sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -225,11 +226,7 @@ def test_the_profiler_takes_keywords_and_a_models_own_loss() -> None:
         profile_model(model, {"tokens": WORDS, "labels": LABELS[:3]})
 
 
-class MaskedMean(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-
+class MaskedMean(Parts, first=lambda: nn.Linear(4, 4), last=lambda: nn.Linear(4, 1)):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         y = self.last(torch.tanh(self.first(x))).squeeze(-1)
         return (y.square() * mask).sum() / mask.sum()
@@ -244,11 +241,7 @@ def test_a_microbatch_without_items_has_no_gradients(schedule: str, recompute: s
     twin = copy.deepcopy(model)
     x, mask = torch.randn(8, 4).double(), torch.tensor([1.0, 1, 0, 0, 1, 0, 1, 1]).double()
     pipe = pipeline(
-        model,
-        schedule=schedule,
-        recompute=recompute,
-        loss_weight=lambda x, mask: mask.sum(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        model, schedule=schedule, recompute=recompute, loss_weight=lambda x, mask: mask.sum(), optimizer=sgd
     )
     loss = twin(x, mask)
     loss.backward()

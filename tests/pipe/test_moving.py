@@ -12,6 +12,7 @@ from support.cases import Layout, agree
 from support.inside import Activations, LiveBytes, _apart
 from support.inside import MovingHost as Host
 from support.matrix import make_case
+from support.parts import Parts
 from support.pipeline import run
 from support.random_moves import with_random_moves
 from support.records import records
@@ -64,12 +65,8 @@ def block() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Parts, block=block):
     """A block whose author runs it again in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = block()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(self.block, x, use_reentrant=False)

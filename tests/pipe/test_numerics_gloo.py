@@ -30,13 +30,6 @@ def test_every_model_under_every_schedule(gloo: Pool, case: Case, layout: Layout
     check(gloo, case, layout)
 
 
-@pytest.mark.thorough
-def test_batches_of_other_sizes(gloo: Pool) -> None:
-    """Receive buffers were sized for the example; 5 samples are microbatches of one."""
-    layout = Layout(schedule="interleaved", num_ranks=2, num_chunks=2)
-    check(gloo, make_case("gpt", layout, 5, sizes=(11, 13, 5, 10, 7)), layout)
-
-
 # --- what only several processes can show ---
 
 
@@ -54,6 +47,7 @@ def load_twice(case: Case, layout: Layout, state: dict[str, Tensor]) -> bool:
     return first and second
 
 
+@pytest.mark.thorough
 def test_state_dicts_load_whole_and_by_rank(gloo: Pool) -> None:
     layout = Layout(num_ranks=2)
     case = make_case("tied-gpt", layout, 4)

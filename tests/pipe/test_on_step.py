@@ -87,7 +87,7 @@ def _told(end: str) -> tuple[int, list[tuple[int, float]], set[int]]:
     return before, steps_and_losses(told), {record.rank for record in told}
 
 
-@pytest.mark.thorough(but=["close"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", ["flush", "close", "eval_step"])
 def test_every_process_is_told_every_step_however_it_ends(gloo: Pool, end: str) -> None:
     """When the last call returns, rank 0 does not know of the batches that are under way."""

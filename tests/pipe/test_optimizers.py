@@ -99,9 +99,8 @@ def test_a_parameter_that_no_optimizer_holds_stays_and_is_told_once(begin: Any) 
         return [sgd([p for name, p in parameters if not name.endswith("bias")])]
 
     model = layers()
-    with pytest.warns(
-        UserWarning, match=r"holds '0.bias', .*'4.bias' and 1 more: train_step does not update them"
-    ) as told:
+    message = r"holds '0.bias', .*'4.bias' and 1 more: train_step does not update them"
+    with pytest.warns(UserWarning, match=message) as told:
         pipe = begin(model=model, optimizer=stagewright.named(weights), max_grad_norm=1e-3)
     assert len(told) == 1
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -128,9 +127,8 @@ def test_a_stage_without_an_optimizer_of_a_kind() -> None:
     pipe = make(optimizer=stagewright.named(halves))
     assert [type(optimizer).__name__ for optimizer in pipe.optimizers] == ["AdamW", "SGD", "SGD"]
     pipe.train_step(X, Y)
-    with pytest.raises(
-        ValueError, match=r"an optimizer of no parameters for stage 1 \(3 .. 5\).* Expected None in its"
-    ):
+    message = r"an optimizer of no parameters for stage 1 \(3 .. 5\).* Expected None in its"
+    with pytest.raises(ValueError, match=message):
         make(optimizer=stagewright.named(lambda named: sgd([p for n, p in named if n.startswith("0.")])))
 
 

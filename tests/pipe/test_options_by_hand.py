@@ -141,9 +141,8 @@ def test_a_rate_set_in_flight_beside_a_schedule_of_rates_is_refused() -> None:
     pipe = stream(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     pipe.train_step(X, Y)
     pipe.optimizers[0].param_groups[0]["lr"] = 0.05
-    with pytest.raises(
-        ValueError, match="'lr' of an optimizer that has an lr_scheduler= was changed while batches 0 to 0"
-    ):
+    message = "'lr' of an optimizer that has an lr_scheduler= was changed while batches 0 to 0"
+    with pytest.raises(ValueError, match=message):
         pipe.train_step(X, Y)
     pipe.flush()
     pipe.train_step(X, Y)

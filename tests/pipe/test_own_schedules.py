@@ -123,9 +123,8 @@ def test_stages_without_backward_keep_nothing() -> None:
 
 
 def test_a_gradient_that_no_backward_would_take_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"output 0 of stage 0 \(blocks\.0\) requires a gradient, and schedule '3F1B' runs no"
-    ):
+    message = r"output 0 of stage 0 \(blocks\.0\) requires a gradient, and schedule '3F1B' runs no"
+    with pytest.raises(ValueError, match=message):
         piped(lambda: Recycled(recorded=True), schedule=recycling(), cut=None, mesh=None)
 
 

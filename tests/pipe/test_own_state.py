@@ -132,6 +132,7 @@ def test_all_of_the_models_own_state_travels(kind: str, tmp_path: Path) -> None:
         assert same(pipe.full_state_dict(), dict(expected))
 
 
+@pytest.mark.thorough
 def test_all_of_the_models_own_state_travels_over_processes(gloo: Pool, tmp_path: Path) -> None:
     for kind in ("checkpoint_wrapper", "extra dict", "extra tensor, alone"):
         for state in gloo.run(trained, ranks=2, args=(kind, str(tmp_path / kind))):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
@@ -16,12 +17,8 @@ from torch import Tensor, nn
 M = 4
 
 
-class Island(nn.Module):
+class Island(Parts, inner=lambda: nn.Linear(WIDTH, WIDTH)):
     """A layer that computes in float32, whatever is around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):

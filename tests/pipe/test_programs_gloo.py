@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.grids import nightly
 from support.pool import Pool
+from support.small import sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -111,13 +112,7 @@ def trained(what: str, mesh: dict[str, int] | None = None) -> tuple[list[str], l
     torch.manual_seed(0)
     model = MAKE[what]().double()
     pipe = PipelineModule(
-        model,
-        schedule="1f1b",
-        num_microbatches=2,
-        loss_fn=loss_of,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        mesh=mesh,
-        timeout=100.0,
+        model, schedule="1f1b", num_microbatches=2, loss_fn=loss_of, optimizer=sgd, mesh=mesh, timeout=100.0
     )
     losses = [pipe.train_step(*batch(what, step)).loss for step in range(3)]
     losses.append(pipe.eval_step(*batch(what, 3)).loss)

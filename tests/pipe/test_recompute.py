@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.small import WIDTH, X, Y, make
 from torch import Tensor, nn
 
@@ -113,12 +114,8 @@ def doubling(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output, target.mul_(2.0))
 
 
-class Centered(nn.Module):
+class Centered(Parts, center=lambda: torch.zeros(WIDTH)):
     """A moving target, as DINO's center."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(WIDTH))
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         self.center.mul_(0.5).add_(output.detach().mean(0))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make
 from support.unequal import BATCHES, WORDS, alone, assert_alone, make_model, make_pipe
@@ -73,12 +74,8 @@ def test_none_is_named() -> None:
         make(loss_fn=nn.MSELoss(reduction="none")).train_step(X, Y)
 
 
-class Similar(nn.Module):
+class Similar(Parts, layers=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(4))):
     """Similarities of all samples, and the loss of a model that returns its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(4))
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         h = x

@@ -125,6 +125,7 @@ def _other_lengths() -> None:
         pipe.train_step(microbatches=make_batch(0, (3, 9, 4, 7 + rank)))
 
 
+@pytest.mark.thorough
 def test_ranks_that_pass_other_lengths_are_told(gloo: Pool) -> None:
     with pytest.raises(CaseError, match=r"rank 1 passed microbatches of 1 x 3, 2 x 9, 1 x 4, 2 x 8 elements to step 1"):
         gloo.run(_other_lengths, ranks=2)
@@ -136,9 +137,8 @@ def test_a_microbatch_that_no_device_has_room_for_and_the_batch_behind_it() -> N
         pipe = make()
         pipe.train_step(microbatches=BATCHES[0])
         long = make_batch(0, (3, 9, 4, 40))
-        with pytest.raises(
-            ValueError, match=r"no schedule for the batch of step 1: memory_limit=.*one microbatch alone"
-        ):
+        message = r"no schedule for the batch of step 1: memory_limit=.*one microbatch alone"
+        with pytest.raises(ValueError, match=message):
             pipe.train_step(microbatches=long)
         pipe.train_step(microbatches=BATCHES[1])
         assert pipe.num_steps == 2

@@ -11,7 +11,7 @@ from support.async_pipeline import run
 from support.async_reference import UNEVEN, AsyncCase, agree
 from support.pool import Pool
 from support.records import records
-from support.small import X, Y, make
+from support.small import X, Y, make, sgd
 from torch import Tensor, nn
 
 from stagewright.pipe import PipelineModule
@@ -39,10 +39,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     made = torch.Generator().manual_seed(step)
     x, y = (torch.randn(SAMPLES, WIDTH, generator=made, dtype=torch.float64) for _ in range(2))
     return x, y
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def plain(model: nn.Module, order: list[int]) -> dict[str, Tensor]:

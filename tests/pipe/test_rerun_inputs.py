@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from support.grids import one_in
 from support.layers import D
+from support.parts import Parts
 from support.reruns import X, Y, equals_one_process, made, pipeline
 from torch import Tensor, nn
 
@@ -69,24 +70,16 @@ def test_results_changed_in_place_are_not_kept(alias: Callable[[Tensor], Tensor]
     equals_one_process(lambda: nn.Sequential(Aliased(alias), Aliased(alias)), "selective")
 
 
-class Behind(nn.Module):
+class Behind(Parts, inner=lambda: Aliased(nn.Identity(), inside=False)):
     """Doubles what a module that runs again returned, which that one had kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Aliased(nn.Identity(), inside=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y, h = self.inner(x)
         return F.relu(h, inplace=True) + y  # type: ignore[no-any-return]
 
 
-class Later(nn.Module):
+class Later(Parts, seen=0, linear=lambda: nn.Linear(D, D)):
     """From the third real forward on it changes the result of its product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen, self.linear = 0, nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += type(x) is Tensor and torch.is_grad_enabled()
@@ -94,12 +87,8 @@ class Later(nn.Module):
         return (h.mul_(2.0) if self.seen % 16 > 2 else h * 2.0).sin()
 
 
-class Remembers(nn.Module):
+class Remembers(Parts, linear=lambda: nn.Linear(D, D), known=lambda: {}):
     """Its first run fills a cache by one product more, ahead of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.known = nn.Linear(D, D), {}
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape not in self.known:
@@ -107,12 +96,8 @@ class Remembers(nn.Module):
         return self.linear(self.linear(x.flatten(0, 1)).tanh() @ self.known[x.shape]).sin().view_as(x)
 
 
-class Recurrent(nn.Module):
+class Recurrent(Parts, cell=lambda: nn.GRUCell(D, D), gru=lambda: nn.GRU(D, D, batch_first=True)):
     """GRUCell computes in chunks of its products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.gru = nn.GRUCell(D, D), nn.GRU(D, D, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x[:, 0]
@@ -170,12 +155,8 @@ def test_a_stage_that_runs_again_and_changes_its_input(alias: str) -> None:
     equals_one_process(lambda: nn.Sequential(OfStage(ALIASES[alias]), OfStage(ALIASES[alias])), "full")
 
 
-class Mixes(nn.Module):
+class Mixes(Parts, linear=lambda: nn.Linear(D, D)):
     """Takes the stage's own input where a product takes its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -187,12 +168,8 @@ def test_inputs_are_no_weights_where_the_backward_is_split(recompute: str) -> No
     equals_one_process(lambda: nn.Sequential(Mixes(), Mixes()), recompute, schedule="zb-h1", atol=1e-14)
 
 
-class Changes(nn.Module):
+class Changes(Parts, linear=lambda: nn.Linear(D, D)):
     """Changes a part of its first input in place, and reads all of the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
 
     def forward(self, x: Tensor, *others: Any, **more: Any) -> Tensor:
         x[..., :3].mul_(2.0)
@@ -247,11 +224,7 @@ def test_attention_to_itself(schedule: str, recompute: Any) -> None:
     equals_one_process(lambda: nn.Sequential(*[layer() for _ in range(4)]), recompute, schedule=schedule, atol=1e-15)
 
 
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
+class Drops(Parts, linear=lambda: nn.Linear(D, D)):
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x) * torch.bernoulli(torch.full_like(x, 0.5))
         return F.dropout(h.sin())

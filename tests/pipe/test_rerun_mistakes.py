@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.layers import D
+from support.parts import Parts
 from support.reruns import WORDS, M, X, Y, equals_one_process, made, pipeline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -71,13 +72,8 @@ def test_an_input_that_is_changed_behind_the_module_is_refused() -> None:
 # --- mistakes ---
 
 
-class Unused(nn.Module):
+class Unused(Parts, linear=lambda: nn.Linear(D, D), parts=lambda: nn.ModuleList([nn.Linear(D, D)])):
     """A weight that is used without its module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.parts = nn.ModuleList([nn.Linear(D, D)])
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.parts[0](x), self.linear.weight)
@@ -143,12 +139,7 @@ class Counted(nn.Module):
         return torch.tanh(self.last(h))
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.runs = 0
-
+class Inner(Parts, linear=lambda: nn.Linear(D, D), runs=0):
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
         return torch.sin(self.linear(x)) * x

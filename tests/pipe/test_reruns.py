@@ -16,7 +16,9 @@ import torch
 from support.grids import one_in
 from support.inside import TrainingWorker
 from support.layers import Block, D, T
+from support.parts import Parts
 from support.reruns import WORDS, M, X, Y, as_one, equals_one_process, made, pipeline
+from support.small import sgd
 from support.storages import Storages
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -27,12 +29,8 @@ again = pytest.mark.parametrize("recompute", ["layer", "selective"])
 # --- models ---
 
 
-class Branch(nn.Module):
+class Branch(Parts, linear=lambda: nn.Linear(D, D)):
     """A keyword argument, a list that the callee changes, a dict and a tuple that it returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
 
     def forward(self, x: Tensor, *, scale: Tensor, seen: list[Tensor]) -> dict[str, Any]:
         seen.append(x)
@@ -40,12 +38,8 @@ class Branch(nn.Module):
         return {"h": h, "pair": (h.cos(), seen[0])}
 
 
-class Forked(nn.Module):
+class Forked(Parts, branch=Branch):
     """Calls one module twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = Branch()
 
     def forward(self, x: Tensor) -> Tensor:
         seen = [x]
@@ -55,35 +49,22 @@ class Forked(nn.Module):
         return two["h"] + two["pair"][0] * two["pair"][1]
 
 
-class InPlace(nn.Module):
+class InPlace(Parts, linear=lambda: nn.Linear(D, D)):
     """Changes its input, which its caller reads after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(2.0).sigmoid_()
         return self.linear(x).mul_(0.5)
 
 
-class ReadsBehind(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.inner = nn.Linear(D, D), InPlace()
-
+class ReadsBehind(Parts, before=lambda: nn.Linear(D, D), inner=InPlace):
     def forward(self, x: Tensor) -> Tensor:
         h = self.before(x)
         return self.inner(h) + h
 
 
-class Moving(nn.Module):
+class Moving(Parts, mean=lambda: torch.zeros(D), count=lambda: torch.zeros(())):
     """A buffer that is reassigned, and one that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(D))
-        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -92,12 +73,8 @@ class Moving(nn.Module):
         return x + self.mean * self.count
 
 
-class Tokens(nn.Module):
+class Tokens(Parts, norm=lambda: nn.BatchNorm1d(T)):
     """Batch normalization over channels [B, T, D]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(T)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.norm(x))
@@ -166,7 +143,7 @@ def trained(recompute: Any, *, make: Callable[[], Any] = with_dropout, steps: in
     """Parameters after some steps."""
     model = made(make)
     state = torch.get_rng_state()
-    pipe = pipeline(model, recompute, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
+    pipe = pipeline(model, recompute, optimizer=sgd, **options)
     for number in range(steps):
         pipe.train_step(X + number, Y)
     pipe.flush()
@@ -195,13 +172,8 @@ def test_random_numbers_and_weight_versions(schedule: str, recompute: Any) -> No
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-class Draws(nn.Module):
+class Draws(Parts, linear=lambda: nn.Linear(D, D), draws=True, drawn=Counter[float]):
     """Scales by random numbers of all kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.draws, self.drawn = True, Counter[float]()
 
     def forward(self, x: Tensor) -> Tensor:
         scale = torch.rand(D, dtype=x.dtype)
@@ -304,11 +276,7 @@ class Cache:
         self.entries: dict[str, list[Tensor]] = {"seen": []}
 
 
-class Caching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-
+class Caching(Parts, linear=lambda: nn.Linear(D, D)):
     def forward(self, x: Tensor, *, cache: Cache) -> Tensor:
         seen = cache.entries["seen"]
         seen.append(torch.sin(self.linear(x)))

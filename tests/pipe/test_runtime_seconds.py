@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support.inside import HostClock, RankRecorder, building, early_messages, measure_runtime_seconds, runtime_seconds
 from support.inside import PipeTrainingTraining as Training
 from support.pool import Pool
-from support.small import X, Y, make
+from support.small import X, Y, make, sgd
 from torch import nn
 
 from stagewright.pipe import PipelineModule
@@ -84,7 +84,7 @@ def test_a_timeline_has_what_a_step_takes(max_grad_norm: float | None) -> None:
         mesh={"pipe": 2},
         num_microbatches=2,
         loss_fn=F.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        optimizer=sgd,
         max_grad_norm=max_grad_norm,
     )
     x = torch.ones(4, 3)
@@ -121,6 +121,7 @@ def train() -> dict[str, Any]:
     return {"timelines": [timeline.to_json() for timeline in timelines]}
 
 
+@pytest.mark.thorough
 def test_timelines_of_ranks_whose_clocks_are_apart(gloo: Pool) -> None:
     found = gloo.run(train, ranks=3)
     assert found[0] == found[1] == found[2]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.grids import one_in
+from support.parts import Parts
 from support.pool import Pool
 from support.records import records
 from support.sharded import X, Y, even, halved, sgd
@@ -270,11 +271,7 @@ def test_streams_are_those_of_replicas_with_whole_optimizers(gloo: Pool, options
         assert_same(found["state"], wanted["state"], tolerance=1e-10)
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
-
+class Scale(Parts, weight=lambda: nn.Parameter(torch.ones(1, dtype=torch.float64))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight
 

@@ -126,6 +126,7 @@ def stepped_by_hand(data_parallel: str) -> list[str]:
     return told
 
 
+@pytest.mark.thorough
 def test_an_optimizer_of_parts_that_is_stepped_by_hand_is_refused(gloo: Pool) -> None:
     for told in gloo.run(stepped_by_hand, ranks=2, args=("zero1",)):
         assert len(told) == 1
@@ -160,6 +161,7 @@ def sent(kind: str) -> list[int]:
     return found
 
 
+@pytest.mark.thorough
 def test_plans_count_the_bytes_that_are_sent(gloo: Pool) -> None:
     """Gradients and then weights, a third of them from each of three ranks to each of the others."""
     weights, bandwidth = 8 * 2 * (WIDTH * WIDTH + WIDTH), 1e3

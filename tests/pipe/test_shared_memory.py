@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cuts import WIDTH, Counting, Layers, agree_with_one_process, linear
+from support.parts import Parts
 from torch import Tensor, nn
 
 # --- memory that is changed in place ---
@@ -117,9 +118,8 @@ def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Mo
     """Each stage got copies of its own, and only one of them was changed."""
     last = 2 + len(between)
     points = [str(i) for i in range(2, last + 1)]
-    with pytest.raises(
-        ValueError, match=rf"stage {last - 1} .* input 0 in place, .* memory with its input 1.*Expected"
-    ):
+    message = rf"stage {last - 1} .* input 0 in place, .* memory with its input 1.*Expected"
+    with pytest.raises(ValueError, match=message):
         agree_with_one_process(
             lambda: chain(linear(), Halves(), *between, ChangesOne(inplace=True), linear()),
             ranks=last,
@@ -143,12 +143,8 @@ class NormTwice(nn.Module):
         return self.norm(self.b(self.a(self.norm(x))))
 
 
-class Counts(nn.Module):
+class Counts(Parts, calls=lambda: torch.zeros(())):
     """A buffer that is replaced by a new tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = self.calls + 1

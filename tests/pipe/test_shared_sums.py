@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.inside import ALONE_BYTES, BUCKET_BYTES, SharedSum, buckets_of
+from support.parts import Parts
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -55,32 +56,12 @@ def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def masked(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count) over the targets above -0.5."""
-    mask = target > -0.5
-    return F.mse_loss(output, target, reduction="none")[mask].sum(), mask.sum()
-
-
 def make_pipe(loss_fn: Any, **options: Any) -> PipelineModule:
     settings = {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2, "num_chunks": 2, "timeout": 120.0}
     return PipelineModule(
         tied_model(),
         **records(schedule="interleaved", cut=["1", "2", "3"], loss_fn=loss_fn, **(settings | options)),
     )
-
-
-def alone(steps: tuple[int, ...], *, masks: bool) -> dict[str, Tensor | None]:
-    """The same of one process, each step on both replicas' samples together."""
-    model = tied_model()
-    for step in steps:
-        parts = [batch_of(step, replica) for replica in range(2)]
-        loss = torch.zeros((), dtype=torch.float64)
-        count = sum(int((y > -0.5).sum()) if masks else y.numel() for _, y in parts)
-        for x, y in parts:  # the branch goes by the first sample of each
-            output = model(x)
-            loss = loss + (masked(output, y)[0] if masks else F.mse_loss(output, y, reduction="sum")) / count
-        loss.backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def through_a_bad_batch() -> list[float | None]:
@@ -126,12 +107,8 @@ def test_a_batch_that_is_given_up_leaves_no_sum_behind(gloo: Pool) -> None:
 WIDE = 182  # so that a matrix has a bucket of its own
 
 
-class Wide(nn.Module):
+class Wide(Parts, layer=lambda: nn.Linear(WIDE, WIDE), always=lambda: nn.Linear(WIDE, WIDE)):
     """A layer that leaves its matrix alone where the first sample is below zero; biases share a bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.always = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.always(x) + (self.layer(x) if bool(x[0, 0] > 0) else 0.0))
@@ -202,14 +179,10 @@ def test_buckets_leave_within_the_last_backward_in_one_order(gloo: Pool) -> None
             assert told.index("begin") == (0 if step in (0, 4) else 2 if lacks else 4)
 
 
-class Twice(nn.Module):
+class Twice(Parts, layer=lambda: nn.Linear(WIDE, WIDE)):
     """Adds to its weight's gradient in a backward within the backward, too, if it is asked to."""
 
     asked = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDE, WIDE)
 
     def forward(self, x: Tensor) -> Tensor:
         run = lambda y: torch.utils.checkpoint.checkpoint(self.layer, y, use_reentrant=True)  # noqa: E731
@@ -265,6 +238,7 @@ def masked_behind(first: int) -> list[str | dict[str, list[float]]]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_a_hook_changes_behind_its_backward_never_leaves_early(gloo: Pool) -> None:
     """From the first step on it is summed as it then is; later it ends by name, since its sum is under way."""
     for found in gloo.run(masked_behind, ranks=2, args=(0,)):

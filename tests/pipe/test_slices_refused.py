@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.records import records
 from support.sliced import (
     VOCABULARY,
@@ -49,11 +50,7 @@ def silent_convolution() -> nn.Module:
     return Mixer(lambda x: layer(F.pad(x.transpose(1, 2), (1, 0))).transpose(1, 2), layer)
 
 
-class OwnPositions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Embedding(T, 8)
-
+class OwnPositions(Parts, places=lambda: nn.Embedding(T, 8)):
     def forward(self, x: Tensor) -> Tensor:
         positions: Tensor = self.places(torch.arange(x.shape[1]))
         return x + positions
@@ -120,9 +117,8 @@ def test_losses_that_do_not_add_up(loss_fn: Callable[[Tensor, Tensor], Tensor]) 
     pipe = PipelineModule(
         chain(layers=1), schedule=Slices("seq1f1b", num_slices=3), num_microbatches=2, loss_fn=loss_fn
     )
-    with pytest.raises(
-        ValueError, match=r"loss_fn makes .* of whole sequences and .* of their 3 parts: expected a mean"
-    ):
+    message = r"loss_fn makes .* of whole sequences and .* of their 3 parts: expected a mean"
+    with pytest.raises(ValueError, match=message):
         pipe.forward_backward(*batch())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.inside import profile_model
+from support.parts import Parts
 from support.pool import Pool
 from support.records import records
 from torch import Tensor, nn
@@ -145,12 +146,8 @@ def _train(pipe: PipelineModule) -> None:
         pipe.train_step(X, Y)
 
 
-class Tied(nn.Module):
+class Tied(Parts, weight=lambda: nn.Parameter(torch.zeros(11, 4))):
     """Its function asks for sparse gradients, which no module says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(11, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.embedding(x, self.weight, sparse=True).flatten(1)

@@ -82,6 +82,7 @@ def test_curves_of_one_process_are_close_to_what_it_held(schedule: str) -> None:
     assert most * 0.97 <= sum(peaks) <= most * 1.15
 
 
+@pytest.mark.thorough
 def test_curves_of_processes_are_close_to_what_they_held(gloo: Pool) -> None:
     found = gloo.run(watched, ranks=2, args=("2bw",))
     assert found[0][2] == found[1][2]  # all processes know all stages

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from support.small import sgd
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -80,7 +81,7 @@ def trains_as_plain(net: Net, lengths: tuple[int, ...] = (3, 3), **options: Any)
     plain = copy.deepcopy(net)
     batches = [batch(length) for length in lengths]
     options = {"mesh": {"pipe": 2}, "num_microbatches": 2, "timeout": 60.0, **options}
-    pipe = PipelineModule(net, loss_fn=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **options)
+    pipe = PipelineModule(net, loss_fn=F.mse_loss, optimizer=sgd, **options)
     losses = [pipe.train_step(x, y).loss for x, y in batches]
     pipe.close()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

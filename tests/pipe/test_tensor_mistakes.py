@@ -10,52 +10,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.inside import Sequence
 from support.pool import Pool
-from support.records import records
 from support.tensor_models import WIDTH, WORDS_ALONE, make_batch, make_model, make_pipe
 from torch import Tensor, nn
 
 from stagewright.comm import PipelineError
-from stagewright.pipe import PipelineModule
-
-
-def say_no() -> list[str]:
-    """Refusals, alike in both processes; the process group lives on."""
-    told = []
-    cases: list[tuple[type[Exception], dict[str, Any]]] = [
-        (ValueError, {"tensor_parallel": None}),
-        (ValueError, {"tensor_parallel": {"blocks.*.mlp.upp": "column"}}),
-        (ValueError, {"mesh": {"tensor": 3}}),
-        (ValueError, {"mesh": {"pipe": 2, "tensor": 2}}),
-        (ValueError, {"max_grad_norm": None, "tensor_parallel": {"blocks.*.mlp.up": "column"}}),
-    ]
-    for kind, options in cases:
-        with pytest.raises(kind) as error:
-            make_pipe(make_model(), **{"mesh": {"tensor": 2}, "tensor_parallel": WORDS_ALONE} | options).build(
-                *make_batch(0)
-            )
-        told.append(str(error.value))
-    model = make_model()
-    pipe = make_pipe(model, mesh={"tensor": 2}, tensor_parallel=WORDS_ALONE)
-    pipe.build(*make_batch(0))
-    with pytest.raises(ValueError, match="whose weights a tensor group divides"):
-        model.state_dict()
-    pipe.close()
-    return told
-
-
-@pytest.mark.thorough
-def test_what_is_refused(gloo: Pool) -> None:
-    for told in gloo.run(say_no, ranks=2):
-        assert "a tensor group of 2 processes without tensor_parallel=" in told[0]
-        assert "matches no module" in told[1]
-        assert "'blocks.*.mlp.up'" in told[1]
-        assert 'mesh={"tensor": 3} on 2 processes: expected a size that divides 2' in told[2]
-        assert "asks for 4 processes and the process group has 2" in told[3]
-        assert "no module next to it by 'row'" in told[4]
 
 
 def partial_gradients() -> list[str]:
-    """Told: a whole weight between a column and its row; a model divided before; an optimizer of whole weights."""
+    """Told: a whole weight between a column and its row; a model divided before; an optimizer of whole weights; and
+    what no such group can be made of."""
     told = []
     chain = [nn.Linear(WIDTH, 12), nn.PReLU(), nn.Linear(12, WIDTH, bias=False)]
     x = torch.ones(8, WIDTH, dtype=torch.float64)
@@ -79,6 +42,17 @@ def partial_gradients() -> list[str]:
     with pytest.raises(ValueError, match=r"optimizer Muon holds '0.weight', which is divided") as error:
         make_pipe(model, optimizer=lambda p: torch.optim.Muon(p, lr=0.1), **options).build(x, x)
     told.append(str(error.value))
+    for options, said in (
+        ({"tensor_parallel": None}, "a tensor group of 2 processes without tensor_parallel="),
+        ({"mesh": {"tensor": 3}}, 'mesh={"tensor": 3} on 2 processes: expected a size that divides 2'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_pipe(make_model(), **{"mesh": {"tensor": 2}, "tensor_parallel": WORDS_ALONE} | options)
+    model = make_model()
+    with make_pipe(model, mesh={"tensor": 2}, tensor_parallel=WORDS_ALONE) as pipe:
+        pipe.build(*make_batch(0))
+        with pytest.raises(ValueError, match="whose weights a tensor group divides"):
+            model.state_dict()
     return told
 
 
@@ -129,42 +103,16 @@ def test_all_ranks_divide_alike(gloo: Pool) -> None:
     assert all("tensor=4 divided modules" in told for told in gloo.run(differ, ranks=4))
 
 
-PLAIN_WIDTH = 6
-MESH = {"pipe": 2, "tensor": 2}
-
-
-def plain_model(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(PLAIN_WIDTH, PLAIN_WIDTH), nn.Tanh()) for _ in range(4)]).double()
-
-
-def plain_batch(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x, y = (torch.randn(8, PLAIN_WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x, y
-
-
-def plain_pipe(model: nn.Module, **options: Any) -> PipelineModule:
-    settings: dict[str, Any] = {
-        "mesh": MESH,
-        "tensor_parallel": {},
-        "num_microbatches": 4,
-        "loss_fn": F.mse_loss,
-        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        "max_grad_norm": 0.05,
-        "timeout": 120.0,
-    }
-    return PipelineModule(model, **records(**(settings | options)))
-
-
 def pass_other_inputs() -> str:
     """The second member of the second rank's group passes another batch."""
-    pipe = plain_pipe(plain_model(0), example_inputs=plain_batch(0)[:1])
+    pipe = make_pipe(make_model(), mesh={"pipe": 2, "tensor": 2}, tensor_parallel=WORDS_ALONE)
+    pipe.build(*make_batch(0))
     with pytest.raises((ValueError, PipelineError), match="passed other inputs") as told:
-        pipe.train_step(*plain_batch(int(dist.get_rank() == 3)))
+        pipe.train_step(*make_batch(int(dist.get_rank() == 3)))
     return str(told.value)
 
 
+@pytest.mark.thorough
 def test_a_tensor_group_passes_one_batch(gloo: Pool) -> None:
     told = gloo.run(pass_other_inputs, ranks=4)
     for member in (2, 3):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.inside import peers_in_parts
 from support.pool import Pool
+from support.small import sgd
 from support.tensor_models import WIDTH, WORDS_ALONE, make_batch, make_model, make_pipe
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -78,12 +79,7 @@ CASES = {
     ),
     "interleaved": (
         4,
-        {
-            "mesh": {"pipe": 2, "tensor": 2},
-            "schedule": "interleaved",
-            "tensor_parallel": WORDS_ALONE,
-            "order": ODD,
-        },
+        {"mesh": {"pipe": 2, "tensor": 2}, "schedule": "interleaved", "tensor_parallel": WORDS_ALONE, "order": ODD},
     ),
     "data-tensor": (
         4,
@@ -269,10 +265,6 @@ def train_a_plan(plan: Plan) -> tuple[list[float | None], dict[str, Tensor], tup
     with make_pipe(make_model(), num_microbatches=None, plan=plan, optimizer=sgd) as pipe:
         losses = [pipe.train_step(*make_batch(step)).loss for step in range(3)]
         return losses, pipe.full_state_dict(), tuple(p.numel() for p in pipe.parameters())
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def plan_of(*ranks: tuple[int, ...], num_devices: int) -> Plan:

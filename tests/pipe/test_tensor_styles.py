@@ -23,6 +23,7 @@ from support.inside import (
     read_tensor_parallel,
     uncut,
 )
+from support.parts import Parts
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,11 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, its arguments and how it is cut.
-
-    Arguments:
-        num_cut: parameters that are divided.
-    """
+    """A model, its arguments and how it is cut; `num_cut` of its parameters are divided."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
@@ -55,19 +52,13 @@ def gpt() -> nn.Module:
     return GPT(GPTConfig(vocabulary=32, length=8, layers=2, width=24, heads=4, tied=True))
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=24, n_layer=2, n_head=4))
-
-
 def tiny(name: str, **options: Any) -> nn.Module:
-    """A model of transformers, as "Llama CausalLM"."""
+    """A model of transformers, as "Llama ForCausalLM"."""
     import transformers
 
     kind, _, task = name.partition(" ")
     config = getattr(transformers, f"{kind}Config")(**options)
-    return getattr(transformers, f"{kind}For{task}")(config)
+    return getattr(transformers, f"{kind}{task}")(config)
 
 
 def grouped(name: str, **options: Any) -> nn.Module:
@@ -76,17 +67,8 @@ def grouped(name: str, **options: Any) -> nn.Module:
     return tiny(name, **(sizes | {"num_attention_heads": 4, "num_key_value_heads": 2} | options))
 
 
-def llama(**sizes: int) -> nn.Module:
-    return grouped("Llama CausalLM", num_hidden_layers=2, **sizes)
-
-
-def mixtral() -> nn.Module:
-    """The default's kernel takes no float64."""
-    return grouped("Mixtral CausalLM", num_local_experts=4, experts_implementation="eager")
-
-
-def qwen() -> nn.Module:
-    return grouped("Qwen3 CausalLM", head_dim=6)
+def llama() -> nn.Module:
+    return grouped("Llama ForCausalLM", num_hidden_layers=2)
 
 
 SMALL = {"vocab_size": 32, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -94,7 +76,7 @@ SMALL |= {"intermediate_size": 40, "max_position_embeddings": 16, "num_labels": 
 
 
 def adapted_electra() -> nn.Module:
-    model: Any = tiny("Electra MaskedLM", **SMALL, embedding_size=12)
+    model: Any = tiny("Electra ForMaskedLM", **SMALL, embedding_size=12)
     attention = model.electra.encoder.layer[0].attention
     attention.self.query, attention.output.dense = Adapted(attention.self.query), Adapted(attention.output.dense)
     return model
@@ -104,27 +86,10 @@ ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": Tr
 POSITIONS = {"relative_attention": True, "pos_att_type": "c2p|p2c"}
 PYRAMID = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [8, 16], "num_attention_heads": [2, 4]}
 PYRAMID |= {"sr_ratios": [2, 1], "patch_sizes": [3, 3], "strides": [2, 2], "mlp_ratios": [4, 4]}
-TINY: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and the parameters that are divided
-    "falcon": (lambda: tiny("Falcon CausalLM", **SMALL), 4),
-    "falcon-groups": (lambda: tiny("Falcon CausalLM", **SMALL, num_kv_heads=2, new_decoder_architecture=True), 4),
-    "falcon-alibi": (lambda: tiny("Falcon CausalLM", **SMALL, **ALIBI), 6),
-    "bloom": (lambda: tiny("Bloom CausalLM", **SMALL, n_layer=1, n_head=4), 6),
-    "electra": (lambda: tiny("Electra MaskedLM", **SMALL, embedding_size=12), 10),
-    "electra-adapted": (adapted_electra, 12),
-    "deberta": (lambda: tiny("Deberta MaskedLM", **SMALL, **POSITIONS), 10),
-    "deberta-v2": (lambda: tiny("DebertaV2 MaskedLM", **SMALL, **POSITIONS, position_buckets=8), 14),
-    "segformer": (lambda: tiny("Segformer ImageClassification", **PYRAMID, num_labels=5), 2 * 12),
-}
 
 
 def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(24, 4, 40, batch_first=True, dropout=0.0)
-    return nn.TransformerEncoder(layer, 2)
-
-
-def decoder() -> nn.Module:
-    layer = nn.TransformerDecoderLayer(24, 4, 40, dropout=0.0, activation="gelu", norm_first=True, bias=False)
-    return nn.TransformerDecoder(layer, 1)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(24, 4, 40, batch_first=True, dropout=0.0), 2)
 
 
 class Attention(nn.Module):
@@ -210,13 +175,26 @@ WORDS: TensorParallelLike = {
     "head": Column(gather_output=True),
 }
 
+# Models of transformers, and the parameters that are divided. Mixtral's default kernel takes no float64.
+TINY: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "gpt2": (lambda: tiny("GPT2 LMHeadModel", **SMALL), 6),
+    "llama": (llama, 2 * 7),
+    "adapted": (adapted, 2 * (7 + 4)),
+    "mixtral": (lambda: grouped("Mixtral ForCausalLM", num_local_experts=4, experts_implementation="eager"), 6),
+    "qwen": (lambda: grouped("Qwen3 ForCausalLM", head_dim=6), 7),
+    "falcon": (lambda: tiny("Falcon ForCausalLM", **SMALL), 4),
+    "falcon-groups": (lambda: tiny("Falcon ForCausalLM", **SMALL, num_kv_heads=2, new_decoder_architecture=True), 4),
+    "falcon-alibi": (lambda: tiny("Falcon ForCausalLM", **SMALL, **ALIBI), 6),
+    "bloom": (lambda: tiny("Bloom ForCausalLM", **SMALL, n_layer=1, n_head=4), 6),
+    "electra": (lambda: tiny("Electra ForMaskedLM", **SMALL, embedding_size=12), 10),
+    "electra-adapted": (adapted_electra, 12),
+    "deberta": (lambda: tiny("Deberta ForMaskedLM", **SMALL, **POSITIONS), 10),
+    "deberta-v2": (lambda: tiny("DebertaV2 ForMaskedLM", **SMALL, **POSITIONS, position_buckets=8), 14),
+    "segformer": (lambda: tiny("Segformer ForImageClassification", **PYRAMID, num_labels=5), 2 * 12),
+}
+
 CASES = {
     "gpt": Case(make=gpt, inputs=lambda: {"tokens": tokens(3, 8)}, num_cut=2 * 6),
-    "gpt2": Case(make=gpt2, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=2 * 6),
-    "llama": Case(make=llama, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=2 * 7),
-    "adapted": Case(make=adapted, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=2 * (7 + 4)),
-    "mixtral": Case(make=mixtral, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=6),
-    "qwen": Case(make=qwen, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=7),
     **{
         name: Case(make=make, inputs=lambda: {"input_ids": tokens(3, 8)}, num_cut=num_cut)
         for name, (make, num_cut) in TINY.items()
@@ -230,7 +208,9 @@ CASES = {
         num_cut=2 * 6,
     ),
     "decoder": Case(
-        make=decoder,
+        make=lambda: nn.TransformerDecoder(
+            nn.TransformerDecoderLayer(24, 4, 40, dropout=0.0, activation="gelu", norm_first=True, bias=False), 1
+        ),
         inputs=lambda: {
             "tgt": numbers(5, 3, 24),
             "memory": numbers(7, 3, 24, seed=5),
@@ -248,7 +228,6 @@ CASES = {
     "words": Case(make=Words, inputs=lambda: {"x": tokens(3, 8)}, option=WORDS, num_cut=2 + 9 + 3 + 2),
 }
 CASES["segformer"] = replace(CASES["segformer"], inputs=lambda: {"pixel_values": numbers(3, 3, 16, 16)})
-TRANSFORMERS = ("gpt2", "llama", "adapted", "mixtral", "qwen", *TINY)
 
 
 def made(case: Case) -> nn.Module:
@@ -269,17 +248,15 @@ def outcome(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, dict[str,
     given = {key: inputs[key].clone().requires_grad_() for key in ("src", "tgt", "memory") if key in inputs}
     out = output(model, inputs | given)
     (out * numbers(*out.shape, seed=6)).sum().backward()
-    return out.detach(), {name: p.grad for name, p in model.named_parameters()} | {
-        key: x.grad for key, x in given.items()
-    }
+    leaves = dict(model.named_parameters()) | given
+    return out.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def departures(name: str) -> tuple[int, dict[str, float]]:
     """How many parameters are cut, and how far each figure is from the plain model's, relative."""
     case = CASES[name]
     plain, model = made(case), made(case)
-    mesh = init_device_mesh("cpu", (2,))
-    inputs = case.inputs()
+    mesh, inputs = init_device_mesh("cpu", (2,)), case.inputs()
     expected, gradients = outcome(plain, inputs)
     own = {key: id(p) for key, p in model.named_parameters()}
     styles = read_tensor_parallel(case.option, model, count=2, example=Arguments.of_example(inputs))
@@ -309,16 +286,15 @@ def far(found: Tensor | None, expected: Tensor) -> float:
     return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
 
 
-@pytest.mark.thorough(but=["mixtral", "encoder", "decoder"])
+@pytest.mark.thorough(but=["mixtral", "decoder"])
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_the_plain_model(gloo: Pool, name: str) -> None:
-    if name in TRANSFORMERS:
+    if name in TINY:
         pytest.importorskip("transformers")
     for num_cut, apart in gloo.run(departures, ranks=2, args=(name,)):
         assert num_cut == CASES[name].num_cut
         allowed = 1e-6 if name in ("llama", "adapted", "mixtral", "qwen") else 1e-12  # their norms are taken in float32
         assert {key: value for key, value in apart.items() if not value <= allowed} == {}
-        print(f"{name}: {num_cut} parameters divided by two; at most {max(apart.values()):.0e} from the plain model")
 
 
 def read(option: Any, model: nn.Module, count: int = 2) -> list[str]:
@@ -336,13 +312,8 @@ class Mixed(nn.Module):
         self.strange = Strange()
 
 
-class Strange(nn.Module):
+class Strange(Parts, heads=4, qkv=lambda: nn.Linear(24, 72), out=lambda: nn.Linear(24, 24)):
     """Heads in an order of its own: [head, q | k | v]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = 4
-        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         raise NotImplementedError
@@ -377,11 +348,8 @@ def test_attention_is_cut_whole_or_not() -> None:
     """Heads decide: a fused projection is divided block by block, beside the one that takes it."""
     model = gpt()
     words = {"blocks.*.attention.qkv": "column", "blocks.*.attention.out": "row"}
-    assert [str(style) for style in read_tensor_parallel(words, model, count=2).styles.values()] == [
-        "<local heads/t>",
-        "<column x3>",
-        "<row>",
-    ] * 2
+    styles = map(str, read_tensor_parallel(words, model, count=2).styles.values())
+    assert list(styles) == ["<local heads/t>", "<column x3>", "<row>"] * 2
     with pytest.raises(ValueError, match=r"'blocks.0.attention.qkv' is cut and 'blocks.0.attention.out' is not"):
         read({"blocks.*.attention.qkv": "column", "blocks.*.down": "row"}, model)
     with pytest.raises(ValueError, match=r"'blocks.0.attention.out' cannot be cut by 'column': expected 'row'"):
@@ -423,27 +391,31 @@ def test_attention_of_which_single_heads_are_read_or_mixed_stays_whole() -> None
     pytest.importorskip("transformers")
     inputs = Arguments.of_example({"input_ids": tokens(3, 8)})
     for name, options in (
-        ("Bloom CausalLM", {"n_layer": 1, "n_head": 4, "output_attentions": True}),
-        ("Deberta MaskedLM", POSITIONS | {"talking_head": True}),
+        ("Bloom ForCausalLM", {"n_layer": 1, "n_head": 4, "output_attentions": True}),
+        ("Deberta ForMaskedLM", POSITIONS | {"talking_head": True}),
     ):
         model = tiny(name, **SMALL | options)
         styles = read_tensor_parallel("auto", model, count=2, example=inputs)
         assert len(styles.styles) == 2
         assert "whole: its heads are not found to compute apart" in styles.table(model)
     with pytest.raises(ValueError, match=r"'electra.encoder.layer.0.attention.self' has 4 num_attention_heads, over 3"):
-        read_tensor_parallel("auto", tiny("Electra MaskedLM", **SMALL), count=3, example=inputs)
+        read_tensor_parallel("auto", tiny("Electra ForMaskedLM", **SMALL), count=3, example=inputs)
 
 
 def test_a_plan_of_the_model() -> None:
-    """Grouped heads that do not divide, and words that are not known, are refused by name."""
+    """Grouped heads that do not divide, words that are not known, and adapters of other kinds are refused by name."""
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.k_proj' has 2 heads of 6, over 4 tensor ranks"):
         read("auto", llama(), 4)
     model = llama()
     model.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "diagonal"}
-    with pytest.raises(
-        ValueError, match=r"base_model_tp_plan\['layers.\*.mlp.up_proj'\] = 'diagonal': expected one of"
-    ):
+    message = r"base_model_tp_plan\['layers.\*.mlp.up_proj'\] = 'diagonal': expected one of"
+    with pytest.raises(ValueError, match=message):
+        read("auto", model)
+    model: Any = adapted()
+    model.model.layers[1].self_attn.v_proj.lora_magnitude_vector["default"] = nn.Linear(1, 1)
+    message = r"'model.layers.1.self_attn.v_proj' is wrapped by an adapter of lora_A, .*expected .*merge_and_unload\(\)"
+    with pytest.raises(ValueError, match=message):
         read("auto", model)
 
 
@@ -464,20 +436,9 @@ def test_undone() -> None:
     parameters = list(model.parameters())
     cut_by_styles(model, read_tensor_parallel("auto", model, count=2).styles, TensorGroup(None, index=1, count=2))
     assert [type(module) for module in model.modules()] != kinds
-    assert model.layers[0].self_attn.num_heads == 2
-    assert model.layers[0].linear1.out_features == 20
+    layer = model.layers[0]
+    assert (layer.self_attn.num_heads, layer.linear1.out_features) == (2, 20)
     uncut(model)
     assert [type(module) for module in model.modules()] == kinds
-    assert model.layers[0].self_attn.num_heads == 4
-    assert model.layers[0].linear1.out_features == 40
-    assert model.layers[0].activation_relu_or_gelu == 1
+    assert (layer.self_attn.num_heads, layer.linear1.out_features, layer.activation_relu_or_gelu) == (4, 40, 1)
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
-
-
-def test_adapters_of_other_kinds_are_refused_by_name() -> None:
-    pytest.importorskip("transformers")
-    model: Any = adapted()
-    model.model.layers[1].self_attn.v_proj.lora_magnitude_vector["default"] = nn.Linear(1, 1)
-    message = r"'model.layers.1.self_attn.v_proj' is wrapped by an adapter of lora_A, .*expected .*merge_and_unload\(\)"
-    with pytest.raises(ValueError, match=message):
-        read("auto", model)

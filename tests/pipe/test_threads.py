@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.parts import Parts
 from support.small import WIDTH, X, Y, layers, make
 from torch import Tensor, nn
 
@@ -27,11 +28,7 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.drop = layers(2), layers(2), nn.Dropout(0.5)
-
+class Noisy(Parts, first=lambda: layers(2), last=lambda: layers(2), drop=lambda: nn.Dropout(0.5)):
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.drop(Doubled.apply(torch.tanh(self.first(x)))))
 
@@ -69,12 +66,8 @@ def test_pipelines_in_threads_train_as_one_after_the_other() -> None:
     assert [found.get(seed) for seed in range(4)] == expected
 
 
-class Peeking(nn.Module):
+class Peeking(Parts, first=lambda: layers(2), last=lambda: layers(2)):
     """Its forward keeps what a thread holds that has entered Function.apply now, and goes on when all is over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = layers(2), layers(2)
 
     def forward(self, x: Tensor) -> Tensor:
         apply = torch.autograd.Function.__dict__["apply"].__func__

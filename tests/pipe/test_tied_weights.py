@@ -234,14 +234,14 @@ def two_types(model: nn.Sequential) -> None:
 
 def _shared_over_processes() -> None:
     for change in SHARING.values():
-        with pytest.raises(
-            ValueError, match=r"'0\.0\.weight' and '5\..*', on different stages, are two tensors over the"
-        ):
+        message = r"'0\.0\.weight' and '5\..*', on different stages, are two tensors over the"
+        with pytest.raises(ValueError, match=message):
             of_layers(change)
     for change in (flat, frozen_tables, columns, two_types):
         of_layers(change).train_step(*batch(0))
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_two_tensors_over_one_memory_on_two_stages_are_refused_over_processes(gloo: Pool) -> None:
     """Each had a memory of its own: weights drifted apart in silence, `verify=True` included."""

@@ -12,8 +12,6 @@ from support.pool import Pool
 from support.small import WIDTH, X, Y, layers, make, stream
 from torch import Tensor, nn
 
-from stagewright.pipe import PipelineModule
-
 
 class Net(nn.Module):
     """Run by its own modules, with a multiplication behind them."""
@@ -26,15 +24,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.drop(self.one(x)).relu()) * self.alpha
-
-
-def chain() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*layers(3), nn.Dropout(0.25), *layers(3))
-
-
-def hook(*_: object) -> None:
-    """Nothing."""
 
 
 ANY: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -80,49 +69,6 @@ def test_an_evaluation_has_its_own_mode() -> None:
     pipe.train_step(X, Y)
 
 
-def losses(
-    begin: Callable[[nn.Sequential], None], change: Callable[[nn.Sequential], None], **options: Any
-) -> list[Any]:
-    """Training of a chain whose modules were changed before it was built, and of one that is changed afterwards."""
-    model = chain()
-    begin(model)
-    pipe = make(model=model, **options)
-    change(model)
-    return [pipe.train_step(X, Y).loss for _ in range(3)]
-
-
-def nothing(model: nn.Module) -> None:
-    """Nothing."""
-
-
-def to_eval(model: nn.Module) -> None:
-    model.eval()
-
-
-def to_train(model: nn.Module) -> None:
-    model.train()
-
-
-def to_half(model: Any) -> None:
-    model[3].p = 0.5
-
-
-@pytest.mark.thorough(but=["to_train-<lambda>"])
-@pytest.mark.filterwarnings("ignore:the model is in evaluation mode")
-@pytest.mark.parametrize("before", [nothing, to_eval, lambda m: setattr(m[3], "p", 0.0)])
-@pytest.mark.parametrize("after", [to_train, to_eval, to_half])
-def test_modules_of_a_chain_run_as_they_stand(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
-    """A Dropout that begins to draw only later draws the same as ever, on any cut."""
-
-    def both(model: Any) -> None:
-        before(model)
-        after(model)
-
-    found = losses(before, after)
-    assert found == losses(both, nothing)
-    assert found == losses(before, after, mesh={"pipe": 1})
-
-
 # --- requires_grad ---
 
 
@@ -135,38 +81,9 @@ def test_unfreezing_is_refused_by_name() -> None:
         pipe.flush()
         model[0].requires_grad_(True)
         pipe.eval_step(X, Y)
-        with pytest.raises(
-            ValueError, match=r"parameter '0.weight' requires a gradient and did not when the stages were"
-        ):
+        message = r"parameter '0.weight' requires a gradient and did not when the stages were"
+        with pytest.raises(ValueError, match=message):
             pipe.train_step(X, Y)
-
-
-@pytest.mark.thorough(but=["options0-2"])
-@pytest.mark.parametrize("first", [0, 2, 3])
-@pytest.mark.parametrize(
-    "options", [{}, {"schedule": "2bw"}, {"mesh": {"pipe": 2, "data": 2}, "num_microbatches": 2}, {"recompute": "full"}]
-)
-def test_what_is_frozen_later_stays_and_the_rest_goes_on(first: int, options: dict[str, Any]) -> None:
-    """Also with batches of another size, and until it is trained again."""
-    torch.manual_seed(0)
-    model = layers()
-    pipe: PipelineModule = make(model=model, **options)
-    pipe.train_step(X, Y)
-    pipe.flush()
-    frozen = list(model[first : first + 3].parameters())
-    before = [p.detach().clone() for p in model.parameters()]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    for size in (8, 6, 8, 8):
-        pipe.train_step(X[:size], Y[:size])
-    pipe.flush()
-    stays = [torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True)]
-    assert stays == [any(p is one for one in frozen) for p in model.parameters()]
-    model.requires_grad_(True)
-    for _ in range(3):
-        pipe.train_step(X, Y)
-    pipe.flush()
-    assert not any(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])

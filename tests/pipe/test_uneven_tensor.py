@@ -338,7 +338,7 @@ def change_one(sizes: tuple[int, ...], rank: int) -> str:
     return "nothing"
 
 
-@pytest.mark.thorough(but=["member"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sizes", "rank", "told"), [((2, 1), 1, 0), ((2, 1, 1), 2, 2)], ids=["member", "same size"])
 def test_an_attribute_that_changes_in_one_process_is_told(
     gloo: Pool, sizes: tuple[int, ...], rank: int, told: int

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parts import Parts
 from support.plain import (
     MICROBATCHES,
     STEPS,
@@ -34,12 +35,8 @@ from stagewright.pipe import PipelineModule
 # --- code that reads values ---
 
 
-class Masked(nn.Module):
+class Masked(Parts, sizes=lambda: torch.tensor([2, 4])):
     """A boolean mask, a number read from a tensor, numpy, sizes in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sizes", torch.tensor([2, 4]))
 
     def forward(self, x: Tensor) -> Tensor:
         positive = x[x > 0]
@@ -104,12 +101,8 @@ class Draws(nn.Module):
         return x + self.strength * torch.randn_like(x)
 
 
-class LayerDrop(nn.Module):
+class LayerDrop(Parts, blocks=lambda: nn.ModuleList(linear() for _ in range(4)), dropped=0):
     """As wav2vec's encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.dropped = nn.ModuleList(linear() for _ in range(4)), 0
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -186,12 +179,8 @@ def test_random_numbers_of_any_kind_are_the_same_on_any_cut(options: dict[str, A
     )
 
 
-class Drawn(nn.Module):
+class Drawn(Parts, draws=False, seen=lambda: []):
     """Notes what it draws, and whether a graph is built meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws, self.seen = False, []
 
     def forward(self, x: Tensor) -> Tensor:
         if self.draws:
@@ -274,12 +263,8 @@ def test_what_is_used_later_by_an_attribute_is_refused(decide: Callable[[Any, Te
         piped(lambda: nn.Sequential(Sometimes(decide), linear()), use, recompute=recompute, cut=["1"])
 
 
-class Failing(nn.Module):
+class Failing(Parts, layer=lambda: nn.Linear(8, 8), is_broken=False):
     """Raises an error of its own in the real run, from a function of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.is_broken = nn.Linear(8, 8), False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(self.checked(x))

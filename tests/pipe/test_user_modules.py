@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.parts import Parts
 from support.plain import MICROBATCHES, STEPS, WIDTH, agree, batch, between_layers, linear, piped
 from support.small import make
 from torch import Tensor, nn
@@ -57,18 +58,6 @@ class Ema(nn.Module):
         self.history.append(len(x))
         self.last = h.detach()
         return (h - self.ema) * self.scale
-
-
-class Tempered(nn.Module):
-    """Reads an attribute and a dict that change between steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.temperature, self.options = linear(), 1.0, {"act": torch.tanh}
-
-    def forward(self, x: Tensor) -> Tensor:
-        value: Tensor = self.options["act"](self.linear(x) / self.temperature)
-        return value
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -151,11 +140,7 @@ def test_a_buffer_of_the_state_that_a_forward_brings_is_refused_by_name() -> Non
         pipe.state_dict()
 
 
-class Listed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(linear() for _ in range(3))
-
+class Listed(Parts, blocks=lambda: nn.ModuleList(linear() for _ in range(3))):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
@@ -191,17 +176,6 @@ def test_a_module_deleted_or_replaced_between_steps_is_refused_by_what_reads_the
     for call in calls:  # and all goes on as before
         call()
     pipe.train_step(x, y)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_attributes_that_change_between_steps_take_effect_at_the_next(recompute: str) -> None:
-    def change(model: Any, step: int) -> None:
-        module = model[1][0]
-        module.temperature = 1.0 / (1 + step)
-        if step == 2:
-            module.options["act"] = torch.sin
-
-    agree(between_layers(Tempered), change, recompute=recompute)
 
 
 # --- sparse ---

@@ -11,6 +11,7 @@ from support.inside import B, Constraints, F, differs, first_difference, graph_o
 from support.inside import CompareOutcome as Outcome
 from support.pool import Pool
 from support.records import records
+from support.small import sgd
 from support.verified import Net, Reverse, chain
 from torch import Tensor, nn
 from torch.nn import functional
@@ -54,7 +55,7 @@ def refused(net: nn.Module, **options: Any) -> str:
         "num_microbatches": 2,
         "loss_fn": functional.mse_loss,
     }
-    settings |= {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "verify": True, "timeout": 120.0}
+    settings |= {"optimizer": sgd, "verify": True, "timeout": 120.0}
     pipe = PipelineModule(net, **records(**(settings | options)))
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     pipe.build(x, x)
@@ -155,7 +156,7 @@ def buffers_over_processes() -> str:
         "loss_fn": functional.mse_loss,
         "verify": True,
     }
-    pipe = PipelineModule(chain(AllReduce()), **records(optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **settings))
+    pipe = PipelineModule(chain(AllReduce()), **records(optimizer=sgd, **settings))
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         pipe.train_step(x, x)

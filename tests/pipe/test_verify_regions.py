@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.inside import GPT, Column, GPTConfig, Regions, Shard, TensorGroup, cut_by_styles, read_tensor_parallel
+from support.parts import Parts
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -82,12 +83,8 @@ class TwiceBias(ParallelStyle):
         return module
 
 
-class InFloat32(nn.Module):
+class InFloat32(Parts, weight=lambda: nn.Parameter(torch.ones(24, dtype=torch.float64))):
     """A norm that computes in it whatever it is given: sums of its parts round in another way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(24, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         return (F.rms_norm(x.float(), (24,)) * self.weight.float()).type_as(x)
@@ -149,7 +146,7 @@ def verdict(name: str) -> str | None:
     return found
 
 
-@pytest.mark.thorough(but=["bias"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_innermost_region_is_named(gloo: Pool, name: str) -> None:
     expected = OPTIONS[name][1]

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from support.inside import GPT, GPTConfig, WeightGradients, plain, stage, units, verification
 from support.pool import Pool
+from support.small import sgd
 from torch import Tensor, nn
 
 import stagewright as sw
@@ -49,7 +50,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 def pipe_of(model: nn.Module, **options: Any) -> PipelineModule:
     settings: dict[str, Any] = {"mesh": {"pipe": 2}, "num_microbatches": 2, "verify": "first", "timeout": 120.0}
-    settings |= {"loss_fn": loss_fn, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    settings |= {"loss_fn": loss_fn, "optimizer": sgd}
     return PipelineModule(model, **(settings | options))
 
 

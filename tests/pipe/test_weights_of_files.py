@@ -145,6 +145,7 @@ def refused_on_all(file: Path) -> str:
     return "taken"
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
 def test_a_file_that_one_process_misses_ends_all(gloo: Pool, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
     other, own = gloo.run(refused_on_all, ranks=2, args=(_one_file(saved, tmp_path),))
