@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.grids import one_in
+from support.grids import nightly, one_in
+from support.pool import Pool
 from support.records import records
 from support.small import sgd
 from support.zoo import CHECKING, TORCHVISION, TRANSFORMERS, Batch, Case
@@ -107,6 +108,28 @@ def test_checks_and_collected_values(name: str) -> None:
     pipe = make_pipe(model, ranks=2, loss_weight=weight)
     assert pipe.forward_backward(**case.batch()).loss == pytest.approx(total, rel=1e-13)
     compare(gradients(model), gradients(expected))
+
+
+def train(name: str) -> tuple[float, dict[str, torch.Tensor]]:
+    case = TRANSFORMERS[name]
+    pipe = make_pipe(case.make(), ranks=2)
+    loss = pipe.train_step(**case.batch()).loss
+    state = pipe.full_state_dict()
+    pipe.close()
+    assert loss is not None
+    return loss, state
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name if name in ("mixtral", "t5") else nightly(name) for name in TRANSFORMERS])
+def test_transformers_over_processes(gloo: Pool, name: str) -> None:
+    pytest.importorskip("transformers")
+    case = TRANSFORMERS[name]
+    expected, loss = plain(case)
+    torch.optim.SGD([p for p in expected.parameters() if p.grad is not None], lr=0.1).step()
+    for found, state in gloo.run(train, ranks=2, args=(name,)):
+        assert found == pytest.approx(loss, rel=1e-13)
+        compare(state, expected.state_dict())
 
 
 def by_microbatch(model: nn.Module, batch: Batch) -> float:

@@ -111,6 +111,26 @@ def test_over_processes(gloo: Pool, schedule: str) -> None:
     assert names == {name for name, _ in chain().named_parameters()}
 
 
+def trained_after_a_bad_batch() -> tuple[str, float | None]:
+    tokens, targets = batch()
+    pipe = PipelineModule(chain(), schedule=Slices("seq1f1b", 3), loss_fn=mean_loss, optimizer=torch.optim.SGD)
+    try:
+        pipe.train_step(tokens[:, 0], targets)
+        said = "taken"
+    except ValueError as error:
+        said = str(error)
+    return said, pipe.train_step(tokens, targets).loss
+
+
+@pytest.mark.thorough
+@pytest.mark.gloo
+def test_a_first_batch_that_has_no_slices_ends_no_run(gloo: Pool) -> None:
+    """It ended it, so that the next batch was a PipelineError."""
+    for said, loss in gloo.run(trained_after_a_bad_batch, ranks=2):
+        assert "which dimension is the sequence is not clear" in said
+        assert loss is not None
+
+
 @cache
 def profiled() -> Profile:
     """A profile of the chain, of nodes that are made alike and whose attention takes most of the time."""

@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.inside import Arguments, Given, Options, Trials, auto, named, to_try, trial
 from support.inside import simulated_simulated as simulated
@@ -297,6 +298,45 @@ def test_code_that_changes_its_batch_counts_and_knows_its_parameters() -> None:
     with mock.patch.object(auto, "PROFILE_SECONDS", 0.01):
         with_trial = train(schedule="auto", trials=1)
     assert_equal(with_trial, train())
+
+
+Trained = tuple[list[float], dict[str, Tensor], list[Any], str]
+
+
+def train_with_and_without() -> tuple[Trained, Trained]:
+    return train(1), train(0)
+
+
+def train(trials: int) -> Trained:
+    groups = len(dist.distributed_c10d._world.pg_map)
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    with profiled():
+        pipe = make_pipe(trials=trials, num_microbatches=4)
+        losses = [pipe.train_step(*make_batch(step)).loss for step in range(3)]
+    drawn = [torch.rand(2).tolist(), random.random(), np.random.rand()]
+    state, found = pipe.full_state_dict(), pipe.plan
+    drawn.append(len(dist.distributed_c10d._world.pg_map) - groups)
+    assert found is not None
+    pipe.close()
+    return [loss for loss in losses if loss is not None], state, drawn, found.to_json()
+
+
+@pytest.mark.thorough
+def test_training_is_the_same_to_the_last_bit(gloo: Pool) -> None:
+    with_trial, without = zip(*gloo.run(train_with_and_without, ranks=2), strict=True)
+    for one, other in zip(with_trial, without, strict=True):
+        assert one[0] == other[0]
+        assert len(one[0]) == 3
+        assert one[1].keys() == other[1].keys()
+        assert all(torch.equal(one[1][name], value) for name, value in other[1].items())
+        assert one[2] == other[2]
+        assert one[3] == with_trial[0][3]  # the same plan on every rank
+        tried, untried = (Plan.from_json(each[3]) for each in (one, other))
+        assert [stage.nodes for stage in tried.stages] == [stage.nodes for stage in untried.stages]
+        assert any(note.startswith("tried for ") for note in tried.notes)
+        assert not any("tried for " in note for note in untried.notes)
 
 
 def train_with_failures() -> tuple[str, ...]:
