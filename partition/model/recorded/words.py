@@ -71,8 +71,8 @@ class Words:
             after = f"{sorted(call.follows)} {name} {region}"
             yield Step(f"{self.call(call, _number)} -> {gives} {after}", call.line)
         results = [self._template(each, _number) for each in record.results]
-        pairs = sorted({(first, second) for first, second, _ in record.together})
-        yield Step(f"the model returns {results} as {record.output_form}, with {pairs} together")
+        # Not what belongs together, which differs where one process has filled a cache of its units.
+        yield Step(f"the model returns {results} as {record.output_form}")
 
     def _template(self, template: Template, value: Callable[[int], str]) -> str:
         if isinstance(template, Ref):
