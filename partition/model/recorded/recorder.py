@@ -465,6 +465,12 @@ class ForwardRecorder:
                 and isinstance(other := self._calls[second], UnitCall)
             ),
             reads=self._reads,
+            written_inputs=frozenset(
+                n
+                for memory in self._values.last_write
+                for n in self._values.over(memory)
+                if self._values.made_by[n] < 0
+            ),
         )
 
 
