@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -50,18 +51,18 @@ def make_pipe(
     loss_fn = task.loss_for(batch)
     schedule = schedule_of(what)
     updates = options.steps * (1 if schedule is None else schedule.groups_per_batch)
-    sizes, choice = dict[str, int](), dict[str, Any]()
+    mesh, choice = Mesh(), dict[str, Any]()
     if isinstance(what, Plan):
         choice = {"num_microbatches": DEFAULT_MICROBATCHES if what.num_microbatches is None else None}
     elif what is None:
         choice = {"num_microbatches": options.microbatches}  # for any division of the processes by the plan
     else:
-        sizes = {"pipe": what.num_ranks, "context": options.context, "tensor": options.tensor}
+        mesh = Mesh(pipe=what.num_ranks, context=options.context, tensor=options.tensor)
         choice = {"recompute": options.recompute}
     return PipelineModule(
         model,
         schedule=_arranged(options, Auto(trials=options.trials) if what is None else what),
-        mesh=Mesh(**sizes, tensor_parallel=read_tensor_parallel(options.tensor_parallel)),
+        mesh=replace(mesh, tensor_parallel=read_tensor_parallel(options.tensor_parallel)),
         **choice,
         loss_fn=loss_fn,
         optimizer=task.optimizer,

@@ -255,6 +255,7 @@ class _How:
             entering=lambda model, enter: announcing(self._roles(model), in_run_order, enter),
             again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
             together=flow.record.handed_on,
+            written_inputs=flow.record.written_inputs,
             left=flow.record.reads.left,
             guards=Guards(flow.record.reads, training=self.training),
             digest=cache(lambda: digest(Words(self.model).record(flow.record))),

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar, Token, copy_context
+from contextvars import Context, ContextVar, Token, copy_context
 from dataclasses import dataclass
 from dis import get_instructions, opmap
 from functools import cache, partial
@@ -212,8 +212,21 @@ def _context_variables() -> Namespace:
                 tokens[variable] = token
         elif variable in tokens:
             variable.reset(tokens.pop(variable))
+        elif (default := _default(variable)) is not MISSING:  # the user's code has set it, and nothing unsets it
+            variable.set(default)
 
-    return Namespace(name="the context variables", read=lambda: dict(copy_context().items()), set=put)
+    def read() -> dict[Any, Any]:
+        return {variable: value for variable, value in copy_context().items() if value is not _default(variable)}
+
+    return Namespace(name="the context variables", read=read, set=put)
+
+
+@cache
+def _default(variable: ContextVar[Any]) -> Any:
+    try:
+        return Context().run(variable.get)
+    except LookupError:
+        return MISSING
 
 
 def _put(table: MutableMapping[Any, Any], key: Any, value: Any) -> None:

@@ -185,6 +185,7 @@ class Cut:
         entering: within, a copy of the whole model, called once, reports its units as the stages do.
         again: makes the same cut for arguments of other shapes.
         together: units of which the second takes what the first passes outside its arguments.
+        written_inputs: numbers of those that its code changes in place, as far as the record shows.
         left: where the model has left tensors besides its output, which stages may not do.
         guards: of what the pieces have taken from the model: where it is another, they are made again.
         digest: of the calls that the pieces make: equal in processes whose pieces fit together.
@@ -196,6 +197,7 @@ class Cut:
     entering: Entering
     again: Callable[[Arguments], Cut]
     together: Together = ()
+    written_inputs: frozenset[int] = frozenset()
     left: Places = field(default_factory=list)
     guards: ModelGuards | None = None
     digest: Callable[[], str] = lambda: ""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..model.untouched import untouched
 
@@ -181,6 +182,62 @@ def options_of(
             shown = f"{type(one).__name__} {_shown({key: group[key] for key in decide if key in group})}"
             found.update((id(p), shown) for p in group["params"])
     return found
+
+
+_SMALL = 4  # of each dimension of a tensor, in a trial
+_STEPS = 3  # what the first has left in the optimizer counts in the second, what that left in the weights in the third
+
+
+def updates_of(
+    factory: OptimizerFactory, stages: Sequence[NamedParameters], *, user_code: Sequence[object]
+) -> dict[int, torch.Tensor]:
+    """By id: the change of each parameter where the optimizers that `factory` makes for each of `stages` step in turn,
+    tried on small tensors in their places; nothing if that fails. Parameters, generators and `user_code` are restored.
+    """
+    trained = [[(name, p) for name, p in stage if p.requires_grad] for stage in stages]
+    held = {id(p): (name, p) for stage in trained for name, p in stage}
+    kept = [(p, p.data, p.grad) for _, p in held.values() if not p.is_meta]
+    device = kept[0][0].device if kept else torch.device("cpu")
+
+    def drawn(p: torch.Tensor, seed: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+        return torch.randn([min(n, _SMALL) for n in p.shape], generator=generator).to(device, p.dtype)
+
+    def cut(state: torch.Tensor) -> torch.Tensor:
+        small = state[tuple(slice(_SMALL) for _ in state.shape)]
+        return torch.zeros_like(small, device=device) if state.is_meta else small.clone()
+
+    try:
+        with (
+            _hooks_as_found([p for _, p in held.values()]),
+            untouched(*user_code, device=None, buffers=False),
+            warnings.catch_warnings(action="ignore"),
+            torch.no_grad(),
+        ):
+            made = [one for stage in trained if stage for one in make_optimizers(factory, stage, where="the model")]
+            begun = {key: drawn(p, name) for key, (name, p) in held.items()}
+            places: dict[int, torch.Tensor] = {
+                key: nn.Parameter(begun[key].clone()) if p.is_meta else p for key, (_, p) in held.items()
+            }
+            for p, _, _ in kept:
+                p.data, p.grad = begun[id(p)].clone(), None
+            for one in made:
+                for group in one.param_groups:
+                    group["params"] = [places.get(id(p), p) for p in group["params"]]
+                for own in [*one.state]:
+                    state = pytree.tree_map_only(torch.Tensor, cut, one.state.pop(own))
+                    one.state[places.get(id(own), own)] = state
+            for step in range(_STEPS):
+                for key, (name, p) in held.items():
+                    places[key].grad = drawn(p, f"{name} {step}")
+                for one in made:
+                    one.step()
+            return {key: places[key].data - before for key, before in begun.items()}
+    except Exception:  # such as a fused optimizer's
+        return {}
+    finally:
+        for p, data, grad in kept:
+            p.data, p.grad = data, grad
 
 
 def option_number(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:

@@ -6,8 +6,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from ...partition.model.chain import is_sequential
-from ...partition.model.forms import Arguments
+from ...partition.model.forms import Arguments, tensors_in
+from ...partition.model.memory import memory_of, overlap
 from ...partition.model.units import MODEL_INPUT
 from ..context import Run
 from ..settings.given import Given, check_batch, check_like_example
@@ -93,6 +96,7 @@ class BatchReader:
             inferred = [stages_of[each] for each in signatures]
             for part, its in zip(parts, inferred, strict=True):
                 self._refuse_shapes_alone(part, its)
+            _refuse_one_memory(given, frozenset().union(*(each.written_inputs for each in inferred)))
             self._refuse_float16(inferred)
             if self._compares:
                 programs = "".join(each.digest() for each in stages_of.values()).encode()
@@ -168,3 +172,22 @@ class BatchReader:
                 f"expected its values; shapes alone are for ranks whose stages read nothing (pipe.loader(..., "
                 f"same_shapes=True) does it right)"
             )
+
+
+def _refuse_one_memory(given: Given, written: frozenset[int]) -> None:
+    """ValueError where two tensors of a batch are over the same memory, and the model changes the inputs `written`."""
+    over: dict[object, list[tuple[str, torch.Tensor, bool]]] = {}  # by memory
+    for k, part in enumerate(given.parts if written else ()):
+        where = f" of microbatch {k}" if given.microbatches else ""
+        inputs, targets = part.arguments, tensors_in(part.target)
+        named = [(*pair, slot in written) for slot, pair in enumerate(zip(inputs.names, inputs.tensors, strict=True))]
+        for name, x, changes in [*named, *(("the target", x, False) for x in targets)]:
+            here = over.setdefault(memory_of(x), [])
+            for other, y, other_changes in here:
+                if (changes or other_changes) and x.layout == torch.strided and overlap(x, y):
+                    raise ValueError(
+                        f"{other} and {name}{where} are over the same memory, and the model changes "
+                        f"{other if other_changes else name + where} in place: in one process both would change, but "
+                        f"each stage gets a copy. Expected a clone() of one of them, or another operation"
+                    )
+            here.append((name + where, x, changes))

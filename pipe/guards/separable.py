@@ -53,8 +53,9 @@ def known_to_separate(optimizer: torch.optim.Optimizer) -> Separable | None:
 
 def refuse_shared_statistic(
     optimizer: torch.optim.Optimizer, model: Sequence[nn.Parameter], *, own_hook: Callable[..., None] | None = None
-) -> None:
+) -> bool:
     """ValueError for a step that moves one parameter by the values of others; a warning where it can't be tried.
+    Returns whether it is of a kind that has to be tried.
 
     Arguments:
         model: all parameters. They do not change, nor do the optimizer and the random generators.
@@ -64,8 +65,10 @@ def refuse_shared_statistic(
     name, kind = type(optimizer).__name__, type(optimizer).__module__
     is_known = kind.startswith("torch.optim.") or known_to_separate(optimizer) is not None
     try:
-        if (is_known and not hooks) or not _joins(optimizer, model, hooks):
-            return
+        if is_known and not hooks:
+            return False
+        if not _joins(optimizer, model, hooks):
+            return True
     except Exception as error:
         said = " ".join(str(error).split())
         warnings.warn(
@@ -74,7 +77,7 @@ def refuse_shared_statistic(
             f"If it does not, set {name}.separable = 'parameters'",
             stacklevel=2,
         )
-        return
+        return True
     what, instead = f"the step of optimizer {name}", "an optimizer that updates each parameter independently (AdamW)"
     out = f", or {name}.separable = 'parameters' if it only joins parameters of one stage"
     if is_known:

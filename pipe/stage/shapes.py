@@ -90,6 +90,7 @@ class Inferred:
         certain: [S] by input of each, whether its gradient always exists; see `presence`.
         float16: names a stage that makes gradients in float16, and where; None: none does, or there is no graph.
         written_buffers: [S] ids of the buffers that a forward changes.
+        written_inputs: numbers of the model's inputs that its code changes in place: stages have copies.
         output_form: form of the model's output, from the flat outputs of the last stage.
         digest, guards: see Cut.
         left: attributes and lists in which stages before the last, or code that stages do not run, leave tensors.
@@ -100,6 +101,7 @@ class Inferred:
     certain: Sequence[Sequence[bool]]
     float16: str | None
     written_buffers: tuple[frozenset[int], ...]
+    written_inputs: frozenset[int]
     output_form: Form
     digest: Callable[[], str]
     guards: ModelGuards | None
@@ -229,6 +231,7 @@ class InferredStages:
         stages: list[StageModule] = []
         runs: list[StageRun] = []
         written_buffers: list[frozenset[int]] = []
+        memory_written: set[object] = set()
         left: Places = []
         self.joined: list[set[tuple[int, ...]]] = [set() for _ in cut.pieces]
         joined: set[tuple[int, ...]] = set()
@@ -255,6 +258,7 @@ class InferredStages:
                 self.joined[index] = {*joined}
                 joined.clear()
                 _refuse_shared_memory(stage, index, arguments, changed)
+                memory_written |= {memory_of(arguments[i]) for i in changed}  # the model's inputs' where they are these
                 stages.append(stage)
                 runs.append(self._stage_run(stage, arguments, outputs))
                 written_buffers.append(frozenset(written))
@@ -272,6 +276,9 @@ class InferredStages:
             certain=certain_gradients(runs, loss_slot=loss_slot),
             float16=next((f"stage {index} computes {at}" for index, at in enumerate(places) if at is not None), None),
             written_buffers=tuple(written_buffers),
+            written_inputs=cut.written_inputs.union(
+                i for i, x in enumerate(flat) if memory_of(x) in memory_written - {None}
+            ),
             output_form=output_form,
             digest=cut.digest,
             guards=cut.guards,

@@ -123,7 +123,8 @@ class FlushUpdate(Update):
 
         ranks = {rank: make(rank) for rank in local}
         super().__init__(schedule, ranks, stages, shards, ownership=ownership, recorders=recorders, loss_scale=scale)
-        self._steppers = [(rank, [one for one in stages if first[one.stage] == rank]) for rank in local]
+        # In the order of the stages, in which one process draws random numbers.
+        self._steppers = [(self.recorders[first[one.stage]], one) for one in stages]
         self._programs = programs
         self._orders: dict[int, FlushPrograms] = {}  # by id of their schedules, which they keep alive
         self._max_grad_norm = options.max_grad_norm
@@ -212,12 +213,10 @@ class FlushUpdate(Update):
             parameter.grad = None
 
     def _step_optimizers(self, loss: float | None, skipped: bool) -> None:
-        for rank, optimizers in self._steppers:
-            recorder = self.recorders[rank]
-            for optimizer in optimizers:
-                start = recorder.clock.stamp()
-                optimizer.step(loss, skipped=skipped)
-                recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
+        for recorder, optimizer in self._steppers:
+            start = recorder.clock.stamp()
+            optimizer.step(loss, skipped=skipped)
+            recorder.action(Action(optimizer.stage, Op.U, 0), start, recorder.clock.stamp())
 
     def _unscale(self) -> bool:
         scale = self.loss_scale

@@ -24,18 +24,19 @@ from torch import nn
 
 from ...comm.buckets import buckets_of
 from ...partition.profiler.memory import bytes_of
-from ...partition.profiler.optimizers import options_of
+from ...partition.profiler.optimizers import options_of, updates_of
 from ...schedules import Schedule, Timeline
 from ...schedules.program import RankProgram
 from ...schedules.timing.records import RankRecord
 from ..batch.batches import Batch
 from ..context import Run
+from ..guards.rounding import SUMS, by_type
 from ..results import Known
 from ..stage.ownership import Ownership
 from ..stage.weights import WeightVersions
 from ..trace.recorder import RankRecorder
 from .gradients import LossScale
-from .optimizers import StageOptimizers, warn_of_unheld
+from .optimizers import StageOptimizers, shown, warn_of_unheld
 from .rank_update import RankUpdate, UpdateGate
 from .shards import Shards
 
@@ -134,11 +135,24 @@ class Update(ABC):
 
     def refuse_shared_statistics(self) -> None:
         """ValueError, before the first batch, for an optimizer whose step needs other stages' parameters."""
-        options = self.ownership.run.options
-        for one in self.stages:
-            if not one.is_tried and options.optimizer is not None:
-                asked = partial(options_of, options.optimizer, user_code=options.user_code)
-                one.refuse_shared_statistics(self.ownership.parameters(), asked)
+        options, untried = self.ownership.run.options, [one for one in self.stages if not one.is_tried]
+        if options.optimizer is None or not untried:
+            return
+        model, asked = self.ownership.parameters(), partial(options_of, options.optimizer, user_code=options.user_code)
+        kinds = [kind for one in untried for kind in one.refuse_shared_statistics(model, asked)]
+        if not kinds:
+            return
+        tried = partial(updates_of, options.optimizer, user_code=options.user_code)
+        own, whole = tried([one.named for one in self.stages]), tried([model])
+        both = [(name, own[id(p)], whole[id(p)]) for name, p in model if id(p) in own.keys() & whole.keys()]
+        if other := [name for name, mine, its in both if (mine - its).norm() > by_type(SUMS, mine.dtype) * its.norm()]:
+            raise ValueError(
+                f"optimizer {kinds[0]} updates {shown(other)} otherwise on its stage than among all of the model's "
+                f"parameters: by its place or their number, or with random numbers that are drawn for one after the "
+                f"other. Expected updates by a parameter's values, options and name (stagewright.named), and a seeded "
+                f"torch.Generator for the noise of each; or one stage; or {kinds[0]}.separable = 'parameters' to take "
+                f"them as they are"
+            )
 
     # One batch, in this order
 

@@ -51,7 +51,7 @@ class StageOptimizers:
         optimizers: in the order in which they were returned. They are made with whole parameters, whose groups may
             depend on shapes and names, and hold parts of them after `divide`.
         schedulers: of each optimizer; empty without `scheduler`.
-        names: by id of a parameter, and of a part in its place.
+        names: by id of a parameter, and of a part in its place; named: the parameters as they were given.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class StageOptimizers:
         self.stage = stage
         self.versions = versions
         self.names = {id(parameter): name for name, parameter in parameters}
-        self._parameters = [parameter for _, parameter in parameters]
+        self.named, self._parameters = [*parameters], [parameter for _, parameter in parameters]
         self._feedback = feedback
         self._take: Callable[[str, torch.Tensor | None], None] | None = None  # instead of a step
-        self.is_tried = False  # whether its optimizers were tried for a statistic over several stages
+        self.is_tried = False  # for a statistic over several stages
         self.parts: Mapping[str, ShardedParameter] = {}
         self._away: list[tuple[torch.optim.Optimizer, dict[str, Any], nn.Parameter]] = []  # wholes replaced by parts
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
@@ -106,27 +106,27 @@ class StageOptimizers:
 
     def refuse_shared_statistics(
         self, model: Sequence[tuple[str, nn.Parameter]], asked: Callable[[NamedParameters], dict[int, str | None]]
-    ) -> None:
-        """ValueError for an optimizer that updates this stage's parameters otherwise than one over all of the model's
-        parameters would.
+    ) -> list[str]:
+        """Names of the optimizers that are of an unknown kind, or have a hook. ValueError for one that updates this
+        stage's parameters otherwise than one over all of the model's parameters would.
 
         Arguments:
             model: (name, parameter) of the whole model.
             asked: `options_of` for this optimizer=: named parameters -> options by id of a parameter.
         """
+        kinds = []
         if self.parts or len(self._parameters) < sum(p.requires_grad for _, p in model):
-            for optimizer in self.optimizers:
-                refuse_shared_statistic(optimizer, [p for _, p in model], own_hook=self._refuse_by_hand)
-            own = asked([(self.names[id(p)], p) for p in self._parameters])
-            whole = asked([*model]) if own else {}
-            both = own.keys() & whole.keys()  # without copies of replicas
-            if other := [self.names[key] for key in both if own[key] != whole[key]]:
+            tried = partial(refuse_shared_statistic, model=[p for _, p in model], own_hook=self._refuse_by_hand)
+            kinds = [type(optimizer).__name__ for optimizer in self.optimizers if tried(optimizer)]
+            whole = asked([*model]) if (own := asked(self.named)) else {}  # with no copies of replicas
+            if other := [self.names[key] for key in own.keys() & whole.keys() if own[key] != whole[key]]:
                 raise ValueError(
                     f"optimizer= gives {shown(sorted(other))} other options when called with the parameters of stage "
                     f"{self.stage} than with all of the model's, as in one process: expected options that depend on a "
                     f"parameter's name (stagewright.named) or shape, and not on its position or on how many there are"
                 )
         self.is_tried = True
+        return kinds
 
     def divide(self, parts: Mapping[str, ShardedParameter]) -> None:
         """Hold these parts in place of their parameters; none where a part is empty."""

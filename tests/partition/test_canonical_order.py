@@ -44,7 +44,8 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(x)
         made = {kind: self.branch(self, kind, x) for kind in self.order}
-        return self.last(made["a"] + 2 * made["b"] + 3 * made["c"])
+        change = x.add_(1.0) if self.branch is before_a_change else 0.0
+        return self.last(change + made["a"] + 2 * made["b"] + 3 * made["c"])
 
 
 def plain(self: Branches, kind: str, x: Tensor) -> Tensor:
@@ -81,6 +82,11 @@ def with_hook(self: Branches, kind: str, x: Tensor) -> Tensor:
 
 def dropped_out(self: Branches, kind: str, x: Tensor) -> Tensor:
     return F.dropout(self.parts[kind](x), 0.5)
+
+
+def before_a_change(self: Branches, kind: str, x: Tensor) -> Tensor:
+    """The same view in each branch, which must be there before x changes (fuzz 710000378)."""
+    return self.parts[kind]((x.detach() > 0).to(x) * ord(kind))
 
 
 def in_turn(self: Branches, kind: str, x: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ def run(units: RecordedUnits, num_stages: int) -> Tensor:
     return results[-1][0]
 
 
-FREE = [plain, same_module, in_place, again, without_gradient, with_hook, dropped_out]
+FREE = [plain, same_module, in_place, again, without_gradient, with_hook, before_a_change, dropped_out]
 
 
 @pytest.mark.thorough(but=["plain"])

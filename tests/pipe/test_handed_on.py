@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,8 +171,12 @@ def test_a_split_between_them_is_refused(make: Callable[[], list[nn.Module]]) ->
     agree(pipelined(make, mesh={"pipe": 2}, cut=["1"]), make)
 
 
-class Own(Parts, units=lambda: nn.ModuleList(attribute())):
-    """The same units in a model that is recorded."""
+class Own(nn.Module):
+    """The same units, or others, in a model that is recorded."""
+
+    def __init__(self, units: Sequence[nn.Module] = ()) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units or attribute())
 
     def forward(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -337,6 +342,50 @@ def test_a_cache_over_processes(gloo: Pool) -> None:
     """Ranks with layers and ranks without ran other forwards, since the table was there on some."""
     for losses in gloo.run(rotated, ranks=2):
         assert [loss for loss, _ in losses] == pytest.approx([expected for _, expected in losses], rel=1e-12)
+
+
+class Tabled(nn.Linear):
+    """All of its kind share a table, which the first one makes."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Tabled.table is None or len(Tabled.table) < x.shape[1]:
+            Tabled.table = torch.arange(1, 1 + x.shape[1], dtype=x.dtype)[:, None]
+        return super().forward(x) * Tabled.table[: x.shape[1]]
+
+
+def tabled(place: int, runs_before: int | None) -> tuple[list[float | None], list[float]]:
+    """Losses of training and evaluation, microbatches of two sizes, and those of one process. Layers `place` and 3
+    share a table; process `runs_before` alone calls the model first."""
+    torch.manual_seed(0)
+    kinds = [Tabled if i in (place, 3) else nn.Linear for i in range(4)]
+    model = Own([kind(WIDTH, WIDTH, dtype=torch.float64) for kind in kinds])
+    twin = copy.deepcopy(model)
+    sgd, expected = torch.optim.SGD(twin.parameters(), lr=0.01), []
+    batches = [torch.ones(2 + (step > 2), 3 + step % 2, WIDTH, dtype=torch.float64) for step in range(6)]
+    for step, x in enumerate(batches):
+        loss = F.mse_loss(twin(x), x)
+        expected.append(loss.item())
+        if step % 2:
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+    Tabled.table = None
+    options = {"num_microbatches": 2, "optimizer": functools.partial(torch.optim.SGD, lr=0.01)}
+    pipe = PipelineModule(model, mesh={"pipe": 2}, loss_fn=F.mse_loss, **options)
+    if pipe.rank == runs_before:
+        model(batches[0])
+    calls = [pipe.train_step if step % 2 else pipe.eval_step for step in range(6)]
+    return [call(x, x).loss for call, x in zip(calls, batches, strict=True)], expected
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("place", "runs_before"), [(1, None), (2, None), (2, 0), (2, 1)])
+def test_a_table_that_one_process_has_made_is_no_other_forward(gloo: Pool, place: int, runs_before: int | None) -> None:
+    """The layers that share it are on one stage; on the other one it was not made: refused as another forward."""
+    for losses, expected in gloo.run(tabled, ranks=2, args=(place, runs_before)):
+        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(

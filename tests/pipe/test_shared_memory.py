@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from support.cuts import WIDTH, Counting, Layers, agree_with_one_process, linear
 from support.parts import Parts
 from torch import Tensor, nn
+
+from stagewright.pipe import PipelineModule
 
 # --- memory that is changed in place ---
 
@@ -127,6 +130,69 @@ def test_memory_shared_by_two_inputs_is_not_changed_in_place(between: list[nn.Mo
         )
     agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=True), linear()), cut=["3"])
     agree_with_one_process(lambda: chain(linear(), Halves(), ChangesOne(inplace=False), linear()), cut=["2"])
+
+
+# --- two tensors of a batch over the same memory ---
+
+
+class Added(nn.Module):
+    """`changes` works on the first input in place, or on the second one, which nothing reads after that."""
+
+    def __init__(self, changes: str = "") -> None:
+        super().__init__()
+        self.a, self.act, self.b, self.changes = linear(), Doubling(), linear(), changes
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.changes == "between":
+            x[:, :1] += 1.0
+        if self.changes == "unit":
+            self.act(x)
+        h = self.a(x) + y
+        if self.changes == "last":
+            y.add_(1.0)
+        return self.b(h) + x
+
+
+def train_with(model: nn.Module, *batch: Tensor, **options: Any) -> float | None:
+    pipe = PipelineModule(model, mesh={"pipe": 2}, loss_fn=F.mse_loss, num_microbatches=2, **options)
+    return pipe.forward_backward(*batch, **({} if batch else {"microbatches": [(X, X * 2)] * 2})).loss
+
+
+X, T = torch.randn(4, 2 * WIDTH, generator=torch.Generator().manual_seed(3)).split(WIDTH, 1)
+ALIASED: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], str]] = {
+    "between units": (lambda: Added("between"), (X, X, T), "input 0 and input 1 .* changes input 0"),
+    "in a unit": (lambda: Added("unit"), (X, X.view(4, WIDTH), T), "input 0 and input 1 .* changes input 0"),
+    "of no use later": (lambda: Added("last"), (X, X, T), "input 0 and input 1 .* changes input 1"),
+    "the target": (lambda: Added("between"), (X, T, X), "input 0 and the target .* changes input 0"),
+    "a chain": (lambda: chain(Doubling(), linear(), linear()), (X, X), "input 0 and the target .* changes input 0"),
+    "passed on": (lambda: chain(nn.Identity(), Doubling(), linear()), (X, X), "the target .* changes input 0"),
+    "microbatches": (
+        lambda: chain(Doubling(), linear()),
+        (),
+        "input 0 of microbatch 0 and input 0 of microbatch 1 .* 0",
+    ),
+}
+
+
+@pytest.mark.thorough(but=["of no use later"])
+@pytest.mark.parametrize(("make", "batch", "message"), ALIASED.values(), ids=ALIASED.keys())
+def test_a_tensor_that_is_passed_twice_is_not_changed_in_place(
+    make: Callable[[], nn.Module], batch: tuple[Tensor, ...], message: str
+) -> None:
+    """A silent fault: each input was a copy, and the change in one was not seen in the other."""
+    for options in ({}, {"verify": False}):
+        with pytest.raises(ValueError, match=rf"{message} in place.*Expected"):
+            train_with(make(), *batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "batch"), [("", (X, X, X)), ("between", (X, T, T)), ("between", (X, X.clone(), X.clone()))]
+)
+def test_tensors_that_only_lie_in_one_memory_are_passed(changes: str, batch: tuple[Tensor, ...]) -> None:
+    """X and T are columns of one tensor."""
+    model = Added(changes)
+    loss = train_with(model, *batch)
+    assert loss == pytest.approx(F.mse_loss(model(*(x.clone() for x in batch[:2])), batch[2]).item(), rel=1e-5)
 
 
 # --- one buffer on two stages ---

@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -209,6 +209,27 @@ def test_what_is_set_around_a_layer_holds_when_a_stage_runs_it(around: str) -> N
     """It used to hold while the model was recorded alone."""
     manager, scale = AROUND[around]
     trains_as_plain(made(within(manager), scale), verify=False)
+
+
+UNSET = ContextVar("unset", default=1.0)
+
+
+def sets(net: Net, i: int, x: Tensor) -> Tensor:
+    UNSET.set(UNSET.get() + 1.0)
+    return plainly(net, i, x)
+
+
+def decides(net: Net, i: int, x: Tensor) -> Tensor:
+    return sets(net, i, x if x.sum() > 0 else -x)
+
+
+@pytest.mark.parametrize("step", [sets, lambda *args: decides(*args[:2], sets(*args))], ids=["recorded", "refused"])
+def test_a_variable_that_was_never_set_is_after_a_recording_what_it_was(step: Any) -> None:
+    """It stayed as the recording had left it, also for the plain model and for a second recording (fuzz 710000504)."""
+    pipe = PipelineModule(made(step), mesh={"pipe": 2}, loss_fn=F.mse_loss)
+    with suppress(ValueError):
+        pipe.build(*batch())
+    assert UNSET.get() == 1.0
 
 
 def test_a_region_of_a_profile_is_around_its_layer() -> None:

@@ -162,6 +162,7 @@ class Record:
         bytes_of: by value number [bytes]; infinite where the size follows from values, so that no stage could say it.
         together: pairs of calls that no cut may separate, and why.
         reads: of its code.
+        written_inputs: that a call changes in place.
         handed_on: units of which the second works on a tensor that the first left in an object.
         as_run: position of each in `calls`, in the order in which they ran; none: that is their order.
     """
@@ -172,6 +173,7 @@ class Record:
     bytes_of: Mapping[int, float]
     together: tuple[tuple[int, int, str], ...]
     reads: CodeReads
+    written_inputs: frozenset[int]
     handed_on: Together = ()
     as_run: tuple[int, ...] = ()
 

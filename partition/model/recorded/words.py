@@ -71,8 +71,8 @@ class Words:
             after = f"{sorted(call.follows)} {name} {region}"
             yield Step(f"{self.call(call, _number)} -> {gives} {after}", call.line)
         results = [self._template(each, _number) for each in record.results]
-        pairs = sorted({(first, second) for first, second, _ in record.together})
-        yield Step(f"the model returns {results} as {record.output_form}, with {pairs} together")
+        # Not what belongs together, which differs where one process has filled a cache of its units.
+        yield Step(f"the model returns {results} as {record.output_form}")
 
     def _template(self, template: Template, value: Callable[[int], str]) -> str:
         if isinstance(template, Ref):
@@ -175,7 +175,8 @@ def in_canonical_order(record: Record, model: nn.Module) -> Record:
     """The same program with its calls and values in canonical order; equal for records of processes that made
     independent calls in other orders."""
     # Other shapes, which are other numbers among the arguments, change no order that follows without them.
-    keys = zip(_names(record, Words(model, numbers=False)), _names(record, Words(model)), count(), strict=False)
+    names = [_names(record, Words(model, numbers=False)), _names(record, Words(model))]
+    keys = zip(*names, *(_uses(record, each) for each in names), count(), strict=False)
     return _in_order(record, _arranged(record, _needs(record), list(keys)))
 
 
@@ -236,7 +237,19 @@ def _names(record: Record, words: Words) -> list[str]:
     return keys
 
 
-def _arranged(record: Record, before: Sequence[set[int]], keys: Sequence[tuple[str, str, int]]) -> list[int]:
+def _uses(record: Record, names: Sequence[str]) -> list[str]:
+    """By call, names of those that take what it makes, and of theirs: calls of one name may be made for others."""
+    found: list[str] = []
+    takers: dict[int, list[str]] = {}
+    for call, name in zip(reversed(record.calls), reversed(names), strict=True):
+        used = [each for number in call.made() for each in sorted(takers.get(number, ()))]
+        found.append(blake2b("\n".join([name, *used]).encode(), digest_size=12).hexdigest())
+        for number in {*_takes(call)}:
+            takers.setdefault(number, []).append(found[-1])
+    return found[::-1]
+
+
+def _arranged(record: Record, before: Sequence[set[int]], keys: Sequence[tuple[Any, ...]]) -> list[int]:
     """The calls that make the results first, each after what it needs, then the others; regions in one piece."""
     calls = record.calls
     first: dict[object, int] = {}
