@@ -259,6 +259,7 @@ def places() -> list[bool]:
     return [whole.is_meta, *(part.is_meta for part in parts)]
 
 
+@pytest.mark.thorough
 def test_what_comes_is_on_the_device(gloo: Pool) -> None:
     assert gloo.run(places, ranks=2) == [[True] * 3] * 2
 
