@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from support.pool import Pool
 from torch import Tensor, nn
 
-from stagewright import Mesh, PipelineModule
+from stagewright import Mesh, PipelineModule, Precision
 
 WIDTH, NUMBER = 6, 4
 
@@ -123,6 +125,7 @@ def _plain(steps: int, replicas: int, *, delay: int = 0, max_norm: float | None 
 
 def _trained(options: dict[str, Any], mesh: dict[str, Any], folder: str = "") -> list[float]:
     """Of three steps: differences of losses, weights, evaluation and outputs from those of one plain process."""
+    warnings.filterwarnings("ignore", message="the schedule splits the backward")  # experts give little to W
     delay = int(options.get("schedule") == "2bw")
     with PipelineModule(
         model(),
@@ -167,7 +170,7 @@ def test_an_expert_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool
     ("options", "mesh"),
     [
         ({"schedule": "interleaved", "num_chunks": 2}, {"pipe": 2, "expert": 2}),
-        ({"schedule": "zb-h1"}, {"pipe": 2, "expert": 2, "order": ("expert", "pipe", "data", "tensor")}),
+        ({"schedule": "zb-h1", "recompute": "selective"}, {"pipe": 2, "expert": 2, "order": ("expert", "pipe", "data", "tensor")}),
         ({"schedule": "1f1b", "recompute": "full"}, {"pipe": 2, "expert": 2}),
         ({"schedule": "2bw"}, {"pipe": 2, "expert": 2}),
         ({"schedule": "1f1b"}, {"pipe": 1, "expert": 2, "data": 2}),
@@ -179,3 +182,205 @@ def test_an_expert_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool
 def test_with_schedules_and_data_replicas(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
     for differences in gloo.run(_trained, ranks=4, args=(options, mesh)):
         assert max(differences) < 1e-10
+
+
+def _first(folder: str, samples: list[int]) -> None:
+    with _pipeline({"pipe": 1, "expert": 2}) as pipe:
+        for step in range(2):
+            pipe.train_step(*batch(pipe.replica[0], step, samples[pipe.replica[0]]))
+        pipe.save(folder)
+
+
+def _pipeline(mesh: dict[str, int], **options: Any) -> PipelineModule:
+    options = {"num_microbatches": 2, "loss_fn": F.mse_loss, "verify": False, **options}
+    return PipelineModule(
+        options.pop("model", None) or model(),
+        mesh=mesh,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+        **options,
+    )
+
+
+def _second(folder: str, mesh: dict[str, int], samples: list[int]) -> float:
+    """Loads it, steps once more, and clips by hand: the largest difference from one process that made all steps."""
+    plain = model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+
+    def pass_back(counts: list[int], step: int) -> None:
+        whole = [torch.cat(x) for x in zip(*(batch(r, step, n) for r, n in enumerate(counts)), strict=True)]
+        optimizer.zero_grad()
+        F.mse_loss(plain(whole[0]), whole[1]).backward()
+
+    for step in range(2):
+        pass_back(samples, step)
+        optimizer.step()
+    with _pipeline(mesh) as pipe:
+        replica, count = pipe.replica
+        pipe.build(*batch(replica, 2))
+        pipe.load(folder)
+        pipe.train_step(*batch(replica, 2))
+        pass_back([4] * count, 2)
+        optimizer.step()
+        pipe.forward_backward(*batch(replica, 3))
+        pass_back([4] * count, 3)
+        norms = [pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()]
+        state = pipe.full_state_dict()
+        return max(abs(norms[0] - norms[1]), *(float((state[n] - x).abs().max()) for n, x in plain.state_dict().items()))
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_checkpoint_loads_under_other_sizes_and_members_may_pass_other_numbers(gloo: Pool, tmp_path: Path) -> None:
+    folder, samples = str(tmp_path / "saved"), [4, 2]
+    gloo.run(_first, ranks=2, args=(folder, samples))
+    for ranks, mesh in ((2, {"pipe": 2}), (4, {"pipe": 1, "expert": 4}), (4, {"pipe": 2, "expert": 2})):
+        assert max(gloo.run(_second, ranks=ranks, args=(folder, mesh, samples))) < 1e-10
+
+
+class Balanced(Listed):
+    """Adds its auxiliary loss, which is a product of means over all tokens of a microbatch."""
+
+    def forward(self, given: Any) -> Any:
+        x, added = given if isinstance(given, tuple) else (given, given.new_zeros(len(given)))
+        tokens = x.reshape(-1, WIDTH)
+        _, chosen = self.choose(tokens)
+        share = F.one_hot(chosen, len(self.experts)).to(x.dtype).mean((0, 1))
+        return super().forward(x), added + (share * self.gate(tokens).softmax(-1).mean(0)).sum()
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 2)
+
+    def forward(self, given: Any) -> Any:
+        return self.out(given[0]), given[1]
+
+
+def _balanced_loss(output: Any, target: Tensor) -> Tensor:
+    return F.mse_loss(output[0], target) + 3 * output[1].mean()
+
+
+def _auxiliary(schedule: str) -> float:
+    warnings.filterwarnings("ignore", message="the schedule splits the backward")
+    layers = (Balanced(), Balanced(), Balanced(), Last())
+    plain = nn.Sequential(*[*model(*layers)][:-1])
+    own = copy.deepcopy(plain)
+    parts = [each for r in range(2) for each in zip(*(x.chunk(2) for x in batch(r, 0)), strict=True)]
+    loss = sum(_balanced_loss(plain(x), y) for x, y in parts) / len(parts)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    with _pipeline({"pipe": 2, "expert": 2}, model=own, loss_fn=_balanced_loss, schedule=schedule, verify=True) as pipe:
+        found = pipe.forward_backward(*batch(pipe.replica[0], 0)).loss or math.nan
+        expected = dict(plain.named_parameters())
+        pairs = [(p.grad, expected[name].grad) for name, p in pipe.named_parameters()]
+        differences = [float((x - y).abs().max()) for x, y in pairs if x is not None and y is not None]
+    return max(abs(found - loss.item()), *differences)
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_auxiliary_losses_are_of_each_members_microbatch(gloo: Pool) -> None:
+    assert max(gloo.run(_auxiliary, ranks=4, args=("zb-h1",))) < 1e-10
+
+
+class Odd(nn.Module):
+    """Experts of a form of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Linear(WIDTH, NUMBER * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(x).view(*x.shape, NUMBER).sum(-1)
+        return out
+
+
+class InPlace(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        return super().forward(x)
+
+
+class Chained(Listed):
+    """Each expert takes what the one before gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts:
+            x = expert(x)
+        return x
+
+
+class Doubled(Weights):
+    def forward(self, hidden: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(hidden, numbers, weights) * self.num_experts
+
+
+def _with(kind: str) -> nn.Module:
+    match kind:
+        case "none":
+            return nn.Linear(WIDTH, WIDTH)
+        case "three":
+            return Listed(3)
+        case "norm":
+            listed = Listed()
+            listed.experts[1].norm = nn.BatchNorm1d(WIDTH)
+            return listed
+        case "doubled":
+            stacked = Stacked()
+            stacked.experts = Doubled(NUMBER)  # type: ignore[assignment]
+            return stacked
+    return {"odd": Odd, "in place": InPlace, "chained": Chained}.get(kind, Listed)()
+
+
+_TEXTS = {
+    "none": r'mesh={"expert": 2} and the model has no experts: expected an nn.ModuleList of experts',
+    "three": r"module '1' has 3 experts, over 2 members of an expert group: expected a number that",
+    "odd": r"module '1.experts' \(Linear\) has experts of an unknown form: expected an nn.ModuleList",
+    "norm": r"experts of '1' have a BatchNorm1d, over the rows of all members",
+    "in place": r"module '1' has experts, and fails where it is tried: .* changes its input in place: expected a copy",
+    "chained": r"module '1' has experts, and fails where it is tried: .* calls its experts otherwise when it runs again",
+    "doubled": r"module '1.experts' gives something else when its experts are divided",
+    "zero1": r'mesh={"expert": 2} with data_parallel=.zero1.: expected "expert": 1, or only one of them',
+    "sync": r'mesh={"expert": 2} with sync=4, whose replicas',
+    "sliced": r'mesh={"expert": 2} under .seq1f1b., over slices',
+    "compressed": r'mesh={"expert": 2} with compress=',
+    "auto": r'mesh={"expert": 2} with schedule="auto", whose plans have none',
+    "reroute": r'mesh={"expert": 2} with on_failure="reroute"',
+    "memory": r'mesh={"expert": 2} with recompute= of a budget',
+    "compiled": r'mesh={"expert": 2} with compile=',
+    "late": r"members of an expert group passed other numbers of samples",
+}
+_MESHES: dict[str, dict[str, Any]] = {
+    "zero1": {"data_parallel": "zero1"},
+    "sync": {"sync": 4},
+    "compressed": {"compress": "int8"},
+    "reroute": {"on_failure": "reroute"},
+}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "sliced": {"schedule": "seq1f1b"},
+    "auto": {"schedule": "auto"},
+    "memory": {"recompute": {"memory_budget": "1MiB"}},
+    "compiled": {"precision": Precision(compile=True)},
+    "late": {"schedule": "2bw"},
+}
+
+
+def _refused(kind: str) -> None:
+    mesh: Any = Mesh(pipe=1, expert=2, **_MESHES.get(kind, {}))
+    with pytest.raises(ValueError, match=_TEXTS[kind]):
+        with _pipeline(mesh, model=model(_with(kind)), **_OPTIONS.get(kind, {})) as pipe:
+            for step in range(3):
+                pipe.train_step(*batch(0, step, 2 + 2 * (kind == "late") * pipe.replica[0]))
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", _TEXTS)
+def test_what_an_expert_group_does_not_divide_is_refused_by_name(gloo: Pool, kind: str) -> None:
+    gloo.run(_refused, ranks=2, args=(kind,))
+
+
+def test_an_expert_group_in_one_process_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'members of an expert group are processes. Expected "expert": 1, or 2 proc'):
+        PipelineModule(model(), mesh={"pipe": 1, "expert": 2}, loss_fn=F.mse_loss)
