@@ -61,11 +61,14 @@ class Collectives:
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
         self.last_call = ""
         self._everyone = tuple(range(self.size))
-        tensor_groups = [place.mesh.members(rank) for rank in range(place.mesh.num_ranks)]
+        ranks = range(place.mesh.num_ranks)
+        tensor_groups = [place.mesh.members(rank) for rank in ranks]
         self.tensor_members = (0,) if self.alone else _own(self.rank, tensor_groups)
-        parts = [group for rank in range(place.mesh.num_ranks) for group in place.groups(place.context_ranks(rank))]
+        parts, experts = (
+            [group for rank in ranks for group in place.groups(place.ranks_along(axis, rank))]
+            for axis in ("context", "expert")
+        )
         self.context_members = (0,) if self.alone else _own(self.rank, parts)
-        experts = [group for rank in range(place.mesh.num_ranks) for group in place.groups(place.expert_ranks(rank))]
         self.expert_members = (0,) if self.alone else _own(self.rank, experts)
         self._make(self._everyone, *(group for group in (*tensor_groups, *parts, *experts) if len(group) > 1))
 

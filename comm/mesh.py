@@ -187,16 +187,12 @@ class MeshPlace:
         """(number, count) of this process among those that divide experts; (0, 1) in one process."""
         return (self._coordinates.expert, self.mesh.expert) if self.world.distributed else (0, 1)
 
-    def context_ranks(self, rank: int) -> range:
-        """Ranks that run the same stages on the other parts of the same sequences, itself among them."""
-        step = self.mesh.expert
-        first = rank - rank // step % self.mesh.context * step
-        return range(first, first + self.mesh.context * step, step)
-
-    def expert_ranks(self, rank: int) -> range:
-        """Ranks that run the same stages with the other experts, itself among them."""
-        first = rank - rank % self.mesh.expert
-        return range(first, first + self.mesh.expert)
+    def ranks_along(self, axis: str, rank: int) -> range:
+        """Ranks that run the same stages on the other parts of the same sequences ("context"), or with the other
+        experts ("expert"), itself among them."""
+        step, size = (self.mesh.expert, self.mesh.context) if axis == "context" else (1, self.mesh.expert)
+        first = rank - rank // step % size * step
+        return range(first, first + size * step, step)
 
     @property
     def tensor(self) -> tuple[int, int]:

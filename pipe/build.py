@@ -328,7 +328,9 @@ def _divided_and_cut(
     if mesh.expert > 1:
         from .shards.expert_option import read_experts  # which other runs need not load
 
-        tensor, speaks = read_experts(root, count=mesh.expert, example=example), layout.place.world.rank == 0
+        read = partial(read_experts, root, count=mesh.expert, example=example)
+        tensor = agreed(read, run.collectives, run.guard, what="dividing the experts")
+        speaks = layout.place.world.rank == 0
     if speaks:
         _log.info("over %d %s ranks:\n%s", tensor.count, "tensor" if mesh.expert == 1 else "expert", tensor.table(root))
     group = stack.enter_context(divide_over_group(run, tensor.styles).undone_on_error())

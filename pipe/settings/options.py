@@ -311,7 +311,7 @@ def _mesh_of(mesh: DeviceMesh) -> Mesh:
     axes = [_AXIS_OF.get(name, name) for name in names]
     if "pipe" not in axes or len({*axes}) < len(axes) or not {*axes} <= {*AXES}:
         raise ValueError(
-            f"mesh={mesh}: expected dimensions named 'pp', 'dp', 'cp', 'ep' and 'tp' (or {', '.join(map(repr, AXES))}), "
+            f"mesh={mesh}: expected dimensions named 'pp', 'dp', 'cp', 'ep', 'tp' (or {', '.join(map(repr, AXES))}), "
             f"'pp' among them, as in init_device_mesh({mesh.device_type!r}, (2, 2), mesh_dim_names=('pp', 'dp'))"
         )
     if mesh.mesh.flatten().tolist() != list(range(mesh.size())):

@@ -83,7 +83,7 @@ def _found(model: nn.Module) -> Iterator[_Experts]:
             yield ListedExperts(outer, number, key)
         elif _is_experts(name, module) and not is_list:
             own = [p for p in module._parameters.values() if p is not None]
-            if any(p.dim() > 2 for p in own) and len({p.shape[0] for p in own}) == 1:
+            if any(p.dim() > 2 for p in own) and len({p.shape[0] for p in own}) == 1 and not module._buffers:
                 yield StackedExperts(name, own[0].shape[0])
 
 
@@ -101,7 +101,9 @@ def _try(style: _Experts, module: nn.Module, recogniser: Recogniser, count: int)
                 args[1] = torch.randint(style.number, args[1].shape, device=args[1].device)
                 found = [_by_members(style, module, args, count)]
             else:
+                torch.manual_seed(0)
                 found = tensors_in(style.forward(module, type(module), alone, *args, **kwargs))
+            torch.manual_seed(0)
             whole = tensors_in(module(*args, **kwargs))
         except Exception as error:
             raise StyleError(

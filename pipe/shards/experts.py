@@ -258,13 +258,17 @@ class ListedExperts(_Experts):
             if len(x):
                 y = expert(x)
                 if not isinstance(y, Tensor) or y.shape != x.shape:
-                    raise ValueError(f"an expert of {self.name!r} gives {y!r:.60} for {tuple(x.shape)}: {_EXPECTED}")
+                    raise ValueError(f"an expert of {self.name!r} gives {_shown(y)} for {_shown(x)}: {_EXPECTED}")
                 for at, part in zip(places, torch.split(y, [len(pieces[at]) for at in places]), strict=True):
                     found[at] = part
             elif any(said[number] == 0 for said in table):  # called, with no row: in one process it has gradients of 0
                 idle += expert.parameters()
         out = torch.cat(found)
         return _beside(out, rows, *idle) if idle or not len(rows) else out
+
+
+def _shown(x: object) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 _EXPECTED = "expected a tensor of rows for a tensor of rows, each as wide"
