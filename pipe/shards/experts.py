@@ -10,11 +10,15 @@ weighs or drops, it does on each member's own tokens.
 
     stacked   weights [n, ...] in one module, called with tokens, [T, k] numbers and weights of their experts
     listed    a ModuleList, whose modules another one calls: its forward runs twice, to ask for rows and to get them
+
+`read_experts` finds layers of either form in a model, and tries them.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,13 +28,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from ...partition.model.forms import tensors_in
+from ...partition.deferred.filling import lent
+from ...partition.model.forms import Arguments, tensors_in
 from ...partition.model.made_up import is_made_up
+from ...partition.model.untouched import untouched
+from ..guards.rounding import CUT_PROJECTIONS, by_type
+from .recognise import Recogniser, _key
 from .shard import Shard
 from .style import Style, StyleError, shard_of
 from .tensor_group import TensorGroup
+from .tensor_option import TensorStyles, _shared_parameters
 
 _Table = Sequence[Sequence[int]]  # by member: rows for each of this member's experts, -1 where it has not called one
 _Compute = Callable[[Sequence[Tensor], _Table], Tensor]
@@ -71,7 +81,7 @@ def _beside(x: Tensor, *others: Tensor) -> Tensor:
     return found
 
 
-class _Experts(Style):
+class ExpertLayer(Style):
     """Base of both forms. `name`: of the module; `number`: n, of all experts."""
 
     def __init__(self, name: str, number: int) -> None:
@@ -105,7 +115,7 @@ class _Experts(Style):
                 f"members of an expert group are in different layers of experts, one of them in {self.name!r}: "
                 f"expected a forward that calls the same layers whatever its own tokens are"
             )
-        if not sum(map(max, asked, [0] * len(asked))):  # its width is then that of others' rows
+        if not rows[0].shape[-1]:  # this member asks for none, and its width is that of others' rows
             rows = [rows[0].new_empty(0, max(said[-2] for said in table)), *rows[1:]]
         if any(said[-3] for said in table) and not any(x.requires_grad for x in rows):  # others go backward here
             rows = [rows[0].detach().requires_grad_(), *rows[1:]]
@@ -130,7 +140,7 @@ def _has_no_values(tensors: Sequence[Tensor]) -> bool:
     return is_made_up() or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)
 
 
-class StackedExperts(_Experts):
+class StackedExperts(ExpertLayer):
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         return {key: shard_of(module, key, 0, index=index, count=count) for key in module._parameters}
 
@@ -165,7 +175,7 @@ class StackedExperts(_Experts):
         return out.view(tokens.shape)
 
 
-class ListedExperts(_Experts):
+class ListedExperts(ExpertLayer):
     """`key`: of the list in the module that calls its experts; empty where the list itself does."""
 
     def __init__(self, name: str, number: int, key: str) -> None:
@@ -206,15 +216,18 @@ class ListedExperts(_Experts):
         def give(number: int, x: Tensor) -> Tensor:
             at, (its, before) = next(left, (0, (-1, x)))
             if its != number or not (x.shape == before.shape and torch.allclose(x, before, 0, 0, equal_nan=True)):
-                raise ValueError(
-                    f"module {self.name!r} calls its experts otherwise when it runs again: expected inputs that do not "
-                    f"depend on what other experts of the layer give, or on calls before"
-                )
+                raise ValueError(otherwise)
             given: Tensor = parts[at].view(x.shape)
             return given
 
+        otherwise = (
+            f"module {self.name!r} calls its experts otherwise when it runs again: expected inputs that do not depend on "
+            f"what other experts of the layer give, or on calls before"
+        )
         with _called_instead(experts, give):
             found = plain.forward(module, *args, **kwargs)
+        if next(left, None) is not None:
+            raise ValueError(otherwise)
         if len(back):
             return found
         leaves, spec = pytree.tree_flatten(found)
@@ -295,3 +308,109 @@ def _called_instead(experts: Sequence[nn.Module], call: Callable[[int, Tensor], 
                 del expert.__dict__["forward"]
             else:
                 expert.__dict__["forward"] = forward
+
+
+_FORMS = (
+    "expected an nn.ModuleList of experts, each called with rows of tokens, or one module with weights [experts, ...] "
+    "whose forward takes tokens, [T, k] numbers of experts and their weights, as in models of transformers; or "
+    '"expert": 1'
+)
+
+
+def read_experts(model: nn.Module, *, count: int, example: Arguments | None) -> TensorStyles:
+    """Styles for the layers of experts of a model that is not cut yet. Raises ValueError, by name, for a model without
+    any, for experts of another form, for numbers of them that `count` does not divide, and for a module that computes
+    something else when it is divided: each is tried on random numbers."""
+    found = {style.name: style for style in _found(model)}
+    for name, module in model.named_modules():
+        inside = any(f"{name}.".startswith(f"{each}.") for each in found)
+        around = any(f"{each}.".startswith(f"{name}.") for each in found)
+        if _is_experts(name, module) and not inside and not around:
+            raise StyleError(f"module {name!r} ({type(module).__name__}) has experts of an unknown form: {_FORMS}")
+    if not found:
+        raise StyleError(f'mesh={{"expert": {count}}} and the model has no experts: {_FORMS}')
+    shared = _shared_parameters(model)
+    for name, style in found.items():
+        module = model.get_submodule(name)
+        style.check(name, module, count)
+        for key in style.shards(module, index=0, count=count):
+            if id(module.get_parameter(key)) in shared:
+                raise StyleError(f"parameter {f'{name}.{key}'!r} of an expert has other names, too: expected its own")
+        for each in (each for expert in style.experts(module) for each in expert.modules()):
+            if isinstance(each, _BatchNorm):
+                raise StyleError(
+                    f"experts of {name!r} have a {type(each).__name__}, over rows of all members: {_FORMS}"
+                )
+    recogniser, tried = Recogniser(count, model, example), set[object]()
+    for name, style in found.items():
+        module = model.get_submodule(name)
+        kind = _key(module, {}), *(p.shape for p in module.parameters())
+        if kind not in tried:
+            _try(style, module, recogniser, count)
+            tried.add(kind)
+    return TensorStyles(count=count, styles=found)
+
+
+def _is_experts(name: str, module: nn.Module) -> bool:
+    words = f"{name.rpartition('.')[2]} {type(module).__name__}"
+    is_named = re.search("expert", words, re.IGNORECASE) and not re.search("shared|gate|rout", words, re.IGNORECASE)
+    return bool(is_named) and any(True for _ in module.parameters())
+
+
+def _found(model: nn.Module) -> Iterator[ExpertLayer]:
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        number = len([*module.children()])
+        if is_list and number > 1 and (_is_experts(name, module) or all(_is_experts("", x) for x in module.children())):
+            calls = type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
+            outer, _, key = (name, "", "") if calls else name.rpartition(".")
+            yield ListedExperts(outer, number, key)
+        elif _is_experts(name, module) and not is_list:
+            own = [p for p in module._parameters.values() if p is not None]
+            if any(p.dim() > 2 for p in own) and len({p.shape[0] for p in own}) == 1 and not module._buffers:
+                yield StackedExperts(name, own[0].shape[0])
+
+
+def _try(style: ExpertLayer, module: nn.Module, recogniser: Recogniser, count: int) -> None:
+    with lent(module), untouched(module, device=None), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        module.eval()
+        torch.manual_seed(0)
+        call = recogniser._call(module)
+        try:
+            if call is None:
+                raise ValueError("the model does not call it")
+            (args, kwargs), alone = call, TensorGroup(None, index=0, count=1)
+            if isinstance(style, StackedExperts):
+                args, kwargs = [*args, *kwargs.values()], {}
+                args[1] = torch.randint(style.number, args[1].shape, device=args[1].device)
+                found = [_by_members(style, module, args, count)]
+            else:
+                torch.manual_seed(0)
+                found = tensors_in(style.forward(module, type(module), alone, *args, **kwargs))
+            torch.manual_seed(0)
+            whole = tensors_in(module(*args, **kwargs))
+        except Exception as error:
+            what = f"module {style.name!r} has experts, and fails where it is tried: {error}"
+            raise StyleError(f"{what}; {_FORMS}") from error
+    pairs = [(x, y) for x, y in zip(whole, found, strict=False) if x.is_floating_point()]
+    tolerance = by_type(CUT_PROJECTIONS, pairs[0][0].dtype)
+    for x, y in pairs:
+        if x.shape != y.shape or not torch.allclose(x, y, rtol=tolerance, atol=tolerance):
+            raise StyleError(f"module {style.name!r} gives something else when its experts are divided: {_FORMS}")
+
+
+def _by_members(style: StackedExperts, module: nn.Module, args: list[Tensor], count: int) -> Tensor:
+    """The sum over the members' experts, each called with rows of one expert each."""
+    tokens, numbers, weights = args
+    size, total = style.number // count, torch.zeros_like(tokens)
+    for index in range(count):
+        member = copy.copy(module)
+        own = style.shards(module, index=index, count=count)
+        parts = {key: shard.view(module.get_parameter(key)) for key, shard in own.items()}
+        member._parameters = {key: nn.Parameter(part, False) for key, part in parts.items()}
+        member.__dict__.update(style.attributes(module, count))
+        token, choice = torch.where(numbers // size == index)
+        if len(token):
+            local = numbers[token, choice, None] - index * size
+            total.index_add_(0, token, member(tokens[token], local, weights[token, choice, None]))
+    return total

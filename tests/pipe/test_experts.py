@@ -342,7 +342,7 @@ _TEXTS = {
     "none": r'mesh={"expert": 2} and the model has no experts: expected an nn.ModuleList of experts',
     "three": r"module '1' has 3 experts, over 2 members of an expert group: expected a number that",
     "odd": r"module '1.experts' \(Linear\) has experts of an unknown form: expected an nn.ModuleList",
-    "norm": r"experts of '1' have a BatchNorm1d, over the rows of all members",
+    "norm": r"experts of '1' have a BatchNorm1d, over rows of all members",
     "in place": r"module '1' has experts, and fails where it is tried: .* changes its input in place: expected a copy",
     "chained": r"module '1' has experts, and fails where it is tried: .* calls its experts otherwise when it runs",
     "doubled": r"module '1.experts' gives something else when its experts are divided",
