@@ -221,8 +221,8 @@ class ListedExperts(ExpertLayer):
             return given
 
         otherwise = (
-            f"module {self.name!r} calls its experts otherwise when it runs again: expected inputs that do not depend on "
-            f"what other experts of the layer give, or on calls before"
+            f"module {self.name!r} calls its experts otherwise when it runs again: expected inputs that do not depend "
+            f"on what other experts of the layer give, or on calls before"
         )
         with _called_instead(experts, give):
             found = plain.forward(module, *args, **kwargs)
