@@ -223,8 +223,8 @@ def test_the_world_is_gloos_where_processes_share_a_device(gloo: Pool) -> None:
 
 
 def refused(groups: dict[str, Any], mesh: sw.Mesh, tensor: int = 1) -> Callable[[], None]:
-    mesh = SimpleNamespace(tensor_sizes=(tensor,), expert=1)
-    place = SimpleNamespace(mesh=mesh, world=World(rank=0, size=2))
+    sizes = SimpleNamespace(tensor_sizes=(tensor,), expert=1)
+    place = SimpleNamespace(mesh=sizes, world=World(rank=0, size=2))
     run = SimpleNamespace(
         collectives=SimpleNamespace(groups=SimpleNamespace(**groups)),
         layout=SimpleNamespace(place=place),
