@@ -23,13 +23,16 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpoints
 
 from ...partition.deferred.filling import lent
 from ...partition.model.forms import Arguments, tensors_in
@@ -289,7 +292,8 @@ _EXPECTED = "expected a tensor of rows for a tensor of rows, each as wide"
 
 @contextmanager
 def _called_instead(experts: Sequence[nn.Module], call: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """Context in which calls of experts go to `call`, with their number."""
+    """Context in which calls of experts go to `call`, with their number. A checkpoint inside would run them later, and
+    raises ValueError."""
 
     def instead(number: int, *args: Any, **kwargs: Any) -> Tensor:
         given = (*args, *kwargs.values())
@@ -297,11 +301,20 @@ def _called_instead(experts: Sequence[nn.Module], call: Callable[[int, Tensor], 
             raise ValueError(f"expert {number} is called with {len(given)} arguments: {_EXPECTED}")
         return call(number, given[0])
 
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "a module that calls experts has a torch.utils.checkpoint inside: expected it around, or recompute="
+        )
+
     before = [expert.__dict__.get("forward") for expert in experts]
     for number, expert in enumerate(experts):
         expert.__dict__["forward"] = partial(instead, number)
     try:
-        yield
+        with (
+            patch.object(checkpoints, "_checkpoint_without_reentrant_generator", refuse),
+            patch.object(checkpoints, "CheckpointFunction", SimpleNamespace(apply=refuse)),
+        ):
+            yield
     finally:
         for expert, forward in zip(experts, before, strict=True):
             if forward is None:

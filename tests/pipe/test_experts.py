@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.pool import Pool
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stagewright import Mesh, PipelineModule, Precision
 
@@ -289,6 +290,77 @@ def test_auxiliary_losses_are_of_each_members_microbatch(gloo: Pool) -> None:
     assert max(gloo.run(_auxiliary, ranks=4, args=("zb-h1",))) < 1e-10
 
 
+class Hot(Listed):
+    """All choices of all tokens are expert 0, so that the second member gets no rows."""
+
+    def choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = super().choose(tokens)
+        return weights, torch.zeros_like(chosen)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return found
+
+
+class HotStacked(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        weights = self.gate(tokens).softmax(-1)[:, :2]
+        out: Tensor = checkpoint(self.experts, tokens, torch.zeros(len(tokens), 2).long(), weights, use_reentrant=False)
+        return x + out.view_as(x)
+
+
+class Dropping(Listed):
+    """No token of microbatches with a small sum goes to any expert."""
+
+    def choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = super().choose(tokens)
+        return weights, torch.full_like(chosen, -1) if tokens.sum() < 0 else chosen
+
+
+def _uneven(kind: str) -> float:
+    """The largest difference of a gradient; infinite where one side alone has none."""
+    own = (
+        model(Checkpointed(Hot()), HotStacked(), Checkpointed(Dropping()), Listed())
+        if kind != "frozen"
+        else model(Listed(), Stacked())
+    )
+    frozen = ("0", "1.gate", "1.experts.0", "1.experts.1") if kind == "frozen" else ()
+    for name, parameter in own.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    plain, worst = copy.deepcopy(own), 0.0
+    parts = [each for r in range(2) for each in zip(*(x.chunk(2) for x in batch(r, 0)), strict=True)]
+    for x, y in parts:
+        (F.mse_loss(plain(x), y) / len(parts)).backward()
+    recompute = "full" if kind == "recomputed" else "none"
+    with _pipeline({"pipe": 2, "expert": 2}, model=own, recompute=recompute, timeout=30.0) as pipe:
+        pipe.forward_backward(*batch(pipe.replica[0], 0))
+        for name, parameter in pipe.named_parameters():
+            expected = plain.get_parameter(name).grad
+            if not parameter.numel():
+                continue
+            if parameter.grad is None or expected is None:
+                worst = max(worst, math.inf if (parameter.grad is None) != (expected is None) else 0.0)
+                continue
+            is_part = expected.shape != parameter.shape
+            part = expected.chunk(2)[pipe.replica[0]] if is_part else expected
+            worst = max(worst, float((parameter.grad - part).abs().max()))
+    return worst
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["checkpointed", "recomputed", "frozen"])
+def test_members_without_rows_or_gradients_take_part(gloo: Pool, kind: str) -> None:
+    assert max(gloo.run(_uneven, ranks=4, args=(kind,))) < 1e-10
+
+
 class Odd(nn.Module):
     """Experts of a form of their own."""
 
@@ -305,6 +377,12 @@ class InPlace(Listed):
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(2.0)
         return super().forward(x)
+
+
+class Inside(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
 
 
 class Chained(Listed):
@@ -335,7 +413,7 @@ def _with(kind: str) -> nn.Module:
             stacked = Stacked()
             stacked.experts = Doubled(NUMBER)  # type: ignore[assignment]
             return stacked
-    return {"odd": Odd, "in place": InPlace, "chained": Chained}.get(kind, Listed)()
+    return {"odd": Odd, "in place": InPlace, "inside": Inside, "chained": Chained}.get(kind, Listed)()
 
 
 _TEXTS = {
@@ -345,6 +423,7 @@ _TEXTS = {
     "norm": r"experts of '1' have a BatchNorm1d, over rows of all members",
     "in place": r"module '1' has experts, and fails where it is tried: .* changes its input in place: expected a copy",
     "chained": r"module '1' has experts, and fails where it is tried: .* calls its experts otherwise when it runs",
+    "inside": r"a module that calls experts has a torch.utils.checkpoint inside: expected it around",
     "doubled": r"module '1.experts' gives something else when its experts are divided",
     "zero1": r'mesh={"expert": 2} with data_parallel=.zero1.: expected "expert": 1, or only one of them',
     "sync": r'mesh={"expert": 2} with sync=4, whose replicas',
