@@ -61,11 +61,16 @@ class Collectives:
         self._gathers: Counter[tuple[int, ...]] = Counter()  # by group
         self.last_call = ""
         self._everyone = tuple(range(self.size))
-        tensor_groups = [place.mesh.members(rank) for rank in range(place.mesh.num_ranks)]
+        ranks = range(place.mesh.num_ranks)
+        tensor_groups = [place.mesh.members(rank) for rank in ranks]
         self.tensor_members = (0,) if self.alone else _own(self.rank, tensor_groups)
-        parts = [group for rank in range(place.mesh.num_ranks) for group in place.groups(place.context_ranks(rank))]
+        parts, experts = (
+            [group for rank in ranks for group in place.groups(place.ranks_along(axis, rank))]
+            for axis in ("context", "expert")
+        )
         self.context_members = (0,) if self.alone else _own(self.rank, parts)
-        self._make(self._everyone, *(group for group in (*tensor_groups, *parts) if len(group) > 1))
+        self.expert_members = (0,) if self.alone else _own(self.rank, experts)
+        self._make(self._everyone, *(group for group in (*tensor_groups, *parts, *experts) if len(group) > 1))
 
     def name_of(self, process: int) -> str:
         return self._place.name_of(process)
@@ -165,23 +170,28 @@ class Collectives:
     # Over the tensor group, whose members make the same calls in the same order
 
     @property
-    def tensor_group(self) -> dist.ProcessGroup:
-        """The processes that run this rank together; there must be several."""
-        return self._groups[self.tensor_members]
-
-    @property
     def context_group(self) -> dist.ProcessGroup:
         """The processes that hold the other tokens of this rank's sequences; there must be several."""
         return self._groups[self.context_members]
 
+    @property
+    def weight_members(self) -> tuple[int, ...]:
+        """The processes that divide weights with this one: its expert group, or its tensor group."""
+        return self.expert_members if len(self.expert_members) > 1 else self.tensor_members
+
+    @property
+    def weight_group(self) -> dist.ProcessGroup:
+        """Of `weight_members`; there must be several."""
+        return self._groups[self.weight_members]
+
     def lost_member(self, error: RuntimeError) -> PipelineError | None:
         """The error to raise for one of an action that came from a collective in a divided module, or in attention of a
         context group; None for others."""
-        others = [one for one in (*self.tensor_members, *self.context_members) if one != self.rank]
+        others = [one for one in (*self.weight_members, *self.context_members) if one != self.rank]
         if not others or not _BACKEND_ERROR.search(str(error)):
             return None
         kind = PipelineTimeout if "timed out" in str(error).lower() else PeerLost
-        where = "a divided module" if len(self.tensor_members) > 1 else "attention of a context group"
+        where = "a divided module" if len(self.weight_members) > 1 else "attention of a context group"
         return kind(f"in {where}, together with {self._place.names_of(others)} ({short_reason(error)})", peers=others)
 
     def tensor_sum(self, tensor: torch.Tensor, *, what: str) -> None:
@@ -195,8 +205,9 @@ class Collectives:
         """`tensor` of each member of the context group."""
         return self._tensors(tensor, self.context_members, what)
 
-    def tensor_gather_objects(self, mine: T, *, what: str) -> list[T]:
-        return [mine] if len(self.tensor_members) == 1 else self._gather(mine, self.tensor_members, what)
+    def weight_gather(self, mine: T, *, what: str) -> list[T]:
+        """Values of each of `weight_members`."""
+        return [mine] if len(self.weight_members) == 1 else self._gather(mine, self.weight_members, what)
 
     def tensor_first(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """`tensor` of the first member of the tensor group; elsewhere it gives shape and type."""

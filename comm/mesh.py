@@ -12,7 +12,7 @@
     schedule rank  0      0      1      2
 
 The `data` replicas pass batches of their own; the `context` replicas of each of them pass the same batch, and compute a
-part of the tokens of each sequence.
+part of the tokens of each sequence. The `expert` replicas pass batches of their own, and hold different experts.
 
 Member t of a group of T receives from member t mod S of a group of S, whichever is larger:
 
@@ -34,7 +34,7 @@ from math import prod
 from numbers import Integral
 from typing import NamedTuple
 
-AXES = ("pipe", "data", "context", "tensor")
+AXES = ("pipe", "data", "context", "expert", "tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,24 +53,26 @@ class Coordinates(NamedTuple):
     pipe: int
     data: int = 0
     context: int = 0
+    expert: int = 0
     tensor: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMesh:
-    """Sizes of the axes: `pipe` ranks along the pipeline, `data` x `context` replicas of it, `tensor` processes of each
-    rank.
+    """Sizes of the axes: `pipe` ranks along the pipeline, `data` x `context` x `expert` replicas of it, `tensor`
+    processes of each rank.
 
     tensor: a number for each rank, where they differ; then the ranks are of one replica, in order.
-    order: the axes from the slowest to the fastest as process numbers grow; "context" may be left out.
+    order: the axes from the slowest to the fastest as process numbers grow; "context" and "expert" may be left out.
 
     >>> ProcessMesh(pipe=2, data=2).coordinates(3), ProcessMesh(pipe=2, data=2).process_at(Coordinates(1, 0))
-    (Coordinates(pipe=1, data=1, context=0, tensor=0), 2)
+    (Coordinates(pipe=1, data=1, context=0, expert=0, tensor=0), 2)
     """
 
     pipe: int
     data: int = 1
     context: int = 1
+    expert: int = 1
     tensor: int | tuple[int, ...] = 1
     order: tuple[str, ...] = AXES
 
@@ -78,9 +80,7 @@ class ProcessMesh:
         object.__setattr__(self, "order", _read_order(self.order))
         plain = self.num_replicas == 1 and self.order == AXES and len(self.tensor_sizes) == self.pipe
         if not isinstance(self.tensor, int) and not plain:
-            raise ValueError(
-                f"{self}: expected a tensor size for each of {self.pipe} ranks, data=1, context=1 and no order="
-            )
+            raise ValueError(f"{self}: expected a tensor size for each of {self.pipe} ranks, one replica and no order=")
 
     @property
     def tensor_sizes(self) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class ProcessMesh:
     @property
     def num_replicas(self) -> int:
         """Replicas of the pipeline: ranks of the schedule at each position along it."""
-        return self.data * self.context
+        return self.data * self.context * self.expert
 
     @property
     def is_line(self) -> bool:
@@ -125,7 +125,7 @@ class ProcessMesh:
     def rank_of(self, process: int) -> int:
         """The schedule's rank that a process runs: replicas of a position along the pipeline in a row."""
         at = self.coordinates(process)
-        return (at.pipe * self.data + at.data) * self.context + at.context
+        return ((at.pipe * self.data + at.data) * self.context + at.context) * self.expert + at.expert
 
     def members(self, rank: int) -> tuple[int, ...]:
         """The processes that run a rank together, its tensor group.
@@ -133,10 +133,11 @@ class ProcessMesh:
         >>> ProcessMesh(pipe=3, tensor=(2, 1, 1)).members(0)
         (0, 1)
         """
-        above, context = divmod(rank, self.context)
+        above, expert = divmod(rank, self.expert)
+        above, context = divmod(above, self.context)
         pipe, data = divmod(above, self.data)
         size = self.tensor if isinstance(self.tensor, int) else self.tensor[rank]
-        return tuple(self.process_at(Coordinates(pipe, data, context, t)) for t in range(size))
+        return tuple(self.process_at(Coordinates(pipe, data, context, expert, t)) for t in range(size))
 
     def _size(self, axis: str) -> int:
         return self.tensor_sizes[0] if axis == "tensor" else int(getattr(self, axis))
@@ -167,23 +168,31 @@ class MeshPlace:
         """(number, count) among the replicas of the schedule; (0, 1) in one process."""
         if not self.world.distributed:
             return 0, 1
-        at = self._coordinates
-        return at.data * self.mesh.context + at.context, self.mesh.num_replicas
+        return self.mesh.rank_of(self.world.rank) % self.mesh.num_replicas, self.mesh.num_replicas
 
     @property
     def data(self) -> tuple[int, int]:
-        """(number, count) of the data replica whose batch this process passes; (0, 1) in one process."""
-        return (self._coordinates.data, self.mesh.data) if self.world.distributed else (0, 1)
+        """(number, count) of the replica, among those with batches of their own, whose batch this process passes; (0,
+        1) in one process."""
+        at, mesh = self._coordinates, self.mesh
+        return (at.data * mesh.expert + at.expert, mesh.data * mesh.expert) if self.world.distributed else (0, 1)
 
     @property
     def context(self) -> tuple[int, int]:
         """(number, count) of this process's part of each sequence; (0, 1) in one process."""
         return (self._coordinates.context, self.mesh.context) if self.world.distributed else (0, 1)
 
-    def context_ranks(self, rank: int) -> range:
-        """Ranks that run the same stages on the other parts of the same sequences, itself among them."""
-        first = rank - rank % self.mesh.context
-        return range(first, first + self.mesh.context)
+    @property
+    def expert(self) -> tuple[int, int]:
+        """(number, count) of this process among those that divide experts; (0, 1) in one process."""
+        return (self._coordinates.expert, self.mesh.expert) if self.world.distributed else (0, 1)
+
+    def ranks_along(self, axis: str, rank: int) -> range:
+        """Ranks that run the same stages on the other parts of the same sequences ("context"), or with the other
+        experts ("expert"), itself among them."""
+        step, size = (self.mesh.expert, self.mesh.context) if axis == "context" else (1, self.mesh.expert)
+        first = rank - rank // step % size * step
+        return range(first, first + size * step, step)
 
     @property
     def tensor(self) -> tuple[int, int]:
@@ -265,10 +274,10 @@ def read_mesh(
     others = {axis: size for axis in AXES[1:] if (size := sizes.get(axis, 1)) > 1}
     beside = prod(others.values())
     if len(others.keys() - {"data"}) and not world.distributed:
-        count, is_tensor = sizes.get("pipe", wanted or 1) * beside, "tensor" in others
+        count, axis = sizes.get("pipe", wanted or 1) * beside, [axis for axis in others if axis != "data"][-1]
         raise ValueError(
-            f"mesh={_shown(sizes)} in one process: the members of a {'tensor' if is_tensor else 'context'} group are "
-            f'processes. Expected "{"tensor" if is_tensor else "context"}": 1, or {count} processes '
+            f"mesh={_shown(sizes)} in one process: the members of {'an' if axis == 'expert' else 'a'} {axis} group are "
+            f'processes. Expected "{axis}": 1, or {count} processes '
             f"(torchrun --nproc-per-node {count})"
         )
     if "pipe" not in sizes and wanted is None and world.size % beside:
@@ -294,10 +303,11 @@ def read_mesh(
 
 
 def _read_order(order: Sequence[str]) -> tuple[str, ...]:
-    """All axes in order; "context" may be left out, and is next to "data" then."""
+    """All axes in order; "context" and "expert" may be left out, and are next to "data" then."""
     named = [] if isinstance(order, str) or not isinstance(order, Sequence) else [*map(str, order)]
-    if "context" not in named and "data" in named:
-        named.insert(named.index("data") + 1, "context")
+    for axis in ("expert", "context"):
+        if axis not in named and "data" in named:
+            named.insert(named.index("data") + 1, axis)
     if sorted(named) != sorted(AXES):
         raise ValueError(f"order={order!r}: expected the axes, each once, the slowest first, as in order={AXES!r}")
     return tuple(named)

@@ -323,9 +323,16 @@ def _divided_and_cut(
         styles = AUTO
     tensor = read_tensor_parallel(styles, root, count=layout.place.tensor[1], example=example)
     tensor = styles_of_plan(tensor, layout.plan, root)
-    if tensor.styles and layout.place.world.rank == mesh.members(mesh.tensor_sizes.index(tensor.count))[0]:
-        _log.info("over %d tensor ranks:\n%s", tensor.count, tensor.table(root))
+    speaks = tensor.styles and layout.place.world.rank == mesh.members(mesh.tensor_sizes.index(tensor.count))[0]
     regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None
+    if mesh.expert > 1:
+        from .shards.experts import read_experts  # which other runs need not load
+
+        read = partial(read_experts, root, count=mesh.expert, example=example)
+        tensor = agreed(read, run.collectives, run.guard, what="dividing the experts")
+        speaks = layout.place.world.rank == 0
+    if speaks:
+        _log.info("over %d %s ranks:\n%s", tensor.count, "tensor" if mesh.expert == 1 else "expert", tensor.table(root))
     group = stack.enter_context(divide_over_group(run, tensor.styles).undone_on_error())
 
     # 5. Cut, wired

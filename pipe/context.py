@@ -87,10 +87,10 @@ class Run:
     def _check_backend(self) -> None:
         """ValueError for what NCCL, or gloo on CUDA, can't do here; a message where processes share a GPU."""
         groups, place, device = self.collectives.groups, self.layout.place, self.options.device
-        if groups.is_staged and max(place.mesh.tensor_sizes) > 1:
+        if groups.is_staged and max(*place.mesh.tensor_sizes, place.mesh.expert) > 1:
             raise ValueError(
-                f"a tensor group on {device.type.upper()} over gloo, through the host's memory: expected "
-                f"Mesh(tensor=1), or one device per process and NCCL"
+                f"a tensor or expert group on {device.type.upper()} over gloo, through the host's memory: expected "
+                f"Mesh(tensor=1, expert=1), or one device per process and NCCL"
             )
         if groups.backend == "nccl" and place.world.distributed and self.options.mesh.on_failure == REROUTE:
             raise ValueError(
@@ -227,11 +227,12 @@ def layout_of_schedule(schedule: ScheduleLike, options: Options) -> Callable[[Wo
             # A rank that takes over a microbatch needs its samples: replicas share one batch, without an axis of data.
             place=MeshPlace.line(world) if reroutes and world.distributed else MeshPlace(world=world, mesh=axes),
         )
-        if axes.context > 1 and float in map(type, layout.recompute.stages):
-            raise ValueError(
-                f'mesh={{"context": {axes.context}}} with recompute= of a budget, which members would meet in '
-                f'different ways: expected "context": 1, or what to compute again by name'
-            )
+        for axis, size in {"context": axes.context, "expert": axes.expert}.items():
+            if size > 1 and float in map(type, layout.recompute.stages):
+                raise ValueError(
+                    f'mesh={{"{axis}": {size}}} with recompute= of a budget, which members would meet in different '
+                    f'ways: expected "{axis}": 1, or what to compute again by name'
+                )
         if members > 1 and mesh.tensor_parallel is None:
             raise ValueError(
                 f"a tensor group of {members} processes without tensor_parallel=: all of them would do the "

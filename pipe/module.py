@@ -61,9 +61,9 @@ class PipelineModule(RunFigures):
         lr_scheduler: optimizer -> learning-rate scheduler; called once per optimizer and stepped after each update. One
             whose step takes the loss (ReduceLROnPlateau) is stepped once per batch, with the batch's loss.
         max_grad_norm: `train_step` clips the global gradient norm to this value; None: no clipping.
-        mesh: {"pipe": P, "data": D, "context": C, "tensor": T}; `stagewright.Mesh`, which also says what the ranks of
-            one stage divide among themselves; or a DeviceMesh with dimensions "pp", "dp", "cp" and "tp". By default one
-            pipeline over all processes, of one rank without torchrun.
+        mesh: {"pipe": P, "data": D, "context": C, "expert": E, "tensor": T}; `stagewright.Mesh`, which also says what
+            the ranks of one stage divide among themselves; or a DeviceMesh with dimensions "pp", "dp", "cp", "ep" and
+            "tp". By default one pipeline over all processes, of one rank without torchrun.
         cut: names of the S - 1 modules with which a stage begins, or a split_spec of torch.distributed.pipelining;
             equal weights in parameters by default.
         example_inputs: one local batch, as a tuple or a dict of keywords, for which the stages are built at once;

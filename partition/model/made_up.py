@@ -163,7 +163,7 @@ class _MadeUp:
 
     def _parameter(self, fake: torch.Tensor) -> nn.Parameter:
         """A matrix of one number that makes means of what it is multiplied by: nothing grows from layer to layer."""
-        count = fake[0].numel() if fake.dim() > 1 else 1
+        count = fake.shape[1:].numel()
         one = torch.ones((), dtype=fake.dtype, device=fake.device) / max(1, count)
         return nn.Parameter(one.expand(fake.shape), requires_grad=fake.requires_grad)
 

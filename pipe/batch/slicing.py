@@ -166,7 +166,7 @@ def try_parts(run: Run, inference: InferredStages, whole: Given, slices: Sequenc
 
     def tried() -> None:
         mine, what = checksum(whole.arguments.tensors), "comparing the first batch of a context group"
-        given = collectives.gather(mine, what=what, ranks=place.context_ranks(place.local_ranks[0]))
+        given = collectives.gather(mine, what=what, ranks=place.ranks_along("context", place.local_ranks[0]))
         if len({*given} - {UNKNOWN}) > 1:
             raise ValueError(
                 "the members of a context group passed different batches, and each computes its own tokens of one: "

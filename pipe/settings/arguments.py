@@ -53,9 +53,11 @@ class Mesh:
         context: C, the replicas that are passed the same batch, and compute a part of the tokens of each sequence each.
             Attention gathers keys and values (docs/guides/parallelism.md). C divides the sequence's length; where 2 C
             does, part c is the blocks c and 2C-1-c of 2C, so that each has as much causal attention to compute.
+        expert: E, the replicas that divide the experts of each layer of experts: e holds those from e n / E on, of n.
+            Like data replicas each is passed a batch of its own; tokens travel to their experts and back.
         tensor: T, the processes of a tensor group, which together run one rank and are passed the same batch.
-        order: the axes from the slowest to the fastest as process numbers grow; ("pipe", "data", "context", "tensor")
-            by default, which makes neighbours of a tensor group, then of the replicas of a stage.
+        order: the axes from the slowest to the fastest as process numbers grow; ("pipe", "data", "context", "expert",
+            "tensor") by default, which makes neighbours of a tensor group, then of the replicas of a stage.
         data_parallel: what the replicas of a stage divide. "replicate": nothing. "zero1": the optimizer's state and the
             sums of gradients. "fsdp": the weights as well, which are gathered for each batch. Replicas in one process
             share their Parameters, so nothing is divided there.
@@ -87,6 +89,7 @@ class Mesh:
     pipe: int | None = None
     data: int = 1
     context: int = 1
+    expert: int = 1
     tensor: int = 1
     order: Sequence[str] | None = None
     data_parallel: str = "replicate"

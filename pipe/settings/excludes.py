@@ -94,9 +94,10 @@ def check_options(options: Options) -> Iterator[Row]:
     option("data_parallel", mesh.data_parallel, one_of(DATA_PARALLEL))
     option("sync", mesh.sync, SYNC)
     option("on_failure", mesh.on_failure, one_of(("stop", REROUTE)))
-    parts = sizes.get("context", 1)
-    such = 'expected "context": 1, or on_failure="stop"'
-    yield parts > 1 and mesh.on_failure == REROUTE, f'mesh={{"context": {parts}}} with on_failure="reroute": {such}'
+    parts = {axis: sizes[axis] for axis in ("context", "expert") if sizes.get(axis, 1) > 1}
+    for axis, size in parts.items():
+        such = f'expected "{axis}": 1, or on_failure="stop"'
+        yield mesh.on_failure == REROUTE, f'mesh={{"{axis}": {size}}} with on_failure="reroute": {such}'
     if not is_plan and options.schedule != AUTO:
         return
     decided = {
@@ -119,8 +120,9 @@ def check_options(options: Options) -> Iterator[Row]:
     members, replicas = sizes.get("tensor", 1), sizes.get("data", 1)
     such = 'which measures whole modules: expected "tensor": 1, or a schedule by name'
     yield members != 1, f'mesh={{"tensor": {members}}} with schedule="auto", {such}'
-    such = 'whose plans have none: expected "context": 1, or a schedule by name'
-    yield parts != 1, f'mesh={{"context": {parts}}} with schedule="auto", {such}'
+    for axis, size in parts.items():
+        such = f'whose plans have none: expected "{axis}": 1, or a schedule by name'
+        yield True, f'mesh={{"{axis}": {size}}} with schedule="auto", {such}'
     such = 'before their lengths are known: expected "data": 1, or no replan='
     shared = f'mesh={{"data": {replicas}}} with replan="batch": replicas would divide microbatches {such}'
     yield replan is not None and replicas != 1, shared
@@ -151,6 +153,7 @@ def check_layout(options: Options, schedule: Schedule, place: MeshPlace, shardin
     yield from _kind(options, schedule)
     yield from _slices(options, schedule, place)
     yield from _context(options, schedule, place)
+    yield from _expert(options, schedule, place)
     yield from _sync(options, schedule, place, sharding)
     yield from _compress(options, schedule, place, sharding)
     if schedule.is_asynchronous:
@@ -232,6 +235,20 @@ def _context(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator
         f'loss_fn="model" with {said}: a model shifts its labels within what it is given. Expected '
         f"loss_fn=lambda output, target: ..., with targets that are shifted already",
     )
+
+
+def _expert(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator[Row]:
+    count, mesh = place.mesh.expert, options.mesh
+    for is_so, why in (
+        (place.mesh.context > 1, "with a context group"),
+        (max(place.mesh.tensor_sizes) > 1, "with a tensor group"),
+        (schedule.num_slices > 1, f"under {schedule.name!r}, over slices of the sequence"),
+        (mesh.data_parallel != "replicate", f"with data_parallel={mesh.data_parallel!r}"),
+        (mesh.sync != 1, f"with sync={mesh.sync!r}, whose replicas take steps apart"),
+        (bool(options.compress), f"with compress={options.compress!r}"),
+        (options.compile is not None, "with compile=: rows of tokens are exchanged in Python"),
+    ):
+        yield count > 1 and is_so, f'mesh={{"expert": {count}}} {why}: expected "expert": 1, or only one of them'
 
 
 def _sync(options: Options, schedule: Schedule, place: MeshPlace, sharding: Sharding) -> Iterator[Row]:

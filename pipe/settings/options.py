@@ -72,7 +72,7 @@ _LENGTHS: Kind[Sequence[int]] = Kind(
     "a list with the number of tokens of each slice, as in [96, 32]",
     lambda value: value if isinstance(value, list | tuple) and value and all(map(_is_length, value)) else None,
 )
-_AXIS_OF = {"pp": "pipe", "dp": "data", "cp": "context", "tp": "tensor"} | {axis: axis for axis in AXES}
+_AXIS_OF = {"pp": "pipe", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"} | {axis: axis for axis in AXES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,14 +305,14 @@ def _read_mesh(mesh: MeshLike | None) -> tuple[Mesh, Mapping[str, int] | None]:
 
 
 def _mesh_of(mesh: DeviceMesh) -> Mesh:
-    """torch's mesh with axes "pp" ("pipe"), "dp" ("data"), "cp" ("context"), "tp" ("tensor") over all processes in
-    order."""
+    """torch's mesh with axes "pp" ("pipe"), "dp" ("data"), "cp" ("context"), "ep" ("expert"), "tp" ("tensor") over all
+    processes in order."""
     names = mesh.mesh_dim_names or ()
     axes = [_AXIS_OF.get(name, name) for name in names]
     if "pipe" not in axes or len({*axes}) < len(axes) or not {*axes} <= {*AXES}:
         raise ValueError(
-            f"mesh={mesh}: expected dimensions named 'pp', 'dp', 'cp' and 'tp' (or {', '.join(map(repr, AXES))}), 'pp' "
-            f"among them, as in init_device_mesh({mesh.device_type!r}, (2, 2), mesh_dim_names=('pp', 'dp'))"
+            f"mesh={mesh}: expected dimensions named 'pp', 'dp', 'cp', 'ep', 'tp' (or {', '.join(map(repr, AXES))}), "
+            f"'pp' among them, as in init_device_mesh({mesh.device_type!r}, (2, 2), mesh_dim_names=('pp', 'dp'))"
         )
     if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
         raise ValueError(f"mesh={mesh}: expected all processes, numbered along its last dimension first")

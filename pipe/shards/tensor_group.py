@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -74,6 +75,16 @@ class TensorGroup:
             return torch.cat([x] * self.count, dim)
         parts = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.count, self._name))
         return torch.cat(parts.chunk(self.count), dim)
+
+    def send(self, x: torch.Tensor, gives: list[int], takes: list[int]) -> torch.Tensor:
+        """Rows [sum(takes), ...] from the members, for those [sum(gives), ...] sent to them (all-to-all)."""
+        if self._group is None:
+            return x.clone()
+        received = x.new_empty(sum(takes), *x.shape[1:])
+        into, wire = received.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8)
+        width = x.element_size() * prod(x.shape[1:])
+        dist.all_to_all_single(into, wire, [width * n for n in takes], [width * n for n in gives], group=self._group)
+        return received
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This member's part along `dim`. Raises ValueError for a size that the members do not divide."""

@@ -1,9 +1,9 @@
-"""Shards in a tensor group: each member's part of each weight, and full tensors from the parts of all members.
+"""Shards in a tensor or expert group: each member's part of each weight, and full tensors from all members' parts.
 
     weight [8, 4] cut by columns    member 0: rows 0..4    member 1: rows 4..8
     a norm's weight [4]             member 0: all of it    member 1: all of it, equal to member 0's
 
-Whole tensors are equal on all members, and count once.
+Whole tensors are equal on all members of a tensor group, and count once; those of an expert group are replicas'.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MemberShards:
     """Parts of a model's divided parameters by name; all others are whole on every member.
 
     Arguments:
-        by_member: name -> [T] shards of the members.
+        by_member: name -> [T] shards of the members, of a tensor group or an expert group.
         originals: full tensors of this process's model, by name, until they are spread.
     """
 
@@ -45,7 +45,7 @@ class MemberShards:
         self._collectives = collectives
         self._by_member = by_member
         self._originals = dict(originals)
-        self._own = collectives.tensor_members.index(collectives.rank)
+        self._own = collectives.weight_members.index(collectives.rank)
         # Number by names of gradients; None: while none are made.
         self._comparisons = Counter[tuple[str, ...]]() if len(collectives.tensor_members) > 1 else None
         self._undo: Callable[[], None] | None = None
@@ -112,12 +112,15 @@ class MemberShards:
         return Shard.whole(tuple(local.shape)) if shards is None else shards[self._own]
 
     def gather(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The full tensor from the members' parts. Collective over the tensor group."""
+        """The full tensor from the members' parts. Collective over the group."""
         shards = self._by_member.get(name)
         if shards is None:
             return local
         full = local.new_empty(shards[0].full)
-        parts = self._collectives.tensor_gather(local, what=f"gathering the parts of {name!r}")
+        collectives, what = self._collectives, f"gathering the parts of {name!r}"
+        is_even = len(collectives.tensor_members) > 1  # else a member may have nothing of it
+        gather = collectives.tensor_gather if is_even else collectives.weight_gather
+        parts = gather(local if is_even else local.cpu(), what=what)
         for shard, part in zip(shards, parts, strict=True):
             shard.put(part, full)
         return full
@@ -138,10 +141,10 @@ class MemberShards:
 
 
 def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberShards:
-    """Cut a model's modules for the tensor group of this process. Collective over the tensor group. `styles`: by module
-    name. Raises ValueError for modules that can't be cut so, and where members have models of other shapes."""
+    """Cut a model's modules for the tensor or expert group of this process. Collective over the group. `styles`: by
+    module name. Raises ValueError for modules that can't be cut so, and where members have models of other shapes."""
     root, collectives = run.root, run.collectives
-    members = collectives.tensor_members
+    members = collectives.weight_members
     if len(members) == 1 or not styles:
         return MemberShards(collectives, {}, {})
     _refuse_hooks(root)
@@ -150,9 +153,9 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
         full = {id(parameter): parameter.data for parameter in parameters.values()}
     # DTensor caches by mesh, with that mesh's groups: for an equal mesh those of another, maybe closed, pipeline.
     unique = f"tensor_{uuid4().hex}"
-    mesh = DeviceMesh.from_group(collectives.tensor_group, run.options.device.type, mesh_dim_names=(unique,))
+    mesh = DeviceMesh.from_group(collectives.weight_group, run.options.device.type, mesh_dim_names=(unique,))
     group = TensorGroup(
-        collectives.tensor_group, index=members.index(collectives.rank), count=len(members), on_region=run.seeder.region
+        collectives.weight_group, index=members.index(collectives.rank), count=len(members), on_region=run.seeder.region
     )
     with as_recipes(root.parameters()):
         shards = cut_by_styles(root, styles, group, mesh=mesh)
@@ -166,7 +169,7 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
     by_id = {id(parameters[name]): shard for name, shard in shards.items()}
     own = {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
     mine = own, any(x.is_meta for x in full.values())
-    gathered = collectives.tensor_gather_objects(mine, what="comparing the parts of a tensor group")
+    gathered = collectives.weight_gather(mine, what="comparing the parts of a group")
     everyone = [theirs for theirs, _ in gathered]
     first, first_is_meta = gathered[0]
     for member, (theirs, is_meta) in zip(members, gathered, strict=True):
@@ -207,7 +210,7 @@ def refuse_divided(root: nn.Module) -> None:
     name = next((name for name, module in root.named_modules() if style_of(module) is not None), None)
     if name is not None:
         raise ValueError(
-            f"module {name!r} is divided over a tensor group already, by a PipelineModule before this one: expected a "
+            f"module {name!r} is divided over a group already, by a PipelineModule before this one: expected a "
             f"new model, into which load_state_dict() puts that one's full_state_dict()"
         )
 
@@ -216,6 +219,6 @@ def _refuse_hooks(root: nn.Module) -> None:
     for name, parameter in root.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"parameter {name!r} has a hook, which would see a part of a gradient under tensor_parallel=: expected "
-                f"none, or a mesh without a tensor axis"
+                f"parameter {name!r} has a hook, which would see a part of a gradient under tensor_parallel= or "
+                f"experts: expected none, or a mesh without a tensor or expert axis"
             )

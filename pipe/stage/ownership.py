@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # Why a module's own state can't be read: it would be incomplete, without a warning.
 META = "whose weights another process holds: they would be meta tensors, which have no values"
-DIVIDED = "whose weights a tensor group divides: they would be this process's parts, under the names of whole ones"
+DIVIDED = "whose weights a group divides: they would be this process's parts, under the names of whole ones"
 BETWEEN_BATCHES = "whose weights fsdp divides between two batches: they would be NaN"
 
 
@@ -117,6 +117,22 @@ class Ownership:
         return [(name, p) for name, p in local if min(s for s in self.stages[name] if s in self._local) == stage]
 
     def holders(self, name: str) -> tuple[int, ...]:
+        """Ranks that hold the same of a tensor: of experts those of this process's number in their expert group."""
+        index, count = self.run.layout.place.expert
+        ranks = self.stage_ranks(name)
+        return tuple(rank for rank in ranks if rank % count == index) if self.group.is_divided(name) else ranks
+
+    def all_holders(self) -> set[tuple[int, ...]]:
+        """Several ranks that hold the same of a trainable parameter, of any; the same on every rank."""
+        found, count = set(), self.run.layout.place.mesh.expert
+        for name, parameter in self.parameters():
+            ranks, is_divided = self.stage_ranks(name), self.group.is_divided(name)
+            if parameter.requires_grad:
+                found |= {ranks[i::count] for i in range(count)} if is_divided else {ranks}
+        return {ranks for ranks in found if len(ranks) > 1}
+
+    def stage_ranks(self, name: str) -> tuple[int, ...]:
+        """Ranks of the stages that use a tensor."""
         return tuple(sorted({rank for s in self.stages[name] for rank in self._owners[s]}))
 
     def missing(self, modules: Sequence[nn.Module]) -> tuple[str, int] | None:
@@ -125,7 +141,7 @@ class Ownership:
         for stage, module in enumerate(modules):
             used = [names[id(x)] for x in (*module.parameters(), *module.buffers()) if id(x) in names]
             for name in used:
-                if not set(self._owners[stage]) <= {*self.holders(name)}:
+                if not set(self._owners[stage]) <= {*self.stage_ranks(name)}:
                     return name, stage
         return None
 
@@ -204,7 +220,7 @@ class Ownership:
     def spread_from_first_owners(self, collectives: Collectives) -> None:
         """Give all processes that hold a tensor the values of the first one's model. Collective."""
         for name, tensor in self._tensors().items():
-            ranks = self.holders(name)
+            ranks = self.stage_ranks(name)
             value = self.group.original(name, tensor.detach())
             if len(ranks) > 1:
                 value = collectives.broadcast(value, ranks[0], what=f"spreading {name!r} from rank {ranks[0]}")

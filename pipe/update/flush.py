@@ -71,7 +71,7 @@ def flush_programs(run: Run, mode: Mode, ownership: Ownership) -> FlushPrograms:
     for ranks, count in zip(schedule.owners, sharding.shards, strict=True):
         if count > 1:
             run.collectives.subgroup(ranks)
-    for group in dict.fromkeys(data_groups):
+    for group in (*dict.fromkeys(data_groups), *sorted(ownership.all_holders())):
         if group:
             run.collectives.subgroup(group)
     together = (*sums, *sharding.collectives())
@@ -119,6 +119,7 @@ class FlushUpdate(Update):
                 sums={each: shared_sums(ownership, shards, each, each.ranks(schedule.owners)) for each in summed},
                 option_numbers=lambda: {key: n for one in stages for key, n in one.option_numbers().items()},
                 replicas=programs.data_groups[rank],
+                are_mixed=ownership.run.layout.place.mesh.expert > 1,
             )
 
         ranks = {rank: make(rank) for rank in local}
@@ -288,22 +289,22 @@ class FlushUpdate(Update):
 
 
 def shared_sums(ownership: Ownership, shards: Shards, collective: Collective, ranks: Sequence[int]) -> list[SharedSum]:
-    run = ownership.run
-    named, names = dict(ownership.named_parameters()), ownership.shared()[collective.stages]
-    own = [name for name in names if name in shards.parts]
-    others = [name for name in names if name not in shards.parts]
+    run, named = ownership.run, dict(ownership.named_parameters())
+    together: dict[tuple[bool, tuple[int, ...]], list[str]] = {}  # names of one sum: parts alone, or none
+    for name in ownership.shared()[collective.stages]:
+        holders = tuple(rank for rank in ownership.holders(name) if rank in ranks)
+        together.setdefault((name in shards.parts, holders), []).append(name)
     return [
         SharedSum(
             collective,
-            ranks=ranks,
+            ranks=holders,
             parameters=[(name, named[name]) for name in some],
-            parts=[shards.parts[name] for name in some] if some is own else (),
+            parts=[shards.parts[name] for name in some] if are_parts else (),
             collectives=run.collectives,
-            compare=ownership.group.compare_gradients if run.layout.place.is_uneven(ranks) else None,
+            compare=ownership.group.compare_gradients if run.layout.place.is_uneven(holders) else None,
             another=next((each.sums for each in run.added if each.sums is not None), None),
         )
-        for some in (own, others)
-        if some
+        for (are_parts, holders), some in sorted(together.items(), key=lambda one: not one[0][0])
     ]
 
 

@@ -92,7 +92,7 @@ class StageOptimizers:
             if kind != "elements":
                 reason = "" if kind is None else ": it needs whole parameters"
                 raise ValueError(
-                    f"optimizer {type(optimizer).__name__} holds {name!r}, which is divided over a tensor group, and "
+                    f"optimizer {type(optimizer).__name__} holds {name!r}, which a group divides, and "
                     f"is not known to update each element independently, as each process must with its part of the "
                     f"weight{reason}. Expected one such as AdamW for it, an attribute separable = 'elements' of its "
                     f"class where it does, or a module that is not divided"

@@ -52,12 +52,14 @@ class RankUpdate:
     flush, also sums of gradients that other processes hold.
 
     Each data replica weighs its samples as if the others had the same number. They exchange their numbers when a batch
-    begins, for the first sum; counts of (sum, count) losses are known later.
+    begins, for the first sum; for the first backward where replicas make gradients of each other's experts. Counts of
+    (sum, count) losses are known later.
 
     Arguments:
         sums: none where ranks that share gradients do not add them up now.
         option_numbers: of the optimizers of this process, see `SharedSum.begin`.
         replicas: ranks that run the same on other batches; none where all ranks pass the same batch.
+        are_mixed: whether these make gradients of each other's weights, of experts.
 
     Attributes:
         batches: in flight, by number: microbatches number * M, number * M + 1, ...
@@ -75,7 +77,9 @@ class RankUpdate:
         sums: Mapping[Collective, Sequence[SharedSum]] | None = None,
         option_numbers: Callable[[], Mapping[int, int]] = dict,
         replicas: Sequence[int] = (),
+        are_mixed: bool = False,
     ) -> None:
+        self.are_mixed = are_mixed
         self.loss_scale = loss_scale
         self.shards = shards
         self.sums = sums or {}
@@ -85,7 +89,7 @@ class RankUpdate:
         self._begun: dict[Collective, list[Stamp]] = {}  # when the rest began, and when all was complete
         # Of this batch: samples of all replicas, until they are known; then the factor and options of the first sum.
         self._samples: tuple[torch.Tensor, Callable[[], None]] | None = None
-        self._factor = 1.0
+        self._factor = self._loss_factor = 1.0
         self._numbers: Mapping[int, int] | None = None
         self.batches: dict[int, Batch] = {}
         self._rank = rank
@@ -104,8 +108,8 @@ class RankUpdate:
         """Begin the only batch, whose program counts from microbatch 0."""
         self.drop()
         self.batches[0] = batch
-        self._factor, self._numbers = 1.0, None
-        if self.sums and self.replicas:
+        self._factor, self._loss_factor, self._numbers = 1.0, 1.0, None
+        if self.replicas and (self.sums or self.are_mixed):
             number, count = batch.replica
             own = sum(part.size for part in batch.parts[number::count])
             collectives, what = self.shards.collectives, "counting the samples of all data replicas"
@@ -164,7 +168,8 @@ class RankUpdate:
             samples, wait = self._samples
             wait()
             self._samples = None
-            self._factor = self.batches[0].num_items / float(samples)
+            factor = self.batches[0].num_items / float(samples)
+            self._factor, self._loss_factor = (1.0, factor) if self.are_mixed else (factor, 1.0)
 
     def finish(self, step: GroupStep) -> None:
         raise AssertionError(f"{step} in a program without updates")
@@ -185,10 +190,12 @@ class RankUpdate:
     def loss_gradient(self, index: int) -> torch.Tensor:
         number, k = divmod(index, self._batch_indices)
         batch = self.batches[number]
+        if self.are_mixed:
+            self._count_samples()
         value, count = self._own[index // self._group_size][k]
         # The count of a whole group of (sum, count) losses is known only at its end: until then, 1 / samples.
         weight = batch.parts[k].weight if count is None else 1.0 / batch.group_items(k // self._group_size)
-        return torch.full_like(value, weight * self.scale_of(index // self._group_size))
+        return torch.full_like(value, weight * self._loss_factor * self.scale_of(index // self._group_size))
 
     def specs(self, message: Message) -> list[TensorSpec]:
         return [TensorSpec((SUMMARY_SIZE,), (1,), torch.float64, False)]

@@ -268,7 +268,8 @@ def stage_optimizers(
         versions=versions,
         feedback=feedback,
     )
-    made.refuse_to_divide([name for name, _ in parameters if ownership.group.is_divided(name)])
+    shards = {name: ownership.shard(name) for name, _ in parameters}  # a whole expert, or none, is not divided
+    made.refuse_to_divide([name for name, shard in shards.items() if shard.numel and not shard.is_whole])
     return made
 
 

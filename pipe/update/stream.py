@@ -221,9 +221,9 @@ def _sharing_of(run: Run, mode: Mode, ownership: Ownership) -> Sharing:
     """Messages that the updates need, besides activations and gradients. Raises ValueError for options that a rule
     excludes: a global norm, or weights tied over ranks, where stages update independently."""
     schedule, max_grad_norm, shards = mode.schedule, run.options.max_grad_norm, run.layout.sharding.shards
-    sums = sorted({ranks for _, ranks in ownership.tied()})
+    sums = sorted(ownership.all_holders())
     stage_groups = {tuple(sorted(ranks)) for ranks in schedule.owners}
-    ties = [(name, ranks) for name, ranks in ownership.tied() if ranks not in stage_groups]
+    ties = [(name, ranks) for name, ranks in ownership.tied() if ownership.stage_ranks(name) not in stage_groups]
     rule = schedule.rule
     if max_grad_norm is not None and rule.why_no_norm:
         raise ValueError(f"max_grad_norm={max_grad_norm} under schedule {schedule.name!r}: {rule.why_no_norm}")

@@ -52,7 +52,7 @@ class StreamRank(RankUpdate):
         self, rank: int, *, calls: RunCalls, stages: Mapping[int, StageOptimizers], shards: Shards, ownership: Ownership
     ) -> None:
         schedule = calls.schedule
-        super().__init__(rank, schedule, shards)
+        super().__init__(rank, schedule, shards, are_mixed=ownership.run.layout.place.mesh.expert > 1)
         self.stages = stages
         self.weights = {stage: one.versions for stage, one in stages.items() if one.versions is not None}
         self.known: deque[Known] = deque()  # of batches whose results were not returned
@@ -158,6 +158,11 @@ class StreamRank(RankUpdate):
             self._take_parts(step.index)
             return
         try:
+            if self.are_mixed and len({float(each[6]) for each in self._summaries[step.index].values()}) > 1:
+                raise ValueError(
+                    "the members of an expert group passed other numbers of samples, which an asynchronous schedule "
+                    "weighs too late: expected as many on each, or a flush schedule such as '1f1b'"
+                )
             loss, scale = self.total(step.index)
         except (NonFiniteLossError, ValueError) as error:  # on every rank alike
             if not self._course.is_alone(step.index // self._per_batch):

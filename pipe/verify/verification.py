@@ -199,7 +199,7 @@ class Verifier:
         """Context with weights and buffers in the plain module; gives a Watch and copies of the buffers."""
         plain.load(weights, self._options.device)
         buffers = plain.set_buffers({name: before for name, (before, _) in moved.items()})
-        plain.follow(is_divided=self._regions is not None)
+        plain.follow(is_divided=self._regions is not None or self._run.layout.place.expert[1] > 1)
         with untouched(plain.root, plain.loss_fn, device=self._options.device) as kept:  # hooks are the user's modules'
             yield Watch(plain.root, kept.surroundings), buffers
         plain.unload()
@@ -233,7 +233,7 @@ class Verifier:
         if self._regions is None:
             return None
         group = self._ownership.group
-        together = partial(self._collectives.tensor_gather_objects, what="comparing inputs of divided modules")
+        together = partial(self._collectives.weight_gather, what="comparing inputs of divided modules")
         with untouched(self._parts.root, device=self._options.device):
             return self._regions.first_difference(shard=group.shard, full=group.gather, together=together)
 

@@ -29,29 +29,33 @@ BACKWARDS = ProcessMesh(pipe=2, data=2, order=("data", "pipe", "tensor"))  # ran
 
 def test_processes_and_coordinates_are_one_to_one_in_every_order() -> None:
     for order in permutations(AXES):
-        mesh = ProcessMesh(pipe=2, data=3, context=2, tensor=2, order=order)
+        mesh = ProcessMesh(pipe=2, data=3, context=2, expert=2, tensor=2, order=order)
         places = [mesh.coordinates(process) for process in range(mesh.num_processes)]
-        assert len(set(places)) == 24
-        assert [mesh.process_at(place) for place in places] == list(range(24))
+        assert len(set(places)) == 48
+        assert [mesh.process_at(place) for place in places] == list(range(48))
         assert places[1] == Coordinates(0)._replace(**{order[-1]: 1})
 
 
-def test_tensor_groups_cover_all_processes_once_and_context_groups_all_ranks() -> None:
+def test_tensor_groups_cover_all_processes_once_and_context_and_expert_groups_all_ranks() -> None:
     for order in permutations(AXES):
-        mesh = ProcessMesh(pipe=2, data=3, context=2, tensor=2, order=order)
-        groups = [mesh.members(rank) for rank in range(12)]
-        assert sorted(process for group in groups for process in group) == list(range(24))
+        mesh = ProcessMesh(pipe=2, data=2, context=3, expert=2, tensor=2, order=order)
+        groups = [mesh.members(rank) for rank in range(24)]
+        assert sorted(process for group in groups for process in group) == list(range(48))
         for rank, group in enumerate(groups):
             places = [mesh.coordinates(process) for process in group]
             assert [place.tensor for place in places] == [0, 1]
-            numbers = {((place.pipe * 3 + place.data) * 2 + place.context) for place in places}
+            numbers = {((place.pipe * 2 + place.data) * 3 + place.context) * 2 + place.expert for place in places}
             assert numbers == {mesh.rank_of(process) for process in group} == {rank}
-            process = MeshPlace(world=World(rank=group[0], size=24), mesh=mesh)
-            parts = [mesh.coordinates(mesh.members(each)[0]) for each in process.context_ranks(rank)]
-            assert [part.context for part in parts] == [0, 1]
-            assert {part._replace(context=0) for part in parts} == {places[0]._replace(context=0)}
-            assert process.replica == (places[0].data * 2 + places[0].context, 6)
-            assert (process.data, process.context) == ((places[0].data, 3), (places[0].context, 2))
+            process, at = MeshPlace(world=World(rank=group[0], size=48), mesh=mesh), places[0]
+            for axis, size in (("context", 3), ("expert", 2)):
+                parts = [mesh.coordinates(mesh.members(each)[0]) for each in process.ranks_along(axis, rank)]
+                assert parts == [at._replace(**{axis: number}) for number in range(size)]
+            assert process.replica == ((at.data * 3 + at.context) * 2 + at.expert, 12)
+            assert (process.data, process.context, process.expert) == (
+                (at.data * 2 + at.expert, 4),
+                (at.context, 3),
+                (at.expert, 2),
+            )
 
 
 def test_tensor_groups_of_different_sizes() -> None:
@@ -67,8 +71,11 @@ def test_tensor_groups_of_different_sizes() -> None:
     assert (last.name_of(4), last.name_of(6)) == ("process 4 (rank 2, tensor 1)", "process 6 (rank 3)")
 
 
-def test_an_order_may_leave_context_out() -> None:
-    assert ProcessMesh(pipe=2, order=("tensor", "data", "pipe")).order == ("tensor", "data", "context", "pipe")
+def test_an_order_may_leave_context_and_expert_out() -> None:
+    assert ProcessMesh(pipe=2, order=("tensor", "data", "pipe")).order == (
+        *("tensor", "data", "context"),
+        *("expert", "pipe"),
+    )
 
 
 def test_in_one_process_all_ranks_run_on_one_batch() -> None:

@@ -224,7 +224,8 @@ def test_the_world_is_gloos_where_processes_share_a_device(gloo: Pool) -> None:
 
 
 def refused(groups: dict[str, Any], mesh: sw.Mesh, tensor: int = 1) -> Callable[[], None]:
-    place = SimpleNamespace(mesh=SimpleNamespace(tensor_sizes=(tensor,)), world=World(rank=0, size=2))
+    sizes = SimpleNamespace(tensor_sizes=(tensor,), expert=1)
+    place = SimpleNamespace(mesh=sizes, world=World(rank=0, size=2))
     run = SimpleNamespace(
         collectives=SimpleNamespace(groups=SimpleNamespace(**groups)),
         layout=SimpleNamespace(place=place),
@@ -241,7 +242,9 @@ def test_reroute_is_for_gloo_and_tensor_groups_are_for_nccl() -> None:
     refused(over_nccl, sw.Mesh(), 2)()
     with pytest.raises(ValueError, match=r'"reroute"\) with NCCL, .*: expected STAGEWRIGHT_BACKEND=gloo'):
         refused(over_nccl, reroute)()
-    with pytest.raises(ValueError, match=r"a tensor group on CUDA over gloo, .*: expected Mesh\(tensor=1\)"):
+    with pytest.raises(
+        ValueError, match=r"a tensor or expert group on CUDA over gloo, .*: expected Mesh\(tensor=1, expert=1\)"
+    ):
         refused(over_gloo, sw.Mesh(), 2)()
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers over context groups: exact against one process, with packed documents and padding, too."""
+"""Models of transformers over context and expert groups: exact against one process, also packed and padded."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 _LENGTH, _RATE = 16, 0.05
 
 
-def _model(config: str, attention: str) -> nn.Module:
+def _model(config: str, attention: str, **options: Any) -> nn.Module:
     assert inside.read_mask  # with it "stagewright" is registered
-    own = getattr(transformers, config)(**(_SMALL | _MODELS[config]))
+    own = getattr(transformers, config)(**(_SMALL | _MODELS[config] | options))
     torch.manual_seed(0)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(own, attn_implementation=attention).double()
     for parameter in model.parameters():
@@ -110,29 +110,31 @@ def _plainly(config: str, batches: list[dict[str, Tensor]], *, delay: int) -> tu
     return losses, versions[-1]
 
 
-def _piped(config: str, schedule: str, kind: str) -> tuple[float, float]:
+def _piped(config: str, schedule: str, kind: str, axis: str = "context") -> tuple[float, float]:
     """Largest differences of a loss and of a weight from those of one process."""
     warnings.filterwarnings("ignore", message="the schedule splits the backward")  # experts give little to W
     batches = _batches(kind)
     losses, expected = _plainly(config, batches, delay=int(schedule == "2bw"))
     with PipelineModule(
         _model(config, "stagewright"),
-        mesh={"pipe": 2, "context": 2},
+        mesh={"pipe": 2, axis: 2},
         schedule=schedule,
         num_microbatches=2,
         loss_fn=_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=_RATE),
         **_SCHEDULES[schedule],
     ) as pipe:
-        results = [pipe.train_step(each) for each in batches] + pipe.flush()
+        own = slice(pipe.replica[0], None, pipe.replica[1])  # members of an expert group pass samples of their own
+        mine = [{name: x[own] for name, x in each.items()} for each in batches]
+        results = [pipe.train_step(each) for each in mine] + pipe.flush()
         found = [result.loss for result in results if result.loss is not None]
         state = pipe.full_state_dict()
     worst = max(float((state[name] - x).abs().max()) for name, x in expected.items() if name in state)
     return max(abs(one - other) for one, other in zip(found, losses, strict=True)), worst
 
 
-def _is_exact(gloo: Pool, config: str, schedule: str, kind: str) -> None:
-    for differences in gloo.run(_piped, ranks=4, args=(config, schedule, kind)):
+def _is_exact(gloo: Pool, config: str, schedule: str, kind: str, axis: str = "context") -> None:
+    for differences in gloo.run(_piped, ranks=4, args=(config, schedule, kind, axis)):
         assert max(differences) < 1e-10
 
 
@@ -151,6 +153,51 @@ def test_packed_documents_and_padding_are_exact_over_a_context_group(gloo: Pool,
 @pytest.mark.parametrize("config", _MODELS)
 def test_models_under_schedules_are_exact_over_a_context_group(gloo: Pool, config: str, schedule: str) -> None:
     _is_exact(gloo, config, schedule, "packed")
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_model_is_exact_over_an_expert_group(gloo: Pool) -> None:
+    _is_exact(gloo, "MixtralConfig", "1f1b", "padded", "expert")
+
+
+@pytest.mark.gloo
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", _SCHEDULES)
+@pytest.mark.parametrize("config", [name for name, options in _MODELS.items() if "num_experts" in options])
+def test_models_under_schedules_are_exact_over_an_expert_group(gloo: Pool, config: str, schedule: str) -> None:
+    _is_exact(gloo, config, schedule, "packed", "expert")
+
+
+def _routed(config: str) -> float:
+    """With the model's own loss, to which its routers add one: the largest difference of it and of a gradient."""
+    own: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    # 64 labels count: routers work in float32, whose gradients are exact multiples where a power of 2 divides them.
+    batch = torch.randint(64, (4, _LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    plain, losses = _model(config, "sdpa", **own), []
+    for tokens in batch.chunk(4):
+        losses.append(plain(input_ids=tokens, labels=tokens).loss / 4)
+        losses[-1].backward()
+    with PipelineModule(
+        _model(config, "sdpa", **own), mesh={"pipe": 2, "expert": 2}, num_microbatches=2, loss_fn="model"
+    ) as pipe:
+        tokens = batch.chunk(2)[pipe.replica[0]]
+        found = pipe.forward_backward({"input_ids": tokens, "labels": tokens}).loss
+        assert found is not None
+        differences = [abs(found - sum(loss.item() for loss in losses))]
+        for name, parameter in pipe.named_parameters():
+            expected = plain.get_parameter(name).grad
+            if parameter.grad is not None and expected is not None:
+                each = expected.chunk(len(expected) // len(parameter))[pipe.replica[0] if "experts" in name else 0]
+                differences.append(float((parameter.grad - each).abs().max()))
+    return max(differences)
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize("config", ["MixtralConfig", "Qwen3MoeConfig"])
+def test_losses_of_routers_are_exact_over_an_expert_group(gloo: Pool, config: str) -> None:
+    assert max(gloo.run(_routed, ranks=4, args=(config,))) < 1e-10
 
 
 def test_masks_that_are_not_known_are_refused() -> None:

@@ -200,7 +200,7 @@ def on_meshes() -> list[Any]:
         sw.Mesh(data=2),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe")),
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep")),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "sp")),
         DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("pp", "dp")),
     ]
     for mesh in meshes:
@@ -223,7 +223,7 @@ def test_a_mesh_of_torch_is_taken_as_it_is(gloo: Pool) -> None:
         assert plain_dict[1] == process % 2
         assert other_order[0] == pytest.approx(plain_dict[0], rel=1e-6)
         assert other_order[1] == process // 2
-        assert "expected dimensions named 'pp', 'dp', 'cp' and 'tp'" in unknown
+        assert "expected dimensions named 'pp', 'dp', 'cp', 'ep', 'tp'" in unknown
         assert "numbered along its last dimension first" in odd
 
 

@@ -431,6 +431,6 @@ class _Own(torch.optim.SGD):
 def test_an_optimizer_that_tensor_groups_cannot_divide_is_told_why(optimizer: Any, reason: str) -> None:
     named = [("up.weight", nn.Parameter(torch.ones(4, 4)))]
     held = StageOptimizers(0, named, optimizer, None, where="stage 0", model=[id(named[0][1])])
-    with pytest.raises(ValueError, match=r"'up\.weight', which is divided over a tensor group") as caught:
+    with pytest.raises(ValueError, match=r"'up\.weight', which a group divides") as caught:
         held.refuse_to_divide({"up.weight"})
     assert reason in str(caught.value)
