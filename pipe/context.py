@@ -147,7 +147,7 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
     if plan.context * plan.expert > 1:
         raise ValueError(
             f"a plan with context={plan.context} and expert={plan.expert}: expected 1 each, or a schedule by name with "
-            f'mesh={{"context": {plan.context}, ..}}'
+            f'mesh={{"context": {plan.context}, "expert": {plan.expert}, ..}}'
         )
     schedule = plan.build_schedule(num_microbatches=num_microbatches)
     if plan.tensor > 1 and not world.distributed:
