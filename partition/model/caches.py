@@ -33,7 +33,7 @@ class Caches:
                 self._maker.pop(memory_of(x), None)
             return
         made = [x for x in flat(result) if isinstance(x, torch.Tensor)]
-        maker = running_module() if made else None
+        maker = _running_module() if made else None
         for x in made:
             self._maker.setdefault(memory_of(x), maker)
         self._kept += made
@@ -61,7 +61,7 @@ def flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def running_module() -> nn.Module | None:
+def _running_module() -> nn.Module | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")

@@ -43,11 +43,6 @@ class Patches(ExitStack):
             self.callback(setattr, kind, name, own)
         return True
 
-    def add(self, kind: type, name: str, value: object) -> None:
-        """A class has a new attribute within this context."""
-        setattr(kind, name, value)
-        self.callback(delattr, kind, name)
-
 
 class Listener(Protocol):
     """Sees calls; each method makes the call, and returns its result."""

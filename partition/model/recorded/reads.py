@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -29,7 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from ..caches import running_module
 from ..modes import OWN_HOOKS
 from ..source_line import is_ours, is_users
 from ..untouched import Places
@@ -72,7 +71,6 @@ class CodeReads:
         self.left: Places = []
         self.effects: list[str] = []
         self.regions: list[tuple[Any, ...]] = []
-        self.inside: Callable[[object, str], None] = lambda owner, name: None  # called with reads within calls
         self._changed: dict[int, tuple[list[Any], list[Any]]] = {}  # lists, by id, and what they held
 
     @contextmanager
@@ -125,8 +123,6 @@ class CodeReads:
                     frame = frame.f_back  # another patch of the same class
                 if frame.f_code not in _LOOK_UPS and not _is_ours(frame.f_code.co_filename):
                     self._note(owner, name)
-            else:
-                self.inside(owner, name)
             return original(owner, name)
 
         return get
@@ -195,7 +191,6 @@ class Attributes:
         opened: ids of the modules whose code is recorded.
         has_read: whether that code has read an attribute before.
         inside: ids of the modules that units consist of.
-        unit: the module of the unit's call that is under way.
         refuse: called with the reason where a read finds what no stage will have written.
         join: called with two calls, of which the second reads what the first wrote.
 
@@ -210,11 +205,9 @@ class Attributes:
         opened: set[int],
         has_read: Callable[[int, str], bool],
         inside: set[int],
-        unit: Callable[[], nn.Module | None],
         refuse: Callable[[str], None],
         join: Callable[[int, int, str], None],
     ) -> None:
-        self._unit, self._left = unit, dict[tuple[int, str], tuple[int, nn.Module | None]]()
         self._running, self._opened, self._has_read, self._inside = running, opened, has_read, inside
         self._refuse, self._join = refuse, join
         self._objects: set[int] = set()
@@ -263,20 +256,6 @@ class Attributes:
         elif writer != me:
             self._join(writer, me, f"one reads {what}, which the other one has changed")
 
-    def read_inside(self, owner: object, name: str) -> None:
-        """A unit's call reads this, which another one may have changed; not where it would itself, as a cache."""
-        me, (writer, maker) = self._running(), self._left.get((id(owner), name), (None, None))
-        unit = None if writer in (None, me) else self._unit()
-        if (
-            writer is not None
-            and me is not None
-            and unit is not None
-            and all(part is not maker for part in unit.modules())
-        ):
-            self._join(
-                writer, me, f"one reads attribute {name!r} of a {type(owner).__name__}, which the other one sets"
-            )
-
     def _setting(self, original: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
         def put(owner: Any, name: str, value: Any) -> None:
             me, key = self._running(), (id(owner), name)
@@ -284,10 +263,7 @@ class Attributes:
                 self._written[key] = me
             elif me is not None and key[0] in self._inside:
                 self.setting_own.add(me)
-                changes = not _is_as_before(vars(owner).get(name, _MISSING), value)
-                if changes or key in self._left:
-                    self._left[key] = me, running_module()
-                if changes:  # a module that runs again counts on
+                if not _is_as_before(vars(owner).get(name, _MISSING), value):  # a module that runs again counts on
                     writer = self._written.setdefault(key, me)
                     if writer is not None and writer != me:
                         self._join(writer, me, f"both count in attribute {name!r} of a {type(owner).__name__}")
@@ -300,43 +276,6 @@ class Attributes:
             original(owner, name, value)
 
         return put
-
-
-class TensorAttributes:
-    """Attributes that units put on tensors: messages do not carry them, so `join` is called with the unit's call that
-    put one there, and that of a unit that reads it, `running`."""
-
-    def __init__(
-        self, patches: Patches, running: Callable[[], int | None], join: Callable[[int, int, str], None]
-    ) -> None:
-        self._patches, self._running, self._join = patches, running, join
-        self._owner: dict[tuple[int, str], int] = {}
-        self._kept: list[torch.Tensor] = []  # an id stays one object's
-
-    def note(self, call: int, value: object) -> None:
-        """A call of a unit is through, which has taken or made the tensors in `value`."""
-        for x in pytree.tree_leaves(value):
-            for name in (key for key in vars(x) if key not in _FAKE and key[0] != "_") if type(x) is FakeTensor else ():
-                if (id(x), name) not in self._owner:
-                    self._owner[id(x), name] = call
-                    self._kept.append(x)
-                if not isinstance(FakeTensor.__dict__.get(name), property):
-                    self._patches.add(FakeTensor, name, property(partial(self._get, name), partial(self._set, name)))
-
-    def _get(self, name: str, tensor: Any) -> Any:
-        me, owner = self._running(), self._owner.get((id(tensor), name))
-        if owner is not None and me is not None and owner != me:
-            self._join(owner, me, f"one reads attribute {name!r} of a tensor, which the other one sets")
-        if name not in vars(tensor):
-            raise AttributeError(name)
-        return vars(tensor)[name]
-
-    def _set(self, name: str, tensor: Any, value: object) -> None:
-        vars(tensor)[name] = value
-        self._owner.pop((id(tensor), name), None)
-
-
-_FAKE = {"fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor"}  # of every fake tensor
 
 
 def _is_as_before(before: object, now: object) -> bool:

@@ -35,7 +35,7 @@ from .calls import (
     samples_of,
 )
 from .intercept import hearing_no_functions
-from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, Tables, TensorAttributes, plain_attributes
+from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, Tables, plain_attributes
 from .refusals import RefusedError, check_now, refuse_distribution, refuse_function, refuse_packed
 from .templates import Constant, Parts, Ref, Slot, Template
 from .values import Draws, Owners, Values
@@ -76,11 +76,9 @@ class ForwardRecorder:
             opened={id(module) for module in roles.opened.values()},
             has_read=self._reads.has_read,
             inside={id(part) for module in roles.units.values() for part in module.modules()},
-            unit=lambda: self._roles.units.get((self.unit or "").partition("#")[0]),
             refuse=_refuse,
             join=self._join,
         )
-        self._reads.inside = self._attributes.read_inside
         self._together: list[tuple[int, int, str]] = []
         self._handed_on: list[tuple[int, int, str]] = []
         self._draws = Draws(self._join)
@@ -120,7 +118,6 @@ class ForwardRecorder:
     def watching(self, kinds: set[type]) -> Iterator[None]:
         with self._owners.watching(), self._attributes.watched() as patches, self._reads.watching(kinds, patches):
             self._around_calls.begin()
-            self._on_tensors = TensorAttributes(patches, lambda: self._running, self._join)
             yield
 
     def _join(self, first: int, second: int, why: str) -> None:
@@ -169,7 +166,6 @@ class ForwardRecorder:
 
         made = self._make(run, args, kwargs, unit_call, unit=name)
         self._tables.note(module)
-        self._on_tensors.note(len(self._calls) - 1, (made, args, kwargs))
         return made
 
     def function(
