@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -189,10 +191,11 @@ _STEPS = 3  # what the first has left in the optimizer counts in the second, wha
 
 
 def updates_of(
-    factory: OptimizerFactory, stages: Sequence[NamedParameters], *, user_code: Sequence[object]
+    factory: OptimizerFactory, stages: Sequence[NamedParameters], *, user_code: Sequence[object], later: bool = False
 ) -> dict[int, torch.Tensor]:
     """By id: the change of each parameter where the optimizers that `factory` makes for each of `stages` step in turn,
     tried on small tensors in their places; nothing if that fails. Parameters, generators and `user_code` are restored.
+    `later`: with other random numbers from the global generators.
     """
     trained = [[(name, p) for name, p in stage if p.requires_grad] for stage in stages]
     held = {id(p): (name, p) for stage in trained for name, p in stage}
@@ -201,7 +204,7 @@ def updates_of(
 
     def drawn(p: torch.Tensor, seed: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-        return torch.randn([min(n, _SMALL) for n in p.shape], generator=generator).to(device, p.dtype)
+        return torch.randn([min(n, _SMALL) for n in p.shape], generator=generator, device="cpu").to(device, p.dtype)
 
     def cut(state: torch.Tensor) -> torch.Tensor:
         small = state[tuple(slice(_SMALL) for _ in state.shape)]
@@ -214,6 +217,8 @@ def updates_of(
             warnings.catch_warnings(action="ignore"),
             torch.no_grad(),
         ):
+            if later:
+                torch.rand(1), random.random(), np.random.random()
             made = [one for stage in trained if stage for one in make_optimizers(factory, stage, where="the model")]
             begun = {key: drawn(p, name) for key, (name, p) in held.items()}
             places: dict[int, torch.Tensor] = {

@@ -14,13 +14,14 @@ rank's worker calls `RankUpdate` within a program.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...comm.buckets import buckets_of
 from ...partition.profiler.memory import bytes_of
@@ -131,7 +132,7 @@ class Update(ABC):
 
     def learning_rates(self) -> list[float]:
         groups = [group for one in self.stages for made in one.optimizers for group in made.param_groups]
-        return [float(group["lr"]) for group in groups if "lr" in group]
+        return [float(group["lr"]) for group in groups if group.get("lr") is not None]
 
     def refuse_shared_statistics(self) -> None:
         """ValueError, before the first batch, for an optimizer whose step needs other stages' parameters."""
@@ -143,15 +144,26 @@ class Update(ABC):
         if not kinds:
             return
         tried = partial(updates_of, options.optimizer, user_code=options.user_code)
-        own, whole = tried([one.named for one in self.stages]), tried([model])
-        both = [(name, own[id(p)], whole[id(p)]) for name, p in model if id(p) in own.keys() & whole.keys()]
-        if other := [name for name, mine, its in both if (mine - its).norm() > by_type(SUMS, mine.dtype) * its.norm()]:
+        own, whole, later = tried([one.named for one in self.stages]), tried([model]), tried([model], later=True)
+
+        def differ(these: Mapping[int, Tensor], those: Mapping[int, Tensor]) -> set[str]:
+            both = [(name, these[id(p)], those[id(p)]) for name, p in model if id(p) in these.keys() & those.keys()]
+            return {name for name, a, b in both if (a - b).norm() > by_type(SUMS, a.dtype) * b.norm()}
+
+        other, noisy = differ(own, whole), differ(later, whole)
+        if other & noisy:
+            warnings.warn(
+                f"optimizer {kinds[0]} draws random numbers in its step: other ones than in one process, and equal ones "
+                f"on each rank unless their seeds differ. A torch.Generator seeded for each parameter and step "
+                f"(stagewright.named) draws the same anywhere",
+                stacklevel=2,
+            )
+        if wrong := [name for name, _ in model if name in other - noisy]:
             raise ValueError(
-                f"optimizer {kinds[0]} updates {shown(other)} otherwise on its stage than among all of the model's "
-                f"parameters: by its place or their number, or with random numbers that are drawn for one after the "
-                f"other. Expected updates by a parameter's values, options and name (stagewright.named), and a seeded "
-                f"torch.Generator for the noise of each; or one stage; or {kinds[0]}.separable = 'parameters' to take "
-                f"them as they are"
+                f"optimizer {kinds[0]} updates {shown(wrong)} otherwise on its stage than among all of the model's "
+                f"parameters: by its place or their number, or with a generator of its own for one after the other. "
+                f"Expected updates by a parameter's values, options and name (stagewright.named); or one stage; or "
+                f"{kinds[0]}.separable = 'parameters' to take them as they are"
             )
 
     # One batch, in this order
