@@ -156,7 +156,7 @@ def plan(
         data_sizes=counts("data_sizes", data_sizes),
     )
 
-    def searched(source: ProfileSource) -> _Found:
+    def searched(source: ProfileSource, share: float) -> _Found:
         tensors = tensor_sizes_of(source, cluster, tensor_sizes)
         model_of = models_of(source, figure("optimizer_bytes", optimizer_bytes), allowed, sharding, max_cuts)
         models = [model_of(size, tensors[0]) for size in sizes]
@@ -165,7 +165,8 @@ def plan(
         one = source.profile(microbatch_size=sizes[0], tensor=1 if 1 in tensors else tensors[0])
         evaluator = PlanEvaluator(topology, model_of, norm=norm_seconds(max_grad_norm, one, topology))
         most = count("max_simulated", max_simulated)
-        planner = PlanSearch(evaluator, wanted=num_runners_up + 1, max_simulated=most, seconds=taken, progress=progress)
+        until = None if taken is None else share * taken
+        planner = PlanSearch(evaluator, wanted=num_runners_up + 1, max_simulated=most, seconds=until, progress=progress)
         return planner, distinct(_found(planner, own, order, runnable=runnable, joint=joint)), one
 
     best, notes, every = _best(given, searched)
@@ -175,12 +176,16 @@ def plan(
     return ranked(at=0)
 
 
-def _best(source: ProfileSource, searched: Callable[[ProfileSource], _Found]) -> tuple[_Found, list[str], Searched]:
-    """The best outcome over the source's alternatives; notes of the others, and how far all were searched."""
+def _best(
+    source: ProfileSource, searched: Callable[[ProfileSource, float], _Found]
+) -> tuple[_Found, list[str], Searched]:
+    """The best outcome over the source's alternatives, which share the seconds of the search equally; notes of the
+    others, and how far all were searched."""
+    given = [*source.alternatives()] if isinstance(source, SourceWithAlternatives) else [("", source)]
     every, said, refusal = list[tuple[str, _Found]](), dict[str, str](), None
-    for name, each in source.alternatives() if isinstance(source, SourceWithAlternatives) else [("", source)]:
+    for name, each in given:
         try:
-            every.append((name, searched(each)))
+            every.append((name, searched(each, 1 / len(given))))
         except ValueError as error:
             refusal, said[name] = error, str(error)
         else:

@@ -153,8 +153,8 @@ class Update(ABC):
         other, noisy = differ(own, whole), differ(later, whole)
         if other & noisy:
             warnings.warn(
-                f"optimizer {kinds[0]} draws random numbers in its step: other ones than in one process, and equal ones "
-                f"on each rank unless their seeds differ. A torch.Generator seeded for each parameter and step "
+                f"optimizer {kinds[0]} draws random numbers in its step: other ones than in one process, and equal "
+                f"ones on each rank unless their seeds differ. A torch.Generator seeded for each parameter and step "
                 f"(stagewright.named) draws the same anywhere",
                 stacklevel=2,
             )

@@ -39,6 +39,8 @@ class Rated(torch.optim.SGD):
 
     def __init__(self, parameters: Any, rate: Any) -> None:
         super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group["lr"] = None  # as transformers' Adafactor has it
         self.rate, self.calls, self.counts, self.generator = rate, 0, {}, torch.Generator().manual_seed(3)
 
     def counted(self, key: object) -> int:
