@@ -326,7 +326,7 @@ def _divided_and_cut(
     speaks = tensor.styles and layout.place.world.rank == mesh.members(mesh.tensor_sizes.index(tensor.count))[0]
     regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None
     if mesh.expert > 1:
-        from .shards.experts import read_experts  # which other runs need not load
+        from .shards.found_experts import read_experts  # which other runs need not load
 
         read = partial(read_experts, root, count=mesh.expert, example=example)
         tensor = agreed(read, run.collectives, run.guard, what="dividing the experts")

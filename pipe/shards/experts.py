@@ -10,19 +10,15 @@ weighs or drops, it does on each member's own tokens.
 
     stacked   weights [n, ...] in one module, called with tokens, [T, k] numbers and weights of their experts
     listed    a ModuleList, whose modules another one calls: its forward runs twice, to ask for rows and to get them
-
-`read_experts` finds layers of either form in a model, and tries them.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -30,21 +26,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 
-from ...partition.deferred.filling import lent
-from ...partition.model.forms import Arguments, tensors_in
+from ...partition.model.forms import tensors_in
 from ...partition.model.made_up import is_made_up
-from ...partition.model.untouched import untouched
-from ..guards.rounding import CUT_PROJECTIONS, by_type
-from .recognise import Recogniser, _key
+from ...partition.model.untouched import StateSnapshot
 from .shard import Shard
 from .style import Style, StyleError, shard_of
 from .tensor_group import TensorGroup
-from .tensor_option import TensorStyles, _shared_parameters
 
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Table = Sequence[Sequence[int]]  # by member: rows for each of this member's experts, -1 where it has not called one
 _Compute = Callable[[Sequence[Tensor], _Table], Tensor]
 
@@ -120,6 +112,7 @@ class ExpertLayer(Style):
             )
         if not rows[0].shape[-1]:  # this member asks for none, and its width is that of others' rows
             rows = [rows[0].new_empty(0, max(said[-2] for said in table)), *rows[1:]]
+        rows = [_of_one_type(group, x) for x in rows]
         if any(said[-3] for said in table) and not any(x.requires_grad for x in rows):  # others go backward here
             rows = [rows[0].detach().requires_grad_(), *rows[1:]]
         size = self.number // group.count
@@ -131,8 +124,15 @@ class ExpertLayer(Style):
             found = run(sent, [_parts(said[:-3], size)[group.index] for said in table])
         finally:
             group.region(False)
-        back: Tensor = _Sent.apply(group, takes, gives, found)[0]  # type: ignore[no-untyped-call]
+        back: Tensor = _Sent.apply(group, takes, gives, _of_one_type(group, found))[0]  # type: ignore[no-untyped-call]
         return back
+
+
+def _of_one_type(group: TensorGroup, rows: Tensor) -> Tensor:
+    """The rows in the type of all members' rows: under autocast one without any has another. Collective."""
+    own = _TYPES.index(rows.dtype) if len(rows) else -1
+    types = {_TYPES[at] for at in group.all(torch.tensor([own], device=rows.device), 0).tolist() if at >= 0}
+    return rows.to(reduce(torch.promote_types, types)) if types else rows
 
 
 def _parts(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -186,12 +186,12 @@ class ListedExperts(ExpertLayer):
         self.key = key
 
     def experts(self, module: nn.Module) -> list[nn.Module]:
-        return [*module.get_submodule(self.key).children()]
+        return [expert for _, expert in with_weights(module.get_submodule(self.key))]
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         held = range(index * self.number // count, (index + 1) * self.number // count)
         found = {}
-        for number, (name, expert) in enumerate(module.get_submodule(self.key).named_children()):
+        for number, (name, expert) in enumerate(with_weights(module.get_submodule(self.key))):
             for key, parameter in expert.named_parameters():
                 whole, path = Shard.whole(tuple(parameter.shape)), f"{name}.{key}"
                 none = Shard(full=whole.full, local=(0, *whole.full[1:]), boxes=())
@@ -246,20 +246,19 @@ class ListedExperts(ExpertLayer):
         given: Sequence[Tensor],
         *call: Any,
     ) -> list[tuple[int, Tensor]]:
-        """Number and input of each call of an expert; the module, its arguments and generators are as before."""
+        """Number and input of each call of an expert; the module, all that it reaches, and generators are as before."""
         calls: list[tuple[int, Tensor]] = []
 
         def ask(number: int, x: Tensor) -> Tensor:
             calls.append((number, x))
             return torch.zeros_like(x)
 
-        versions, kept = [x._version for x in given], [(x, x._version, x.clone()) for x in module.buffers()]
-        device = given[0].device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), _called_instead(experts, ask):
-            plain.forward(module, *call[0], **call[1])
-        for buffer, version, before in kept:
-            if buffer._version != version:
-                buffer.copy_(before)
+        versions, before = [x._version for x in given], StateSnapshot([module], device=given[0].device)
+        try:
+            with _called_instead(experts, ask):
+                plain.forward(module, *call[0], **call[1])
+        finally:
+            before.restore()
         if [x._version for x in given] != versions:
             raise ValueError(f"module {self.name!r}, which calls experts, changes its input in place: expected a copy")
         return calls
@@ -279,8 +278,12 @@ class ListedExperts(ExpertLayer):
                     found[at] = part
             elif any(said[number] == 0 for said in table):  # called, with no row: in one process it has gradients of 0
                 idle += expert.parameters()
-        out = torch.cat(found)
+        out = torch.cat([x for x in found if len(x)] or found)  # rows of none have the type from before the experts
         return _beside(out, rows, *idle) if idle or not len(rows) else out
+
+
+def with_weights(experts: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, x) for name, x in experts.named_children() if any(True for _ in x.parameters())]
 
 
 def _shown(x: object) -> str:
@@ -321,109 +324,3 @@ def _called_instead(experts: Sequence[nn.Module], call: Callable[[int, Tensor], 
                 del expert.__dict__["forward"]
             else:
                 expert.__dict__["forward"] = forward
-
-
-_FORMS = (
-    "expected an nn.ModuleList of experts, each called with rows of tokens, or one module with weights [experts, ...] "
-    "whose forward takes tokens, [T, k] numbers of experts and their weights, as in models of transformers; or "
-    '"expert": 1'
-)
-
-
-def read_experts(model: nn.Module, *, count: int, example: Arguments | None) -> TensorStyles:
-    """Styles for the layers of experts of a model that is not cut yet. Raises ValueError, by name, for a model without
-    any, for experts of another form, for numbers of them that `count` does not divide, and for a module that computes
-    something else when it is divided: each is tried on random numbers."""
-    found = {style.name: style for style in _found(model)}
-    for name, module in model.named_modules():
-        inside = any(f"{name}.".startswith(f"{each}.") for each in found)
-        around = any(f"{each}.".startswith(f"{name}.") for each in found)
-        if _is_experts(name, module) and not inside and not around:
-            raise StyleError(f"module {name!r} ({type(module).__name__}) has experts of an unknown form: {_FORMS}")
-    if not found:
-        raise StyleError(f'mesh={{"expert": {count}}} and the model has no experts: {_FORMS}')
-    shared = _shared_parameters(model)
-    for name, style in found.items():
-        module = model.get_submodule(name)
-        style.check(name, module, count)
-        for key in style.shards(module, index=0, count=count):
-            if id(module.get_parameter(key)) in shared:
-                raise StyleError(f"parameter {f'{name}.{key}'!r} of an expert has other names, too: expected its own")
-        for each in (each for expert in style.experts(module) for each in expert.modules()):
-            if isinstance(each, _BatchNorm):
-                raise StyleError(
-                    f"experts of {name!r} have a {type(each).__name__}, over rows of all members: {_FORMS}"
-                )
-    recogniser, tried = Recogniser(count, model, example), set[object]()
-    for name, style in found.items():
-        module = model.get_submodule(name)
-        kind = _key(module, {}), *(p.shape for p in module.parameters())
-        if kind not in tried:
-            _try(style, module, recogniser, count)
-            tried.add(kind)
-    return TensorStyles(count=count, styles=found)
-
-
-def _is_experts(name: str, module: nn.Module) -> bool:
-    words = f"{name.rpartition('.')[2]} {type(module).__name__}"
-    is_named = re.search("expert", words, re.IGNORECASE) and not re.search("shared|gate|rout", words, re.IGNORECASE)
-    return bool(is_named) and any(True for _ in module.parameters())
-
-
-def _found(model: nn.Module) -> Iterator[ExpertLayer]:
-    for name, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        number = len([*module.children()])
-        if is_list and number > 1 and (_is_experts(name, module) or all(_is_experts("", x) for x in module.children())):
-            calls = type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward)
-            outer, _, key = (name, "", "") if calls else name.rpartition(".")
-            yield ListedExperts(outer, number, key)
-        elif _is_experts(name, module) and not is_list:
-            own = [p for p in module._parameters.values() if p is not None]
-            if any(p.dim() > 2 for p in own) and len({p.shape[0] for p in own}) == 1 and not module._buffers:
-                yield StackedExperts(name, own[0].shape[0])
-
-
-def _try(style: ExpertLayer, module: nn.Module, recogniser: Recogniser, count: int) -> None:
-    with lent(module), untouched(module, device=None), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        module.eval()
-        torch.manual_seed(0)
-        call = recogniser._call(module)
-        try:
-            if call is None:
-                raise ValueError("the model does not call it")
-            (args, kwargs), alone = call, TensorGroup(None, index=0, count=1)
-            if isinstance(style, StackedExperts):
-                args, kwargs = [*args, *kwargs.values()], {}
-                args[1] = torch.randint(style.number, args[1].shape, device=args[1].device)
-                found = [_by_members(style, module, args, count)]
-            else:
-                torch.manual_seed(0)
-                found = tensors_in(style.forward(module, type(module), alone, *args, **kwargs))
-            torch.manual_seed(0)
-            whole = tensors_in(module(*args, **kwargs))
-        except Exception as error:
-            what = f"module {style.name!r} has experts, and fails where it is tried: {error}"
-            raise StyleError(f"{what}; {_FORMS}") from error
-    pairs = [(x, y) for x, y in zip(whole, found, strict=False) if x.is_floating_point()]
-    tolerance = by_type(CUT_PROJECTIONS, pairs[0][0].dtype)
-    for x, y in pairs:
-        if x.shape != y.shape or not torch.allclose(x, y, rtol=tolerance, atol=tolerance):
-            raise StyleError(f"module {style.name!r} gives something else when its experts are divided: {_FORMS}")
-
-
-def _by_members(style: StackedExperts, module: nn.Module, args: list[Tensor], count: int) -> Tensor:
-    """The sum over the members' experts, each called with rows of one expert each."""
-    tokens, numbers, weights = args
-    size, total = style.number // count, torch.zeros_like(tokens)
-    for index in range(count):
-        member = copy.copy(module)
-        own = style.shards(module, index=index, count=count)
-        parts = {key: shard.view(module.get_parameter(key)) for key, shard in own.items()}
-        member._parameters = {key: nn.Parameter(part, False) for key, part in parts.items()}
-        member.__dict__.update(style.attributes(module, count))
-        token, choice = torch.where(numbers // size == index)
-        if len(token):
-            local = numbers[token, choice, None] - index * size
-            total.index_add_(0, token, member(tokens[token], local, weights[token, choice, None]))
-    return total

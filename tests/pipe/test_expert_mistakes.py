@@ -1,0 +1,155 @@
+"""What an expert group does not divide is refused by name, on all members alike."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.experts import NUMBER, WIDTH, Expert, Listed, Stacked, Weights, batch, model, pipeline
+from support.pool import Pool
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from stagewright import Mesh, PipelineModule, Precision
+
+
+class Odd(nn.Module):
+    """Experts of a form of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Linear(WIDTH, NUMBER * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(x).view(*x.shape, NUMBER).sum(-1)
+        return out
+
+
+class InPlace(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        return super().forward(x)
+
+
+class Inside(Listed):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
+class Chained(Listed):
+    """Each expert takes what the one before gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts:
+            x = expert(x)
+        return x
+
+
+class Remembering(Expert):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+
+class Mixing(Expert):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class Reading(Listed):
+    """Reads weights of all experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * sum(p.pow(2).sum() for p in self.experts.parameters())
+
+
+class Doubled(Weights):
+    def forward(self, hidden: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(hidden, numbers, weights) * self.num_experts
+
+
+def _with(kind: str) -> nn.Module:
+    match kind:
+        case "none":
+            return nn.Linear(WIDTH, WIDTH)
+        case "three":
+            return Listed(3)
+        case "norm":
+            listed = Listed()
+            listed.experts[1].norm = nn.BatchNorm1d(WIDTH)
+            return listed
+        case "buffer" | "mixed":
+            listed = Listed()
+            listed.experts[1] = Remembering() if kind == "buffer" else Mixing()
+            return listed
+        case "doubled":
+            stacked = Stacked()
+            stacked.experts = Doubled(NUMBER)  # type: ignore[assignment]
+            return stacked
+    return {"odd": Odd, "in place": InPlace, "inside": Inside, "chained": Chained, "read": Reading}.get(kind, Listed)()
+
+
+_TEXTS = {
+    "none": r'mesh={"expert": 2} and the model has no experts: expected an nn.ModuleList of experts',
+    "three": r"module '1' has 3 experts, over 2 members of an expert group: expected a number that",
+    "odd": r"module '1.experts' \(Linear\) has experts of an unknown form: expected an nn.ModuleList",
+    "norm": r"experts of '1' have a BatchNorm1d, over rows of all members",
+    "buffer": r"experts of '1' have a buffer, 'seen' of a Remembering, which some members would not change",
+    "mixed": r"module '1' gives something else when its experts are divided",
+    "read": r"module '1' gives something else when its experts are divided",
+    "in place": r"module '1' has experts, and fails where it is tried: .* changes its input in place: expected a copy",
+    "chained": r"module '1' has experts, and fails where it is tried: .* calls its experts otherwise when it runs",
+    "inside": r"a module that calls experts has a torch.utils.checkpoint inside: expected it around",
+    "doubled": r"module '1.experts' gives something else when its experts are divided",
+    "zero1": r'mesh={"expert": 2} with data_parallel=.zero1.: expected "expert": 1, or only one of them',
+    "sync": r'mesh={"expert": 2} with sync=4, whose replicas',
+    "sliced": r'mesh={"expert": 2} under .seq1f1b., over slices',
+    "compressed": r'mesh={"expert": 2} with compress=',
+    "auto": r'mesh={"expert": 2} with schedule="auto", whose plans have none',
+    "reroute": r'mesh={"expert": 2} with on_failure="reroute"',
+    "memory": r'mesh={"expert": 2} with recompute= of a budget',
+    "compiled": r'mesh={"expert": 2} with compile=',
+    "late": r"members of an expert group passed other numbers of samples",
+}
+_MESHES: dict[str, dict[str, Any]] = {
+    "zero1": {"data_parallel": "zero1"},
+    "sync": {"sync": 4},
+    "compressed": {"compress": "int8"},
+    "reroute": {"on_failure": "reroute"},
+}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "sliced": {"schedule": "seq1f1b"},
+    "auto": {"schedule": "auto"},
+    "memory": {"recompute": {"memory_budget": "1MiB"}},
+    "compiled": {"precision": Precision(compile=True)},
+    "late": {"schedule": "2bw"},
+}
+
+
+def _refused(kind: str) -> None:
+    warnings.filterwarnings("ignore", message=".*torch.jit")  # of compile=
+    mesh: Any = Mesh(pipe=1, expert=2, **_MESHES.get(kind, {}))
+
+    def train() -> None:
+        with pipeline(mesh, model=model(_with(kind)), **_OPTIONS.get(kind, {})) as pipe:
+            for step in range(3):
+                pipe.train_step(*batch(0, step, 2 + 2 * (kind == "late") * pipe.replica[0]))
+
+    with pytest.raises(ValueError, match=_TEXTS[kind]):
+        train()
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", _TEXTS)
+def test_what_an_expert_group_does_not_divide_is_refused_by_name(gloo: Pool, kind: str) -> None:
+    gloo.run(_refused, ranks=2, args=(kind,))
+
+
+def test_an_expert_group_in_one_process_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'members of an expert group are processes. Expected "expert": 1, or 2 proc'):
+        PipelineModule(model(), mesh={"pipe": 1, "expert": 2}, loss_fn=F.mse_loss)
