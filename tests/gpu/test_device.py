@@ -150,18 +150,20 @@ def test_the_first_batch_is_verified_where_the_model_is() -> None:
 @pytest.mark.thorough
 def test_clocks_agree_with_the_simulator() -> None:
     """In one process ranks take turns: what a step took is the sum of its actions, and what lies between them."""
-    x, y = batch()
+    (x, y), took = batch(), list[float]()
     with pipeline(mlp()) as pipe:
         for _ in range(6):
+            begun = time.perf_counter()
             result = pipe.train_step(x, y)
+            took.append(time.perf_counter() - begun)
         costs = pipe.measured_costs()
         timeline = result.timeline()
         predicted = simulate(pipe.schedule, costs).makespan
         step = seconds(lambda: pipe.train_step(x, y))
     work = sum(rank.busy for rank in timeline.ranks)
     note("clocks", work_of_a_step_s=work, whole_step_s=step, simulated_over_two_devices_s=predicted)
-    assert 0 < work < 1.5 * step
-    assert 0 < predicted < 1.5 * step
+    assert 0 < work < 1.5 * took[-1]  # of the same step: others take other times on a busy machine
+    assert 0 < predicted < 1.5 * max(took)
 
 
 @pytest.mark.thorough
