@@ -157,10 +157,7 @@ class TrainOptions(GptOptions):
             raise ValueError(f"--trials {self.trials}: expected a number of plans, 0 or more, with --plan {AUTO}")
         if self.plan is None:
             return
-        decided = {"schedule": self.schedule, "chunks": self.chunks, "recompute": self.recompute}
-        decided["slices"] = self.slices
-        decided |= {"tensor": None if self.tensor == 1 else self.tensor}
-        decided |= {"context": None if self.context == 1 else self.context}
+        decided = given(self, ("schedule", "chunks", "recompute", "slices", "context", "tensor"))
         if self.plan != AUTO:
             decided["microbatches"] = self.microbatches
         for option, value in decided.items():
