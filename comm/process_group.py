@@ -15,6 +15,7 @@ transports.
 from __future__ import annotations
 
 import atexit
+import math
 import time
 import weakref
 import zlib
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class Lanes(NamedTuple):
     process: int
 
 
+_Round = Sequence[tuple[dist.ProcessGroup, int]]  # the group of each lane, and the peer's index in it
 _UnderWay = tuple[int, list[torch.Tensor], list[dist.Work]]  # with its peer
 _Start = Callable[[list[torch.Tensor], int, int], dist.Work]
 
@@ -66,6 +68,7 @@ class ProcessGroupTransport(Transport):
     ) -> None:
         super().__init__(rank)
         self._lanes = lanes
+        self._rounds = {link: _rounds(each) for link, each in lanes.items()}  # by number of the message
         self._processes: dict[int, set[int]] = {}  # by peer
         for (sender, receiver), each in lanes.items():
             self._processes.setdefault(sender + receiver - rank, set()).update(lane.process for lane in each)
@@ -89,9 +92,8 @@ class ProcessGroupTransport(Transport):
         ((group, index),) = self._next_lanes((peer, self.rank))
         buffers, works = [], []
         for spec in specs:
-            buffer = torch.empty_strided(
-                spec.shape, spec.stride, dtype=spec.dtype, device=self._device, pin_memory=self.pins
-            )
+            shape, stride, dtype, *_ = spec
+            buffer = torch.empty_strided(shape, stride, dtype=dtype, device=self._device, pin_memory=self.pins)
             buffers.append(buffer)
             if self.is_watched and self._blocking and buffer.numel():
                 last = buffer.as_strided((1,), (1,), buffer.numel() - 1).view(torch.uint8)
@@ -153,7 +155,7 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         """Drop the groups, so that their owner can destroy them."""
-        self._lanes = {}
+        self._lanes, self._rounds = {}, {}
         _open.discard(self)
 
     def at_exit(self) -> None:
@@ -168,9 +170,10 @@ class ProcessGroupTransport(Transport):
             for work in works:
                 self._finish(work, message, peer, timeout, _receipt)
 
-    def _next_lanes(self, link: Link) -> list[tuple[dist.ProcessGroup, int]]:
+    def _next_lanes(self, link: Link) -> _Round:
         number = self._num_messages[link] = self._num_messages[link] + 1
-        return [(lane.groups[number % len(lane.groups)], lane.peer) for lane in self._lanes[link]]
+        rounds = self._rounds[link]
+        return rounds[number % len(rounds)]
 
     def _next_tag(self, link: Link, spec: TensorSpec) -> int:
         count = self._counts[link] = (self._counts[link] + 1) % _COUNTS
@@ -191,7 +194,7 @@ class ProcessGroupTransport(Transport):
         started = time.monotonic()
         try:
             if self._blocking:
-                work.wait(timedelta(seconds=timeout))
+                work.wait(_as_timedelta(timeout))
             else:
                 work.wait()
         except RuntimeError as error:
@@ -204,6 +207,15 @@ class ProcessGroupTransport(Transport):
                 f"lost the connection to rank {peer} after waiting {waited:.1f} s for {what} ({short_reason(error)})"
             )
             raise PeerLost(story, peers=sorted(self._processes[peer])) from error
+
+
+def _rounds(lanes: Sequence[Lanes]) -> list[_Round]:
+    """The group and peer of each lane for messages 0, 1, ..., up to where they repeat."""
+    count = math.lcm(*[len(lane.groups) for lane in lanes])
+    return [[(lane.groups[n % len(lane.groups)], lane.peer) for lane in lanes] for n in range(count)]
+
+
+_as_timedelta = cache(partial(timedelta, 0))  # of seconds
 
 
 _open: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()

@@ -66,6 +66,17 @@ def median_of(step: Callable[[], object], count: int) -> float:
     return median(timed(step) for _ in range(count))
 
 
+def cpu_of(step: Callable[[], object], count: int) -> float:
+    """CPU seconds per step and rank, of all threads of a process: the mean of `count` steps in a row on all ranks."""
+    dist.barrier()
+    start = time.process_time()
+    for _ in range(count):
+        step()
+    used = torch.tensor(time.process_time() - start, dtype=torch.float64)
+    dist.all_reduce(used)
+    return float(used) / (count * dist.get_world_size())
+
+
 def compared(sides: tuple[Sequence[float], Sequence[float]], *, note: str = "", **figure: Any) -> Iterator[Figure]:
     """Seconds of one side over those of the other; `note` follows both medians."""
     first, other = sides

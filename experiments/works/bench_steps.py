@@ -27,18 +27,19 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Judged, Target, repeated
 from ..measure.models import Workload, make_problem
 from ..measure.sides import WARM_UP_STEPS, OurSide, Side, TorchSide, warm_up
-from ..measure.timing import compared, in_turn, median_of, off, slowest
+from ..measure.timing import compared, cpu_of, in_turn, median_of, off, slowest
 
 _PAUSE = 0.002  # [s] before each answer of a paced ping-pong
 _FEW, _MANY = 8, 64  # microbatches
+_CPU_STEPS = 20  # of a repetition
 
 
 def steps(case: Case, repetitions: int) -> Iterator[Figure]:
     """A workload by both sides: torch, ours, torch, ours, ...
 
     The simulator uses our own costs and the latency of a message by ping-pong. `limit`: of ours over torch's;
-    `ideal_limit`: over the ideal; `error_limit`: of the prediction. `steps`: of a repetition, whose value is their
-    median (short steps need several).
+    `cpu_limit`: the same of CPU seconds; `ideal_limit`: over the ideal; `error_limit`: of the prediction. `steps`: of a
+    repetition, whose value is their median (short steps need several).
     """
     workload = Workload.of(case)
     problem = make_problem(workload)  # a new one for each side: both train the same weights separately
@@ -52,6 +53,10 @@ def steps(case: Case, repetitions: int) -> Iterator[Figure]:
     name = f"{case.text('case')} {workload}"
     seconds = in_turn(name, runs, repetitions=repetitions, after=lambda: makespans.append(ours.timeline.makespan))
     costs, schedule = ours.pipe.measured_costs(), ours.pipe.schedule
+    cpu: dict[str, list[float]] = {}
+    if "cpu_limit" in case:
+        runs = {side: partial(cpu_of, each.step, _CPU_STEPS) for side, each in sides.items()}
+        cpu = in_turn(f"{name}, CPU", runs, repetitions=repetitions)
     ours.pipe.close()
     latency = median(ping_pong(problem.boundary, rounds=50)["paced"])
     predicted = simulate(schedule, replace(costs, latency=latency)).makespan
@@ -83,6 +88,14 @@ def steps(case: Case, repetitions: int) -> Iterator[Figure]:
         how=how,
         target=Target(limit=case.number("limit"), judged=Judged.BEST if workload.model == "sleep" else Judged.MEDIAN),
     )
+    if cpu:
+        yield from compared(
+            (cpu["ours"], cpu["torch"]),
+            case=shown,
+            name="CPU per step and rank, ours / torch",
+            how=how,
+            target=Target(limit=case.number("cpu_limit")),
+        )
     if "error_limit" in case:
         run = f"{workload} GPT" if workload.model == "gpt" else str(workload)
         yield from off(

@@ -26,12 +26,11 @@ class HostClock:
 
     def seconds(self, stamp: Stamp) -> float:
         """The stamp on this host's monotonic clock [s]."""
-        assert isinstance(stamp, float)
-        return stamp
+        return stamp  # type: ignore[return-value]  # this clock's are floats; an assertion would cost as much as this
 
     def between(self, begin: Stamp, end: Stamp) -> float:
         """Time from one stamp to another [s]: more exact than a difference of `seconds`."""
-        return self.seconds(end) - self.seconds(begin)
+        return end - begin  # type: ignore[operator]
 
     def now(self) -> float:
         """This host's monotonic clock [s], even while the device still works."""

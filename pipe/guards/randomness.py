@@ -70,8 +70,8 @@ class Seeder:
         self._torch = torch_generators(device)
         self._others: tuple[_Global, ...] = (_Global(), _Numpy())
         self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
-        self._begun = 0  # seed, step and microbatch, folded
-        self._step = self._newest = 0
+        self._step = self._microbatch = self._newest = 0
+        self._folded: int | None = None  # seed, step and microbatch, once an action needs them
         self._called = self._active = self._watching = self._drawn = False
         self._unit: int | None = None  # entered last
         self._knows_loss = False
@@ -95,8 +95,9 @@ class Seeder:
     def begin(self, *, step: int, microbatch: int) -> None:
         """Begin an action: `enter` seeds for this step and microbatch until `end`."""
         self._keep()  # before a checkpoint of the user's, in a backward, sets them for recomputation
-        self._begun = _fold(_fold(self._seed & _MASK, step), microbatch)
-        self._step, self._newest = step, max(self._newest, step)
+        self._step, self._microbatch, self._folded = step, microbatch, None
+        if step > self._newest:
+            self._newest = step
         self._active = True
         self._unit = None
         self._in_own_region, self._other_region = False, None
@@ -104,6 +105,12 @@ class Seeder:
             for each in self._others:
                 each.seed(self._begun, keep=self._called)
                 each.is_for_unit = False
+
+    @property
+    def _begun(self) -> int:
+        if self._folded is None:
+            self._folded = _fold(_fold(self._seed & _MASK, self._step), self._microbatch)
+        return self._folded
 
     def end(self) -> None:
         self._active = False

@@ -20,7 +20,7 @@ import torch
 from ...comm import PipelineError, Transport
 from ...schedules import Action, Collective, Message, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
-from ...schedules.program import GroupStep, RankProgram, Work
+from ...schedules.program import RankProgram, Work
 from ..context import Run
 from ..trace.recorder import RankRecorder
 from .worker import Worker
@@ -79,8 +79,9 @@ class RankMachine:
         return proven
 
     def _wait_for(self, messages: tuple[Message, ...], before: Work | None) -> Wait | None:
-        missing = tuple(m for m in messages if m not in self._arrived)
-        return Wait(missing, before) if missing else None
+        if not self._arrived.isdisjoint(messages):
+            messages = tuple(m for m in messages if m not in self._arrived)
+        return Wait(messages, before) if messages else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +119,18 @@ class Engine:
                     instruction: Instruction | None = None
                     try:
                         while (instruction := machine.next()) is not None:
-                            if isinstance(instruction, Action):
-                                start = stamp()
-                                worker.run(instruction)
-                                recorder.action(instruction, start, stamp())
-                            elif isinstance(instruction, Transfer):
-                                _transfer(worker, transport, instruction)
-                            elif isinstance(instruction, GroupStep | Collective):
-                                worker.take_part(instruction)
-                            elif not self._receive(local, machine, instruction):
-                                break
+                            match instruction:
+                                case Action():
+                                    start = stamp()
+                                    worker.run(instruction)
+                                    recorder.action(instruction, start, stamp())
+                                case Transfer():
+                                    _transfer(worker, transport, instruction)
+                                case Wait():
+                                    if not self._receive(local, machine, instruction):
+                                        break
+                                case _:
+                                    worker.take_part(instruction)
                             moved = True
                         else:
                             _end(local, machine)
@@ -145,7 +148,7 @@ class Engine:
         worker, transport, recorder = local.worker, local.transport, local.recorder
         if proven := machine.proven():  # freed before a wait, when there is time
             transport.acknowledged(proven)
-        if not all(transport.ready(message) for message in wait.messages):
+        if not all(map(transport.ready, wait.messages)):
             return False
         start = recorder.clock.stamp()
         for message in wait.messages:

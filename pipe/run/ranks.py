@@ -13,7 +13,7 @@ import torch
 
 from ...comm import InProcessTransport, Mailbox, PartsTransport, TensorSpec, Transport, link_lanes, staged
 from ...comm.links import ping_pong, waking_seconds
-from ...comm.process_group import Link
+from ...comm.process_group import Link, ProcessGroupTransport
 from ...partition.model.forms import Arguments, Tensors
 from ...partition.profiler.clock import clock_for
 from ...schedules.messages import Transfer
@@ -68,11 +68,14 @@ class RankLinks:
         else:
             lanes = link_lanes(sorted(between), run.collectives.groups)
             (rank,) = place.local_ranks
-            timeout, least_bytes = options.timeout, LEAST_BYTES if run.options.mesh.sends == "auto" else 0
-            whole = PartsTransport(
-                rank, lanes, run.collectives, peers=peers_in_parts, least_bytes=least_bytes, timeout=timeout
-            )
-            self.transports[rank] = staged(whole, run.collectives.groups)
+            if peers_in_parts:
+                least_bytes = LEAST_BYTES if options.mesh.sends == "auto" else 0
+                over: ProcessGroupTransport = PartsTransport(
+                    rank, lanes, run.collectives, peers=peers_in_parts, least_bytes=least_bytes, timeout=options.timeout
+                )
+            else:
+                over = ProcessGroupTransport(rank, lanes, device=run.collectives.groups.wire, timeout=options.timeout)
+            self.transports[rank] = staged(over, run.collectives.groups)
         for transport in self.transports.values():
             run.guard.on_failure(transport.abort)
         self._options = options

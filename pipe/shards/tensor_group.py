@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -131,7 +131,7 @@ def exchanged(x: torch.Tensor, change: _Change, change_back: _Change) -> torch.T
 
 def settled(x: T) -> T:
     """A tensor without a graph, complete: torch's styles return some that are still being sent."""
-    return cast(T, x.wait()) if isinstance(x, AsyncCollectiveTensor) else x
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x  # type: ignore[return-value]
 
 
 def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
