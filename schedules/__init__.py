@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .messages import Message as Message
     from .messages import MessageKind as MessageKind
     from .orders.problem import MemoryLimitError as MemoryLimitError
+    from .overlap import with_overlap as with_overlap
     from .search.arranged import Layer as Layer
     from .search.joint import synthesize_jointly as synthesize_jointly
     from .search.synthesize import synthesize as synthesize
@@ -77,6 +78,7 @@ _FILES = {
     "lowering.calls": "flushed",
     "lowering.lower": "lower",
     "messages": "Message MessageKind",
+    "overlap": "with_overlap",
     "search.arranged": "Layer",
     "search.joint": "synthesize_jointly",
     "orders.problem": "MemoryLimitError",

@@ -46,6 +46,7 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
         owners=tuple(tuple(rank * num_replicas + q for rank in ranks for q in replicas) for ranks in schedule.owners),
         programs=tuple(tuple(of_replica(a, q) for a in program) for program in schedule.programs for q in replicas),
         num_microbatches=schedule.num_microbatches * num_replicas,
+        overlapped=tuple(of_replica(a, q) for a in schedule.overlapped for q in replicas),
         update_every=None if schedule.update_every is None else schedule.update_every * num_replicas,
     )
 
@@ -60,6 +61,7 @@ def schedule_without(schedule: Schedule, dead: Collection[int]) -> Schedule:
 
     A dead rank has an empty program. Each other rank runs its own actions and those it took over in the order of their
     previous start times: a topological order of all actions, hence no deadlock. After ReCycle (SOSP 2024, section 3).
+    No two of them run together.
 
     Raises ScheduleError for ranks that do not exist, for a stage whose ranks are all dead, and for a schedule that does
     not flush, or that offloads activations.
@@ -80,6 +82,7 @@ def schedule_without(schedule: Schedule, dead: Collection[int]) -> Schedule:
         placement=tuple(() if r in gone else stages for r, stages in enumerate(schedule.placement)),
         owners=tuple(_living_owners(stage, ranks, gone) for stage, ranks in enumerate(schedule.owners)),
         programs=((),) * schedule.num_ranks,
+        overlapped=(),
     )
     traces = simulate(schedule, Costs(forward=1.0, backward=2.0)).ranks
     programs: list[list[Action]] = [[] for _ in traces]
