@@ -152,8 +152,8 @@ class Schedule:
             refuse_apart(self.overlapped, self.together)
             if not self.has_epilogue or self.num_slices > 1 or self.moves_activations:
                 raise ScheduleError(
-                    f"overlapped={self.overlapped!r:.60} of schedule {self.name!r}, which does not flush, has slices or "
-                    f"moves activations: expected one batch of whole microbatches that flushes"
+                    f"overlapped={self.overlapped!r:.60} of schedule {self.name!r}, which does not flush, has slices "
+                    f"or moves activations: expected one batch of whole microbatches that flushes"
                 )
 
     def _read_without_backward(self) -> None:

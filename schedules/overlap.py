@@ -7,8 +7,8 @@
                          B compute                                      and ends with what is left of either
 
 Both begin when both have their inputs, as DualPipe's pairs do (DeepSeek-AI, 2024); F's output leaves when F ends. With
-seconds f and b of compute, x and y of exchange, F takes f + x, B the (b - x)+ + (y - f)+ after it: max(f, y) + max(b, x)
-both. Which actions are a pair is in the schedule, not found when it runs: all members of a stage must run the same
+f and b seconds of compute, x and y of exchange, F takes f + x and B (b - x)+ + (y - f)+ after it, max(f, y) + max(b, x)
+together. Which actions are a pair is in the schedule, not found when it runs: all members of a stage must run the same
 ones together, since their exchanges are in one order.
 """
 
@@ -49,8 +49,8 @@ def refuse_apart(overlapped: Sequence[Action], pairs: dict[Action, Action]) -> N
 def with_overlap(schedule: Schedule) -> Schedule:
     """The same order, in which each forward runs together with the backward directly after it, of another stage.
 
-    Made for `dualpipe` and `dualpipe-v`, whose steady state consists of such pairs. A pair waits for the inputs of both;
-    `check` finds orders that deadlock then.
+    Made for `dualpipe` and `dualpipe-v`, whose steady state consists of such pairs. A pair waits for the inputs of
+    both; `check` finds orders that deadlock then.
 
     Raises ScheduleError for a schedule that has no such pair, that does not flush, has slices, or moves activations.
 

@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .exchanges import Exchanges
+
 T = TypeVar("T", bound=torch.Tensor | None)
 
 
@@ -32,6 +34,7 @@ class TensorGroup:
         process_group: None: there are no other processes (the profiler measures one member alone).
         on_bytes: called with "sum" or "gather" and the size of each tensor that is sent [bytes].
         on_region: called when a forward enters (True) or leaves a region of divided tensors.
+        exchanges: those of the process, with which all-to-alls are begun.
     """
 
     def __init__(
@@ -42,12 +45,14 @@ class TensorGroup:
         count: int,
         on_bytes: Callable[[str, int], None] | None = None,
         on_region: Callable[[bool], None] | None = None,
+        exchanges: Exchanges | None = None,
     ) -> None:
         self.index = index
         self.count = count
         self._group = process_group
         self._on_bytes = on_bytes
         self._on_region = on_region
+        self._exchanges = exchanges
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> TensorGroup:
@@ -83,7 +88,13 @@ class TensorGroup:
         received = x.new_empty(sum(takes), *x.shape[1:])
         into, wire = received.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8)
         width = x.element_size() * prod(x.shape[1:])
-        dist.all_to_all_single(into, wire, [width * n for n in takes], [width * n for n in gives], group=self._group)
+        sizes = [width * n for n in takes], [width * n for n in gives]
+        if self._exchanges is None:
+            dist.all_to_all_single(into, wire, *sizes, group=self._group)
+        else:
+            self._exchanges.through(
+                lambda: dist.all_to_all_single(into, wire, *sizes, group=self._group, async_op=True)
+            )
         return received
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:

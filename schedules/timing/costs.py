@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from operator import add, mul
 from statistics import fmean
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ..ir import Action, Op, Schedule
 from ..program import run_as_one
@@ -39,9 +39,9 @@ class Costs:
         input_grad, weight_grad: I and W [s].
         index_factors: by action index, factors of F, B, I and W at every stage. A row, and these, have a number for
             each index of a batch (repeated for each batch) or of the whole program.
-        forward_exchange, backward_exchange: of the seconds of F, and of B or I, those of collectives within the stage: of
-            a group of experts, or of one that divides sequences [s]. They are paid in full, except by a forward and a
-            backward that run together (`schedules.overlap`). Scaled by `index_factors`, too.
+        forward_exchange, backward_exchange: of the seconds of F, and of B or I, those of collectives within the stage:
+            of a group of experts, or of one that divides sequences [s]. They are paid in full, except by a forward and
+            a backward that run together (`schedules.overlap`). Scaled by `index_factors`, too.
         overhead: added to each F, B, I and W of the stage: the runtime between two actions [s]. Messages leave after
             it. Of an I and its W that run as one (`run_as_one`) only W has it.
         message_overhead: added to each F, B and I, for the messages that it receives and sends [s].
@@ -256,7 +256,8 @@ def _check_exchanges(name: str, exchanges: Rows, rows: Rows) -> None:
     for stage, ((own,), row) in enumerate(zip(exchanges, rows, strict=True)):
         if own > min(row) * (1 + 1e-9):
             raise ValueError(
-                f"{name}_exchange of stage {stage} is {own} of the {min(row)} seconds of {name}: expected a part of them"
+                f"{name}_exchange of stage {stage} is {own} of the {min(row)} seconds of {name}: expected a part of "
+                f"these"
             )
 
 
@@ -310,6 +311,8 @@ def _share(name: str, number: object) -> float:
 
 
 COST_OF_OP = {Op.F: "forward", Op.B: "backward", Op.I: "input_grad", Op.W: "weight_grad"}
+# Of measured actions: of those that ran together what was saved is in their seconds.
+NOT_APART: Mapping[str, Any] = {"forward_exchange": 0.0, "backward_exchange": 0.0}
 _CONVERT: Mapping[str, Callable[[str, object], object]] = {
     **dict.fromkeys(COST_OF_OP.values(), _one_or_several(_seconds_or_row)),
     "sum_busy": _one_or_several(_share),

@@ -128,9 +128,9 @@ class _Simulation:
         self.together = schedule.together
         for forward, backward in self.together.items():
             code = wiring.code(backward.op, backward.stage)
-            own = list(self.durations[code])
-            own[backward.index] -= table.hidden(forward, backward)
-            self.durations[code] = tuple(own)
+            shorter = list(self.durations[code])
+            shorter[backward.index] -= table.hidden(forward, backward)
+            self.durations[code] = tuple(shorter)
         free_at = [0.0] * wiring.num_channels
         self.delays = [table.latency[each.stage] for each in wiring.routes]
         transits = [
@@ -189,7 +189,7 @@ class _Simulation:
         found: list[Span[Collective]] = []
         if not any(any(row) for rows in self.table.exchanges.values() for row in rows):
             return ()
-        for at, (action, start, end) in enumerate(compute):
+        for at, (action, _, end) in enumerate(compute):
             left = self.table.exchange(action)
             if left <= 0:
                 continue
@@ -235,8 +235,7 @@ class _Simulation:
                 code, k = codes[at], indices[at]
                 start = free_at[rank]
                 slots = [base + k for base in inputs[code]]
-                if at in waits_also[rank]:
-                    slots += waits_also[rank][at]
+                slots += waits_also[rank].get(at, ())
                 for slot in slots:
                     arrival = arrived[slot]
                     if arrival == _NOT_YET:
