@@ -116,7 +116,9 @@ class Run:
     def context_group(self) -> TensorGroup | None:
         """The processes with the other tokens of this one's sequences; None: it has them all."""
         index, count = self.layout.place.context
-        return None if count == 1 else TensorGroup(self.collectives.context_group, index=index, count=count)
+        if count == 1:
+            return None
+        return TensorGroup(self.collectives.context_group, index=index, count=count, exchanges=self.exchanges)
 
     @property
     def num_replicas(self) -> int:

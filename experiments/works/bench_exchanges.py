@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...pipe import PipelineModule
-from ...pipe.shards.exchanges import Begun
+from ...pipe.shards.exchanges import Begun, Exchanges
 from ...schedules import Costs, Schedule, build, simulate, with_overlap
 from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target
@@ -41,7 +43,8 @@ def exchanges(case: Case, repetitions: int) -> Iterator[Figure]:
         for _ in range(_WARM_UP_STEPS):
             timed(side.step)
     runs = {name: partial(timed, side.step) for name, side in sides.items()}
-    seconds = in_turn(case.text("case"), runs, repetitions=repetitions)
+    with slow_link():
+        seconds = in_turn(case.text("case"), runs, repetitions=repetitions)
     for side in sides.values():
         side.pipe.close()
     predicted = {name: simulate(schedule, costs()).makespan for name, schedule in schedules.items()}
@@ -97,21 +100,26 @@ class _Side:
         shape = schedule.num_microbatches, NUM_EXPERTS, TINY_WIDTH
         self._batch = [torch.randn(shape, generator=generator) for _ in range(2)]
         self.pipe = PipelineModule(
-            [nn.Sequential(*(_Layer() for _ in range(LAYERS))) for _ in range(schedule.num_stages)],
+            nn.Sequential(*(_Layer() for _ in range(LAYERS * schedule.num_stages))),
             schedule=schedule,
+            cut=[str(LAYERS * stage) for stage in range(1, schedule.num_stages)],
             mesh={"pipe": num_pipe, "expert": NUM_EXPERTS},
             loss_fn=F.mse_loss,
             example_inputs=(self._batch[0],),
             verify=False,
         )
-        link = _Link()
-        run = self.pipe._building.built("the bench").training._run
-        through = run.exchanges.through
-        setattr(run.exchanges, "through", lambda begin: through(lambda: link.begin(begin)))  # noqa: B010
 
     def step(self) -> None:
         self.pipe.forward_backward(*self._batch)
         drop_gradients(self.pipe.parameters())
+
+
+@contextmanager
+def slow_link() -> Iterator[None]:
+    """Context in which all-to-alls of this process take their turn on a slow link."""
+    link, through = _Link(), Exchanges.through
+    with patch.object(Exchanges, "through", lambda own, begin: through(own, lambda: link.begin(begin))):
+        yield
 
 
 class _Link:

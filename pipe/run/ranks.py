@@ -159,7 +159,7 @@ class Ranks:
     ) -> Engine:
         if self._run.options.device.type == "cpu" and not self._run.spares_memory:
             keep_freed_memory()
-        if kind is TrainingWorker and self._run.layout.schedule.overlapped:
+        if kind is TrainingWorker and mode.schedule.overlapped:
             from .together import OverlappingWorker, overlaps
 
             kind = OverlappingWorker if overlaps(self._run) else kind

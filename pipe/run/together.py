@@ -4,29 +4,24 @@
     worker    F with B in its exchanges ──> |                   the rest of B
 
 The program is the same as without: the forward waits for the inputs of both, and what it makes leaves as soon as it
-ends. Only experts' exchanges give way, on the CPU, and not where what runs again or is compiled changes settings of the
-process meanwhile: there the two run one after the other.
+ends. Only experts' exchanges give way, on the CPU, and not under recomputation, which changes settings of the process
+meanwhile: there the two run one after the other.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...schedules import Action
+from ...schedules import Action, Schedule
 from ..context import Run
 from .worker import TrainingWorker
 
 
 def overlaps(run: Run) -> bool:
     """Whether forwards and backwards of a run overlap."""
-    layout, options = run.layout, run.options
-    return bool(
-        layout.schedule.overlapped
-        and layout.place.mesh.expert > 1
-        and options.device.type == "cpu"
-        and not layout.recompute.runs_again
-        and options.compile is None
-    )
+    layout = run.layout
+    has_experts = layout.schedule.overlapped and layout.place.mesh.expert > 1
+    return bool(has_experts and run.options.device.type == "cpu" and not layout.recompute.runs_again)
 
 
 class OverlappingWorker(TrainingWorker):
@@ -35,6 +30,10 @@ class OverlappingWorker(TrainingWorker):
         self._exchanges = run.exchanges
         self._together = run.layout.schedule.together
         self._begun: Action | None = None  # a backward
+
+    def follow(self, schedule: Schedule) -> None:
+        super().follow(schedule)
+        self._together = schedule.together
 
     def run(self, action: Action) -> None:
         backward = self._together.get(action)

@@ -12,6 +12,7 @@ section 3) are `enter` and `leave`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any, TypeVar, cast
@@ -34,7 +35,7 @@ class TensorGroup:
         process_group: None: there are no other processes (the profiler measures one member alone).
         on_bytes: called with "sum" or "gather" and the size of each tensor that is sent [bytes].
         on_region: called when a forward enters (True) or leaves a region of divided tensors.
-        exchanges: those of the process, with which all-to-alls are begun.
+        exchanges: those of the process: all-to-alls go through them, and what is `noted`.
     """
 
     def __init__(
@@ -65,6 +66,10 @@ class TensorGroup:
         """Begin a region in which each member draws its own numbers (True), or all the same."""
         if self._on_region is not None:
             self._on_region(is_own)
+
+    def noted(self) -> AbstractContextManager[None]:
+        """Context of a collective that timelines show."""
+        return nullcontext() if self._exchanges is None else self._exchanges.noted()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if self._on_bytes is not None:

@@ -133,7 +133,7 @@ def as_it_ran(schedule: Schedule, records: Sequence[RankRecord | None]) -> Sched
         programs.append(ran if _work(ran) == _work(own) else own)
     if tuple(programs) == schedule.programs:
         return schedule
-    return replace(schedule, name="auto", programs=tuple(programs))
+    return replace(schedule, name="auto", programs=tuple(programs), overlapped=())
 
 
 def _work(program: Sequence[Action]) -> list[tuple[int, int, bool]]:
