@@ -23,8 +23,8 @@ from ..measure.timing import compared, in_turn, off, timed
 
 NUM_EXPERTS = 2  # one a member
 LAYERS = 2  # of a stage, each with two exchanges in its forward and two in its backward
-DENSE, EXPERT = (0.006, 0.012), (0.004, 0.008)  # of a layer, forward and backward [s]
-EXCHANGE = 0.005  # [s]
+DENSE, EXPERT = (0.012, 0.024), (0.008, 0.016)  # of a layer, forward and backward [s]
+EXCHANGE = 0.010  # [s]
 _WARM_UP_STEPS = 2
 
 
