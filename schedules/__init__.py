@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from .messages import Message as Message
     from .messages import MessageKind as MessageKind
     from .orders.problem import MemoryLimitError as MemoryLimitError
-    from .overlap import with_overlap as with_overlap
     from .search.arranged import Layer as Layer
     from .search.joint import synthesize_jointly as synthesize_jointly
     from .search.synthesize import synthesize as synthesize
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from .timing.timeline import Timeline as Timeline
     from .timing.waits import attribute_idle as attribute_idle
     from .transform import with_offload as with_offload
+    from .transform import with_overlap as with_overlap
 
 # A name's file loads when the name is asked for: who only draws a schedule starts without the search.
 _FILES = {
@@ -78,7 +78,6 @@ _FILES = {
     "lowering.calls": "flushed",
     "lowering.lower": "lower",
     "messages": "Message MessageKind",
-    "overlap": "with_overlap",
     "search.arranged": "Layer",
     "search.joint": "synthesize_jointly",
     "orders.problem": "MemoryLimitError",
@@ -93,7 +92,7 @@ _FILES = {
     "timing.simulate": "ideal_makespan simulate",
     "timing.spread": "Spread estimate_spread",
     "timing.timeline": "Idle RankTrace Span Timeline",
-    "transform": "with_offload",
+    "transform": "with_offload with_overlap",
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 

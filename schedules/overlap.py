@@ -15,14 +15,9 @@ ones together, since their exchanges are in one order.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from .actions import Action, Op, ScheduleError
-
-if TYPE_CHECKING:
-    from .ir import Schedule
 
 
 def pairs_in(programs: Sequence[Sequence[Action]], overlapped: Collection[Action]) -> dict[Action, Action]:
@@ -44,25 +39,3 @@ def refuse_apart(overlapped: Sequence[Action], pairs: dict[Action, Action]) -> N
             f"overlapped={apart}: expected a forward with the whole backward of another stage directly after it on its "
             f"rank"
         )
-
-
-def with_overlap(schedule: Schedule) -> Schedule:
-    """The same order, in which each forward runs together with the backward directly after it, of another stage.
-
-    Made for `dualpipe` and `dualpipe-v`, whose steady state consists of such pairs. A pair waits for the inputs of
-    both; `check` finds orders that deadlock then.
-
-    Raises ScheduleError for a schedule that has no such pair, that does not flush, has slices, or moves activations.
-
-    >>> from stagewright.schedules import build
-    >>> with_overlap(build("dualpipe-v", num_ranks=2, num_microbatches=4)).together[Op.F(0, 3)]
-    3B1
-    """
-    forwards = tuple(a for program in schedule.programs for a in program if a.op is Op.F)
-    pairs = pairs_in(schedule.programs, forwards)
-    if not pairs:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has no forward directly before the backward of another stage: expected one "
-            f"that has, such as 'dualpipe-v'"
-        )
-    return replace(schedule, overlapped=tuple(pairs))

@@ -1,4 +1,6 @@
-"""Schedules made from schedules: replicated, without dead ranks, on other ranks, with late updates, with offloading."""
+"""Schedules made from schedules: replicated, without dead ranks, on other ranks, with late updates, with offloading,
+with pairs of actions that run together.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from numbers import Real
 
 from .ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
 from .kinds import at_least, option
+from .overlap import pairs_in
 from .timing.costs import Costs
 from .timing.links import Links
 from .timing.simulate import simulate
@@ -260,3 +263,25 @@ def _with_moves(
             before.setdefault(at + 1, []).insert(0, Action(stage, Op.OFFLOAD, index))  # room for what comes
             before.setdefault(back, []).append(Action(stage, Op.RELOAD, index))
     return tuple(step for at, action in enumerate(program) for step in (*before.get(at, ()), action))
+
+
+def with_overlap(schedule: Schedule) -> Schedule:
+    """The same order, in which each forward runs together with the backward directly after it, of another stage.
+
+    Made for `dualpipe` and `dualpipe-v`, whose steady state consists of such pairs. A pair waits for the inputs of
+    both; `check` finds orders that deadlock then.
+
+    Raises ScheduleError for a schedule that has no such pair, that does not flush, has slices, or moves activations.
+
+    >>> from stagewright.schedules import build
+    >>> with_overlap(build("dualpipe-v", num_ranks=2, num_microbatches=4)).together[Op.F(0, 3)]
+    3B1
+    """
+    forwards = tuple(a for program in schedule.programs for a in program if a.op is Op.F)
+    pairs = pairs_in(schedule.programs, forwards)
+    if not pairs:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has no forward directly before the backward of another stage: expected one "
+            f"that has, such as 'dualpipe-v'"
+        )
+    return replace(schedule, overlapped=tuple(pairs))

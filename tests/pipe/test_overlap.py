@@ -149,22 +149,19 @@ def test_one_exchanges_while_the_other_computes_and_the_timeline_shows_it(gloo: 
     schedule = _schedule("dualpipe-v")
     timelines = [found[2] for found in gloo.run(_trained, ranks=4, args=(schedule, "each", {}))]
     timeline = next(each for each in timelines if each is not None)
+    together = timeline.schedule.together  # of both replicas
     for rank, trace in enumerate(timeline.ranks):
         spans = {span.what: span for span in trace.compute}
-        of = {action: [e for e in trace.exchanges if e.what == _exchange(action)] for action in spans}
-        inside = [
-            forward for forward, then in schedule.together.items() if forward in spans and of[forward] and of[then]
-        ]
-        assert inside, rank
-        for forward in inside:
-            mine, theirs = of[forward], of[schedule.together[forward]]
-            within = [each for each in theirs if spans[forward].start < each.start < spans[forward].end]
-            # The backward's first exchange begins before the forward's first one is waited for, and so on in turns.
-            assert within, rank
-            assert within[0].start < mine[0].end
-            assert mine[1].start < within[0].end
-            turns = sorted([(each.start, "f") for each in mine] + [(each.start, "b") for each in within])
+        of = {action: [each for each in trace.exchanges if each.what == _exchange(action)] for action in spans}
+        pairs = [(forward, backward) for forward, backward in together.items() if forward in spans]
+        assert pairs, rank
+        for forward, backward in pairs:
+            within = [each for each in of[backward] if spans[forward].start < each.start < spans[forward].end]
+            turns = sorted([*((each.start, "f") for each in of[forward]), *((each.start, "b") for each in within)])
             assert [name for _, name in turns][:4] == ["f", "b", "f", "b"]
+            # The backward's first exchange begins before the forward's first one is waited for, and so on.
+            assert within[0].start < of[forward][0].end
+            assert of[forward][1].start < within[0].end
 
 
 def _exchange(action: Action) -> Collective:
