@@ -148,7 +148,7 @@ def count_over_time(timeline: Timeline) -> tuple[InFlightCounts, ...]:
             if span.what.op is Op.OFFLOAD:
                 gone.setdefault(bisect_left(starts, span.end), []).append(span.what)
         programs.append(tuple(each for at, own in enumerate(steps) for each in (*gone.get(at, ()), own)))
-    return count_in_flight(replace(timeline.schedule, programs=tuple(programs)))
+    return count_in_flight(replace(timeline.schedule, programs=tuple(programs), overlapped=()))
 
 
 def steady_in_flight(schedule: str, counts: Sequence[int], num_microbatches: int | None) -> tuple[InFlightCounts, ...]:

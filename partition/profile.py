@@ -56,6 +56,8 @@ class Node:
             part passes on to the next node, which is by samples too; "any" of these, as the planner chooses.
         expert_bytes: of the parameters, those of experts, whose gradients every `Profile.expert`-th rank alone sums
             [bytes].
+        forward_exchange_seconds, backward_exchange_seconds: of F, and of B or I, those that the members of a group of
+            experts, or of one that divides sequences, exchange [s].
         joining_seconds: of putting these parts together where a cut follows the node, in F, and of their gradients,
             in B of the next node [s each]; in none of the others.
 
@@ -90,6 +92,8 @@ class Node:
     split: str = "divided"
     joining_seconds: float = 0.0
     expert_bytes: float = 0.0
+    forward_exchange_seconds: float = 0.0
+    backward_exchange_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -104,6 +108,9 @@ class Node:
             if (getattr(self, part) or 0.0) > self.parameter_bytes:
                 expected = f"at most parameter_bytes={self.parameter_bytes}"
                 fail(f"node {self.name}: {part}", getattr(self, part), expected)
+        for way, seconds in (("forward", self.forward_seconds), ("backward", self.backward_seconds)):
+            if (part := getattr(self, f"{way}_exchange_seconds")) > seconds:
+                fail(f"node {self.name}: {way}_exchange_seconds", part, f"at most {way}_seconds={seconds}")
         for figure, other in [*_PAIRS, *((b, a) for a, b in _PAIRS)]:
             if getattr(self, figure) is None and getattr(self, other) is not None:
                 fail(f"node {self.name}: {figure}", None, f"a number along with {other}, or neither")

@@ -113,6 +113,7 @@ class StageSums:
         tied, small_tied: of the weights, and of the small ones among them, those that stages on other ranks hold,
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
         experts: of the weights, those that fewer replicas sum [bytes].
+        forward_exchange, backward_exchange: of F and B, those of collectives within the stage [s].
         gradient_ratio, gather_ratio, gathers_ahead: of the profile, of all stages.
         by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
         by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others.
@@ -137,6 +138,8 @@ class StageSums:
     tied: Floats = field(default_factory=lambda: np.zeros(1))
     small_tied: Floats = field(default_factory=lambda: np.zeros(1))
     experts: Floats = field(default_factory=lambda: np.zeros(1))
+    forward_exchange: Floats = field(default_factory=lambda: np.zeros(1))
+    backward_exchange: Floats = field(default_factory=lambda: np.zeros(1))
     gradient_ratio: float = 1.0
     gather_ratio: float = 1.0
     gathers_ahead: bool = False
@@ -234,7 +237,8 @@ class StageSeconds:
     """Seconds of stages, arrays that broadcast: of a microbatch (F, B, all that it sends over its own links, and over a
     card that devices share, 0 where it has none; I and W as `halves` under a schedule that has them), of the runtime
     around each action, and besides for the messages of an F or a B, of an update (sum of gradients, optimizer's step,
-    updated weights gathered); the share of those sums and gathers for which their ranks can't compute (0 to 1); whether
+    updated weights gathered); of F and B those of `exchanges` within the stage, which what runs again is not
+    among; the share of those sums and gathers for which their ranks can't compute (0 to 1); whether
     they take that card, too (1); and whether weights are gathered before the next forwards, in place of after the step.
 
     `work` counts two actions a microbatch, where a schedule that splits the backward may have three.
@@ -253,6 +257,7 @@ class StageSeconds:
     sums_shared: Figures = 0.0
     gathers_ahead: bool = False
     halves: tuple[Floats, Floats] | None = None
+    exchanges: tuple[Figures, Figures] = (0.0, 0.0)
 
     @property
     def collectives(self) -> Floats:
@@ -281,6 +286,7 @@ class StageSeconds:
             backward=self.backward.tolist(),
             input_grad=None if self.halves is None else self.halves[0].tolist(),
             weight_grad=None if self.halves is None else self.halves[1].tolist(),
+            **dict(zip(("forward_exchange", "backward_exchange"), map(_none_or_all, self.exchanges), strict=True)),
             update=self.step.tolist(),
             overhead=self.overhead.tolist(),
             message_overhead=self.message_overhead,
@@ -289,6 +295,10 @@ class StageSeconds:
             sum_busy=self.sum_busy,
             tied=tied,
         )
+
+
+def _none_or_all(seconds: Figures) -> Any:
+    return np.asarray(seconds).tolist() if np.any(seconds) else 0.0
 
 
 def runtime_seconds(action: Figures, messages: Figures = 0.0) -> Figures:
@@ -401,6 +411,7 @@ def stage_seconds(
         halves=halves,
         forward=sums.forward / on.speed,
         backward=(sums.backward + again) / on.speed,
+        exchanges=(sums.forward_exchange / on.speed, sums.backward_exchange / on.speed),
         sending=sent - shared if on.shared else sent,
         sending_shared=shared,
         sums_shared=on.shared[2] if on.shared else 0.0,

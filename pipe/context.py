@@ -24,6 +24,7 @@ from .settings.arguments import AUTO, ScheduleLike
 from .settings.excludes import REROUTE, check_options, check_reroute
 from .settings.options import Options
 from .settings.recompute import Recompute, read_recompute
+from .shards.exchanges import Exchanges
 from .shards.shard import Sharding, sharding_of, sharding_over
 from .shards.tensor_group import TensorGroup
 from .telling import tell, tell_of_one_rank
@@ -61,6 +62,7 @@ class Run:
         verifies: whether there is a copy of the plain model to verify with, or of a unit at a time (`by_unit`).
         evaluates: whether stages are made for evaluation, too, when they are built; else for the first evaluation.
         added: the additions to the run.
+        exchanges: what runs while members of a stage exchange something.
         spares_memory: whether the model was built without memory: then freed memory is returned to the system.
         inside: name of the user's code that runs within a step, and may not call the pipeline, if any.
     """
@@ -82,6 +84,7 @@ class Run:
         self._check_backend()
         runs_again = layout.recompute.runs_again
         self.seeder = Seeder(options.seed, device, runs_again=runs_again, member=place.tensor[0])
+        self.exchanges = Exchanges(self.seeder)
         self.added = [make(self) for make in layout.adds]
 
     def _check_backend(self) -> None:
@@ -113,7 +116,9 @@ class Run:
     def context_group(self) -> TensorGroup | None:
         """The processes with the other tokens of this one's sequences; None: it has them all."""
         index, count = self.layout.place.context
-        return None if count == 1 else TensorGroup(self.collectives.context_group, index=index, count=count)
+        if count == 1:
+            return None
+        return TensorGroup(self.collectives.context_group, index=index, count=count, exchanges=self.exchanges)
 
     @property
     def num_replicas(self) -> int:

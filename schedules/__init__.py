@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .timing.timeline import Timeline as Timeline
     from .timing.waits import attribute_idle as attribute_idle
     from .transform import with_offload as with_offload
+    from .transform import with_overlap as with_overlap
 
 # A name's file loads when the name is asked for: who only draws a schedule starts without the search.
 _FILES = {
@@ -91,7 +92,7 @@ _FILES = {
     "timing.simulate": "ideal_makespan simulate",
     "timing.spread": "Spread estimate_spread",
     "timing.timeline": "Idle RankTrace Span Timeline",
-    "transform": "with_offload",
+    "transform": "with_offload with_overlap",
 }
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 

@@ -35,6 +35,7 @@ class Op(StrEnum):
     GRAD_NORM = "GRAD_NORM"  # the norm of all gradients
     UNSHARD = "UNSHARD"  # all-gather of sharded weights
     RESHARD = "RESHARD"  # each rank keeps only its shard
+    EXCHANGE = "EXCHANGE"  # within an action: all-to-alls and gathers of the members of a stage
 
     def __call__(self, stage: int, index: int) -> Action:
         """Action of a stage: `Op.F(3, 12)` is 3F12. Rules may name neighbours that do not exist, so any whole
@@ -53,7 +54,7 @@ LAST_USES = frozenset({Op.B, Op.W})  # afterwards activations are freed and the 
 MOVE_OPS = frozenset({Op.OFFLOAD, Op.RELOAD})  # not in the compute lane
 
 _ACTION = re.compile(r"(\d+)([FBIWU]|OFFLOAD|RELOAD)(\d+)")
-_COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD|UNSHARD|RESHARD)(\d+)")
+_COLLECTIVE = re.compile(r"(\d+(?:\+\d+)*)(REDUCE_GRAD|UNSHARD|RESHARD|EXCHANGE)(\d+)")
 
 
 class Action(NamedTuple):
@@ -115,8 +116,10 @@ class Collective(NamedTuple):
     stage, or over the stages that share tied weights.
     UNSHARD: all-gather of the weights of the stage from the shards of its ranks.
     RESHARD: each rank frees all but its own shard, without communication.
+    EXCHANGE: in timelines only: what an F or B of the stage sends within its group of experts or of a sequence.
 
-    Prints and parses as `3REDUCE_GRAD0`; `index` is the update group (0 under a flush schedule).
+    Prints and parses as `3REDUCE_GRAD0`; `index` is the update group (0 under a flush schedule), that of the action
+    for EXCHANGE.
 
     >>> str(Collective((0, 3), Op.REDUCE_GRAD, 0)), Collective.parse("3REDUCE_GRAD0").stages
     ('0+3REDUCE_GRAD0', (3,))

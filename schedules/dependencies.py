@@ -84,7 +84,14 @@ class Dependencies(Needs):
 
     def __init__(self, schedule: Schedule) -> None:
         moves = find_moves(schedule)
-        super().__init__(schedule.programs, schedule.stage_edges, num_slices=schedule.num_slices, moves=moves)
+        super().__init__(
+            schedule.programs,
+            schedule.stage_edges,
+            num_slices=schedule.num_slices,
+            moves=moves,
+            together=schedule.together,
+        )
+        self._begins_with = {backward: forward for forward, backward in self.together.items()}
         self.wires = tuple(_wires(schedule))
         self._owner = schedule.owner
         self._programs = schedule.programs
@@ -116,13 +123,17 @@ class Dependencies(Needs):
         return self.makers(message)[-1]
 
     def arrivals(self, action: Action) -> Iterator[Delivery]:
-        """Deliveries from other ranks that `action` is the first to use, in the order of `of`."""
-        stage, op, index = action
-        receiver = self._owner(stage, index)
-        for wire in self._to[_KIND_OF_OP[op], stage] if op in _KIND_OF_OP else ():
-            sender = self._owner(wire.src, index)
-            if sender != receiver and self._users(wire, index)[0] == action:
-                yield Delivery(wire.message(index), self._makers(wire, index)[-1], sender, action, receiver)
+        """Deliveries from other ranks that `action` is the first to use, in the order of `of`; those of a backward that
+        begins together with a forward are the forward's."""
+        also = self.together.get(action)
+        users = () if action in self._begins_with else (action,) if also is None else (action, also)
+        for user in users:
+            stage, op, index = user
+            receiver = self._owner(stage, index)
+            for wire in self._to[_KIND_OF_OP[op], stage] if op in _KIND_OF_OP else ():
+                sender = self._owner(wire.src, index)
+                if sender != receiver and self._users(wire, index)[0] == user:
+                    yield Delivery(wire.message(index), self._makers(wire, index)[-1], sender, action, receiver)
 
     def departures(self, action: Action) -> Iterator[Delivery]:
         """Deliveries to other ranks that `action` completes, in the order of the edges."""
@@ -131,7 +142,8 @@ class Dependencies(Needs):
         for wire in self._from[_KIND_OF_OP[op], stage] if op in _KIND_OF_OP else ():
             receiver = self._owner(wire.dst, index)
             if sender != receiver and self._makers(wire, index)[-1] == action:
-                yield Delivery(wire.message(index), action, sender, self._users(wire, index)[0], receiver)
+                user = self._users(wire, index)[0]
+                yield Delivery(wire.message(index), action, sender, self._begins_with.get(user, user), receiver)
 
     def _makers(self, wire: Wire, index: int) -> list[Action]:
         if wire.kind is MessageKind.ACT:

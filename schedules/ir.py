@@ -29,6 +29,7 @@ from .actions import (
     ScheduleError,
 )
 from .needs import Edge, Needs, chain, check_edges, read_edges
+from .overlap import pairs_in, refuse_apart
 from .placement import ascending_owners, read_owners, read_placed
 from .text import (
     JSON_VERSION,
@@ -37,6 +38,7 @@ from .text import (
     read_csv,
     read_data,
     read_json,
+    read_overlapped,
     read_programs,
     refuse_undeclared_owners,
     unit_time_cells,
@@ -83,6 +85,7 @@ class Schedule:
         edges: the stage graph; a chain by default. Skip connections add edges.
         without_backward: stages that only run forwards, under no gradient, and are not updated: earlier passes of a
             model whose blocks run several times. No gradient travels over their edges.
+        overlapped: forwards that run together with the backward of another stage directly after them, see `overlap`.
 
     Raises ScheduleError when the parts do not fit together.
     """
@@ -98,6 +101,7 @@ class Schedule:
     edges: tuple[Edge, ...] | None = None
     owners: tuple[tuple[int, ...], ...] = ()
     without_backward: tuple[int, ...] = ()
+    overlapped: tuple[Action, ...] = ()
 
     def __repr__(self) -> str:
         parts = [count(len(self.placement), "rank"), count(len(self.owners), "stage")]
@@ -143,6 +147,14 @@ class Schedule:
         check_edges(self.stage_edges, self.num_stages)
         if self.without_backward:
             self._read_without_backward()
+        if self.overlapped:
+            object.__setattr__(self, "overlapped", tuple(self.overlapped))
+            refuse_apart(self.overlapped, self.together)
+            if not self.has_epilogue or self.num_slices > 1 or self.moves_activations:
+                raise ScheduleError(
+                    f"overlapped={self.overlapped!r:.60} of schedule {self.name!r}, which does not flush, has slices "
+                    f"or moves activations: expected one batch of whole microbatches that flushes"
+                )
 
     def _read_without_backward(self) -> None:
         stages = tuple(sorted(set(self.without_backward)))
@@ -227,6 +239,11 @@ class Schedule:
         return tuple(tuple(action for action in program if action.op not in MOVE_OPS) for program in self.programs)
 
     @property
+    def together(self) -> dict[Action, Action]:
+        """By forward of `overlapped`, the backward that begins together with it."""
+        return pairs_in(self.programs, self.overlapped) if self.overlapped else {}
+
+    @property
     def split_stages(self) -> frozenset[int]:
         """Stages of which some backwards come in two halves, I and W."""
         return frozenset(stage for program in self.programs for stage, op, _ in program if op is Op.I)
@@ -268,6 +285,7 @@ class Schedule:
             weight_rule="flush",
             update_every=None,
             without_backward=(),
+            overlapped=(),
         )
 
     def unit_time_cells(self) -> list[list[Action | None]]:
@@ -275,7 +293,7 @@ class Schedule:
 
         Updates take no time and are left out. Raises ScheduleError for a schedule that deadlocks.
         """
-        needs = Needs(self.programs, self.stage_edges, num_slices=self.num_slices)
+        needs = Needs(self.programs, self.stage_edges, num_slices=self.num_slices, together=self.together)
         sums = self._summed_gradients()
 
         def from_other_ranks(action: Action) -> list[Action]:
@@ -325,17 +343,26 @@ class Schedule:
         return csv_of(self.unit_time_cells(), pairs=overlap == "pairs")
 
     @classmethod
-    def from_csv(cls, text: str, *, name: str = "csv", owners: Sequence[Sequence[int]] = ()) -> Schedule:
+    def from_csv(
+        cls,
+        text: str,
+        *,
+        name: str = "csv",
+        owners: Sequence[Sequence[int]] = (),
+        overlap: Literal["none", "pairs"] = "none",
+    ) -> Schedule:
         """Read `to_csv`'s form, or torch's; idle cells and communication are ignored (lowering inserts its own).
-
-        The parts of a cell such as `(0F3;3B1)OVERLAP_F_B` become consecutive actions.
 
         Arguments:
             owners: as in a Schedule, since the table has none.
+            overlap: "pairs": the parts of a cell such as `(0F3;3B1)OVERLAP_F_B` run together, see `overlap`; "none":
+                they are consecutive actions.
 
         Raises ScheduleError that names row and column (from 1) of a cell that is not an action, and the row of a stage
         that other rows have as well, if neither the given owners nor ascending ones fit.
         """
+        if overlap not in ("none", "pairs"):
+            raise ValueError(f"overlap={overlap!r}: expected 'none' or 'pairs'")
         rows = read_csv(text)
         programs = tuple(rows.values())
         schedule = cls(
@@ -344,6 +371,7 @@ class Schedule:
             programs=programs,
             num_microbatches=1 + max(a.index for actions in programs for a in actions),
             owners=tuple(map(tuple, owners)),
+            overlapped=read_overlapped(text) if overlap == "pairs" else (),
         )
         fitting = fitting_owners(schedule)
         if not owners and fitting != schedule.owners:
@@ -365,6 +393,7 @@ class Schedule:
             "without_backward": list(self.without_backward),
             "edges": [[int(e.src), int(e.dst), e.grad] for e in self.stage_edges],
             "programs": [" ".join(map(str, program)) for program in self.programs],
+            **({"overlapped": [str(action) for action in self.overlapped]} if self.overlapped else {}),
         }
 
     @classmethod

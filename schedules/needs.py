@@ -14,12 +14,15 @@ B or I(s, q)    B or I(s, q + 1)
 Activations that are offloaded to the host while they wait: B or I also needs the reload.
 
 F3 . . OFFLOAD3 . . . . . RELOAD3 . B3
+
+A forward that runs together with the backward after it (`overlap`) needs all that the backward does.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .actions import BACKWARD_OPS, MOVE_OPS, Action, Op, ScheduleError
@@ -67,6 +70,7 @@ class Needs:
 
     Arguments:
         moves: (stage, microbatch) pairs that are offloaded.
+        together: the backward that begins together with a forward.
     """
 
     def __init__(
@@ -76,8 +80,10 @@ class Needs:
         *,
         num_slices: int,
         moves: Collection[tuple[int, int]] = (),
+        together: Mapping[Action, Action] = MappingProxyType({}),
     ) -> None:
         self.moves = moves
+        self.together = together
         self._num_slices = num_slices
         self._split = {(a.stage, a.index) for program in programs for a in program if a.op is Op.I}
         self._producers: defaultdict[int, list[int]] = defaultdict(list)
@@ -96,6 +102,8 @@ class Needs:
         stage, op, index = action
         if op is Op.F:
             makes = [Action(producer, Op.F, index) for producer in self._producers[stage]]
+            if self.together and action in self.together:
+                makes += self.of(self.together[action])
             return makes if index % self._num_slices == 0 else [*makes, Action(stage, Op.F, index - 1)]
         if op in BACKWARD_OPS:
             own = [Action(stage, Op.RELOAD, index)] if (stage, index) in self.moves else []

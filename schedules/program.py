@@ -136,6 +136,7 @@ def run_as_one(schedule: Schedule) -> Mapping[int, frozenset[int]]:
 def indices_per_batch(schedule: Schedule, what: Work | Message) -> int:
     """Indices of such a step or message in a batch: the number of microbatches, or of update groups."""
     of_groups = what.kind not in STAGE_KINDS if isinstance(what, Message) else not isinstance(what, Action)
+    of_groups = of_groups and what[1] is not Op.EXCHANGE
     return schedule.groups_per_batch if of_groups or what[1] is Op.U else schedule.num_microbatches
 
 

@@ -21,7 +21,7 @@ _JSON_KEYS = frozenset(
     ("version", "name", "num_microbatches", "num_batches", "weight_rule", "placement", "edges", "programs")
 )
 # Missing from older files.
-_OPTIONAL_KEYS = frozenset({"update_every", "owners", "num_slices", "without_backward"})
+_OPTIONAL_KEYS = frozenset({"update_every", "owners", "num_slices", "without_backward", "overlapped"})
 # Communication in torch's tables; lowering inserts its own.
 _COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B)\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")  # torch's cell of a forward and a backward that may run at once
@@ -81,6 +81,12 @@ def read_csv(text: str) -> dict[int, tuple[Action, ...]]:
     return rows
 
 
+def read_overlapped(text: str) -> tuple[Action, ...]:
+    """The forwards of the cells of a table that has been read in which two actions run together."""
+    cells = (_OVERLAPPED.fullmatch(cell.strip()) for line in text.splitlines() for cell in line.split(","))
+    return tuple(Action.parse(cell[1].split(";")[0]) for cell in cells if cell)
+
+
 def refuse_undeclared_owners(rows: Mapping[int, Sequence[Action]], fitting: tuple[tuple[int, ...], ...] | None) -> None:
     """Raise ScheduleError that names the second row of a stage, and the owners that would fit."""
     row_of: dict[int, int] = {}
@@ -103,7 +109,7 @@ def _read_row(row: int, line: str) -> tuple[Action, ...]:
     for column, cell in enumerate(line.split(","), start=1):
         if not cell.strip() or _COMMUNICATION.fullmatch(cell.strip()):
             continue
-        overlapped = _OVERLAPPED.fullmatch(cell.strip())  # here its parts run one after the other
+        overlapped = _OVERLAPPED.fullmatch(cell.strip())
         try:
             actions = [Action.parse(part) for part in (overlapped[1].split(";") if overlapped else [cell])]
         except ValueError as error:
@@ -145,6 +151,7 @@ def read_data(data: object) -> dict[str, Any]:
             _whole(stage, "without_backward") for stage in _list(data.get("without_backward", []), "without_backward")
         ),
         "edges": tuple(_read_edge(edge) for edge in _list(data["edges"], "edges")),
+        "overlapped": _read_program("overlapped", " ".join(map(str, _list(data.get("overlapped", []), "overlapped")))),
     }
 
 
@@ -152,11 +159,11 @@ def _read_numbers(value: object, key: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(_whole(number, key) for number in _list(each, key)) for each in _list(value, key))
 
 
-def _read_program(rank: int, program: object) -> tuple[Action, ...]:
+def _read_program(rank: int | str, program: object) -> tuple[Action, ...]:
     try:
         return tuple(Action.parse(word) for word in str(program).split())
     except ValueError as error:
-        raise ScheduleError(f"program of rank {rank}: {error}") from None
+        raise ScheduleError(f"{rank if isinstance(rank, str) else f'program of rank {rank}'}: {error}") from None
 
 
 def read_programs(programs: Any) -> tuple[tuple[Action, ...], ...]:

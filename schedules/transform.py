@@ -1,4 +1,6 @@
-"""Schedules made from schedules: replicated, without dead ranks, on other ranks, with late updates, with offloading."""
+"""Schedules made from schedules: replicated, without dead ranks, on other ranks, with late updates, with offloading,
+with pairs of actions that run together.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from numbers import Real
 
 from .ir import BACKWARD_OPS, Action, Op, Schedule, ScheduleError
 from .kinds import at_least, option
+from .overlap import pairs_in
 from .timing.costs import Costs
 from .timing.links import Links
 from .timing.simulate import simulate
@@ -46,6 +49,7 @@ def replicate(schedule: Schedule, num_replicas: int) -> Schedule:
         owners=tuple(tuple(rank * num_replicas + q for rank in ranks for q in replicas) for ranks in schedule.owners),
         programs=tuple(tuple(of_replica(a, q) for a in program) for program in schedule.programs for q in replicas),
         num_microbatches=schedule.num_microbatches * num_replicas,
+        overlapped=tuple(of_replica(a, q) for a in schedule.overlapped for q in replicas),
         update_every=None if schedule.update_every is None else schedule.update_every * num_replicas,
     )
 
@@ -60,6 +64,7 @@ def schedule_without(schedule: Schedule, dead: Collection[int]) -> Schedule:
 
     A dead rank has an empty program. Each other rank runs its own actions and those it took over in the order of their
     previous start times: a topological order of all actions, hence no deadlock. After ReCycle (SOSP 2024, section 3).
+    No two of them run together.
 
     Raises ScheduleError for ranks that do not exist, for a stage whose ranks are all dead, and for a schedule that does
     not flush, or that offloads activations.
@@ -80,6 +85,7 @@ def schedule_without(schedule: Schedule, dead: Collection[int]) -> Schedule:
         placement=tuple(() if r in gone else stages for r, stages in enumerate(schedule.placement)),
         owners=tuple(_living_owners(stage, ranks, gone) for stage, ranks in enumerate(schedule.owners)),
         programs=((),) * schedule.num_ranks,
+        overlapped=(),
     )
     traces = simulate(schedule, Costs(forward=1.0, backward=2.0)).ranks
     programs: list[list[Action]] = [[] for _ in traces]
@@ -257,3 +263,25 @@ def _with_moves(
             before.setdefault(at + 1, []).insert(0, Action(stage, Op.OFFLOAD, index))  # room for what comes
             before.setdefault(back, []).append(Action(stage, Op.RELOAD, index))
     return tuple(step for at, action in enumerate(program) for step in (*before.get(at, ()), action))
+
+
+def with_overlap(schedule: Schedule) -> Schedule:
+    """The same order, in which each forward runs together with the backward directly after it, of another stage.
+
+    Made for `dualpipe` and `dualpipe-v`, whose steady state consists of such pairs. A pair waits for the inputs of
+    both; `check` finds orders that deadlock then.
+
+    Raises ScheduleError for a schedule that has no such pair, that does not flush, has slices, or moves activations.
+
+    >>> from stagewright.schedules import build
+    >>> with_overlap(build("dualpipe-v", num_ranks=2, num_microbatches=4)).together[Op.F(0, 3)]
+    3B1
+    """
+    forwards = tuple(a for program in schedule.programs for a in program if a.op is Op.F)
+    pairs = pairs_in(schedule.programs, forwards)
+    if not pairs:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has no forward directly before the backward of another stage: expected one "
+            f"that has, such as 'dualpipe-v'"
+        )
+    return replace(schedule, overlapped=tuple(pairs))

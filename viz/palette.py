@@ -34,6 +34,7 @@ _COLLECTIVES = {
     Op.REDUCE_GRAD: (OP_HUES[Op.W], "all-reduces of shared gradients"),
     Op.UNSHARD: ("#882255", "weights gathered"),
     Op.RESHARD: (OTHER_HUE, "weights let go"),
+    Op.EXCHANGE: ("#117733", "exchanges within a stage"),  # dark green
     Op.OFFLOAD: ("#332288", "activations to the host"),  # indigo
     Op.RELOAD: ("#44AA99", "activations coming back"),  # teal
 }

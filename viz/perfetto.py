@@ -29,8 +29,8 @@ Event = dict[str, Any]  # as the Trace Event Format has it
 # whole nanoseconds in the reader, and can't overlap by one.
 _TICKS_PER_US = 8
 OWN_KEY = "stagewrightTimelines"  # a key that other readers skip: the exact timelines
-_COMPUTE, _RECEIVE, _TOGETHER, _MOVES = 0, 100, 200, 300  # first thread id of each kind of lane
-_LANES = {_COMPUTE: "compute", _RECEIVE: "receive", _TOGETHER: "together", _MOVES: "moves"}
+_COMPUTE, _RECEIVE, _TOGETHER, _MOVES, _WITHIN = 0, 100, 200, 300, 400  # first thread id of each kind of lane
+_LANES = {_COMPUTE: "compute", _RECEIVE: "receive", _TOGETHER: "together", _MOVES: "moves", _WITHIN: "exchanges"}
 
 
 def write_perfetto(timelines: Timeline | Sequence[tuple[str, Timeline]], path: str | Path) -> None:
@@ -128,6 +128,9 @@ class _Trace:
             _TOGETHER,
             trace.collectives,
             lambda it: {"collective": str(it), "stages": list(it.stages), "update_group": it.index},
+        )
+        yield from self._lane(
+            rank, _WITHIN, trace.exchanges, lambda it: {"stage": it.stages[0], **self._part(it.index)}
         )
         yield from self._lane(rank, _MOVES, trace.moves, lambda move: {"stage": move.stage, **self._part(move.index)})
 

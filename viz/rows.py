@@ -65,7 +65,7 @@ def boxes_of(timeline: Timeline, rank: int) -> list[ActionBox]:
 
 
 def bars_of(trace: RankTrace) -> list[Bar]:
-    """Messages that arrive on a rank, then collectives and moves, each in the lowest free lane."""
+    """Messages that arrive on a rank, then collectives, exchanges and moves, each in the lowest free lane."""
     bars = [Bar(what, start, end, MESSAGE_HUES[what.kind], 0) for what, start, end in trace.comm]
     bars += [Bar(what, start, end, COLLECTIVE_HUES.get(what.op, OTHER_HUE), 0) for what, start, end in trace.transfers]
     order = sorted(range(len(bars)), key=lambda at: bars[at][1:])
@@ -123,7 +123,7 @@ def message_kinds_of(timeline: Timeline) -> set[MessageKind]:
 
 
 def collectives_of(timeline: Timeline) -> set[Op]:
-    """Kinds of collectives and of moves of activations."""
+    """Kinds of collectives, exchanges and moves of activations."""
     return {span.what.op for trace in timeline.ranks for span in trace.transfers}
 
 

@@ -28,6 +28,7 @@ CASES = {
     "async-gpt": "throughput of 2bw, a GPT with AdamW, M=2: 1.42 times torch's 1F1B, 1.22 times its interleaved",
     "receive-bytes": "receives posted and not consumed: M=64 at most as M=8, or 16 MiB",
     "overlap": "gradients summed over a slow wire: during the backwards that follow, and after them",
+    "exchanges": "experts over a slow link: exchanges during compute of another microbatch, and alone",
     "checkpoints": "a GPT with AdamW on two ranks: checkpoints during training and blocking saves; 3.5% by auto",
     "split-backward": "I and W over the whole backward: at most 1.05 on a GPT's stage and 1.25 on small linears",
     "start": "CPU seconds of building and of the first step, in one process: a GPT, and transformers' GPT-2",

@@ -227,12 +227,16 @@ class LayerFormulas:
             workspace=max(2 * ahead * mlp, 2 * self.scores),
             output=VALUE_BYTES * self.wide * self.context,
         )
-        beside, experts = 2 * self.routed_seconds, model.experts // self.expert * model.expert_parameters(t)
+        experts = model.experts // self.expert * model.expert_parameters(t)
+        there = self.kv_seconds + 2 * self.routed_seconds
+        back = there + self.kv_seconds
         return replace(
             node,
-            forward_seconds=node.forward_seconds + self.kv_seconds + beside,
-            backward_seconds=node.backward_seconds + 2 * self.kv_seconds + beside,
-            input_grad_seconds=node.input_grad_seconds + 2 * self.kv_seconds + beside,
+            forward_seconds=node.forward_seconds + there,
+            backward_seconds=node.backward_seconds + back,
+            input_grad_seconds=node.input_grad_seconds + back,
+            forward_exchange_seconds=there,
+            backward_exchange_seconds=back,
             buffer_bytes=casts,
             expert_bytes=VALUE_BYTES * experts if self.expert > 1 else 0.0,
         )

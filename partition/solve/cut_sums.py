@@ -94,6 +94,8 @@ class Cuts:
             small=self._less_twice(_between(self._small, first, last), first, last, self.shared_small),
             tied=self.tied_bytes(first, last),
             experts=_between(self._experts, first, last),
+            forward_exchange=_between(self._exchanges[0], first, last),
+            backward_exchange=_between(self._exchanges[1], first, last),
             gradient_ratio=self.gradient_ratio,
             gather_ratio=self.gather_ratio,
             gathers_ahead=self.gathers_ahead,
@@ -228,6 +230,13 @@ class Cuts:
     def _experts(self) -> Floats:
         """[n] of parameters that fewer replicas sum [bytes]."""
         return self._total([node.expert_bytes for node in self.nodes])
+
+    @cached_property
+    def _exchanges(self) -> tuple[Floats, Floats]:
+        """[n] each, of F and of B [s]."""
+        found = [(node.forward_exchange_seconds, node.backward_exchange_seconds) for node in self.nodes]
+        forward, backward = (self._total(each) for each in zip(*found, strict=True))
+        return forward, backward
 
     def _total(self, figures: Sequence[float] | Floats) -> Floats:
         return total(self.members, np.array(figures))

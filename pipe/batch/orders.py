@@ -74,7 +74,7 @@ class Replanning(Addition):
             programs = tuple(tuple(map(Action.parse, text.split())) for text in order)
             if len(self._known) == _KEPT:
                 del self._known[next(iter(self._known))]
-            self._known[sizes] = replace(planned, name="auto", programs=programs)
+            self._known[sizes] = replace(planned, name="auto", programs=programs, overlapped=())
         return self._known[sizes]
 
     def _find(self, sizes: tuple[Size, ...]) -> tuple[tuple[str, ...], str]:

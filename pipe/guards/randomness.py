@@ -28,6 +28,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOSS = -1  # its number among the units
 _OWN_REGION = 1 << 20  # plus the member's number: folded after the unit's number
+_OF_ACTION = ("_begun", "_step", "_active", "_unit", "_in_own_region", "_other_region")  # attributes of a Seeder
 MERSENNE_WORDS = 624  # of the state of Python's and numpy's generators, before the index of the next word
 
 
@@ -203,6 +204,21 @@ class Seeder:
         with nullcontext() if self._active else untouched(device=None):
             self.resume(state)
             yield
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Context in which another action runs; afterwards this one continues where it was."""
+        own = {name: getattr(self, name) for name in _OF_ACTION}
+        here = [generator.get_state() for generator in self._torch]
+        others = [(each.state(), each.is_for_unit) for each in self._others]
+        yield
+        for name, value in own.items():
+            setattr(self, name, value)
+        for generator, then in zip(self._torch, here, strict=True):
+            generator.set_state(then)
+        for each, (then, is_for_unit) in zip(self._others, others, strict=True):
+            each.set(then)
+            each.is_for_unit = is_for_unit
 
     def _keep(self) -> None:
         if self._called and not self._kept:

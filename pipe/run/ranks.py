@@ -78,6 +78,8 @@ class RankLinks:
             self.transports[rank] = staged(over, run.collectives.groups)
         for transport in self.transports.values():
             run.guard.on_failure(transport.abort)
+        if place.world.distributed:
+            run.exchanges.recorder = self.recorders[place.local_ranks[0]]
         self._options = options
 
     def latency(self, specs: Sequence[TensorSpec]) -> float:
@@ -160,6 +162,10 @@ class Ranks:
     ) -> Engine:
         if self._run.options.device.type == "cpu" and not self._run.spares_memory:
             keep_freed_memory()
+        if kind is TrainingWorker and mode.schedule.overlapped:
+            from .together import OverlappingWorker, overlaps
+
+            kind = OverlappingWorker if overlaps(self._run) else kind
         ranks = []
         for rank, transport in self.links.transports.items():
             worker = kind(self._run, rank, mode, stages=self.stages[rank], updates=updates[rank])

@@ -12,6 +12,7 @@ section 3) are `enter` and `leave`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from .exchanges import Exchanges
 
 T = TypeVar("T", bound=torch.Tensor | None)
 
@@ -32,6 +35,7 @@ class TensorGroup:
         process_group: None: there are no other processes (the profiler measures one member alone).
         on_bytes: called with "sum" or "gather" and the size of each tensor that is sent [bytes].
         on_region: called when a forward enters (True) or leaves a region of divided tensors.
+        exchanges: those of the process: all-to-alls go through them, and what is `noted`.
     """
 
     def __init__(
@@ -42,12 +46,14 @@ class TensorGroup:
         count: int,
         on_bytes: Callable[[str, int], None] | None = None,
         on_region: Callable[[bool], None] | None = None,
+        exchanges: Exchanges | None = None,
     ) -> None:
         self.index = index
         self.count = count
         self._group = process_group
         self._on_bytes = on_bytes
         self._on_region = on_region
+        self._exchanges = exchanges
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> TensorGroup:
@@ -60,6 +66,10 @@ class TensorGroup:
         """Begin a region in which each member draws its own numbers (True), or all the same."""
         if self._on_region is not None:
             self._on_region(is_own)
+
+    def noted(self) -> AbstractContextManager[None]:
+        """Context of a collective that timelines show."""
+        return nullcontext() if self._exchanges is None else self._exchanges.noted()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if self._on_bytes is not None:
@@ -83,7 +93,13 @@ class TensorGroup:
         received = x.new_empty(sum(takes), *x.shape[1:])
         into, wire = received.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8)
         width = x.element_size() * prod(x.shape[1:])
-        dist.all_to_all_single(into, wire, [width * n for n in takes], [width * n for n in gives], group=self._group)
+        sizes = [width * n for n in takes], [width * n for n in gives]
+        if self._exchanges is None:
+            dist.all_to_all_single(into, wire, *sizes, group=self._group)
+        else:
+            self._exchanges.through(
+                lambda: dist.all_to_all_single(into, wire, *sizes, group=self._group, async_op=True)
+            )
         return received
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:

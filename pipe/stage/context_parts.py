@@ -54,9 +54,16 @@ class _OverContext(AttentionMode):
     def _whole(self, x: Tensor) -> Tensor:
         """Those of all tokens, of [..., own tokens, D]."""
         group, span = self._group, self.span
-        return exchanged(
-            x, lambda x: span.in_order(group.all(x, -2), -2), lambda gradient: span.part(group.sum(gradient), -2)
-        )
+
+        def gathered(own: Tensor) -> Tensor:
+            with group.noted():
+                return span.in_order(group.all(own, -2), -2)
+
+        def summed(gradient: Tensor) -> Tensor:
+            with group.noted():
+                return span.part(group.sum(gradient), -2)
+
+        return exchanged(x, gathered, summed)
 
 
 def over_context(group: TensorGroup, span: TokenBlocks, *, drops: bool = True) -> AbstractContextManager[None]:

@@ -155,7 +155,11 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
     unique = f"tensor_{uuid4().hex}"
     mesh = DeviceMesh.from_group(collectives.weight_group, run.options.device.type, mesh_dim_names=(unique,))
     group = TensorGroup(
-        collectives.weight_group, index=members.index(collectives.rank), count=len(members), on_region=run.seeder.region
+        collectives.weight_group,
+        index=members.index(collectives.rank),
+        count=len(members),
+        on_region=run.seeder.region,
+        exchanges=run.exchanges,
     )
     with as_recipes(root.parameters()):
         shards = cut_by_styles(root, styles, group, mesh=mesh)

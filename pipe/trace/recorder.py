@@ -21,7 +21,7 @@ Timed = tuple[tuple[int, ...], Op]  # an op of a stage, or of several together
 class _Stamps(NamedTuple):
     """Stamps of one step.
 
-    data: waits for its batch. fused: I that ran as one backward with the W after it.
+    data: waits for its batch. fused: I that ran as one backward with the W after it. exchanges: within actions.
     """
 
     actions: list[tuple[Action, Stamp, Stamp]]
@@ -29,10 +29,11 @@ class _Stamps(NamedTuple):
     collectives: list[tuple[Collective, Stamp, Stamp]]
     data: list[tuple[Stamp, Stamp]]
     fused: set[Action]
+    exchanges: list[tuple[Collective, Stamp, Stamp]]
 
     @classmethod
     def none(cls) -> _Stamps:
-        return cls([], [], [], [], set())
+        return cls([], [], [], [], set(), [])
 
 
 class RankRecorder:
@@ -51,6 +52,7 @@ class RankRecorder:
         self._before: deque[_Stamps] = deque(maxlen=window - 1)
         self._now = _Stamps.none()
         self._following = _Stamps.none()  # of the next step: waits for its batch
+        self._within: list[tuple[Stamp, Stamp]] = []  # exchanges of the action that runs
         self._remembered = 0  # actions of this step whose durations are taken already
         self._waited: list[tuple[int, Stamp, Stamp]] = []  # with the number of actions of this step before
         self._overheads: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
@@ -99,6 +101,7 @@ class RankRecorder:
         self._is_kept = self._counts = counts
         self._now, self._following = self._following, _Stamps.none()
         self._remembered, self._waited = 0, []
+        self._within.clear()  # those from when stages were built
 
     def runs_as_one(self, fused: Collection[Action]) -> None:
         """Note that each of these I and its W run as one backward, half of whose time is recorded for either."""
@@ -112,6 +115,14 @@ class RankRecorder:
 
     def action(self, action: Action, start: Stamp, end: Stamp) -> None:
         self._now.actions.append((action, start, end))
+        if self._within:
+            what = Collective((action.stage,), Op.EXCHANGE, action.index)
+            self._now.exchanges.extend((what, start, end) for start, end in self._within)
+            self._within.clear()
+
+    def exchange(self, start: Stamp, end: Stamp) -> None:
+        """Note what members exchanged within the action that runs."""
+        self._within.append((start, end))
 
     def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
         self._now.waits.extend((message, start, end) for message in messages)
@@ -150,6 +161,7 @@ class RankRecorder:
                 arrivals=tuple(Span(m, at(start), at(end)) for one in steps for m, start, end in one.waits),
                 collectives=tuple(Span(c, at(start), at(end)) for one in steps for c, start, end in one.collectives),
                 data=tuple((at(start), at(end)) for one in steps for start, end in one.data),
+                exchanges=tuple(Span(c, at(start), at(end)) for one in steps for c, start, end in one.exchanges),
                 step=(at(step[0]), at(step[1])) if len(step) == 2 else None,
             )
 

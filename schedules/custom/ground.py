@@ -41,7 +41,7 @@ class Ground:
                 rank = skeleton.owner(stage, k)
                 ops = (Op.F, *backward) if skeleton.trains(stage) else (Op.F,)
                 programs[rank] += (Action(stage, op, k) for op in ops)
-        filled = replace(skeleton, programs=tuple(map(tuple, programs)))
+        filled = replace(skeleton, programs=tuple(map(tuple, programs)), overlapped=())
         self.updates = not filled.has_epilogue
         if self.updates:
             shared = [stage for stage, ranks in enumerate(skeleton.owners) if len(ranks) > 1]

@@ -64,8 +64,9 @@ def dualpipe(*, num_ranks: int, num_microbatches: int) -> Schedule:
         rank 2 | .   1F1 2F0 1F3 2F2 1F5 2B0 2F4 1B1 1F7 2B2 2F6 1B3 2B4 1B5 2I6 1I7 2W6 1W7
         rank 3 | 0F1 0F3 0F5 3F0 3I0 3W0 3F2 0F7 3B2 3F4 0B1 3B4 3F6 0B3 3B6 0I5 0W5 0I7 0W7
 
-    The paper runs such a pair concurrently, so that compute hides messages. Here each rank has one compute lane: the
-    forward comes first, and its output leaves before the backward, which hides it as well.
+    The paper runs such a pair concurrently, so that compute hides messages and exchanges of experts. Here each rank has
+    one compute lane: the forward comes first, and its output leaves before the backward, which hides it as well. With
+    `with_overlap` exchanges within stages are hidden, too.
 
     With equal stages, free links and W at most F and I the bubble of every rank does not depend on M. It is the largest
     of n (F+I-W), 2n (F-W) and n (2I-W) - F, with n = P/2 - 1. The published n (F&B + B - 3W), with F&B of a pair and B

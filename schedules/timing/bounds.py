@@ -27,7 +27,8 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
 
     It holds for every order of the same actions on the same placement, since one of the set starts first and one ends
     last. All sets are evaluated, each action with the head and tail of its own microbatch (`machine_bound`). With
-    links, the messages of one link or network card are such a set, too. Moves of activations are ignored. O(actions + U
+    links, the messages of one link or network card are such a set, too. Moves of activations are ignored, and where
+    actions run together exchanges in all sets but that of a rank's whole work. O(actions + U
     * (S + edges * log(edges)) + P * U * V * log(U * V)), of U microbatches of unequal costs.
     """
     table = costs.table_for(schedule)
@@ -36,9 +37,10 @@ def lower_bound(schedule: Schedule, costs: Costs, links: Links | None = None) ->
             sum(table.of(Op.U, s, 0) for s in stages if schedule.trains(s)) for stages in schedule.placement
         )
         return lower_bound(schedule, replace(costs, update=0.0, norm=None), links) + table.norm + own_update
-    paths = _PathBounds(schedule, table, links)
+    paths = _PathBounds(schedule, table.without_exchanges if schedule.overlapped else table, links)
     sets = [paths.jobs(rank) for rank in range(schedule.num_ranks)]
-    return max(machine_bound(jobs) for jobs in (*sets, *paths.loads))
+    found = max(machine_bound(jobs) for jobs in (*sets, *paths.loads))
+    return max(found, ideal_makespan(schedule, costs)) if schedule.overlapped else found
 
 
 def schedule_bound(schedule: Schedule, costs: Costs, links: Links | None = None) -> float:

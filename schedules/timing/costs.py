@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from operator import add, mul
 from statistics import fmean
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from ..ir import Op, Schedule
+from ..ir import Action, Op, Schedule
 from ..program import run_as_one
 from ..wording import duration
 
@@ -39,6 +39,9 @@ class Costs:
         input_grad, weight_grad: I and W [s].
         index_factors: by action index, factors of F, B, I and W at every stage. A row, and these, have a number for
             each index of a batch (repeated for each batch) or of the whole program.
+        forward_exchange, backward_exchange: of the seconds of F, and of B or I, those of collectives within the stage:
+            of a group of experts, or of one that divides sequences [s]. They are paid in full, except by a forward and
+            a backward that run together (`schedules.overlap`). Scaled by `index_factors`, too.
         overhead: added to each F, B, I and W of the stage: the runtime between two actions [s]. Messages leave after
             it. Of an I and its W that run as one (`run_as_one`) only W has it.
         message_overhead: added to each F, B and I, for the messages that it receives and sends [s].
@@ -58,7 +61,8 @@ class Costs:
         around: time of a step outside of its actions, sums and updates: reading the batch before, and the results after
             them [s]. Nothing overlaps with it.
 
-    Raises ValueError for anything but finite seconds of at least 0, shares from 0 to 1, and for half of a split.
+    Raises ValueError for anything but finite seconds of at least 0, shares from 0 to 1, and for half of a split; their
+    table also for more seconds of exchange than the action has.
 
     >>> Costs(forward=1.0, backward=3.0).table(num_stages=2).column(Op.W)
     (1.5, 1.5)
@@ -74,6 +78,8 @@ class Costs:
     backward: PerAction | None = None
     input_grad: PerAction | None = None
     weight_grad: PerAction | None = None
+    forward_exchange: PerStage = 0.0
+    backward_exchange: PerStage = 0.0
     overhead: PerStage = 0.0
     message_overhead: PerStage = 0.0
     latency: PerStage = 0.0
@@ -176,8 +182,14 @@ class Costs:
             backward = doubled if self.backward is None else rows("backward")
             input_grad = weight_grad = tuple(tuple(b / 2 for b in row) for row in backward)
         by_op = {Op.F: forward, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
+        exchanges = {Op.F: rows("forward_exchange"), Op.B: rows("backward_exchange")}
+        for op, own in exchanges.items():
+            _check_exchanges(COST_OF_OP[op], own, by_op[op])
         if self.index_factors is not None:
-            by_op = {op: tuple(together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
+            by_op, exchanges = (
+                {op: tuple(together(row, factors, mul) for row in rows) for op, rows in each.items()}
+                for each in (by_op, exchanges)
+            )
         size = (num_indices or 1) * num_batches
         overhead = _overhead_rows(column("overhead"), column("message_overhead"), as_one or {}, size)
         by_op = {
@@ -194,6 +206,7 @@ class Costs:
             around=self.around,
             offload=column("offload"),
             reload=column("reload"),
+            exchanges=exchanges,
         )
 
 
@@ -237,6 +250,15 @@ def together(one: Row, other: Row, how: Callable[[float, float], float]) -> Row:
     """Two rows combined number by number, the shorter one repeated."""
     length = max(len(one), len(other))
     return tuple(how(one[k % len(one)], other[k % len(other)]) for k in range(length))
+
+
+def _check_exchanges(name: str, exchanges: Rows, rows: Rows) -> None:
+    for stage, ((own,), row) in enumerate(zip(exchanges, rows, strict=True)):
+        if own > min(row) * (1 + 1e-9):
+            raise ValueError(
+                f"{name}_exchange of stage {stage} is {own} of the {min(row)} seconds of {name}: expected a part of "
+                f"these"
+            )
 
 
 def _several(value: object) -> Iterable[object] | None:
@@ -289,6 +311,8 @@ def _share(name: str, number: object) -> float:
 
 
 COST_OF_OP = {Op.F: "forward", Op.B: "backward", Op.I: "input_grad", Op.W: "weight_grad"}
+# Of measured actions: of those that ran together what was saved is in their seconds.
+NOT_APART: Mapping[str, Any] = {"forward_exchange": 0.0, "backward_exchange": 0.0}
 _CONVERT: Mapping[str, Callable[[str, object], object]] = {
     **dict.fromkeys(COST_OF_OP.values(), _one_or_several(_seconds_or_row)),
     "sum_busy": _one_or_several(_share),
@@ -313,6 +337,7 @@ class CostTable:
     around: float
     offload: tuple[float, ...]
     reload: tuple[float, ...]
+    exchanges: Mapping[Op, Rows]  # of F, and of B or I: part of their seconds
 
     @property
     def update(self) -> tuple[float, ...]:
@@ -326,6 +351,33 @@ class CostTable:
     def of(self, op: Op, stage: int, index: int) -> float:
         row = self.row(op, stage)
         return row[index % len(row)]
+
+    def exchange(self, action: Action) -> float:
+        """Seconds of an action that are collectives within its stage."""
+        stage, op, index = action
+        rows = self.exchanges.get(Op.B if op is Op.I else op)
+        if rows is None or not any(rows[stage]):
+            return 0.0
+        return min(rows[stage][index % len(rows[stage])], self.of(op, stage, index))
+
+    def hidden(self, forward: Action, backward: Action) -> float:
+        """Seconds that both save when they run together: the exchanges of one while the other computes."""
+        exchanges = self.exchange(forward), self.exchange(backward)
+        if not any(exchanges):
+            return 0.0
+        computes = [self.of(a.op, a.stage, a.index) - x for a, x in zip((forward, backward), exchanges, strict=True)]
+        return min(computes[0], exchanges[1]) + min(computes[1], exchanges[0])
+
+    @property
+    def without_exchanges(self) -> CostTable:
+        """The seconds of compute alone."""
+        rows = {
+            op: tuple(
+                tuple(x - self.exchange(op(stage, k)) for k, x in enumerate(row)) for stage, row in enumerate(rows)
+            )
+            for op, rows in self.rows.items()
+        }
+        return replace(self, rows=rows, exchanges={})
 
     def row(self, op: Op, stage: int) -> Row:
         """Seconds of the actions of one op and stage, by index; one number if constant."""

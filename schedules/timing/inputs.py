@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..ir import COMPUTE_OPS, Op, Schedule
-from .costs import COST_OF_OP, Costs, Row, by_stage, columns, together
+from .costs import COST_OF_OP, NOT_APART, Costs, Row, by_stage, columns, together
 from .links import Link, Links, PlaceNetwork
 from .wiring import MessageRoute, ScheduleWiring
 
@@ -206,7 +206,7 @@ def _actions(schedule: Schedule, costs: Costs, seen: Values) -> dict[str, Any]:
         return {}
     halves = costs.input_grad is not None or any(own & {Op.I, Op.W} for own in ops.values())
     found = {name: columns(rows[op]) for op, name in COST_OF_OP.items() if halves or op in (Op.F, Op.B)}
-    return found | {"index_factors": None}
+    return {**found, **NOT_APART, "index_factors": None}
 
 
 def _overheads(costs: Costs, num_stages: int, seen: Values) -> dict[str, Any]:

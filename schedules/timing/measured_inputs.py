@@ -14,7 +14,7 @@ from typing import Any
 
 from ..ir import COMPUTE_OPS, Action, Collective, Op, Schedule
 from ..program import run_as_one
-from .costs import COST_OF_OP, Costs
+from .costs import COST_OF_OP, NOT_APART, Costs
 from .inputs import Cause, Input, action_input, around_actions
 from .links import Taken, seconds_left
 from .records import launches
@@ -125,7 +125,7 @@ def own_durations(schedule: Schedule, timeline: Timeline, costs: Costs) -> Costs
 
     stages, indices = range(schedule.num_stages), range(schedule.total_indices)
     rows: dict[str, Any] = {name: [[of(op, s, k) for k in indices] for s in stages] for op, name in COST_OF_OP.items()}
-    return replace(costs, **rows, index_factors=None)
+    return replace(costs, **rows, **NOT_APART, index_factors=None)
 
 
 def _actions(timeline: Timeline, shares: Sequence[float]) -> Iterator[tuple[Input, float]]:

@@ -27,6 +27,7 @@ class RankRecord:
         arrivals: (message, wait began, message arrived).
         collectives: from when this rank began them to their end.
         data: when this rank began to wait for a batch, and had it.
+        exchanges: within actions, from when this rank began them to their end.
         step: when this rank's step began and ended, including everything outside of its actions; None: not stamped.
         offset: to add to this rank's times to compare them with rank 0's (hosts differ) [s].
         error: most that the offset may be wrong by [s].
@@ -36,6 +37,7 @@ class RankRecord:
     arrivals: tuple[Span[Message], ...]
     collectives: tuple[Span[Collective], ...] = ()
     data: tuple[tuple[float, float], ...] = ()
+    exchanges: tuple[Span[Collective], ...] = ()
     step: tuple[float, float] | None = None
     offset: float = 0.0
     error: float = 0.0
@@ -71,13 +73,17 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
             end = there + record.offset
             comm.append(Span(message, min(max(made, began + record.offset), end), end))
         moves = [span for span in actions if span.what.op in MOVE_OPS]
-        by_start = sorted(record.collectives, key=lambda span: span.start)
+        collectives, exchanges = (
+            tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in sorted(own, key=lambda span: span.start))
+            for own in (record.collectives, record.exchanges)
+        )
         ranks.append(
             RankTrace(
                 compute=tuple(span for span in actions if span.what.op not in MOVE_OPS),
                 moves=tuple(sorted(moves, key=lambda span: span.start)),
                 comm=tuple(sorted(comm, key=lambda span: span.start)),
-                collectives=tuple(Span(c, s + record.offset, e + record.offset) for c, s, e in by_start),
+                collectives=collectives,
+                exchanges=exchanges,
                 data=tuple((s + record.offset, e + record.offset) for s, e in record.data if e - s >= _REALLY_WAITED),
             )
         )
@@ -127,7 +133,7 @@ def as_it_ran(schedule: Schedule, records: Sequence[RankRecord | None]) -> Sched
         programs.append(ran if _work(ran) == _work(own) else own)
     if tuple(programs) == schedule.programs:
         return schedule
-    return replace(schedule, name="auto", programs=tuple(programs))
+    return replace(schedule, name="auto", programs=tuple(programs), overlapped=())
 
 
 def _work(program: Sequence[Action]) -> list[tuple[int, int, bool]]:
@@ -160,6 +166,7 @@ def assemble_stream(calls: RunCalls, records: Sequence[RankRecord | None]) -> Ti
             compute=moved(record.compute),
             arrivals=moved(record.arrivals),
             collectives=moved(record.collectives),
+            exchanges=moved(record.exchanges),
             data=tuple(wait for wait in record.data if wait[0] >= begins(record)),
         )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -72,14 +72,22 @@ def run_once(
 def busy_seconds(schedule: Schedule, costs: Costs) -> float:
     """Seconds of F, B, I and W of all ranks together, per batch."""
     table = costs.table_for(schedule)
-    own = sum(table.of(op, s, k) for program in schedule.programs for s, op, k in program if op in COMPUTE_OPS)
-    return own / schedule.num_batches
+    return sum(_own_work(schedule, table, COMPUTE_OPS)) / schedule.num_batches
 
 
 def ideal_makespan(schedule: Schedule, costs: Costs) -> float:
     """The largest own work of any rank [s]: the time of a rank that is never idle."""
-    table = costs.table_for(schedule)
-    return max(sum(table.of(op, stage, k) for stage, op, k in program) for program in schedule.compute_programs)
+    return max(_own_work(schedule, costs.table_for(schedule), LANE_OPS))
+
+
+def _own_work(schedule: Schedule, table: CostTable, ops: Collection[Op]) -> list[float]:
+    """Seconds of actions of each rank, of those that run together what they take."""
+    together = schedule.together
+    found = []
+    for program in schedule.programs:
+        saved = sum(table.hidden(a, together[a]) for a in program if a in together) if together else 0.0
+        found.append(sum(table.of(op, stage, k) for stage, op, k in program if op in ops) - saved)
+    return found
 
 
 class _JointStepTimes:
@@ -117,6 +125,12 @@ class _Simulation:
         rows = [table.row(op, s) for op in LANE_OPS for s in range(schedule.num_stages)]
         # By code and index: [S * 5][M].
         self.durations = [row * (wiring.num_indices // len(row)) for row in rows]
+        self.together = schedule.together
+        for forward, backward in self.together.items():
+            code = wiring.code(backward.op, backward.stage)
+            shorter = list(self.durations[code])
+            shorter[backward.index] -= table.hidden(forward, backward)
+            self.durations[code] = tuple(shorter)
         free_at = [0.0] * wiring.num_channels
         self.delays = [table.latency[each.stage] for each in wiring.routes]
         transits = [
@@ -164,9 +178,31 @@ class _Simulation:
             self._add_epilogue(computes)
         lanes = zip(computes, comm, *self._other_lanes(computes), strict=True)
         ranks = (
-            RankTrace(compute=tuple(c), comm=m, collectives=together, moves=moves) for c, m, together, moves in lanes
+            RankTrace(compute=tuple(c), comm=m, collectives=all_of, moves=moves, exchanges=self._exchanges(c))
+            for c, m, all_of, moves in lanes
         )
         return Timeline(schedule=self.schedule, around=self.table.around, ranks=tuple(ranks))
+
+    def _exchanges(self, compute: Sequence[Span[Action]]) -> tuple[Span[Collective], ...]:
+        """Exchanges at the ends of their actions; of a backward that runs together with a forward, first what that one
+        hides while it computes (see `overlap`)."""
+        found: list[Span[Collective]] = []
+        if not any(any(row) for rows in self.table.exchanges.values() for row in rows):
+            return ()
+        for at, (action, _, end) in enumerate(compute):
+            left = self.table.exchange(action)
+            if left <= 0:
+                continue
+            what = Collective((action.stage,), Op.EXCHANGE, action.index)
+            before = compute[at - 1] if at else None
+            if before is not None and self.together.get(before.what) == action:
+                computes = before.end - before.start - self.table.exchange(before.what)
+                if (first := min(left, computes)) > 0:
+                    found.append(Span(what, before.start, before.start + first))
+                    left -= first
+            if left > 0:
+                found.append(Span(what, end - left, end))
+        return tuple(sorted(found, key=attrgetter("start")))
 
     def _sending(self, output: Output) -> _Sending:
         delays = [0.0 if p is None else self.delays[p] for p in output.routes]
@@ -180,6 +216,7 @@ class _Simulation:
     def _play(self) -> list[tuple[list[float], list[float]]]:
         """The event loop; returns by rank when its actions start and end, in program order."""
         programs, inputs, begins = self.wiring.programs, self.wiring.inputs, self.wiring.begins
+        waits_also = self.wiring.waits_also
         arrived, durations, shared = self.arrived, self.durations, bool(self.processors)
         outputs = [[self._sending(each) for each in outputs] for outputs in self.wiring.outputs]
         starts: list[list[float]] = [[] for _ in programs]
@@ -197,10 +234,12 @@ class _Simulation:
                     continue
                 code, k = codes[at], indices[at]
                 start = free_at[rank]
-                for base in inputs[code]:
-                    arrival = arrived[base + k]
+                slots = [base + k for base in inputs[code]]
+                slots += waits_also[rank].get(at, ())
+                for slot in slots:
+                    arrival = arrived[slot]
                     if arrival == _NOT_YET:
-                        blocked.setdefault(base + k, []).append(rank)
+                        blocked.setdefault(slot, []).append(rank)
                         break
                     if arrival > start:
                         start = arrival

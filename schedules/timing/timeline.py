@@ -4,6 +4,7 @@
            |  >>>>                 comm lane: spans of messages, from ready at the sender to arrived here
            |              ====     collectives: all-reduces of gradients, from when this rank began them to their end
            |      <<<<             moves: activations offloaded or reloaded, from begin to end
+           |   ==       ==         exchanges: all-to-alls and gathers within F and B, from begin to end
 
 All times are in seconds from one origin that the ranks share.
 """
@@ -41,8 +42,8 @@ class Span(NamedTuple, Generic[Of]):
 class RankTrace:
     """One rank: spans in ascending order of start; compute spans do not overlap.
 
-    comm holds the messages that this rank received, moves the OFFLOAD and RELOAD of its program, data the waits for a
-    batch (measured runs only).
+    comm holds the messages that this rank received, moves the OFFLOAD and RELOAD of its program, exchanges what its
+    actions sent within the groups of their stages, data the waits for a batch (measured runs only).
     """
 
     compute: tuple[Span[Action], ...]
@@ -50,6 +51,7 @@ class RankTrace:
     collectives: tuple[Span[Collective], ...] = ()
     moves: tuple[Span[Action], ...] = ()
     data: tuple[tuple[float, float], ...] = ()
+    exchanges: tuple[Span[Collective], ...] = ()
 
     @property
     def busy(self) -> float:
@@ -58,8 +60,8 @@ class RankTrace:
 
     @property
     def transfers(self) -> tuple[Span[Collective] | Span[Action], ...]:
-        """Collectives, then moves."""
-        return (*self.collectives, *self.moves)
+        """Collectives, those within actions, then moves."""
+        return (*self.collectives, *self.exchanges, *self.moves)
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -229,6 +231,7 @@ class Timeline:
                 comm=move(r.comm),
                 collectives=move(r.collectives),
                 moves=move(r.moves),
+                exchanges=move(r.exchanges),
                 data=tuple((start + offset, end + offset) for start, end in r.data),
             )
             for r in self.ranks
@@ -243,6 +246,7 @@ class Timeline:
                 "comm": [[list(what), start, end] for what, start, end in rank.comm],
                 "collectives": [[str(what), start, end] for what, start, end in rank.collectives],
                 **({"moves": [[str(what), start, end] for what, start, end in rank.moves]} if rank.moves else {}),
+                **({"exchanges": [[str(w), s, e] for w, s, e in rank.exchanges]} if rank.exchanges else {}),
                 **({"data": [list(wait) for wait in rank.data]} if rank.data else {}),
             }
             for rank in self.ranks
@@ -270,6 +274,7 @@ class Timeline:
                     ),
                     moves=tuple(_span(Action.parse(what), *times) for what, *times in rank.get("moves", ())),
                     data=tuple((float(start), float(end)) for start, end in rank.get("data", ())),
+                    exchanges=tuple(_span(Collective.parse(w), *times) for w, *times in rank.get("exchanges", ())),
                 )
                 for rank in data["ranks"]
             )

@@ -88,6 +88,7 @@ class ScheduleWiring:
         filled: slots that are filled from the start.
         num_slots, num_channels: their numbers.
         waits: by slot, the pair of ranks, for messages that wait for their receive to be posted.
+        waits_also: by rank and position, slots of the backward that begins with this forward.
         posts: by rank and position (of those in `begins`), the pairs for which it posts a receive.
         links: over which it is wired.
 
@@ -114,6 +115,15 @@ class ScheduleWiring:
         self._lay_wires(needs)
         self.waits: dict[int, tuple[int, int]] = {}
         self.posts: list[dict[int, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
+        together = schedule.together
+        self.waits_also: list[dict[int, list[int]]] = [
+            {
+                at: [base + then.index for base in self.inputs[self.code(then.op, then.stage)]]
+                for at, action in enumerate(program)
+                if (then := together.get(action)) is not None
+            }
+            for program in self.actions
+        ]
         self._post_receives()
         self._arrange_joint_steps(table)
         if needs.moves:
@@ -198,10 +208,11 @@ class ScheduleWiring:
         ]
         sent: dict[tuple[int, int], list[int]] = {}  # slots, in the order of the sender
         used: dict[int, int] = {}
-        for codes, indices in self.programs if any(slow) and ahead < self.num_indices * len(slow) else ():
+        playing = zip(self.programs, self.waits_also, strict=True)
+        for (codes, indices), also in playing if any(slow) and ahead < self.num_indices * len(slow) else ():
             for at, (code, k) in enumerate(zip(codes, indices, strict=True)):
-                for base in self.inputs[code]:
-                    used.setdefault(base + k, at)
+                for slot in (*(base + k for base in self.inputs[code]), *also.get(at, ())):
+                    used.setdefault(slot, at)
                 for base, _, routes, last in self.outputs[code]:
                     if (p := routes[k]) is not None and slow[p] and (last is None or last[k] == code):
                         self.waits[base + k] = self.routes[p][:2]

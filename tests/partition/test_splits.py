@@ -82,3 +82,35 @@ def test_the_runtime_has_no_such_plans() -> None:
         layout_of_plan(best, World(rank=0, size=4), num_microbatches=None)
     runs = plan(source, source.cluster, global_batch=batch, runnable=True, **PLAIN)
     assert (runs.context, runs.expert) == (1, 1)
+
+
+@pytest.mark.parametrize(("context", "expert"), [(1, 2), (2, 1), (2, 2), (1, 1)])
+def test_exchanges_are_what_links_that_take_no_time_save(context: int, expert: int) -> None:
+    model = Transformer(
+        experts=4, top_k=2, layers=4, hidden=512, heads=4, vocabulary=1000, length=512, attention="flash"
+    )
+    clusters = [Cluster.parse(f"8:nvlink={speed}GB/s:80GB") for speed in (1, 1000000000)]
+    slow, fast = (
+        TransformerSource(transformer=model, device=A100, cluster=each, context=context, expert=expert)
+        for each in clusters
+    )
+    exchanges = {}
+    for way in ("forward", "backward"):
+        one, other = (
+            [getattr(node, f"{way}_seconds") for node in each.profile(microbatch_size=1, tensor=context).nodes]
+            for each in (slow, fast)
+        )
+        saved = [a - b for a, b in zip(one, other, strict=True)]
+        nodes = slow.profile(microbatch_size=1, tensor=context).nodes
+        assert [getattr(node, f"{way}_exchange_seconds") for node in nodes] == pytest.approx(saved, rel=1e-6, abs=1e-9)
+        exchanges[way] = saved
+    stages = [
+        GivenStage(("embedding", "layer0", "layer1"), range(2 * context), context),
+        GivenStage(("layer2", "layer3", "head"), range(2 * context, 4 * context), context),
+    ]
+    found = evaluate(slow, clusters[0], stages, num_microbatches=4, microbatch_size=1)
+    for way, by_node in exchanges.items():
+        expected = [sum(by_node[:3]), sum(by_node[3:])]
+        given = getattr(found.costs, f"{way}_exchange")
+        assert (given if any(expected) else [given] * 2) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert Plan.from_json(found.to_json()).costs == found.costs

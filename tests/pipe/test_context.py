@@ -115,6 +115,8 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any], *, counted: bool = F
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             optimizer.step()
             differences.append(abs((result.loss or math.nan) - loss.item()))
+        timeline = result.timeline()
+        assert any(trace.exchanges for trace in timeline.ranks)  # keys and values that are gathered
         state = pipe.full_state_dict()
         worst = max(float((state[name] - x).abs().max() / x.abs().max()) for name, x in plain.state_dict().items())
         differences.append(

@@ -247,3 +247,17 @@ def test_means_are_over_all_microbatches(op: Op) -> None:
     )
     own = {Op.F: (2.25, 5.0), Op.B: (4.25, 5.0)}[op]  # each with 0.25 around it
     assert table.means(op) == own
+
+
+def test_exchanges_are_of_the_action_in_which_they_were() -> None:
+    recorder = RankRecorder(HostClock())
+    recorder.exchange(-2.0, -1.0)  # while stages were built
+    recorder.begin()
+    recorder.exchange(0.25, 0.5)
+    recorder.exchange(0.5, 0.75)
+    recorder.action(Action(0, Op.F, 1), 0.0, 1.0)
+    recorder.action(Action(0, Op.F, 2), 1.0, 2.0)
+    recorder.exchange(2.5, 3.0)
+    recorder.action(Action(0, Op.B, 1), 2.0, 3.0)
+    within = Collective((0,), Op.EXCHANGE, 1)
+    assert recorder.snapshot()().exchanges == ((within, 0.25, 0.5), (within, 0.5, 0.75), (within, 2.5, 3.0))

@@ -159,6 +159,7 @@ _NAMES = {
     "pipe.settings.options": "Options device_of read_options",
     "pipe.shards.attention": "Heads",
     "pipe.shards.cutting": "cut_by_styles profile_cut",
+    "pipe.shards.exchanges": "Exchanges",
     "pipe.shards.experts": "ListedExperts",
     "pipe.shards.style": "uncut",
     "pipe.shards.shard": "Shard",

@@ -28,6 +28,8 @@ def whatif_data(exhibit: Exhibit) -> dict[str, Any] | None:
     schedule = exhibit.simulated.schedule
     if (actions := sum(map(len, schedule.programs))) > _MAX_ACTIONS:
         return {"refused": f"{actions:,} actions: costs can be varied up to {_MAX_ACTIONS:,}."}
+    if schedule.overlapped:
+        return {"refused": "Forwards and backwards run together: this page cannot replay such pairs."}
     wiring = replay_data(schedule, exhibit.costs, exhibit.links)
     if wiring["waits"]:
         return {
