@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import functional as F
 
+from .linear_loss import linear_cross_entropy, linear_loss
+
 _aten = torch.ops.aten
 _unsafe_view = _aten._unsafe_view.default
 
@@ -412,6 +414,7 @@ def _spellings() -> dict[Any, Instead]:
         torch.embedding: Instead(_aten_embedding),
         torch.convolution: _Convolve("input weight bias stride padding dilation transposed output_padding groups"),
         torch.Tensor.__matmul__: Instead(matmul),
+        linear_cross_entropy: Instead(linear_loss),
     }
     products: dict[str, Callable[..., Any]] = {
         "matmul": matmul,

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ...partition.model.linear_loss import LinearCrossEntropy
 from ...partition.profiler.passes import NOT_BY_SAMPLES
 from .shard import Shard, chunk
 from .style import Style, StyleError, not_divided, numbers_of, shard_of
@@ -37,6 +38,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a Conv1D, or computes the same as a torch.nn.Linear (a subclass with its own forward is tried)."""
+    if isinstance(module, LinearCrossEntropy):
+        return False
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return isinstance(module, nn.Linear) or is_conv1d(module)
     weight, has_others = module.weight, {name for name, _ in module.named_parameters()} - {"weight", "bias"}
@@ -64,7 +67,8 @@ class Column(Style):
 
     Arguments:
         blocks: equal blocks of the outputs that are divided separately: 3 for [q | k | v].
-        gather_output: whether each member gets all outputs, instead of its own.
+        gather_output: whether each member gets all outputs, instead of its own; a LinearCrossEntropy's loss is that of
+            all outputs, none of which are gathered.
         shared: outputs after the blocks that all members get, such as one key and value for all heads.
     """
 
@@ -94,6 +98,8 @@ class Column(Style):
             raise StyleError(f"module {name!r}: blocks={self.blocks} are not gathered: expected gather_output=False")
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise StyleError(f"module {name!r} has max_norm={module.max_norm}: expected none, for a row is divided")
+        if isinstance(module, LinearCrossEntropy) and (self.blocks > 1 or self.shared or not self.gather_output):
+            raise StyleError(f"module {name!r} is a LinearCrossEntropy: expected 'column' or Column(gather_output=True)")
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         dim = 0 if isinstance(module, nn.Linear) else 1
@@ -109,6 +115,9 @@ class Column(Style):
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, nn.Embedding):
             args, kwargs = _first(args, kwargs, lambda x: enter(x, group))
+        if isinstance(module, LinearCrossEntropy) and (args[1:] or (kwargs.get("target"),))[0] is not None:
+            group.region(False)
+            return plain.forward(module, *args, members=group, **kwargs)
         whole = self.gather_output or isinstance(module, nn.Embedding)
         out = plain.forward(module, *args, **kwargs)
         if self.shared:
