@@ -392,6 +392,11 @@ class Instead:
         return len(args) <= self._most and (not kwargs or kwargs.keys() <= self._names)
 
 
+class _Loss(Instead):
+    def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        return True
+
+
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
 
 
@@ -414,7 +419,7 @@ def _spellings() -> dict[Any, Instead]:
         torch.embedding: Instead(_aten_embedding),
         torch.convolution: _Convolve("input weight bias stride padding dilation transposed output_padding groups"),
         torch.Tensor.__matmul__: Instead(matmul),
-        linear_cross_entropy: Instead(linear_loss),
+        linear_cross_entropy: _Loss(linear_loss),
     }
     products: dict[str, Callable[..., Any]] = {
         "matmul": matmul,

@@ -99,7 +99,9 @@ class Column(Style):
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise StyleError(f"module {name!r} has max_norm={module.max_norm}: expected none, for a row is divided")
         if isinstance(module, LinearCrossEntropy) and (self.blocks > 1 or self.shared or not self.gather_output):
-            raise StyleError(f"module {name!r} is a LinearCrossEntropy: expected 'column' or Column(gather_output=True)")
+            raise StyleError(
+                f"module {name!r} is a LinearCrossEntropy: expected 'column' or Column(gather_output=True)"
+            )
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         dim = 0 if isinstance(module, nn.Linear) else 1

@@ -1,0 +1,152 @@
+"""The cross entropy of a head without all logits: numbers of plain PyTorch in float64, and what exists meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.inside import SplitBackward, WeightGradients
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stagewright as sw
+
+TOKENS, WIDTH, WORDS = 10, 8, 600
+
+
+def given(*, bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Hidden [2, 5, H], weight, targets of which two are ignored, bias."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(*shape, dtype=dtype) for shape in ((2, TOKENS // 2, WIDTH), (WORDS, WIDTH)))
+    target = torch.randint(WORDS, (2, TOKENS // 2))
+    target[0, 2] = target[1, 0] = -100
+    shift = nn.Parameter(torch.randn(WORDS, dtype=dtype)) if bias else None
+    return hidden.requires_grad_(), nn.Parameter(weight), target, shift
+
+
+def plain(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *, z_loss: float = 0.0, **how: Any
+) -> Tensor:
+    logits = F.linear(hidden, weight, bias).flatten(0, 1)
+    wanted = target.flatten()
+    losses = F.cross_entropy(logits, wanted, **{**how, "reduction": "none"})
+    losses = losses + z_loss * logits.logsumexp(1).square() * (wanted != -100)
+    reduction = how.get("reduction", "mean")
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses.sum() if reduction == "sum" else losses.sum() / (wanted != -100).sum()
+
+
+def results(loss_of: Callable[..., Tensor], inputs: tuple[Any, ...], **how: Any) -> list[Tensor]:
+    """Loss and gradients, each number of the loss weighed differently."""
+    loss = loss_of(*inputs, **how)
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    weights = torch.arange(1, 1 + loss.numel(), dtype=loss.dtype).view(loss.shape)
+    return [loss, *torch.autograd.grad((loss * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_it_is_cross_entropy_of_the_logits(reduction: str) -> None:
+    for bias, label_smoothing, z_loss, chunk in product([False, True], [0.0, 0.1], [0.0, 0.01], [7, None]):
+        how: dict[str, Any] = {"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        ours, plains = (
+            results(sw.linear_cross_entropy, given(bias=bias), chunk=chunk, **how),
+            results(plain, given(bias=bias), **how),
+        )
+        for one, other in zip(ours, plains, strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_pair_is_a_sum_and_its_count() -> None:
+    loss, count = sw.linear_cross_entropy(*given(), reduction="pair")
+    assert loss.item() == pytest.approx(plain(*given(), reduction="sum").item(), abs=1e-12)
+    assert int(count) == TOKENS - 2
+
+
+def test_torchs_own_is_the_same() -> None:
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch has none")
+    hidden, weight, target, bias = given()
+    torchs = F.linear_cross_entropy(hidden.flatten(0, 1), weight, target.flatten(), linear_bias=bias)
+    assert torchs.item() == pytest.approx(sw.linear_cross_entropy(hidden, weight, target, bias).item(), abs=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation makes, weights' gradients aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.shape != (WORDS, WIDTH):
+            self.most = max(self.most, made.numel())
+        return made
+
+
+@pytest.mark.parametrize(("loss_of", "most"), [(plain, TOKENS * WORDS), (sw.linear_cross_entropy, TOKENS * 256)])
+def test_all_logits_never_exist(loss_of: Callable[..., Tensor], most: int) -> None:
+    kept: list[int] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(0 if isinstance(x, nn.Parameter) else x.numel())
+        return x
+
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = loss_of(*given())
+        loss.backward()
+    assert largest.most == most
+    assert (sum(kept) < 3 * TOKENS * WIDTH) == (most < TOKENS * WORDS)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_two_halves_of_a_backward_are_the_whole(bias: bool) -> None:
+    """The weight's gradient comes in W, of what is as large as hidden."""
+    inputs = given(bias=bias)
+    _, *whole = results(sw.linear_cross_entropy, inputs)
+    leaves: list[Any] = [x for x in inputs if x is not None and x.requires_grad]
+    split, later = SplitBackward(), WeightGradients()
+    with split.forward():
+        loss = sw.linear_cross_entropy(*inputs)
+    with split.backward(later):
+        loss.backward()
+    assert [x.grad is None for x in leaves] == [False] + [True] * (len(leaves) - 1)
+    assert later.num_bytes <= 8 * (TOKENS * WIDTH + 3 * TOKENS)
+    later.add()
+    for x, wanted in zip(leaves, whole, strict=True):
+        assert torch.equal(x.grad, wanted)
+
+
+def test_under_autocast_products_are_in_16_bits_and_sums_in_32() -> None:
+    inputs = given(dtype=torch.float32)
+    exact = results(plain, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, usual = (results(loss_of, inputs) for loss_of in (sw.linear_cross_entropy, plain))
+    assert found[0].dtype is torch.float32
+    for one, other, wanted in zip(found, usual, exact, strict=True):
+        assert one.dtype is wanted.dtype
+        assert (one - wanted).norm().item() <= 1.2 * (other - wanted).norm().item()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"target": torch.full((2, 5), WORDS)}, f"target {WORDS}: expected 0 to {WORDS - 1}, or -100"),
+        (
+            {"target": torch.zeros(2, 4, dtype=torch.long)},
+            r"target \(2, 4\): expected \[..., H\], \[V, H\] and \[...\]",
+        ),
+        ({"chunk": 0}, "chunk=0: expected a number of rows of the weight, at least 1"),
+        ({"reduction": "max"}, "reduction='max': expected one of 'mean', 'sum', 'none', 'pair'"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, Any], match: str) -> None:
+    hidden, weight, target, bias = given()
+    inputs: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    with pytest.raises(ValueError, match=match):
+        sw.linear_cross_entropy(**{**inputs, **change})
