@@ -14,6 +14,7 @@ VALUE_BYTES = 2  # of a weight or an activation
 Head = Literal["tied", "untied"]
 Split = Literal["tensor", "sequence"]
 Attention = Literal["stored", "flash"]
+Loss = Literal["stored", "fused"]
 Gradients = Literal["16-bit", "float32"]
 Recompute = Literal["none", "layer", "selective"]
 Style = Literal["gpt", "llama"]
@@ -32,6 +33,8 @@ class Transformer:
             stages each holds a copy, so the profile counts V h bytes in both.
         split: what tensor parallelism divides, see `layers.py`.
         attention: "stored": the scores are written to memory; "flash": they are not.
+        loss: "stored": all logits are kept until the backward; "fused": it computes them again, a part of the
+            vocabulary at a time (`stagewright.LinearCrossEntropy`).
         gradients: of what type they are added up, and summed over replicas.
         style: "llama": no biases, dropout or learned positions; norms without shift, three matrices to an MLP.
         kv_heads: heads of K and V, which groups of queries share (Ainslie et al. 2023); None: a.
@@ -54,6 +57,7 @@ class Transformer:
     head: Head = "tied"
     split: Split = "tensor"
     attention: Attention = "stored"
+    loss: Loss = "stored"
     gradients: Gradients = "16-bit"
     style: Style = "gpt"
     kv_heads: int | None = None
@@ -73,8 +77,8 @@ class Transformer:
         ratio = number("transformer: mlp_ratio", self.mlp_ratio, positive=True)
         if self.mlp_width < 1 or abs(ratio * self.hidden - self.mlp_width) > 1e-6 * self.hidden:
             fail("transformer: mlp_ratio", self.mlp_ratio, f"a multiple of 1/{self.hidden} (the MLP's width is whole)")
-        every = {"head": Head, "split": Split, "attention": Attention, "gradients": Gradients}
-        for name, choices in (every | {"style": Style, "precision": Precision}).items():
+        every = {"head": Head, "split": Split, "attention": Attention, "loss": Loss}
+        for name, choices in (every | {"gradients": Gradients, "style": Style, "precision": Precision}).items():
             if getattr(self, name) not in get_args(choices):
                 fail(f"transformer: {name}", getattr(self, name), f"one of {', '.join(get_args(choices))}")
 

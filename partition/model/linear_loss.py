@@ -166,8 +166,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.split, ctx.how, ctx.weight, ctx.bias = split, how, weight, bias
         ctx.save_for_backward(hidden, weight, target, lse)
         loss = lse - (1 - how.label_smoothing) * found + how.z_loss * lse.square()
-        loss -= how.label_smoothing / how.vocabulary(weight) * total
-        return loss.masked_fill_(target == how.ignore_index, 0)
+        loss = loss - how.label_smoothing / how.vocabulary(weight) * total
+        return torch.where(target == how.ignore_index, torch.zeros_like(loss), loss)
 
     @staticmethod
     @once_differentiable
@@ -249,4 +249,4 @@ class LinearCrossEntropy(nn.Linear):
     def forward(self, hidden: torch.Tensor, target: torch.Tensor | None = None, **options: Unpack[LossOptions]) -> Any:
         if target is None:
             return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, target, self.bias, **{**self._options, **options})
+        return linear_cross_entropy(hidden, self.weight, target, self.bias, **self._options | options)
