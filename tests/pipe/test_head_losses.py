@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
-from support.predictions import LENGTH, VOCABULARY, WIDTH, Block, batch, make_model, plain_loss
+from support.predictions import LATER, LENGTH, VOCABULARY, WIDTH, Block, batch, make_model, plain_loss
 from support.records import records
 from support.small import sgd
 from torch import Tensor, nn
@@ -145,6 +146,52 @@ def test_a_head_that_is_the_loss_counts_its_tokens() -> None:
     wanted.backward()
     assert result.loss == pytest.approx(wanted.item(), abs=1e-12)
     for one, other in zip([*trunk.parameters(), head.weight], [*plain.parameters(), weight], strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)
+
+
+class Weighed(nn.Module):
+    """Two losses over different numbers of tokens: each label has its share of its own mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model("two", reduction="none")
+
+    def forward(self, tokens: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        model, h = self.model, self.model.embed(tokens[:, :-1])
+        for block in model.blocks:
+            h = block(h)
+        first = (model.head(h, labels[:, :-1]) * shares[..., 0]).sum()
+        h = model.later(model.join(torch.cat([h, model.embed(tokens[:, 1:])], -1)))
+        loss: Tensor = first + LATER * (model.later_head(h, labels[:, 1:]) * shares[..., 1]).sum()
+        return loss
+
+
+def summed(output: Tensor, _: Tensor, *, reduction: str) -> Tensor:
+    return output
+
+
+def test_losses_with_counts_of_their_own_are_sums_of_shares() -> None:
+    """Padding that leaves the losses 10, 8, 0, 0 and 11, 6, 0, 0 labels in the microbatches."""
+    tokens, labels = batch(0)
+    labels = labels.clone()
+    labels[0, :1], labels[2:4, 4:], labels[4:] = -100, -100, -100
+    labels[1, 3] = -100
+    both = torch.stack([labels[:, :-1], labels[:, 1:]], -1) != -100
+    shares = both.double() / both.sum((0, 1))
+    model = Weighed()
+    plain = make_model("two")
+    pipe = pipeline(
+        model,
+        mesh={"pipe": 4},
+        cut=["model.blocks.1", "model.head", "model.later_head"],
+        loss_fn=partial(summed, reduction="sum"),
+        loss_weight=None,
+    )
+    loss = pipe.forward_backward(tokens, labels, shares, target=labels).loss
+    wanted = plain_loss(plain, tokens, labels)
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), abs=1e-12)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)
 
 
