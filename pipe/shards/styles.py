@@ -91,6 +91,10 @@ class Column(Style):
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         sizes = _sizes(name, module, "column")
+        if isinstance(module, LinearCrossEntropy) and (self.blocks > 1 or self.shared or not self.gather_output):
+            raise StyleError(
+                f"module {name!r} is a LinearCrossEntropy: expected 'column' or Column(gather_output=True)"
+            )
         if (sizes[1] - self.shared) % (self.blocks * count) or self.shared % count:
             what = f" in {self.blocks} blocks" if self.blocks > 1 else ""
             raise StyleError(not_divided(name, "outputs" + what, sizes[1], count, self.blocks * count))
@@ -98,10 +102,6 @@ class Column(Style):
             raise StyleError(f"module {name!r}: blocks={self.blocks} are not gathered: expected gather_output=False")
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise StyleError(f"module {name!r} has max_norm={module.max_norm}: expected none, for a row is divided")
-        if isinstance(module, LinearCrossEntropy) and (self.blocks > 1 or self.shared or not self.gather_output):
-            raise StyleError(
-                f"module {name!r} is a LinearCrossEntropy: expected 'column' or Column(gather_output=True)"
-            )
 
     def shards(self, module: nn.Module, *, index: int, count: int) -> dict[str, Shard]:
         dim = 0 if isinstance(module, nn.Linear) else 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -108,11 +110,11 @@ def test_all_logits_never_exist(loss_of: Callable[..., Tensor], most: int) -> No
 def test_the_two_halves_of_a_backward_are_the_whole(bias: bool) -> None:
     """The weight's gradient comes in W, of what is as large as hidden."""
     inputs = given(bias=bias)
-    _, *whole = results(sw.linear_cross_entropy, inputs)
+    _, *whole = results(sw.linear_cross_entropy, inputs, label_smoothing=0.1)
     leaves: list[Any] = [x for x in inputs if x is not None and x.requires_grad]
     split, later = SplitBackward(), WeightGradients()
     with split.forward():
-        loss = sw.linear_cross_entropy(*inputs)
+        loss = sw.linear_cross_entropy(*inputs, label_smoothing=0.1)
     with split.backward(later):
         loss.backward()
     assert [x.grad is None for x in leaves] == [False] + [True] * (len(leaves) - 1)
@@ -120,6 +122,46 @@ def test_the_two_halves_of_a_backward_are_the_whole(bias: bool) -> None:
     later.add()
     for x, wanted in zip(leaves, whole, strict=True):
         assert torch.equal(x.grad, wanted)
+
+
+class Member:
+    """One of two threads, each with half of the vocabulary."""
+
+    count = 2
+
+    def __init__(self, index: int, barrier: Barrier, given: dict[int, Tensor]) -> None:
+        self.index, self._barrier, self._given = index, barrier, given
+
+    def all(self, x: Tensor, dim: int) -> Tensor:
+        self._given[self.index] = x
+        self._barrier.wait()
+        found = torch.cat([self._given[0], self._given[1]], dim)
+        self._barrier.wait()
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        return self.all(x[None], 0).sum(0)
+
+
+def test_members_with_half_of_the_rows_have_the_loss_of_all() -> None:
+    """Loss on both, the sum of their gradients of hidden, and each one's rows of the others'."""
+    how: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01}
+    wanted, both = results(plain, given(), **how), [given(), given()]
+    barrier, exchanged = Barrier(2, timeout=30), dict[int, Tensor]()
+
+    def member(index: int) -> list[Tensor]:
+        hidden, weight, target, bias = both[index]
+        assert bias is not None
+        own = (nn.Parameter(x.detach().chunk(2)[index].clone()) for x in (weight, bias))
+        inputs = hidden, next(own), target, next(own)
+        return results(sw.linear_cross_entropy, inputs, members=Member(index, barrier, exchanged), chunk=70, **how)
+
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(member, range(2))
+    for found, whole in zip([one[0], other[0], one[1] + other[1]], [wanted[0], wanted[0], wanted[1]], strict=True):
+        assert torch.allclose(found, whole, rtol=0, atol=1e-12)
+    for place in (2, 3):
+        assert torch.allclose(torch.cat([one[place], other[place]]), wanted[place], rtol=0, atol=1e-12)
 
 
 def test_under_autocast_products_are_in_16_bits_and_sums_in_32() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import stagewright as sw
 from stagewright import PipelineModule
 from stagewright.partition import Plan, PlanStage
+from stagewright.pipe.shards import Column, read_tensor_parallel
 from stagewright.schedules import Costs
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "2bw")
@@ -223,9 +224,9 @@ def test_the_function_runs_between_modules(schedule: str) -> None:
 
 
 class Divided(Between):
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.head = sw.LinearCrossEntropy(WIDTH, VOCABULARY, bias=True, label_smoothing=0.1, z_loss=0.01)
+        self.head = sw.LinearCrossEntropy(WIDTH, vocabulary, bias=True, label_smoothing=0.1, z_loss=0.01)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
         out: Tensor = self.head(Trunk.forward(self, tokens), labels)
@@ -238,9 +239,9 @@ def divided_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
     return loss + 0.01 * logits.logsumexp(1).square().mean()
 
 
-def divided() -> Divided:
+def divided(vocabulary: int = VOCABULARY) -> Divided:
     torch.manual_seed(0)
-    return Divided().double()
+    return Divided(vocabulary).double()
 
 
 def plan_of(sizes: tuple[int, int]) -> Plan:
@@ -295,3 +296,30 @@ def test_a_divided_vocabulary_has_the_same_loss(gloo: Pool, case: str) -> None:
             assert torch.allclose(logits, model(batch(9)[0]), rtol=0, atol=1e-12)
         rows.append(held)
     assert rows == [0] * (ranks - 2) + [VOCABULARY // 2] * 2
+
+
+def test_a_head_is_divided_by_columns_or_stays_whole() -> None:
+    styles = read_tensor_parallel("auto", divided(), count=2)
+    assert str(styles.styles["head"]) == "<column, gathered>"
+    named = read_tensor_parallel({"head": "column"}, divided(), count=2)
+    assert str(named.styles["head"]) == "<column, gathered>"
+    tied = divided()
+    tied.head.weight = tied.embed.weight
+    for model, count in ((tied, 2), (divided(vocabulary=49), 2)):
+        found = read_tensor_parallel("auto", model, count=count)
+        assert "head" not in found.styles
+        assert found.whole["head"] == f"whole: {count} do not divide it, or its weight is another module's too"
+
+
+@pytest.mark.parametrize(
+    ("style", "match"),
+    [
+        ("row", "module 'head' .* has its own forward"),
+        (Column(blocks=2, gather_output=True), "module 'head' is a LinearCrossEntropy: expected 'column'"),
+        (Column(), "module 'head' is a LinearCrossEntropy: expected 'column'"),
+    ],
+    ids=str,
+)
+def test_other_styles_of_a_head_are_refused(style: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        read_tensor_parallel({"head": style}, divided(), count=2)
