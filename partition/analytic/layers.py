@@ -3,7 +3,7 @@
 Symbols as in Megatron-LM: b microbatch size, s sequence length, h hidden size, a heads, r MLP ratio, V vocabulary,
 n = b s tokens. Values take 2 bytes, dropout masks 1.
 
-    embedding -> layer0 -> layer1 -> ... -> head (norm, projection to the vocabulary, loss)
+    embedding -> layer0 -> layer1 -> ... -> head (norm, projection to the vocabulary, loss) [-> later1 -> head1 -> ...]
 
 A layer, forward (backward):
 
@@ -178,7 +178,11 @@ class LayerFormulas:
     def nodes(self) -> tuple[Node, ...]:
         """All of them; equal layers differ by name only."""
         embedding, layer, head = self.parts()
-        return (embedding, *(replace(layer, name=f"layer{i}") for i in range(self.model.layers)), head)
+        found = [embedding, *(replace(layer, name=f"layer{i}") for i in range(self.model.layers)), head]
+        for i in range(1, self.model.predictions):  # takes what the head before it took
+            found[-1] = replace(found[-1], activation_bytes=layer.activation_bytes)
+            found += [replace(layer, name=f"later{i}"), replace(head, name=f"head{i}")]
+        return tuple(found)
 
     def _layer(self) -> Node:
         model, t = self.model, self.tensor

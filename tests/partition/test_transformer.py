@@ -69,6 +69,17 @@ def test_a_fused_loss_computes_logits_again_and_keeps_none() -> None:
     assert SMALL.hidden < 256 < wide.hidden
 
 
+def test_later_predictions_are_a_layer_and_a_head_each() -> None:
+    """The first head's stage passes on what it took; figures of the profile are those of the shape."""
+    model = replace(SMALL, predictions=3, head="untied")
+    profile = profile_of(model, b=2, device=COUNTER)
+    assert [node.name for node in profile.nodes][-5:] == ["head", "later1", "head1", "later2", "head2"]
+    assert [node.activation_bytes > 0 for node in profile.nodes][-5:] == [True, True, True, True, False]
+    assert total(profile, "parameter_bytes") == 2 * model.num_parameters
+    seconds = total(profile, "forward_seconds") + total(profile, "backward_seconds")
+    assert seconds == pytest.approx(model.flops(batch_size=2))
+
+
 def test_a_layer_on_a_device_of_round_figures() -> None:
     device = DeviceModel(
         name="round",
