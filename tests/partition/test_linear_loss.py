@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.inside import SplitBackward, WeightGradients
+from support.inside import SplitBackward, WeightGradients, profile_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -192,3 +192,29 @@ def test_mistakes_are_named(change: dict[str, Any], match: str) -> None:
     inputs: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
     with pytest.raises(ValueError, match=match):
         sw.linear_cross_entropy(**{**inputs, **change})
+
+
+class Logits(nn.Linear):
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(hidden).flatten(0, 1), target.flatten())
+
+
+class Spoken(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 64), head
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.embed(words), labels)
+        return loss
+
+
+@pytest.mark.nightly
+def test_what_a_profile_counts_of_a_head_of_128256_words() -> None:
+    """The table of docs/guides/models.md."""
+    words, found = torch.randint(9, (1, 256)), []
+    for head in (Logits(64, 128256, bias=False), sw.LinearCrossEntropy(64, 128256)):
+        batch = {"words": words, "labels": words}
+        profile = profile_model(Spoken(head), batch, loss_fn="model", repetitions=1, seconds=0.1, split_backward=False)
+        found.append((profile.nodes[-1].stash_bytes / 1e6, profile.nodes[-1].workspace_bytes / 1e6))
+    assert found == [pytest.approx((131.4, 262.6), rel=0.01), pytest.approx((0.0668, 33.4), rel=0.02)]
