@@ -49,7 +49,7 @@ class LossOptions(TypedDict, total=False):
 
 
 @dataclass(slots=True, kw_only=True)
-class _How:
+class _LossOf:
     reduction: Reduction = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -133,7 +133,7 @@ def linear_loss(
             f"linear_cross_entropy of hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and target "
             f"{tuple(target.shape)}: expected [..., H], [V, H] and [...]"
         )
-    how, kind, wanted = _How(**options), hidden.device.type, target.flatten()
+    how, kind, wanted = _LossOf(**options), hidden.device.type, target.flatten()
     is_cast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     how.dtype = torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
     counted, total = wanted != how.ignore_index, how.vocabulary(weight)
@@ -150,7 +150,7 @@ def linear_loss(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, split: Any, how: _How, *given: Any) -> torch.Tensor:
+    def forward(ctx: Any, split: Any, how: _LossOf, *given: Any) -> torch.Tensor:
         hidden, weight, bias, target = given
         found, total = hidden.new_zeros(2, len(hidden), dtype=how.exact)
         lse = torch.full_like(found, -torch.inf)
@@ -191,7 +191,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gradients(
-    how: _How, hidden: Any, target: Any, lse: Any, grad: Any, *, weight: Any, bias: Any, wants: list[bool]
+    how: _LossOf, hidden: Any, target: Any, lse: Any, grad: Any, *, weight: Any, bias: Any, wants: list[bool]
 ) -> list[torch.Tensor | None]:
     """Gradients of hidden, weight and bias, or None, by `grad`, [N], of the losses."""
     of_hidden = torch.zeros_like(hidden, dtype=how.exact) if wants[0] else None
@@ -243,7 +243,7 @@ class LinearCrossEntropy(nn.Linear):
         **options: Unpack[LossOptions],
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.reduction = _How(**options).reduction
+        self.reduction = _LossOf(**options).reduction
         self._options = options
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor | None = None, **options: Unpack[LossOptions]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.inside import Column, read_tensor_parallel
 from support.pool import Pool
 from support.predictions import LATER, LENGTH, VOCABULARY, WIDTH, Block, batch, make_model, plain_loss
 from support.records import records
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 import stagewright as sw
 from stagewright import PipelineModule
 from stagewright.partition import Plan, PlanStage
-from stagewright.pipe.shards import Column, read_tensor_parallel
 from stagewright.schedules import Costs
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "2bw")
