@@ -1,6 +1,7 @@
 """The runtime: PipelineModule, stages, and the engine that executes a schedule."""
 
 from ..partition.deferred.recording import deferred
+from ..partition.model.linear_loss import LinearCrossEntropy, linear_cross_entropy
 from ..partition.profiler.optimizers import named
 from .batch.batches import NonFiniteLossError
 from .checkpoint.persist import SaveResult
@@ -22,6 +23,7 @@ __all__ = [
     "ErrorFeedback",
     "EvalResult",
     "Inputs",
+    "LinearCrossEntropy",
     "Mesh",
     "ModelLoss",
     "NonFiniteLossError",
@@ -41,6 +43,7 @@ __all__ = [
     "export_checkpoint",
     "first_position",
     "import_checkpoint",
+    "linear_cross_entropy",
     "named",
     "positions",
     "read_checkpoint",

@@ -3,7 +3,7 @@
 Symbols as in Megatron-LM: b microbatch size, s sequence length, h hidden size, a heads, r MLP ratio, V vocabulary,
 n = b s tokens. Values take 2 bytes, dropout masks 1.
 
-    embedding -> layer0 -> layer1 -> ... -> head (norm, projection to the vocabulary, loss)
+    embedding -> layer0 -> layer1 -> ... -> head (norm, projection to the vocabulary, loss) [-> later1 -> head1 -> ...]
 
 A layer, forward (backward):
 
@@ -25,6 +25,7 @@ terms in a s are gone, and the backward multiplies Q K^T again (Dao et al. 2022)
                       front keeps 6 r n h, moves 6 (10) r n h
     kv_heads g        K and V of g/a h each: 8 n h kept over t are 4 (1 + g/a) n h
     top_k of experts  n k tokens in the MLP; its inputs and outputs in experts' order, 4 n k h kept, 8 (8) n k h moved
+    loss "fused"      the head keeps 4 bytes a token for each logit's 4, and computes logits again in I, or in W alone
     fp8               products with weights in half the time; inputs kept as one byte less each; casts of inputs
                       (gradients of outputs) 4 bytes a value; two bytes more a weight, since its casts are kept
     fp4               likewise, kept as 9/16 bytes each (a scale for 16 values); casts 57/8 bytes a value: read for the
@@ -56,6 +57,7 @@ from .transformer import VALUE_BYTES, Transformer
 
 LAYER_KERNELS = (20, 28, 12)  # of a layer's F, I and W
 END_KERNELS = (6, 6, 3)  # of the embedding and the head
+LEAST_ROWS = 256  # of the vocabulary in a chunk of a fused loss, as in `model.linear_loss`
 _CASTS = {"fp8": (1.0, 4.0), "fp4": (9 / 16, 57 / 8)}  # bytes kept, and moved, of a value
 _Products = Sequence[tuple[float, float]]
 
@@ -176,7 +178,11 @@ class LayerFormulas:
     def nodes(self) -> tuple[Node, ...]:
         """All of them; equal layers differ by name only."""
         embedding, layer, head = self.parts()
-        return (embedding, *(replace(layer, name=f"layer{i}") for i in range(self.model.layers)), head)
+        found = [embedding, *(replace(layer, name=f"layer{i}") for i in range(self.model.layers)), head]
+        for i in range(1, self.model.predictions):  # takes what the head before it took
+            found[-1] = replace(found[-1], activation_bytes=layer.activation_bytes)
+            found += [replace(layer, name=f"later{i}"), replace(head, name=f"head{i}")]
+        return tuple(found)
 
     def _layer(self) -> Node:
         model, t = self.model, self.tensor
@@ -255,18 +261,26 @@ class LayerFormulas:
     def _head(self) -> Node:
         """Norm, projection, and the loss in float32 over the device's part of the vocabulary."""
         flops, logits = self.model.head_flops(self.tokens) / self.tensor, self.tokens * self.vocabulary
-        return self._node(
+        is_fused = self.model.loss == "fused"
+        again = [(flops, logits)] * is_fused  # in I and W alike, where they run apart
+        chunk = self.tokens * min(self.vocabulary, max(LEAST_ROWS, self.model.hidden))
+        node = self._node(
             "head",
             (
                 self._seconds([(flops, logits)], 4 * self.whole + 18 * logits),
-                self._seconds([(flops, self.wide)], 6 * self.whole + 14 * logits, sums=1),
+                self._seconds([(flops, self.wide), *again], 6 * self.whole + (32 if is_fused else 14) * logits, sums=1),
                 self._seconds([(flops, logits)], self._added(self.vocabulary * self.model.hidden)),
             ),
             parameters=[self.vocabulary * self.model.hidden, self.model.norm_parameters],
-            stash=4 * self.whole + 4 * logits,
-            workspace=6 * logits,  # their gradient in float32 and in 16 bits
+            stash=4 * self.whole + 4 * (self.tokens if is_fused else logits),
+            # The logits' gradient in float32 and in 16 bits; or both types of a chunk's, and the float32 one of hidden.
+            workspace=max(10 * chunk, 8 * chunk + 4 * self.wide) if is_fused else 6 * logits,
             output=0.0,
         )
+        if not is_fused:
+            return node
+        alone = self._seconds(again, 32 * logits)
+        return replace(node, weight_grad_seconds=node.weight_grad_seconds + alone)
 
     def _added(self, parameters: int) -> float:
         """Bytes that W reads and writes to add a microbatch's gradients."""

@@ -14,6 +14,7 @@ VALUE_BYTES = 2  # of a weight or an activation
 Head = Literal["tied", "untied"]
 Split = Literal["tensor", "sequence"]
 Attention = Literal["stored", "flash"]
+Loss = Literal["stored", "fused"]
 Gradients = Literal["16-bit", "float32"]
 Recompute = Literal["none", "layer", "selective"]
 Style = Literal["gpt", "llama"]
@@ -32,10 +33,14 @@ class Transformer:
             stages each holds a copy, so the profile counts V h bytes in both.
         split: what tensor parallelism divides, see `layers.py`.
         attention: "stored": the scores are written to memory; "flash": they are not.
+        loss: "stored": all logits are kept until the backward; "fused": it computes them again, a part of the
+            vocabulary at a time (`stagewright.LinearCrossEntropy`).
         gradients: of what type they are added up, and summed over replicas.
         style: "llama": no biases, dropout or learned positions; norms without shift, three matrices to an MLP.
         kv_heads: heads of K and V, which groups of queries share (Ainslie et al. 2023); None: a.
         experts, top_k: MLPs of a layer, and of these how many a token takes (Jiang et al. 2024), equally many each.
+        predictions: tokens that are predicted; of the second and later ones each has a layer and a head of its own
+            (DeepSeek-AI 2024, arXiv 2412.19437, section 2.2, whose heads share weights).
         precision: of the layers' products with weights; "fp8", "fp4": their inputs are cast, and kept so.
 
     Raises ValueError for sizes that are no whole numbers of at least 1 or do not divide.
@@ -54,15 +59,17 @@ class Transformer:
     head: Head = "tied"
     split: Split = "tensor"
     attention: Attention = "stored"
+    loss: Loss = "stored"
     gradients: Gradients = "16-bit"
     style: Style = "gpt"
     kv_heads: int | None = None
     experts: int = 1
     top_k: int = 1
+    predictions: int = 1
     precision: Precision = "16-bit"
 
     def __post_init__(self) -> None:
-        for size in ("layers", "hidden", "heads", "vocabulary", "length", "experts", "top_k"):
+        for size in ("layers", "hidden", "heads", "vocabulary", "length", "experts", "top_k", "predictions"):
             count(f"transformer: {size}", getattr(self, size))
         if self.hidden % self.heads:
             fail("transformer: hidden", self.hidden, f"a multiple of heads={self.heads}")
@@ -73,8 +80,8 @@ class Transformer:
         ratio = number("transformer: mlp_ratio", self.mlp_ratio, positive=True)
         if self.mlp_width < 1 or abs(ratio * self.hidden - self.mlp_width) > 1e-6 * self.hidden:
             fail("transformer: mlp_ratio", self.mlp_ratio, f"a multiple of 1/{self.hidden} (the MLP's width is whole)")
-        every = {"head": Head, "split": Split, "attention": Attention, "gradients": Gradients}
-        for name, choices in (every | {"style": Style, "precision": Precision}).items():
+        every = {"head": Head, "split": Split, "attention": Attention, "loss": Loss}
+        for name, choices in (every | {"gradients": Gradients, "style": Style, "precision": Precision}).items():
             if getattr(self, name) not in get_args(choices):
                 fail(f"transformer: {name}", getattr(self, name), f"one of {', '.join(get_args(choices))}")
 
@@ -106,7 +113,9 @@ class Transformer:
     def num_parameters(self) -> int:
         """Parameters, tied weights once: 12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)) + 2h for r = 4 of a GPT."""
         embeddings = (self.vocabulary * (2 if self.head == "untied" else 1) + self.positions) * self.hidden
-        return embeddings + self.layers * self.layer_parameters(1) + self.norm_parameters
+        later = self.layer_parameters(1) + self.vocabulary * self.hidden + self.norm_parameters
+        own = embeddings + self.layers * self.layer_parameters(1) + self.norm_parameters
+        return own + (self.predictions - 1) * later
 
     @property
     def gradient_bytes(self) -> int:
@@ -156,9 +165,10 @@ class Transformer:
         if recompute not in get_args(Recompute):
             fail("recompute", recompute, f"one of {', '.join(get_args(Recompute))}")
         tokens = count("batch_size", batch_size) * self.length
-        weights, scores = self.layers * self.weight_flops(tokens), self.layers * self.score_flops(tokens)
+        layers = self.layers + self.predictions - 1
+        weights, scores = layers * self.weight_flops(tokens), layers * self.score_flops(tokens)
         again = {"none": 0.0, "layer": weights + scores, "selective": scores}[recompute]
-        return 3 * (weights + scores + self.head_flops(tokens)) + again
+        return 3 * (weights + scores + self.predictions * self.head_flops(tokens)) + again
 
     def refuse_tensor(self, tensor: int) -> None:
         """Raises ValueError for a tensor size that does not divide the heads, key-value heads and the MLP width."""

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import functional as F
 
+from .linear_loss import linear_cross_entropy, linear_loss
+
 _aten = torch.ops.aten
 _unsafe_view = _aten._unsafe_view.default
 
@@ -390,6 +392,11 @@ class Instead:
         return len(args) <= self._most and (not kwargs or kwargs.keys() <= self._names)
 
 
+class _Loss(Instead):
+    def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        return True
+
+
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
 
 
@@ -412,6 +419,7 @@ def _spellings() -> dict[Any, Instead]:
         torch.embedding: Instead(_aten_embedding),
         torch.convolution: _Convolve("input weight bias stride padding dilation transposed output_padding groups"),
         torch.Tensor.__matmul__: Instead(matmul),
+        linear_cross_entropy: _Loss(linear_loss),
     }
     products: dict[str, Callable[..., Any]] = {
         "matmul": matmul,

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ...partition.model.linear_loss import LinearCrossEntropy
 from ...partition.profiler.passes import NOT_BY_SAMPLES
 from .shard import Shard, chunk
 from .style import Style, StyleError, not_divided, numbers_of, shard_of
@@ -37,6 +38,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a Conv1D, or computes the same as a torch.nn.Linear (a subclass with its own forward is tried)."""
+    if isinstance(module, LinearCrossEntropy):
+        return False
     if not isinstance(module, nn.Linear) or type(module).forward is nn.Linear.forward:
         return isinstance(module, nn.Linear) or is_conv1d(module)
     weight, has_others = module.weight, {name for name, _ in module.named_parameters()} - {"weight", "bias"}
@@ -64,7 +67,8 @@ class Column(Style):
 
     Arguments:
         blocks: equal blocks of the outputs that are divided separately: 3 for [q | k | v].
-        gather_output: whether each member gets all outputs, instead of its own.
+        gather_output: whether each member gets all outputs, instead of its own; a LinearCrossEntropy's loss is that of
+            all outputs, none of which are gathered.
         shared: outputs after the blocks that all members get, such as one key and value for all heads.
     """
 
@@ -87,6 +91,10 @@ class Column(Style):
 
     def check(self, name: str, module: nn.Module, count: int) -> None:
         sizes = _sizes(name, module, "column")
+        if isinstance(module, LinearCrossEntropy) and (self.blocks > 1 or self.shared or not self.gather_output):
+            raise StyleError(
+                f"module {name!r} is a LinearCrossEntropy: expected 'column' or Column(gather_output=True)"
+            )
         if (sizes[1] - self.shared) % (self.blocks * count) or self.shared % count:
             what = f" in {self.blocks} blocks" if self.blocks > 1 else ""
             raise StyleError(not_divided(name, "outputs" + what, sizes[1], count, self.blocks * count))
@@ -109,6 +117,9 @@ class Column(Style):
     def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(module, nn.Embedding):
             args, kwargs = _first(args, kwargs, lambda x: enter(x, group))
+        if isinstance(module, LinearCrossEntropy) and (args[1:] or (kwargs.get("target"),))[0] is not None:
+            group.region(False)
+            return plain.forward(module, *args, members=group, **kwargs)
         whole = self.gather_output or isinstance(module, nn.Embedding)
         out = plain.forward(module, *args, **kwargs)
         if self.shared:

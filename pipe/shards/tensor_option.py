@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...comm import Collectives, MeshPlace
 from ...partition.model.forms import Arguments
+from ...partition.model.linear_loss import LinearCrossEntropy
 from .attention import Experts, Heads
 from .recognise import HEADS, Recogniser, Region
 from .style import Style, StyleError, match, matches, not_divided
@@ -150,6 +151,13 @@ def _automatic(model: nn.Module, count: int, example: Arguments | None) -> Tenso
         styles.update(own)
     shared = _shared_parameters(model)
     taken: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LinearCrossEntropy) and name not in styles:
+            style = Column(gather_output=True)
+            if _holds(module, style, shared) or module.out_features % count:
+                whole[name] = f"whole: {count} do not divide it, or its weight is another module's too"
+            else:
+                styles[name] = style
     for name, module in sorted(model.named_modules(), key=lambda each: -len(each[0].split(".")) if each[0] else 0):
         if any(not base or name == base or name.startswith(f"{base}.") for base in planned):
             continue
@@ -252,6 +260,8 @@ def _by_patterns(patterns: Mapping[str, str | ParallelStyle], model: nn.Module, 
         parent, _, child = name.rpartition(".")
         if isinstance(word, ParallelStyle):
             styles[name] = word
+        elif word == "column" and isinstance(model.get_submodule(name), LinearCrossEntropy):
+            styles[name] = Column(gather_output=True)
         elif word in ("sequence", "samples"):
             styles[name] = plain[word]
         elif isinstance(model.get_submodule(name), nn.MultiheadAttention):

@@ -52,6 +52,34 @@ def test_a_profile_computes_what_the_formula_counts() -> None:
         assert seconds * t == pytest.approx(SMALL.flops(batch_size=2))
 
 
+def test_a_fused_loss_computes_logits_again_and_keeps_none() -> None:
+    """For t = 2: B has one product more, and so have I and W alone; what is kept and held for a while has no n V."""
+    stored, fused = (
+        profile_of(replace(SMALL, loss=loss), b=2, t=2, device=COUNTER).nodes[-1] for loss in ("stored", "fused")
+    )
+    product = SMALL.head_flops(2 * SMALL.length) / 2
+    assert fused.forward_seconds == stored.forward_seconds == pytest.approx(product)
+    assert fused.backward_seconds == pytest.approx(3 * product)
+    assert [fused.input_grad_seconds, fused.weight_grad_seconds] == pytest.approx([2 * product, 2 * product])
+    tokens = 2 * SMALL.length
+    assert stored.stash_bytes - fused.stash_bytes == 4 * tokens * (SMALL.vocabulary / 2 - 1)
+    assert fused.workspace_bytes == 10 * tokens * 256  # rows of a chunk, at least
+    wide = replace(SMALL, hidden=1024, vocabulary=8000, loss="fused")
+    assert profile_of(wide, b=2, t=2).nodes[-1].workspace_bytes == 12 * tokens * 1024
+    assert SMALL.hidden < 256 < wide.hidden
+
+
+def test_later_predictions_are_a_layer_and_a_head_each() -> None:
+    """The first head's stage passes on what it took; figures of the profile are those of the shape."""
+    model = replace(SMALL, predictions=3, head="untied")
+    profile = profile_of(model, b=2, device=COUNTER)
+    assert [node.name for node in profile.nodes][-5:] == ["head", "later1", "head1", "later2", "head2"]
+    assert [node.activation_bytes > 0 for node in profile.nodes][-5:] == [True, True, True, True, False]
+    assert total(profile, "parameter_bytes") == 2 * model.num_parameters
+    seconds = total(profile, "forward_seconds") + total(profile, "backward_seconds")
+    assert seconds == pytest.approx(model.flops(batch_size=2))
+
+
 def test_a_layer_on_a_device_of_round_figures() -> None:
     device = DeviceModel(
         name="round",

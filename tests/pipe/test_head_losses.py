@@ -1,0 +1,325 @@
+"""Losses of heads: several, each on the stage that makes it, and one over a divided vocabulary; as one process, in
+float64."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.inside import Column, read_tensor_parallel
+from support.pool import Pool
+from support.predictions import LATER, LENGTH, VOCABULARY, WIDTH, Block, batch, make_model, plain_loss
+from support.records import records
+from support.small import sgd
+from torch import Tensor, nn
+
+import stagewright as sw
+from stagewright import PipelineModule
+from stagewright.partition import Plan, PlanStage
+from stagewright.schedules import Costs
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "2bw")
+STEPS = 3
+
+
+def pipeline(model: nn.Module, **options: Any) -> PipelineModule:
+    settings: dict[str, Any] = {
+        "loss_fn": "model",
+        "num_microbatches": 4,
+        "optimizer": sgd,
+        "loss_weight": "samples",
+        "timeout": 120.0,
+    }
+    return PipelineModule(model, **records(**(settings | options)))
+
+
+def alone(model: nn.Module, loss_of: Any, *, delay: int = 0) -> tuple[list[float], dict[str, Tensor]]:
+    """One process; `delay`: steps by which gradients are late (2bw: 1)."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, versions = [], [copy.deepcopy(model.state_dict())] * (delay + 1)
+    for step in range(STEPS):
+        model.load_state_dict(versions[-1 - delay])
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        model.load_state_dict(versions[-1])
+        optimizer.step()
+        versions.append(copy.deepcopy(model.state_dict()))
+    return losses, versions[-1]
+
+
+def trained(pipe: PipelineModule) -> tuple[list[float], dict[str, Tensor]]:
+    results = [pipe.train_step(*batch(step)[:1], labels=batch(step)[1]) for step in range(STEPS)] + pipe.flush()
+    return [each.loss for each in results if each.loss is not None], pipe.full_state_dict()
+
+
+def assert_equal(found: tuple[list[float], dict[str, Tensor]], wanted: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert found[0] == pytest.approx(wanted[0], abs=1e-12)
+    assert found[1].keys() == wanted[1].keys()
+    for name, x in wanted[1].items():
+        assert torch.allclose(found[1][name], x, rtol=0, atol=1e-12), name
+
+
+def two_losses(heads: str, schedule: str, cut: list[str]) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", message="the schedule splits the backward")
+    pipe_ranks = 2 if schedule == "interleaved" else 4
+    with pipeline(make_model(heads), mesh={"pipe": pipe_ranks}, schedule=schedule, cut=cut) as pipe:
+        found = trained(pipe)
+        logits = pipe.predict(batch(9)[0])
+        return {
+            "trained": found,
+            "eval": pipe.eval_step(batch(9)[0], labels=batch(9)[1]).loss,
+            "predicted": logits,
+            "sent": pipe._building.built("links").message_bytes()[0],
+        }
+
+
+def check_two_losses(found: dict[str, Any], heads: str, schedule: str) -> None:
+    model = make_model(heads)
+    wanted = alone(model, plain_loss, delay=int(schedule == "2bw"))
+    assert_equal(found["trained"], wanted)
+    model.load_state_dict(wanted[1])
+    assert found["eval"] == pytest.approx(plain_loss(model, *batch(9)).item(), abs=1e-12)
+    if found["predicted"] is not None:
+        assert torch.allclose(found["predicted"], model(batch(9)[0]), rtol=0, atol=1e-12)
+
+
+CUT = ["blocks.1", "head", "later_head"]
+HIDDEN = 2 * (LENGTH) * WIDTH * 8  # bytes of a microbatch of two samples in float64
+
+
+@pytest.mark.thorough(but=["1f1b-two"])
+@pytest.mark.parametrize("heads", ["one", "tied", "two"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_loss_is_made_on_its_stage(schedule: str, heads: str) -> None:
+    """Of two heads, or of one that two stages run."""
+    cut = ["blocks.1", "head", "later"] if heads == "one" else CUT
+    check_two_losses(two_losses(heads, schedule, cut), heads, schedule)
+
+
+def test_only_a_number_of_a_loss_is_sent() -> None:
+    """From the stage of the first head the last one gets 8 bytes, and hidden from that of the later block."""
+    sent = two_losses("two", "1f1b", CUT)["sent"]
+    assert sent == [HIDDEN, HIDDEN, HIDDEN + 8]
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough(but=["2bw"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_losses_of_two_stages_over_gloo(gloo: Pool, schedule: str) -> None:
+    ranks = 2 if schedule == "interleaved" else 4
+    for found in gloo.run(two_losses, ranks=ranks, args=("two", schedule, CUT)):
+        check_two_losses(found, "two", schedule)
+
+
+class Trunk(nn.Module):
+    """Hidden states, for a head that is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+
+def test_a_head_that_is_the_loss_counts_its_tokens() -> None:
+    """Microbatches with more ignored tokens weigh less."""
+    torch.manual_seed(0)
+    trunk, head = Trunk().double(), sw.LinearCrossEntropy(WIDTH, VOCABULARY, reduction="pair").double()
+    plain = copy.deepcopy(trunk)
+    weight = head.weight.detach().clone().requires_grad_()
+    tokens, labels = batch(0)
+    labels = labels.clone()
+    labels[:3, 2:] = -100
+    pipe = pipeline(trunk, mesh={"pipe": 2}, loss_fn=head, loss_weight=None)
+    result = pipe.forward_backward(tokens, labels)
+    wanted = F.cross_entropy(F.linear(plain(tokens), weight).flatten(0, 1), labels.flatten())
+    wanted.backward()
+    assert result.loss == pytest.approx(wanted.item(), abs=1e-12)
+    for one, other in zip([*trunk.parameters(), head.weight], [*plain.parameters(), weight], strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)
+
+
+class Weighed(nn.Module):
+    """Two losses over different numbers of tokens: each label has its share of its own mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model("two", reduction="none")
+
+    def forward(self, tokens: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        model, h = self.model, self.model.embed(tokens[:, :-1])
+        for block in model.blocks:
+            h = block(h)
+        first = (model.head(h, labels[:, :-1]) * shares[..., 0]).sum()
+        h = model.later(model.join(torch.cat([h, model.embed(tokens[:, 1:])], -1)))
+        loss: Tensor = first + LATER * (model.later_head(h, labels[:, 1:]) * shares[..., 1]).sum()
+        return loss
+
+
+def summed(output: Tensor, _: Tensor, *, reduction: str) -> Tensor:
+    return output
+
+
+def test_losses_with_counts_of_their_own_are_sums_of_shares() -> None:
+    """Padding that leaves the losses 10, 8, 0, 0 and 11, 6, 0, 0 labels in the microbatches."""
+    tokens, labels = batch(0)
+    labels = labels.clone()
+    labels[0, :1], labels[2:4, 4:], labels[4:] = -100, -100, -100
+    labels[1, 3] = -100
+    both = torch.stack([labels[:, :-1], labels[:, 1:]], -1) != -100
+    shares = both.double() / both.sum((0, 1))
+    model = Weighed()
+    plain = make_model("two")
+    pipe = pipeline(
+        model,
+        mesh={"pipe": 4},
+        cut=["model.blocks.1", "model.head", "model.later_head"],
+        loss_fn=partial(summed, reduction="sum"),
+        loss_weight=None,
+    )
+    loss = pipe.forward_backward(tokens, labels, shares, target=labels).loss
+    wanted = plain_loss(plain, tokens, labels)
+    wanted.backward()
+    assert loss == pytest.approx(wanted.item(), abs=1e-12)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=0, atol=1e-12)
+
+
+class Between(Trunk):
+    """The function itself, between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        loss: Tensor = sw.linear_cross_entropy(super().forward(tokens), self.head.weight, labels, self.head.bias)
+        return loss
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_function_runs_between_modules(schedule: str) -> None:
+    def made() -> Between:
+        torch.manual_seed(0)
+        return Between().double()
+
+    wanted = alone(
+        made(),
+        lambda model, *args: F.cross_entropy(
+            model.head(Trunk.forward(model, args[0])).flatten(0, 1), args[1].flatten()
+        ),
+    )
+    assert_equal(trained(pipeline(made(), mesh={"pipe": 2}, schedule=schedule)), wanted)
+
+
+class Divided(Between):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.head = sw.LinearCrossEntropy(WIDTH, vocabulary, bias=True, label_smoothing=0.1, z_loss=0.01)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        out: Tensor = self.head(Trunk.forward(self, tokens), labels)
+        return out
+
+
+def divided_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(Trunk.forward(model, tokens), model.head.weight, model.head.bias).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
+    return loss + 0.01 * logits.logsumexp(1).square().mean()
+
+
+def divided(vocabulary: int = VOCABULARY) -> Divided:
+    torch.manual_seed(0)
+    return Divided(vocabulary).double()
+
+
+def plan_of(sizes: tuple[int, int]) -> Plan:
+    """Two stages, on tensor groups of these sizes; the head alone is divided."""
+    nodes, first = (("embed", "blocks.0", "blocks.1"), ("head",)), (0, sizes[0])
+    stages = [
+        PlanStage(nodes=n, ranks=tuple(range(at, at + size)), tensor=size, step_seconds=3.0)
+        for n, at, size in zip(nodes, first, sizes, strict=True)
+    ]
+    return Plan(
+        stages=tuple(stages),
+        costs=Costs(forward=1.0, backward=2.0),
+        num_devices=sum(sizes),
+        cost_model="default",
+        predicted_step_time=3,
+        bound=3,
+        schedule="1f1b",
+        num_microbatches=4,
+    )
+
+
+def train_divided(options: dict[str, Any]) -> tuple[Any, Any, int]:
+    warnings.filterwarnings("ignore", message="the schedule splits the backward")
+    with pipeline(divided(), **options) as pipe:
+        found = trained(pipe)
+        logits = pipe.predict(batch(9)[0])
+        held = dict(pipe.named_parameters())
+        return found, logits, len(held["head.weight"]) if "head.weight" in held else 0
+
+
+DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "auto": (4, {"mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": "auto", "schedule": "1f1b"}),
+    "named": (4, {"mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": {"head": "column"}, "schedule": "2bw"}),
+    "halves": (4, {"mesh": {"pipe": 2, "tensor": 2}, "tensor_parallel": {"head": "column"}, "schedule": "zb-h1"}),
+    "again": (2, {"mesh": {"pipe": 1, "tensor": 2}, "tensor_parallel": {"head": "column"}, "recompute": "full"}),
+    "last stage": (3, {"plan": plan_of((1, 2)), "num_microbatches": None}),
+}
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough(but=["last stage"])
+@pytest.mark.parametrize("case", DIVIDED)
+def test_a_divided_vocabulary_has_the_same_loss(gloo: Pool, case: str) -> None:
+    ranks, options = DIVIDED[case]
+    model = divided()
+    wanted = alone(model, divided_loss, delay=int(options.get("schedule") == "2bw"))
+    model.load_state_dict(wanted[1])
+    rows = []
+    for found, logits, held in gloo.run(train_divided, ranks=ranks, args=(options,)):
+        assert_equal(found, wanted)
+        if logits is not None:
+            assert torch.allclose(logits, model(batch(9)[0]), rtol=0, atol=1e-12)
+        rows.append(held)
+    assert rows == [0] * (ranks - 2) + [VOCABULARY // 2] * 2
+
+
+def test_a_head_is_divided_by_columns_or_stays_whole() -> None:
+    styles = read_tensor_parallel("auto", divided(), count=2)
+    assert str(styles.styles["head"]) == "<column, gathered>"
+    named = read_tensor_parallel({"head": "column"}, divided(), count=2)
+    assert str(named.styles["head"]) == "<column, gathered>"
+    tied = divided()
+    tied.head.weight = tied.embed.weight
+    for model, count in ((tied, 2), (divided(vocabulary=49), 2)):
+        found = read_tensor_parallel("auto", model, count=count)
+        assert "head" not in found.styles
+        assert found.whole["head"] == f"whole: {count} do not divide it, or its weight is another module's too"
+
+
+@pytest.mark.parametrize(
+    ("style", "match"),
+    [
+        ("row", "module 'head' .* has its own forward"),
+        (Column(blocks=2, gather_output=True), "module 'head' is a LinearCrossEntropy: expected 'column'"),
+        (Column(), "module 'head' is a LinearCrossEntropy: expected 'column'"),
+    ],
+    ids=str,
+)
+def test_other_styles_of_a_head_are_refused(style: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        read_tensor_parallel({"head": style}, divided(), count=2)
