@@ -380,6 +380,12 @@ def least_rounds(whole: Figures, parts: Figures, gather: Figures, *, gathers_ahe
     return after, np.maximum(both - after, 0.0)
 
 
+def work_seconds(sums: StageSums, on: StageDevices, *, again: Figures, action: float) -> Floats:
+    """`StageSeconds.work` of what `stage_seconds` says of a schedule with whole backwards, alone."""
+    forward, backward = sums.forward / on.speed, (sums.backward + again) / on.speed
+    return np.asarray(forward + backward + runtime_seconds(action, on.message_overhead))
+
+
 def stage_seconds(
     sums: StageSums,
     on: StageDevices,
@@ -423,8 +429,9 @@ def stage_seconds(
             at_the_end = (np.asarray(shards) > 1) & rounds.sums_whole | (np.asarray(on.sum_busy) > 0)
             early = np.where(at_the_end, 0.0, hidden)
     else:
-        (ring, gather), step = (sums.summed * each for each in on.rounds), step / shards
-        early = ring * rounds.sums_early  # at most
+        summed, step = sums.summed, step / shards
+        ring, gather = (summed * each for each in on.rounds)
+        early = ring if rounds.sums_early else early  # at most
     return StageSeconds(
         halves=halves,
         forward=sums.forward / on.speed,
