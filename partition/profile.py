@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..schedules.slice_lengths import CausalSeconds
 from .memory import MemoryUse
+from .stage_cost import Rounds
 from .strict import check_figures, count, fail, number, parse_object, printable, read_text
 
 _JSON_VERSION = 1
@@ -58,6 +59,7 @@ class Node:
             [bytes].
         forward_exchange_seconds, backward_exchange_seconds: of F, and of B or I, those that the members of a group of
             experts, or of one that divides sequences, exchange [s].
+        part_seconds: of the host for each replica whose part of its updated parameters is gathered by itself [s].
         joining_seconds: of putting these parts together where a cut follows the node, in F, and of their gradients,
             in B of the next node [s each]; in none of the others.
 
@@ -94,6 +96,7 @@ class Node:
     expert_bytes: float = 0.0
     forward_exchange_seconds: float = 0.0
     backward_exchange_seconds: float = 0.0
+    part_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -152,6 +155,9 @@ class Profile:
         gradient_ratio: bytes of gradients that replicas sum a byte of parameters.
         gather_ratio: bytes of updated parameters that are gathered, where the optimizer is divided, a byte of them.
         gathers_ahead: whether they are gathered before the next forwards, one stage ahead, in place of after the step.
+        sums_early: whether a stage's last backward sums each bucket of gradients as it makes it; else all after it.
+        sums_whole: whether gradients are all-reduced at once, after that, where the optimizer is divided; else each
+            rank gets the sums of its share.
         step_seconds: F + B of the whole model, measured at once [s]; None when not measured.
         step_spread: of its samples, relative.
         slowdown: how many times that long the whole took on average, along with what else ran on the machine; the
@@ -192,6 +198,8 @@ class Profile:
     gradient_ratio: float = 1.0
     gather_ratio: float = 1.0
     gathers_ahead: bool = False
+    sums_early: bool = False
+    sums_whole: bool = False
     step_seconds: float | None = None
     step_spread: float = 0.0
     slowdown: float = 1.0
@@ -239,6 +247,10 @@ class Profile:
         object.__setattr__(self, "tied", tuple(_tied(each, known) for each in self.tied))
         self._refuse_cycles()
         self._refuse_parts()
+
+    @property
+    def rounds(self) -> Rounds:
+        return Rounds(*(getattr(self, name) for name in Rounds._fields))
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:

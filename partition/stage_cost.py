@@ -90,6 +90,16 @@ def kind_of(rule: str) -> str:
     return rule.partition(":")[0]
 
 
+class Rounds(NamedTuple):
+    """How gradients and updated weights go round replicas, as `Profile` says."""
+
+    gradient_ratio: float = 1.0
+    gather_ratio: float = 1.0
+    gathers_ahead: bool = False
+    sums_early: bool = False
+    sums_whole: bool = False
+
+
 class Recomputed(NamedTuple):
     """A row of the table of recomputation for stages, arrays of one shape: bytes kept, bytes made again, seconds."""
 
@@ -114,7 +124,8 @@ class StageSums:
             too: all holders together sum their gradients, apart from the stage's own sum [bytes].
         experts: of the weights, those that fewer replicas sum [bytes].
         forward_exchange, backward_exchange: of F and B, those of collectives within the stage [s].
-        gradient_ratio, gather_ratio, gathers_ahead: of the profile, of all stages.
+        parts: of the host for each replica of which updated weights are gathered [s].
+        rounds: of the profile, of all stages.
         by_node: finds the rows of COUNTED in the table of recomputation; called where memory is short.
         by_count: of one of several stages, [n + 1] the rows "none", "layer:1", .. "layer:n"; or those of others.
     """
@@ -140,9 +151,8 @@ class StageSums:
     experts: Floats = field(default_factory=lambda: np.zeros(1))
     forward_exchange: Floats = field(default_factory=lambda: np.zeros(1))
     backward_exchange: Floats = field(default_factory=lambda: np.zeros(1))
-    gradient_ratio: float = 1.0
-    gather_ratio: float = 1.0
-    gathers_ahead: bool = False
+    parts: Floats = field(default_factory=lambda: np.zeros(1))
+    rounds: Rounds = field(default_factory=Rounds)
     _rows: dict[str, Recomputed] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -237,9 +247,10 @@ class StageSeconds:
     """Seconds of stages, arrays that broadcast: of a microbatch (F, B, all that it sends over its own links, and over a
     card that devices share, 0 where it has none; I and W as `halves` under a schedule that has them), of the runtime
     around each action, and besides for the messages of an F or a B, of an update (sum of gradients, optimizer's step,
-    updated weights gathered); of F and B those of `exchanges` within the stage, which what runs again is not
-    among; the share of those sums and gathers for which their ranks can't compute (0 to 1); whether
-    they take that card, too (1); and whether weights are gathered before the next forwards, in place of after the step.
+    updated weights gathered), seconds of that sum that may pass before the last backward ends (early); of F and B those
+    of `exchanges` within the stage, which what runs again is not among; the share of those sums and gathers for which
+    their ranks can't compute (0 to 1); whether they take that card, too (1); and whether weights are gathered before
+    the next forwards, in place of after the step.
 
     `work` counts two actions a microbatch, where a schedule that splits the backward may have three.
     """
@@ -254,6 +265,7 @@ class StageSeconds:
     sum_busy: Figures
     overhead: Floats
     message_overhead: Figures
+    early: Floats | float = 0.0
     sums_shared: Figures = 0.0
     gathers_ahead: bool = False
     halves: tuple[Floats, Floats] | None = None
@@ -267,7 +279,7 @@ class StageSeconds:
     @property
     def after(self) -> Floats:
         """Seconds of `collectives` between the last backward of a batch and its end."""
-        return self.ring if self.gathers_ahead else self.collectives
+        return (self.ring if self.gathers_ahead else self.collectives) - np.minimum(self.early, self.ring)
 
     @property
     def busy_in_collectives(self) -> Floats:
@@ -341,12 +353,18 @@ def num_buckets(sums: StageSums) -> Indices:
 
 
 def collective_seconds(
-    sums: StageSums, links: Sequence[TransferTime], expert_rings: Sequence[TransferTime], *, ratio: float
+    sums: StageSums,
+    links: Sequence[TransferTime],
+    expert_rings: Sequence[TransferTime],
+    *,
+    ratio: float,
+    as_one: bool = False,
 ) -> Floats:
     """[S] seconds of all that stages hold alone, `ratio` bytes for a byte of weights, once round their replicas in as
-    many buckets as gradients have: one after the other, as NCCL has them, or as many at once as the transport takes;
-    and of their experts."""
-    every = zip(links, sums.summed.tolist(), num_buckets(sums).tolist(), strict=True)
+    many buckets as gradients have, or `as_one`: one after the other, as NCCL has them, or as many at once as the
+    transport takes; and of their experts."""
+    numbers = np.ones_like(sums.summed, dtype=np.intp) if as_one else num_buckets(sums)
+    every = zip(links, sums.summed.tolist(), numbers.tolist(), strict=True)
     found = [
         replace(link, at_once=link.at_once or 1).seconds(ratio * own, number=number) if own > 0 else 0.0
         for link, own, number in every
@@ -372,6 +390,12 @@ def least_rounds(whole: Figures, parts: Figures, gather: Figures, *, gathers_ahe
     return after, np.maximum(both - after, 0.0)
 
 
+def work_seconds(sums: StageSums, on: StageDevices, *, again: Figures, action: float) -> Floats:
+    """`StageSeconds.work` of what `stage_seconds` says of a schedule with whole backwards, alone."""
+    forward, backward = sums.forward / on.speed, (sums.backward + again) / on.speed
+    return np.asarray(forward + backward + runtime_seconds(action, on.message_overhead))
+
+
 def stage_seconds(
     sums: StageSums,
     on: StageDevices,
@@ -395,22 +419,34 @@ def stage_seconds(
         longer = sums.backward + split_share * np.maximum(both - sums.backward, 0.0)
         weight = longer * sums.weight_grad / np.maximum(both, 1e-30)
         halves = (np.maximum(longer - weight, 0.0) + again) / on.speed, weight / on.speed  # sums round
+    backward = (sums.backward + again) / on.speed
     there, back = sums.after * on.outward, sums.before * on.inward
     sent, shared = back + there, back * on.shared[0] + there * on.shared[1] if on.shared else 0.0
     step = sums.update / on.speed
+    rounds, early = sums.rounds, np.zeros(1)
     if on.rings:
-        ratios = sums.gradient_ratio, sums.gradient_ratio, sums.gather_ratio
+        ratios = rounds.gradient_ratio, rounds.gradient_ratio, rounds.gather_ratio
+        links = on.rings, on.rings if rounds.sums_whole else on.exchanges, on.exchanges
         whole, parts, gather = (
-            collective_seconds(sums, links, on.expert_rings, ratio=ratio)
-            for links, ratio in zip((on.rings, on.exchanges, on.exchanges), ratios, strict=True)
+            collective_seconds(sums, own, on.expert_rings, ratio=ratio, as_one=as_one)
+            for own, ratio, as_one in zip(links, ratios, (False, *[rounds.sums_whole] * 2), strict=True)
         )
+        gather = gather + sums.parts * shards
         ring, step, gather = update_seconds(step, whole=whole, parts=parts, gather=gather, shards=shards)
+        if rounds.sums_early:
+            last = backward if halves is None else halves[1]
+            hidden = np.minimum(ring, last) * (1 - 1 / num_buckets(sums))
+            at_the_end = (np.asarray(shards) > 1) & rounds.sums_whole | (np.asarray(on.sum_busy) > 0)
+            early = np.where(at_the_end, 0.0, hidden)
     else:
-        (ring, gather), step = (sums.summed * each for each in on.rounds), step / shards
+        summed, step = sums.summed, step / shards
+        ring, gather = (summed * each for each in on.rounds)
+        early = ring if rounds.sums_early else early  # at most
     return StageSeconds(
         halves=halves,
         forward=sums.forward / on.speed,
-        backward=(sums.backward + again) / on.speed,
+        backward=backward,
+        early=early,
         exchanges=(sums.forward_exchange / on.speed, sums.backward_exchange / on.speed),
         sending=sent - shared if on.shared else sent,
         sending_shared=shared,
@@ -418,7 +454,7 @@ def stage_seconds(
         ring=ring,
         step=step,
         gather=gather,
-        gathers_ahead=sums.gathers_ahead,
+        gathers_ahead=rounds.gathers_ahead,
         sum_busy=on.sum_busy,
         overhead=np.full(np.shape(on.message_overhead), action),
         message_overhead=on.message_overhead,

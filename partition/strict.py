@@ -68,6 +68,8 @@ def check_figures(record: object, where: str = "", *, positive: Collection[str] 
     ones."""
     for field in fields(record):  # type: ignore[arg-type]
         value = getattr(record, field.name)
+        if type(value) is float and (0 < value <= MOST or (value == 0 and field.name not in positive)):
+            continue  # nearly all are: as they should be
         if field.type == "float" or (field.type == "float | None" and value is not None):
             name = f"{where}: {field.name}" if where else field.name
             object.__setattr__(record, field.name, number(name, value, positive=field.name in positive))

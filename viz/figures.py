@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..schedules import Change, Op, PredictionCheck, Timeline
 from ..schedules.wording import duration
-from .exhibit import PREDICTED, SIMULATED, Exhibit
+from .exhibit import SIMULATED, Exhibit
 from .palette import OP_HUES
 from .panels import TimelinePanel, panels_of, time_unit
 from .sheet import FigureStyle, Sheet
@@ -89,9 +89,9 @@ def write_figure(figure: ShownFigure, path: str | Path) -> None:
 
 
 def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureStyle = WATERFALL) -> ShownFigure:
-    """A predicted step and a measured one as bars, and between them the contribution of each cause.
+    """A simulated step and a measured one as bars, and between them the contribution of each cause.
 
-        predicted |==============================|
+        simulated |==============================|
         compute                                  |##|
         messages                                    |#|
         update                                     |-|
@@ -102,7 +102,7 @@ def waterfall_figure(check: PredictionCheck, *, title: str = "", style: FigureSt
     """
     from .shown_figure import ShownFigure
 
-    bars = [(PREDICTED, 0.0, check.predicted), *check.causes, ("measured", 0.0, check.step_seconds)]
+    bars = [(SIMULATED, 0.0, check.predicted), *check.causes, ("measured", 0.0, check.step_seconds)]
     scale = style.font / FigureStyle().font
     height = (_ROW * len(bars) + 1.0) * scale
     figure = ShownFigure.of_size(style.width, height, dpi=style.dpi)

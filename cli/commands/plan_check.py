@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 24  # of a table: of more inputs those with the most seconds, of more ranks the first and last ones
 _OF_LINKS = ("message", "sum", "held", "gather")
-_FAR = 1_000  # times as long as predicted: more says nothing
+_FAR = 1_000  # times as long as planned: more says nothing
 _GPT = ("layers", "width", "heads", "length")
 _OWN = ("model", "data", "loss", "optimizer")
 
@@ -51,7 +51,7 @@ class CheckOptions(PictureOptions):
     check: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN [PLAN]")]
     """The run (folder or name, or its folders from several hosts), and the plan's file if it is not the run's own."""
     out: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], tyro.conf.arg(aliases=["-o"])] = ()
-    """Picture of the causes between the predicted and the measured step: .png, .svg, .pdf; may be repeated."""
+    """Picture of the causes between the simulated and the measured step: .png, .svg, .pdf; may be repeated."""
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print one JSON object."""
 
@@ -76,7 +76,7 @@ def as_json(found: CheckedRun) -> dict[str, object]:
     check = found.check
     return {
         "run": found.name,
-        "predicted": check.predicted,
+        "simulated": check.predicted,
         "measured": check.measured,
         "step_seconds": check.step_seconds,
         "num_steps": check.num_steps,
@@ -155,8 +155,8 @@ def _why(each: InputCheck, check: PredictionCheck) -> str:
     else:
         times = f"{each.ratio:.2f}" if each.ratio < _FAR else f"over {_FAR:,}"  # of links that a plan took to be free
         words = (
-            f"{what} {'take' if plural else 'takes'} {times} times as long as predicted "
-            f"({duration(each.measured)}, {duration(each.predicted)} predicted)"
+            f"{what} {'take' if plural else 'takes'} {times} times as long as planned "
+            f"({duration(each.measured)}, {duration(each.predicted)} planned)"
         )
     return words + own
 
@@ -230,11 +230,11 @@ def _told(found: CheckedRun) -> Iterable[str]:
 # --- tables ---
 
 
-def _causes(predicted: float, causes: Sequence[Change]) -> Table:
-    rows = new_table("seconds a step, by cause", ("cause",), ("change", "of predicted", "step"))
-    rows.add_row("predicted", "", "", duration(predicted))
+def _causes(simulated: float, causes: Sequence[Change]) -> Table:
+    rows = new_table("seconds a step, by cause", ("cause",), ("change", "of simulated", "step"))
+    rows.add_row("simulated", "", "", duration(simulated))
     for each in causes:
-        share = f"{each.seconds / predicted:+.1%}" if predicted > 0 else ""
+        share = f"{each.seconds / simulated:+.1%}" if simulated > 0 else ""
         rows.add_row(f"  {each.name}", signed(each.seconds), share, duration(each.after))
         if each.name == Cause.UNEXPLAINED:
             rows.add_row("actions as measured", "", "", duration(each.after))
@@ -243,13 +243,13 @@ def _causes(predicted: float, causes: Sequence[Change]) -> Table:
     return rows
 
 
-def _inputs(inputs: Sequence[InputCheck], predicted: float) -> Table:
+def _inputs(inputs: Sequence[InputCheck], simulated: float) -> Table:
     some = sorted(inputs, key=lambda each: -abs(each.seconds))[:_MOST_ROWS]
     left = f", {len(inputs) - len(some)} more without a row" if len(some) < len(inputs) else ""
     rows = new_table(
         f"\ninputs{left}; alone: change of the step by this input alone",
         ("input",),
-        ("predicted", "measured", "a step", "more", "alone"),
+        ("planned", "measured", "a step", "more", "alone"),
     )
     for each in inputs:
         if each not in some or each.predicted == each.measured == 0:
@@ -260,14 +260,14 @@ def _inputs(inputs: Sequence[InputCheck], predicted: float) -> Table:
             duration(each.measured),
             f"x{each.times:g}",
             signed(each.seconds),
-            "" if each.alone is None else f"{each.alone / predicted:+.1%}",
+            "" if each.alone is None else f"{each.alone / simulated:+.1%}",
         )
     return rows
 
 
 def _ranks(ranks: Sequence[Sequence[Change]]) -> Table:
     names = [each.name for each in next((rank for rank in ranks if rank), ())]
-    title = "\nranks, predicted and measured in the middle one of these steps"
+    title = "\nranks, simulated and measured in the middle one of these steps"
     rows = new_table(title, ("rank", ""), [name.replace(" ", "\n", 1) for name in names])
     ends = _MOST_ROWS // 2
     for number, rank in enumerate(ranks):
@@ -276,7 +276,7 @@ def _ranks(ranks: Sequence[Sequence[Change]]) -> Table:
                 rows.add_row("...", f"{len(ranks) - 2 * ends} more", *("" for _ in names))
             continue
         if rank:
-            rows.add_row(str(number), "predicted", *(duration(each.before) for each in rank))
+            rows.add_row(str(number), "simulated", *(duration(each.before) for each in rank))
             rows.add_row("", "measured", *(duration(each.after) for each in rank))
         else:
             rows.add_row(str(number), "not recorded", *("" for _ in names))

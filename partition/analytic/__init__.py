@@ -4,11 +4,12 @@ constants to measured steps."""
 from .calibration import Calibration, Scales, calibrate
 from .device_model import DeviceModel
 from .layers import TransformerSource, transformer_profile
-from .runtime import MEGATRON_CORE, Runtime
+from .runtime import MEGATRON_CORE, NANOTRON, Runtime
 from .transformer import Transformer
 
 __all__ = [
     "MEGATRON_CORE",
+    "NANOTRON",
     "Calibration",
     "DeviceModel",
     "Runtime",

@@ -249,7 +249,10 @@ def _blackwell(
     gigabytes: float,
     matrix_efficiency: float,
     fp8_efficiency: float,
+    watts_more: float = 1.0,
 ) -> DeviceModel:
+    """`watts_more`: its power limit over that of the device of which `matrix_efficiency` is."""
+    a_clock = fp4_teraflops / (4 * teraflops)  # work of a 4-bit product, over that of one in 16
     return replace(
         _sxm(
             name,
@@ -259,7 +262,7 @@ def _blackwell(
             gigabytes=gigabytes,
             nvlink=1800,
         ),
-        matrix_efficiency=matrix_efficiency,
+        matrix_efficiency=round(matrix_efficiency * watts_more ** (1 / 3), 3),
         wave_outputs=multiprocessors * LARGE_TILE,
         link_efficiency=0.75,
         memory_efficiency=0.9,
@@ -267,7 +270,7 @@ def _blackwell(
         fp8_flops=2 * teraflops * 1e12,
         fp8_efficiency=fp8_efficiency,
         fp4_flops=fp4_teraflops * 1e12,
-        fp4_efficiency=0.948,
+        fp4_efficiency=round(0.948 * min(1.0, a_clock ** (-1 / 3)), 3),
     )
 
 
@@ -288,7 +291,7 @@ PRESETS = (
     _blackwell("B200-180GB", gigabytes=180, fp4_teraflops=9000, fp8_efficiency=0.983, **_OF_EIGHT),
     _blackwell("B300-288GB", gigabytes=288, fp4_teraflops=13500, fp8_efficiency=0.948, **_OF_EIGHT),
     _blackwell("GB200-186GB", gigabytes=186, fp4_teraflops=10000, **_OF_A_RACK),
-    _blackwell("GB300-288GB", gigabytes=288, fp4_teraflops=15000, **_OF_A_RACK),
+    _blackwell("GB300-288GB", gigabytes=288, fp4_teraflops=15000, watts_more=1400 / 1200, **_OF_A_RACK),
     replace(
         _sxm("DGX-A100", multiprocessors=108, teraflops=312, gigabytes_a_second=2039, gigabytes=80, nvlink=600),
         matrix_efficiency=0.841,
@@ -312,7 +315,11 @@ and network):
     matrix_efficiency     what a whole node sustains at its power limit, 699 of 989 TFLOP/s on an H200 and 1426 of 2250
                           on a B200, taken for H100 and B300, too; for GB200 and GB300 the best that a GB200 reaches for
                           a moment, 1822 of 2500, times what the B200 keeps of that
-    fp8, fp4_efficiency   the best of 8 and 4 bits over the best of 16, each a part of its data sheet's
+                          and for the 1400 W of a GB300 in place of 1200 W by the cube law of clocks under a power
+                          limit (power goes with clock times voltage squared, which goes with the clock)
+    fp8, fp4_efficiency   the best of 8 and 4 bits over the best of 16, each a part of its data sheet's;
+                          B300 and GB300 multiply 1.5 times as many 4-bit values a clock, by the same law at 1.5^(-1/3)
+                          of the clock
     link_efficiency       rings of NCCL over eight: 362 of 450 GB/s on H200, 677 of 900 on B200
     network_efficiency    what NCCL counts of a ring's bandwidth with protocol LL128 (src/graph/tuning.cc)
     wave_outputs          tiles of 128 x 256, the most efficient ones (arXiv 2401.14489)

@@ -120,6 +120,8 @@ def transformer_profile(
         gradient_ratio=2.0 if model.gradients == "float32" else 1.0,
         gather_ratio=0.5 if runtime.gathers_casts and model.precision == "fp8" else 1.0,
         gathers_ahead=runtime.gathers_ahead,
+        sums_early=runtime.sums_early,
+        sums_whole=runtime.sums_whole,
         action_seconds=device.action_seconds,
         sequence_tokens=model.length,
         pair_share=pairs,
@@ -205,10 +207,12 @@ class LayerFormulas:
         if model.experts > 1:
             chooser = [(2.0 * self.tokens * model.hidden * model.experts, float(self.tokens * model.experts))]
             ordered = self.whole * model.top_k
-        of_mlp = (6, 10) if llama else (4, 6)
+        of_mlp, of_heads = (6, 10) if llama else (4, 6), (0, 0)
+        if not self.runtime.fuses:
+            of_mlp, of_heads = (10, 26) if llama else of_mlp, (40, 32)
         reads, writes = (
-            one * self.whole + two * mlp + of_scores * self.scores + 8 * ordered
-            for one, two, of_scores in zip(moved, of_mlp, (13, 19), strict=True)
+            one * self.whole + two * mlp + three * heads + of_scores * self.scores + 8 * ordered
+            for one, two, three, of_scores in zip(moved, of_mlp, of_heads, (13, 19), strict=True)
         )
         attention, kept = 4 * (1 + model.kv_part) * heads, (8 if llama else 10) * self.whole
         kept += attention + (2 * ahead + 2) * mlp + 4 * ordered
@@ -267,7 +271,9 @@ class LayerFormulas:
         node = self._node(
             "head",
             (
-                self._seconds([(flops, logits)], 4 * self.whole + 18 * logits),
+                self._seconds(
+                    [(flops, logits)], 4 * self.whole + (18 if self.runtime.fuses or is_fused else 38) * logits
+                ),
                 self._seconds([(flops, self.wide), *again], 6 * self.whole + (32 if is_fused else 14) * logits, sums=1),
                 self._seconds([(flops, logits)], self._added(self.vocabulary * self.model.hidden)),
             ),
@@ -335,6 +341,7 @@ class LayerFormulas:
             runs_again=selective is not None,
             selective_bytes=None if selective is None else selective[0],
             selective_seconds=None if selective is None else selective[1],
+            part_seconds=self.runtime.part_seconds * sum(each > 0 for each in parameters),
         )
 
 

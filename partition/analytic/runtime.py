@@ -1,4 +1,4 @@
-"""Work that a training's runtime overlaps with its products, and the type in which it gathers."""
+"""Work that a training's runtime overlaps with its products, and how its gradients and weights go round."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SPLITS = 4  # of a product whose sums are scattered, at most: `num_splits` of Tr
 
 
 class Runtime(NamedTuple):
-    """A runtime, as far as formulas see it; all False: nothing overlaps, as in Megatron-LM of 2021.
+    """A runtime, as far as formulas see it; by default nothing overlaps, as in Megatron-LM of 2021.
 
     Arguments:
         overlaps_sums: sums over the T tensor ranks are cut into T parts, of which all but one travel while the products
@@ -19,15 +19,31 @@ class Runtime(NamedTuple):
             Engine), and weights over replicas in 8 bits (`fp8_param_gather`).
         adds_gradients: W reads and writes the gradients of matrices besides its products, to add a microbatch's; False:
             the device's efficiency has that in it, as where it was fitted to trainings.
+        sums_early: a stage's last backward sums each bucket of gradients over replicas as it makes it
+            (`overlap_grad_reduce`; torch's DDP).
+        sums_whole: where the optimizer's state is divided, gradients are all-reduced as one after the last backward.
+        fuses: activations, rotary positions and the loss are one kernel each, and none copies for another layout.
+        part_seconds: of the host for each parameter and replica, where updated weights are gathered by themselves [s].
     """
 
     overlaps_sums: bool = False
     gathers_ahead: bool = False
     gathers_casts: bool = False
     adds_gradients: bool = False
+    sums_early: bool = False
+    sums_whole: bool = False
+    fuses: bool = True
+    part_seconds: float = 0.0
 
 
 PLAIN = Runtime()
-MEGATRON_CORE = Runtime(overlaps_sums=True, gathers_ahead=True, gathers_casts=True, adds_gradients=True)
+MEGATRON_CORE = Runtime(
+    overlaps_sums=True, gathers_ahead=True, gathers_casts=True, adds_gradients=True, sums_early=True
+)
 """Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge configure it for speed (their performance guides;
-NVIDIA's configurations of MLPerf Training v3.1 and v4.0)."""
+NVIDIA's configurations of MLPerf Training v3.1 and v4.0, whose `distributed_fused_adam.yaml` has overlap_grad_sync)."""
+NANOTRON = Runtime(adds_gradients=True, sums_early=True, sums_whole=True, fuses=False, part_seconds=1e-5)
+"""huggingface/nanotron at 2411b022: DDP without ZeRO (`optim/gradient_accumulator.py`); with ZeRO-1 one all-reduce of
+all gradients (`trainer.py`, reduce_scatter=False), then `all_gather_coalesced`, which takes each replica's part of each
+parameter out of a buffer by a copy of its own. The host takes 5 to 25 us for a kernel of PyTorch (dispatch and launch,
+jiahuanglin.xyz, "From PyTorch op to kernel launch"), without autograd about 10."""

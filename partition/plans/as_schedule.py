@@ -294,12 +294,12 @@ def _scaled(plan: P, ratio: float) -> P:
     searched = plan.searched
     return replace(
         plan,
-        predicted_step_time=plan.predicted_step_time * ratio,
+        bottleneck=plan.bottleneck * ratio,
         bound=plan.bound * ratio,
         runners_up=tuple(
             replace(
                 each,
-                predicted_step_time=each.predicted_step_time * ratio,
+                bottleneck=each.bottleneck * ratio,
                 simulated_step_time=None if (s := each.simulated_step_time) is None else s * ratio,
             )
             for each in plan.runners_up

@@ -27,7 +27,7 @@ def explain(plan: PlanRecord) -> str:
     slowest = "slowest rank" if plan.num_chunks > 1 else "slowest stage"
     lines = [
         *chosen,
-        f"{describe(plan)}: its {slowest} takes {duration(plan.predicted_step_time)} a microbatch; the least "
+        f"{describe(plan)}: its {slowest} takes {duration(plan.bottleneck)} a microbatch; the least "
         f"bottleneck of any plan is at least {duration(plan.bound)}",
     ]
     if plan.simulated_step_time is not None:
@@ -187,10 +187,10 @@ def _memory(plan: PlanRecord) -> list[str]:
 
 
 def _loss(plan: PlanRecord, other: RunnerUp) -> str:
-    predicted = f"{duration(other.predicted_step_time)} a microbatch"
+    predicted = f"{duration(other.bottleneck)} a microbatch"
     memory = "" if other.memory_bytes is None else f"; {size(other.memory_bytes)}"
     if other.simulated_step_time is None or plan.simulated_step_time is None:
-        return f"{predicted}, {_more(other.predicted_step_time, plan.predicted_step_time)}{memory}"
+        return f"{predicted}, {_more(other.bottleneck, plan.bottleneck)}{memory}"
     return (
         f"{predicted}; simulated {duration(other.simulated_step_time)} a batch, "
         f"{_more(other.simulated_step_time, plan.simulated_step_time)}{memory}"

@@ -114,6 +114,7 @@ def _links_as_json(links: Links) -> dict[str, object]:
     sums = [
         {"stage": each.stage, "seconds": each.seconds, "gather": each.gather}
         | ({"unshards": True} if each.unshards else {})
+        | ({"early": each.early} if each.early else {})
         for each in links.sums
     ]
     cards = {"cards": links.network.cards} if links.network.cards else {}
@@ -137,8 +138,8 @@ def _links(record: Fields | None, *, num_places: int) -> Links | None:
     sums = []
     for each in record.objects("sums"):
         stage, seconds, gather = each.whole("stage"), each.number("seconds"), each.number("gather")
-        ahead = each.truth("unshards", default=False)
-        sums.append(AllReduce(stage=stage, seconds=seconds, gather=gather, ways=None, unshards=ahead))
+        ahead, early = each.truth("unshards", default=False), each.number("early", default=0.0)
+        sums.append(AllReduce(stage=stage, seconds=seconds, gather=gather, ways=None, unshards=ahead, early=early))
         each.done()
     sizes = record.items("activation_bytes")
     cards = [Fields({"cards": own}, where=record.where) for own in record.items("cards", default=[])]

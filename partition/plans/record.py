@@ -117,7 +117,7 @@ class RunnerUp:
         label: for people: what it does otherwise.
         replicas: by stage.
         num_nodes: by stage.
-        predicted_step_time: [s a minibatch].
+        bottleneck: of the slowest rank, or stage [s a microbatch].
         simulated_step_time: [s a batch]; None where it was not simulated.
         memory_bytes: the largest of any rank [bytes]; None where not asked for.
     """
@@ -125,7 +125,7 @@ class RunnerUp:
     label: str = ""
     replicas: tuple[int, ...]
     num_nodes: tuple[int, ...]
-    predicted_step_time: float
+    bottleneck: float
     simulated_step_time: float | None = None
     memory_bytes: float | None = None
 
@@ -224,9 +224,8 @@ class PlanRecord:
         num_microbatches: of a batch over all replicas, M; None where the plan does not depend on it.
         slice_lengths: tokens of each slice of a microbatch; none: it passes whole.
         microbatch_size: samples of one; None where the profile does not say.
-        predicted_step_time: the bottleneck [s a minibatch]; a minibatch is what the profile ran at once, and what the
-            runtime calls a microbatch.
-        bound: no plan can have a smaller bottleneck under this model [s a minibatch].
+        bottleneck: of the slowest rank [s a microbatch]; a microbatch is what the profile ran at once.
+        bound: no plan can have a smaller bottleneck under this model [s a microbatch].
         simulated_step_time: [s a batch of M] under the schedule, warm-up and drain included where it flushes; None
             where it was not simulated.
         simulated_bubble: of that simulation, a fraction.
@@ -247,7 +246,7 @@ class PlanRecord:
     costs: Costs
     links: Links | None = None
     cost_model: str
-    predicted_step_time: float
+    bottleneck: float
     bound: float
     schedule: str | None = None
     order: tuple[str, ...] = ()
@@ -375,7 +374,7 @@ class PlanRecord:
     @property
     def gap(self) -> float:
         """Distance of the bottleneck from the bound: their ratio, less one."""
-        return self.predicted_step_time / self.bound - 1 if self.bound > 0 else 0.0
+        return self.bottleneck / self.bound - 1 if self.bound > 0 else 0.0
 
     @property
     def bubble(self) -> float:
@@ -384,7 +383,7 @@ class PlanRecord:
             return self.simulated_bubble
         table = replace(self.costs, index_factors=None).table(num_stages=len(self.stages))
         work = sum(map(add, table.means(Op.F), table.means(Op.B)))
-        room = sum(self.replicas) / self.num_chunks * self.predicted_step_time
+        room = sum(self.replicas) / self.num_chunks * self.bottleneck
         return 1 - work / room if room > 0 else 0.0
 
     @property

@@ -172,7 +172,7 @@ class LeastSeconds:
         """Seconds a byte of weights of sums over D ranks, and of an exchange of gradients and one of weights after it,
         in the best of the places that stages of D T ranks may have; of several chunks those that keep a rank busy.
         0 for both where experts' weights are summed over fewer ranks."""
-        is_one, gradients = c.num_chunks == 1, profile.gradient_ratio
+        is_one, gradients = c.num_chunks == 1, 0.0 if profile.sums_early else profile.gradient_ratio
         weights = 0.0 if profile.gathers_ahead else profile.gather_ratio
         context = profile.context  # members of a tensor group that hold the same weights
         key = (c.data, c.tensor, is_one, gradients, weights, context)

@@ -21,7 +21,7 @@ from ..memory import InFlightCounts, bytes_by_in_flight, context_bytes
 from ..solve.chunks import all_stages, equal_stages, even_stages
 from ..solve.dynamic import DeviceRow, RangeCosts, grain_of, solve, stage_ranks
 from ..solve.orders import node_orders
-from ..stage_cost import COUNTED, Figures, StageDevices, stage_seconds
+from ..stage_cost import COUNTED, Figures, StageDevices, stage_seconds, work_seconds
 from ..topology import Floats
 from .evaluate import Ends, PlanEvaluator
 from .model import Model
@@ -170,7 +170,7 @@ class _EvenCosts:
             if recompute in self.counted:  # what all of them leave free, some may keep
                 part = 1 - spare / np.maximum(held * (sums.stash - row.kept), 1e-30)
                 again = again * np.ceil(np.clip(part, 0, 1) * self.nodes - _MARGIN) / self.nodes
-            work = stage_seconds(sums, on, again=again, action=self.action_seconds).work
+            work = work_seconds(sums, on, again=again, action=self.action_seconds)
             made = np.where(spare >= 0, np.minimum(made, np.maximum(plain, work)), made)
         self._made[key] = made
         return made

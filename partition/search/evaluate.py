@@ -164,8 +164,9 @@ class PlanEvaluator:
         sizes = [c.tensors[p] for p in c.positions]
         found = {size: self.model(c, size).stages(ends, c.positions) for size in {*sizes}}
         sums = found[sizes[0]] if len(found) == 1 else stages_from([found[size] for size in sizes])
-        is_ahead = sums.gathers_ahead and not c.family.rule.is_asynchronous
-        return sums if is_ahead == sums.gathers_ahead else replace(sums, gathers_ahead=is_ahead)
+        if not c.family.rule.is_asynchronous:
+            return sums
+        return replace(sums, rounds=sums.rounds._replace(gathers_ahead=False, sums_early=False))
 
     def _norm_seconds(self, c: Configuration) -> float | None:
         """Seconds of the global norm, for which ranks wait under a flush alone [s]."""
@@ -320,7 +321,9 @@ class PlanEvaluator:
         seconds = stage_seconds(sums, place.on, action=model.profile.action_seconds)
         if "full" in model.rules.sharding:  # each part of an update as if the state were divided or not, the faster one
             divided = stage_seconds(sums, place.on, shards=[c.counts[p] for p in c.positions])
-            ring, gather = least_rounds(seconds.ring, divided.ring, divided.gather, gathers_ahead=sums.gathers_ahead)
+            ring, gather = least_rounds(
+                seconds.ring, divided.ring, divided.gather, gathers_ahead=sums.rounds.gathers_ahead
+            )
             seconds = replace(seconds, ring=ring, step=divided.step, gather=gather)
         again = np.zeros(c.pipeline)
         if in_flight is not None:

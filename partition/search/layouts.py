@@ -36,7 +36,7 @@ from ..memory import weight_copies
 from ..solve.cut_sums import thinned
 from ..solve.dynamic import DeviceRow, RangeCosts
 from ..solve.orders import device_orders, level_orders, node_orders, own_ranks
-from ..topology import Floats, Topology
+from ..topology import Floats, Indices, Topology
 from .cuts import range_costs
 from .evaluate import Candidate, Ends
 from .model import Model
@@ -124,17 +124,28 @@ class UnevenLayouts:
             lanes, update, forward = np.maximum(work, links), m * stage.after + stage.step, stage.forward
             own, in_flight = -(-m // r), at.in_flight
             first_back = forward + beyond + own * stage.backward + (own - in_flight) * forward
-            returns = (own - 1) % in_flight * forward - (-own // in_flight) * (forward + beyond + stage.backward)
+            fewest = np.where(np.arange(n) < n - 1, costs.in_flight(r, r + self._least_after(e - r)), 1)
+            in_a_way = np.where(fewest == in_flight, (own - 1) % in_flight, 0)  # in flight, one more may save these
+            returns = in_a_way * forward - (-own // in_flight) * (forward + beyond + stage.backward)
             work = np.maximum(work, np.maximum(first_back, returns))
             layers = [lanes] * 3 if streams else [lanes, there + work + update, there + work + back]
             # A stream always has gradients, and among unequal replicas may hold fewer microbatches and versions.
             # Under a flush a replica has none while all that it runs is in flight.
             kept = weight_copies(sum(costs.versions) - 1, rules.optimizer_ratio, parts) * sums.weights
-            held = np.maximum(in_flight - streams, 1) * stash
-            later = np.where(streams | (own > in_flight), held, held - stash) + sums.weights
+            held = np.maximum(fewest - streams, 1) * stash
+            later = np.where(streams | (own > fewest), held, held - stash) + sums.weights
             fits = is_ahead & (kept + sums.buffers + np.maximum(held, later) <= at.limit)
             self._seconds[e, : len(r)] = np.where(fits[:, None], np.stack(layers, axis=1), np.inf)
             self._update[e, : len(r)] = 0.0 if streams else update - back
+
+    def _least_after(self, rest: Indices) -> Indices:
+        """Devices that are not idle, of so many after a stage that is not the last one, at least: the rest of the node
+        in which it ends, if that is not the last node, and one of each node between these two."""
+        if self._size == self._most_behind == 1:
+            return rest
+        is_near = (rest < self._size) | (self._most_behind > self._size)  # the last stage may end anywhere after it
+        others = np.where(is_near, 1, rest % self._size + rest // self._size - 1)
+        return np.asarray(np.minimum(rest, np.maximum(others, 1)), dtype=np.intp)
 
     def _least_rest(self) -> Floats:
         """[e, layer, i] `rest` of the module's recurrence: the stages after cut i on e devices to the end, some of

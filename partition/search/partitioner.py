@@ -62,7 +62,7 @@ def partition(profile: Profile, cluster: Cluster, **options: Any) -> Plan:
     >>> from stagewright.partition import Cluster, Node, Profile
     >>> nodes = [Node(name=n, forward_seconds=f, backward_seconds=0) for n, f in [("a", 3), ("b", 1)]]
     >>> plan = partition(Profile(nodes=nodes), Cluster.from_levels([(4, 1e9)]))
-    >>> plan.predicted_step_time, plan.replicas
+    >>> plan.bottleneck, plan.replicas
     (1.0, (4,))
     """
     given = made_of(PartitionOptions, options, "partition")
@@ -197,6 +197,6 @@ def _as_pipedream(profile: Profile, cluster: Cluster, compression: float | None,
         num_devices=cluster.num_devices,
         costs=Costs(forward=[f for f, _ in seconds], backward=[b for _, b in seconds]),
         cost_model="pipedream",
-        predicted_step_time=model.seconds,
+        bottleneck=model.seconds,
         bound=model.seconds,
     )

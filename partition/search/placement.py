@@ -58,13 +58,15 @@ class Placement:
                 )
                 if a != b and routes.get((min(pair), max(pair))) != link:
                     routes[pair if out != back else (min(pair), max(pair))] = link
-        rounds = zip(seconds.ring.tolist(), seconds.gather.tolist(), strict=True)
+        rounds = zip(
+            seconds.ring.tolist(), seconds.gather.tolist(), (seconds.early + 0 * seconds.ring).tolist(), strict=True
+        )
         return Links(
             network=PlaceNetwork(places=tuple((p,) for p in range(len(self.limits))), routes=routes, cards=self.cards),
             activation_bytes=sums.after[:-1].tolist(),
             sums=tuple(
-                AllReduce(stage=s, seconds=ring, gather=gather, ways=None, unshards=seconds.gathers_ahead)
-                for s, (ring, gather) in enumerate(rounds)
+                AllReduce(stage=s, seconds=ring, gather=gather, ways=None, unshards=seconds.gathers_ahead, early=early)
+                for s, (ring, gather, early) in enumerate(rounds)
                 if ring > 0
             ),
         )

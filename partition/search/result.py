@@ -66,7 +66,7 @@ def as_plan(
         num_microbatches=c.num_microbatches,
         slice_lengths=c.lengths,
         microbatch_size=c.microbatch_size if says_size else None,
-        predicted_step_time=e.bottleneck,
+        bottleneck=e.bottleneck,
         bound=min(e.bottleneck, bound),
         simulated_step_time=e.simulated_seconds if is_simulated else None,
         simulated_bubble=e.bubble if is_simulated else None,
@@ -143,7 +143,7 @@ def _runner_up(e: Candidate) -> RunnerUp:
         label=label(e),
         replicas=tuple(e.configuration.counts[p] for p in e.configuration.positions),
         num_nodes=tuple(int(sizes[b] - sizes[a]) for a, b in zip(e.ends[:-1], e.ends[1:], strict=True)),
-        predicted_step_time=e.bottleneck,
+        bottleneck=e.bottleneck,
         simulated_step_time=e.simulated_seconds if math.isfinite(e.simulated_seconds) else None,
         memory_bytes=e.memory_bytes,
     )

@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 from ...schedules.wording import duration
 from ..cluster import Cluster
 from ..profile import ON, SAMPLES, Node, Profile
+from ..stage_cost import Rounds
 from ..strict import count, fail
 from ..topology import Topology, TransferTime
 
@@ -248,8 +249,7 @@ def _of_samples(part: Node, whole: Node, split: str, priced: Priced, *, num_byte
 
 def difference(one: Profile, other: Profile) -> str | None:
     """Why these two are not of one model on one device in one type; None where they are."""
-    alike = ("device", "dtype", "max_grad_norm", "context", "expert", "gradient_ratio", "gather_ratio", "gathers_ahead")
-    for field in alike:
+    for field in ("device", "dtype", "max_grad_norm", "context", "expert", *Rounds._fields):
         a, b = getattr(one, field), getattr(other, field)
         if a != b:
             return f"{field} {a!r} and {b!r}"

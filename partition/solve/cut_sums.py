@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...schedules.messages import ALONE_BYTES
 from ..profile import Node, Profile
-from ..stage_cost import Recomputed, StageSums
+from ..stage_cost import Recomputed, Rounds, StageSums
 from ..topology import Floats
 
 Cut = Any  # a position or an array of them; they broadcast
@@ -43,7 +43,7 @@ class Cuts:
             those that nodes outside take, too [bytes].
         notes: what was left out, for people; empty where all cuts are there.
         tied: nodes that share weights, and bytes of these: a stage with several of them has the weights once.
-        gradient_ratio, gather_ratio, gathers_ahead: of the profile.
+        rounds: of the profile.
     """
 
     members: Bools
@@ -65,9 +65,7 @@ class Cuts:
     half_taken: Floats
     notes: tuple[str, ...] = ()
     tied: tuple[tuple[tuple[int, ...], float], ...] = ()
-    gradient_ratio: float = 1.0
-    gather_ratio: float = 1.0
-    gathers_ahead: bool = False
+    rounds: Rounds = field(default_factory=Rounds)
 
     def __len__(self) -> int:
         return len(self.crossing)
@@ -96,9 +94,8 @@ class Cuts:
             experts=_between(self._experts, first, last),
             forward_exchange=_between(self._exchanges[0], first, last),
             backward_exchange=_between(self._exchanges[1], first, last),
-            gradient_ratio=self.gradient_ratio,
-            gather_ratio=self.gather_ratio,
-            gathers_ahead=self.gathers_ahead,
+            rounds=self.rounds,
+            parts=_between(self._parts, first, last),
             small_tied=self._shared_with_others(first, last, [max(own) for own in self.shared_small]),
             by_node=partial(self._recomputed, first, last),
             by_count=lambda stage, kind: self._counted(int(first[stage]), int(last[stage]), kind),
@@ -238,6 +235,11 @@ class Cuts:
         forward, backward = (self._total(each) for each in zip(*found, strict=True))
         return forward, backward
 
+    @cached_property
+    def _parts(self) -> Floats:
+        """[n] `Node.part_seconds`."""
+        return self._total([node.part_seconds for node in self.nodes])
+
     def _total(self, figures: Sequence[float] | Floats) -> Floats:
         return total(self.members, np.array(figures))
 
@@ -308,9 +310,7 @@ def cuts_of(profile: Profile, members: Bools, *, notes: tuple[str, ...]) -> Cuts
         half_taken=of(half_taken, "activation_bytes"),
         notes=notes,
         tied=tuple((tuple(place[name] for name in names), shared) for names, shared in profile.tied),
-        gradient_ratio=profile.gradient_ratio,
-        gather_ratio=profile.gather_ratio,
-        gathers_ahead=profile.gathers_ahead,
+        rounds=profile.rounds,
     )
 
 

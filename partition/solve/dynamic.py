@@ -152,7 +152,7 @@ class RangeCosts:
         updates = r if self.num_microbatches is None else self.num_microbatches
         ring = ring / updates
         part = ring * self._part if row is None else row.exchanges[front, e] / updates
-        gradients, weights = self.cuts.gradient_ratio, self.cuts.gather_ratio
+        gradients, weights, gathers_ahead, *_ = self.cuts.rounds
         return Ranges(
             replicas=r,
             in_flight=self.in_flight(r, e),
@@ -163,9 +163,7 @@ class RangeCosts:
                 inward=self.inward(front, e) / r,
                 outward=sent / r,
                 shared=(1.0, 0.0, 0.0) if self.topology.shares_cards else (),
-                rounds=least_rounds(
-                    ring * gradients, part * gradients, part * weights, gathers_ahead=self.cuts.gathers_ahead
-                ),
+                rounds=least_rounds(ring * gradients, part * gradients, part * weights, gathers_ahead=gathers_ahead),
             ),
             taken=sent / np.maximum(front, 1),
         )

@@ -187,6 +187,8 @@ def family(name: str, *, listed: Collection[str] = ()) -> Family:
     >>> family("ScheduleInterleaved1F1B").name
     'interleaved'
     """
+    if isinstance(name, str) and name in FAMILIES:
+        return FAMILIES[name]
     key = _key(name)
     known = FAMILIES.get(_NAMES.get(key, ""), _ADDED.get(key))
     if known is None and key in _offered():

@@ -109,6 +109,7 @@ class AllReduce:
             cards of its ranks, as a ring does.
         gather: all-gather of the weights, of which each rank updates a shard, over the same links [s]; 0: each rank
             updates all of them.
+        early: by how much it may start before that, with buckets that the last backward makes [s].
         unshards: whether they are gathered before a batch's first forward, one stage ahead, since ranks keep only
             shards between batches; else after each update.
     """
@@ -118,9 +119,10 @@ class AllReduce:
     ways: tuple[tuple[int, int], ...] | None = ()
     gather: float = 0.0
     unshards: bool = False
+    early: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(seconds=self.seconds, gather=self.gather)
+        _check(seconds=self.seconds, gather=self.gather, early=self.early)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,7 @@ class _JointStepTimes:
         if self.step.after is not None:
             now = max(now, arrived[self.step.after + group])
         start = self.transit.free_from(now) if self.share > 0 else now
-        self.through[group] = through = self.transit.carry(now)
+        self.through[group] = through = self.transit.carry(now - self.step.early)
         if self.share > 0:
             for each in self.processors:
                 each.take(Taken(start, through, self.share))

@@ -62,6 +62,7 @@ class JointStep(NamedTuple):
     seconds: duration once its channels are free [s].
     fills: slots, by update group or microbatch.
     after: base of slots; it begins once the slot of its update group or microbatch is filled; None: at once.
+    early: by how much its channels may be taken before that [s].
     """
 
     stages: tuple[int, ...]
@@ -71,6 +72,7 @@ class JointStep(NamedTuple):
     channels: tuple[int, ...]
     fills: Mapping[int, Sequence[int]]
     after: int | None = None
+    early: float = 0.0
 
 
 class ScheduleWiring:
@@ -275,6 +277,7 @@ class ScheduleWiring:
                     if linked is None
                     else self._around(linked),
                     fills={group: (base + group,) for group in range(self._num_groups)},
+                    early=0.0 if linked is None else linked.early,
                 )
             )
 

@@ -351,7 +351,7 @@ def test_a_plan_for_batches_of_another_size_is_refused(mine: Path, capsys: pytes
         schedule="1f1b",
         num_microbatches=4,
         microbatch_size=4,
-        predicted_step_time=0.3,
+        bottleneck=0.3,
         bound=0.3,
         simulated_step_time=1.2,
         simulated_bubble=0.0,

@@ -113,14 +113,14 @@ def test_a_slow_backward_is_named_with_the_command_that_measures_it(capsys: pyte
     write_run(Path("runs/one"), planned(), costs={"backward": slower_backward})
     found = answer(capsys, "one")
     (again,) = found["measure_again"]
-    assert "backward of stage 1 takes 1.25 times as long as predicted" in again["why"][0]
+    assert "backward of stage 1 takes 1.25 times as long as planned" in again["why"][0]
     assert again["command"] == (
         "stagewright profile --layers 4 --width 64 --length 32 --microbatch 1 --ranks 4 --out profile.json"
     )
     changes = {each["name"]: each["change"] for each in found["causes"]}
-    assert changes["compute"] == pytest.approx(found["measured"] - found["predicted"])
+    assert changes["compute"] == pytest.approx(found["measured"] - found["simulated"])
     assert changes["around the step"] == pytest.approx(0.001)
-    assert found["step_seconds"] == pytest.approx(found["predicted"] + sum(changes.values()))
+    assert found["step_seconds"] == pytest.approx(found["simulated"] + sum(changes.values()))
     assert all(there == pytest.approx(1.1 * expected) for expected, there in found["tensor_bytes"])
     # The same for people, with a picture.
     assert main(["plan", "--check", "runs/one", "-o", "check.svg"]) == 0
@@ -132,7 +132,7 @@ def test_a_slow_backward_is_named_with_the_command_that_measures_it(capsys: pyte
     assert main(["plan", "--check", "runs/one", "-o", "paper.svg", "--column", "one", "--no-title"]) == 0
     paper = Path("paper.svg").read_text()
     assert 'width="252pt"' in paper  # 3.5 inches
-    assert ">predicted<" in paper
+    assert ">simulated<" in paper
     assert "medians of 2 traced steps" not in paper
     assert printed.rstrip().endswith("check.svg")
     picture = Path("check.svg").read_text()

@@ -40,7 +40,7 @@ def write_plan(folder: Path, nodes: tuple[str, ...], **fields: Any) -> Path:
         "schedule": "1f1b",
         "num_microbatches": 4,
         "microbatch_size": 2,
-        "predicted_step_time": 0.03,
+        "bottleneck": 0.03,
         "bound": 0.03,
         "simulated_step_time": 0.15,
         "simulated_bubble": 0.2,
@@ -65,8 +65,8 @@ def test_a_plan_from_a_file(command: Callable[..., Done], tmp_path: Path, text: 
     done = command("plan", "--check", "one", "--json")
     assert done.status == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["predicted"], found["step_seconds"]) == (pytest.approx(0.15), summary["step_seconds"])
-    assert sum(each["change"] for each in found["causes"]) == pytest.approx(found["step_seconds"] - found["predicted"])
+    assert (found["simulated"], found["step_seconds"]) == (pytest.approx(0.15), summary["step_seconds"])
+    assert sum(each["change"] for each in found["causes"]) == pytest.approx(found["step_seconds"] - found["simulated"])
     assert {(each["kind"], *each["at"]) for each in found["inputs"]} >= {(op, s) for op in "FB" for s in (0, 1)}
     assert all(0 < each["measured"] < found["measured"] for each in found["inputs"] if each["kind"] in "FB")
 

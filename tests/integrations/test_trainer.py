@@ -105,7 +105,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     nodes = [f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "ln_f")]
     stages = (PlanStage(nodes=(*nodes, "lm_head"), ranks=(0, 1), step_seconds=1),)
     costs = {"cost_model": "default", "costs": Costs(forward=1, backward=2)}
-    sizes = {"num_devices": 2, "num_microbatches": 4, "predicted_step_time": 1, "bound": 1}
+    sizes = {"num_devices": 2, "num_microbatches": 4, "bottleneck": 1, "bound": 1}
     (folder / "plan.json").write_text(Plan(stages=stages, schedule="1f1b", **sizes, **costs).to_json())
     schedules = {"padded": "zb-h1", "plan": str(folder / "plan.json")}
     cases = {

@@ -61,7 +61,7 @@ def test_a_plan_that_is_given_costs_what_the_planner_said(
         same = again(profile, cluster, each)
         assert same.simulated_step_time == pytest.approx(each.simulated_step_time, rel=1e-9)
         assert same.memory_bytes == pytest.approx(each.memory_bytes)
-        assert same.predicted_step_time == pytest.approx(each.predicted_step_time)
+        assert same.bottleneck == pytest.approx(each.bottleneck)
         assert same.bubble == pytest.approx(each.bubble, abs=1e-9)
 
 

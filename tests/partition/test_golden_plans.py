@@ -79,7 +79,7 @@ def stored(found: Plan) -> dict[str, object]:
         f"{' '.join(each.nodes)} on {' '.join(map(str, each.ranks))}, {each.recompute}, {each.optimizer_shards} shards"
         for each in found.stages
     ]
-    sizes = [found.schedule, found.num_chunks, found.num_microbatches, found.predicted_step_time, found.bound]
+    sizes = [found.schedule, found.num_chunks, found.num_microbatches, found.bottleneck, found.bound]
     return {"stages": stages, "sizes": sizes, "seconds": found.simulated_step_time}
 
 

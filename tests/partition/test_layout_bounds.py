@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from support.inside import MemoryRules, Model, PlanEvaluator, Topology, uneven_layouts
+from support.inside import (
+    Configuration,
+    MemoryRules,
+    Model,
+    PlanEvaluator,
+    Topology,
+    UnevenLayouts,
+    range_costs,
+    uneven_layouts,
+)
 
-from stagewright.partition import Cluster, Level, Node, Profile
+from stagewright.partition import Cluster, Level, Node, Profile, plan
 
 from .small import chain, configuration
 
@@ -53,6 +63,37 @@ def test_no_layout_takes_less_than_its_bound(cluster: Cluster, figures: dict[str
         assert least <= seconds * (1 + 1e-9), what
 
 
+def test_sums_that_begin_in_the_last_backward_are_bounded_as_such() -> None:
+    nodes = [
+        Node(
+            name=name,
+            forward_seconds=1.0,
+            backward_seconds=2.0,
+            parameter_bytes=9e6,
+            largest_parameter_bytes=3e6,
+            small_parameter_bytes=0.0,
+        )
+        for name in "abc"
+    ]
+    slower = Cluster.from_levels([(4, 2e6)])
+    for profile in (
+        Profile(nodes=nodes, microbatch_size=1, sums_early=True, sums_whole=each) for each in (True, False)
+    ):
+        evaluator, _ = evaluator_of(profile, slower, "full")
+        for data in (2, 4):
+            for choice in evaluator.choices(
+                configuration(pipeline=4 // data, data=data), (0, 3) if data == 4 else (0, 2, 3), exact=True
+            ):
+                seconds = evaluator.simulate(choice).simulated_seconds
+                least = evaluator.least_seconds(choice.configuration, choice.ends)
+                assert max(choice.bound, least) <= seconds * (1 + 1e-9)
+        for least, seconds, what in bounds_and_seconds(profile, slower, 4):
+            assert least <= seconds * (1 + 1e-9), what
+        best = plan(profile, slower, global_batch=4, optimizer_sharding=("none", "full"))
+        assert best.searched is not None
+        assert best.searched.least <= (best.simulated_step_time or 0.0) * (1 + 1e-9)
+
+
 def test_messages_of_a_rank_over_its_own_links_and_over_a_shared_card_overlap() -> None:
     profile = chain(3, activation_bytes=9.0)
     evaluator, _ = evaluator_of(profile, SHARED)
@@ -75,6 +116,33 @@ def test_a_layout_that_fits_is_not_refused() -> None:
         evaluator, model = evaluator_of(profile, Cluster.from_levels([(3, 1.0)]), limit=limit)
         layouts = uneven_layouts(evaluator.topology, model, 0.0, **shape)[0]
         assert (ranks, ends) in [(c.ranks, ends) for _, c, ends in layouts.in_order_of_bound(math.inf)]
+
+
+@pytest.mark.parametrize(("size", "M"), [(2, 4), pytest.param(3, 3, marks=pytest.mark.thorough)])
+def test_layouts_with_idle_devices_are_not_refused_where_they_fit(size: int, M: int) -> None:
+    """All layouts on two nodes that a search without a limit has, each under the limit that it needs itself; its bound
+    is not above what it takes. Devices between stages, or after the last one, may be idle, and hold no microbatches."""
+    profile = chain(3, backward_seconds=0.1, parameter_bytes=1.0, stash_bytes=9.0)
+    cluster = Cluster.from_levels([(size, 9.0), (2, 1.0)])
+
+    def layouts(limit: float | None = None) -> list[tuple[float, Configuration, tuple[int, ...]]]:
+        _, model = evaluator_of(profile, cluster, limit=limit)
+        costs = range_costs(model, cluster, "1f1b", M, limit)
+        sample = Configuration(
+            pipeline=1, data=1, tensor=1, num_chunks=1, schedule="1f1b", microbatch_size=1, num_microbatches=M
+        )
+        found = UnevenLayouts(model, costs, range(2 * size), sample, 0.0).in_order_of_bound(math.inf)
+        return [(least, c, ends) for least, c, ends in found]
+
+    evaluator, _ = evaluator_of(profile, cluster)
+    have_idle = 0
+    for least, c, ends in layouts():
+        choices = evaluator.choices(c, ends, exact=True)
+        assert least <= min(evaluator.simulate(each).simulated_seconds for each in choices) * (1 + 1e-9), (c, ends)
+        have_idle += any(a[-1] + 1 < b[0] for a, b in pairwise((*c.stage_ranks, (2 * size,))))
+        limit = min(each.memory_bytes for each in choices)
+        assert (c.ranks, ends) in [(other.ranks, found) for _, other, found in layouts(limit)], (c.ranks, ends, limit)
+    assert have_idle > 5
 
 
 def test_a_rank_that_gathers_weights_ahead_does_so_before_its_first_microbatch_is_there() -> None:

@@ -37,7 +37,7 @@ def test_every_row_is_priced_or_named_with_a_reason() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("file", "average", "worst"), [("mlperf", 0.087, 0.266), ("bridge", 0.097, 0.259), ("nanotron", 0.21, 0.698)]
+    ("file", "average", "worst"), [("mlperf", 0.087, 0.257), ("bridge", 0.083, 0.259), ("nanotron", 0.153, 0.516)]
 )
 def test_steps_of_others(file: str, average: float, worst: float) -> None:
     errors = {step: off(step) for step in of(file)}
@@ -51,7 +51,7 @@ def test_steps_of_others(file: str, average: float, worst: float) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.094), ("bridge", 0.065), ("nanotron", 0.153)])
+@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.094), ("bridge", 0.059), ("nanotron", 0.227)])
 def test_two_steps_of_a_machine_foretell_its_others(file: str, average: float) -> None:
     """The first two of each machine calibrate one constant."""
     errors = []

@@ -93,7 +93,7 @@ def test_of_what_is_too_large_some_cuts_are_looked_at(monkeypatch: pytest.Monkey
     exact = partition(profile, cluster)
     monkeypatch.setattr(dynamic_module, "MAX_STEPS", 1e4)
     plan = partition(profile, cluster)
-    assert plan.bound <= exact.predicted_step_time <= plan.predicted_step_time <= 1.2 * exact.predicted_step_time
+    assert plan.bound <= exact.bottleneck <= plan.bottleneck <= 1.2 * exact.bottleneck
     assert all(count % 4 == 0 for count in plan.replicas)
     (note,) = plan.notes
     assert re.fullmatch(

@@ -30,7 +30,7 @@ def test_figures_of_the_shipped_optimizer(run: list) -> None:
         activation_compression_ratio=1.0 if compressed else None,
         straight=straight,
     )
-    assert plan.predicted_step_time == pytest.approx(seconds, rel=1e-9)
+    assert plan.bottleneck == pytest.approx(seconds, rel=1e-9)
     assert sorted(rank for stage in plan.stages for rank in stage.ranks) == list(range(plan.num_devices))
 
 

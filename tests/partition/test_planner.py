@@ -209,7 +209,7 @@ def test_the_whole_counts_where_its_parts_say_less() -> None:
         for found in (plan(profile, FOUR, global_batch=8), plan({1: profile}, FOUR, global_batch=8)):
             assert found.simulated_step_time == pytest.approx(known.simulated_step_time * times)
             assert ("all parts of the profile count" in " ".join(found.explain().split())) is (times > 1.005)
-        assert partition(profile, FOUR).predicted_step_time == pytest.approx(3.0 * times)
+        assert partition(profile, FOUR).bottleneck == pytest.approx(3.0 * times)
         assert plan(profile.typical(), FOUR, global_batch=8) == replace(
             plan(profile, FOUR, global_batch=8), notes=plan(profile.typical(), FOUR, global_batch=8).notes
         )
@@ -407,7 +407,7 @@ def test_a_batch_that_nobody_can_simulate_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="num_microbatches=99999999999999: expected at most"):
         partition(chain(4), Cluster.from_levels([(4, 1e9)]), num_microbatches=99999999999999, schedule="2bw")
     rounds = partition(chain(4), Cluster.from_levels([(4, 1e9)]), num_microbatches=99999999999999)
-    assert rounds.simulated_step_time == pytest.approx(rounds.predicted_step_time * 99999999999999)
+    assert rounds.simulated_step_time == pytest.approx(rounds.bottleneck * 99999999999999)
 
 
 def test_seconds_beyond_all_reason_are_refused() -> None:

@@ -29,11 +29,11 @@ PLAN = Plan(
     cost_model="default",
     schedule="1f1b",
     num_microbatches=8,
-    predicted_step_time=0.002,
+    bottleneck=0.002,
     bound=0.001,
     simulated_step_time=0.03,
     simulated_bubble=0.25,
-    runners_up=(RunnerUp(replicas=(4, 1), num_nodes=(1, 2), predicted_step_time=0.003, simulated_step_time=0.045),),
+    runners_up=(RunnerUp(replicas=(4, 1), num_nodes=(1, 2), bottleneck=0.003, simulated_step_time=0.045),),
     notes=("a note",),
 )
 
@@ -73,7 +73,7 @@ def test_figures() -> None:
         ({"stages": [{"nodes": ["a"]}]}, r"q\.json: stages\[0\]: ranks: missing"),
         ({"num_devices": 3}, r"q\.json: rank 3 on 3 devices: expected 0 to 2"),
         ({"cost_model": "mine"}, r"q\.json: cost_model: 'mine': expected one of default, pipedream"),
-        ({"predicted_step_time": None}, r"q\.json: predicted_step_time: None: expected a finite number"),
+        ({"bottleneck": None}, r"q\.json: bottleneck: None: expected a finite number"),
         ({"schedule": 3}, r"q\.json: schedule: 3: expected text or null"),
         ({"notes": "x"}, r"q\.json: notes: 'x': expected a list"),
         ({"speed": 1}, r"q\.json: unknown field speed"),

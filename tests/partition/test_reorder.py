@@ -100,7 +100,7 @@ def test_the_search_waits_for_sums_of_tied_weights() -> None:
         num_devices=3,
         costs=Costs(forward=1.0, backward=2.0, update=(0.25, 0.5, 0.75), tied=(((0, 2), 5.0),)),
         cost_model="default",
-        predicted_step_time=3.0,
+        bottleneck=3.0,
         bound=0.0,
         schedule="1f1b",
         num_microbatches=4,

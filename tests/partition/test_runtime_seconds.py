@@ -84,7 +84,7 @@ def test_seconds_by_hand() -> None:
     )
     assert (found.costs.overhead, found.costs.message_overhead) == ((0.5, 0.5), (0.25, 0.25))
     assert found.simulated_step_time == pytest.approx(2 * (1 + 2) + 4 * (0.5 + 0.25) + 2 * (0.125 + 5 / 1e3))
-    assert found.predicted_step_time == pytest.approx(1 + 2 + 2 * 0.75)
+    assert found.bottleneck == pytest.approx(1 + 2 + 2 * 0.75)
     assert "runtime: 500 ms around each action, 250 ms at either end of a message" in " ".join(found.explain().split())
 
 
@@ -138,7 +138,7 @@ def test_cuts_know_that_a_stage_between_others_has_twice_the_messages() -> None:
     found = partition(equal, links, schedule="1f1b", num_microbatches=32, straight=True)
     assert [len(stage.nodes) for stage in found.stages] == [4, 2, 4]
     stream = partition(equal, links, schedule="1f1b", straight=True)
-    assert found.predicted_step_time == stream.predicted_step_time == stream.bound == pytest.approx(18.0)
+    assert found.bottleneck == stream.bottleneck == stream.bound == pytest.approx(18.0)
     busy = RangeCosts(all_cuts(equal), cluster(3), schedule="1f1b", num_microbatches=32, action_seconds=0.25)
     assert [float(each) for each in busy.seconds(0, [5, 10], busy.ranges(np.array([1, 2]), 3))] == [15.5, 15.25]
 

@@ -19,14 +19,16 @@ from support.inside import (
     transformer_profile,
 )
 
-from stagewright.partition import Cluster, GivenStage, Node, Plan, Profile, evaluate, plan
+from stagewright.partition import Cluster, GivenStage, Level, Node, Plan, Profile, evaluate, plan
 from stagewright.schedules import AllReduce
 
 from .test_transformer import COUNTER, FEW, SMALL
 
+MEMORY = replace(COUNTER, memory_bandwidth=1.0, peak_flops=1e30)  # a second a byte, products at once
 
-def profile_of(model: Transformer, *, b: int = 1, device: DeviceModel) -> Profile:
-    return transformer_profile(model, microbatch_size=b, device=device)
+
+def profile_of(model: Transformer, *, b: int = 1, device: DeviceModel, runtime: Runtime = PLAIN) -> Profile:
+    return transformer_profile(model, microbatch_size=b, device=device, runtime=runtime)
 
 
 def test_products_in_fp4_and_what_they_keep() -> None:
@@ -152,13 +154,57 @@ def test_weights_that_are_gathered_first_are_waited_for() -> None:
     assert simulated_simulated(again).timeline.makespan == pytest.approx(40)
 
 
-@pytest.mark.parametrize("field", ["gradient_ratio", "gather_ratio", "gathers_ahead"])
+LARGE = {"parameter_bytes": 4e9, "largest_parameter_bytes": 4e9, "small_parameter_bytes": 0.0}
+
+
+@pytest.mark.parametrize(("rate", "step"), [(1e9, 4 + 2 + 4 * 4), (4e9, 4 + 8 + 1)], ids=["links-wait", "work-waits"])
+def test_buckets_are_summed_as_the_last_backward_makes_them(rate: float, step: float) -> None:
+    """Four buckets, one after every two seconds of the backward, each 4e9 bytes over a ring of two."""
+    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, **LARGE) for name in "abcd"]
+    profile, cluster = Profile(nodes=nodes, microbatch_size=1, sums_early=True), Cluster.from_levels([(2, rate)])
+    found = evaluate(profile, cluster, [GivenStage("abcd", [0, 1])], num_microbatches=2)
+    assert found.simulated_step_time == pytest.approx(step)
+    again = Plan.from_json(found.to_json())
+    assert again == found
+    assert simulated_simulated(again).timeline.makespan == pytest.approx(step)
+
+
+def test_sums_of_a_divided_optimizer_may_be_whole_and_wait_for_all_of_the_backward() -> None:
+    """One sum, as long as an undivided optimizer's, then a part of each parameter from each replica by itself."""
+    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, part_seconds=0.5, **LARGE) for name in "ab"]
+    profile = Profile(nodes=nodes, microbatch_size=1, sums_early=True, sums_whole=True)
+    cluster = Cluster(levels=(Level(name="net", size=4, bandwidth=1e9, latency=0.25),))
+    sums = {}
+    for shards in (1, 4):
+        found = evaluate(profile, cluster, [GivenStage("ab", range(4), optimizer_shards=shards)], num_microbatches=4)
+        assert found.links is not None
+        sums[shards] = found.links.sums[0]
+    hops, moved = 2 * 3 * 0.25, 2 * 3 / 4 * 8
+    assert (sums[1].seconds, sums[1].early, sums[1].gather) == pytest.approx((2 * hops + moved, 4 / 2, 0))
+    assert (sums[4].seconds, sums[4].early, sums[4].gather) == pytest.approx(
+        (hops + moved, 0, hops / 2 + moved / 2 + 4)
+    )
+
+
+def test_kernels_that_are_not_fused_read_and_write_between_them() -> None:
+    """Bytes that a person counts in nanotron's layer: SiLU and the product apart; Q K V, K V and the output copied."""
+    model = replace(SMALL, style="llama", attention="flash")
+    fused, apart = (profile_of(model, device=MEMORY, runtime=Runtime(fuses=each)).nodes for each in (True, False))
+    heads, mlp, logits = (model.length * width for width in (model.hidden, model.mlp_width, model.vocabulary))
+    assert apart[1].forward_seconds - fused[1].forward_seconds == pytest.approx(4 * mlp + 40 * heads)
+    assert apart[1].backward_seconds - fused[1].backward_seconds == pytest.approx(16 * mlp + 32 * heads)
+    assert apart[-1].forward_seconds - fused[-1].forward_seconds == pytest.approx(20 * logits)
+    parts = profile_of(model, device=MEMORY, runtime=Runtime(part_seconds=1.0)).nodes
+    assert [node.part_seconds for node in parts[1:]] == [5] * model.layers + [2]
+
+
+@pytest.mark.parametrize("field", ["gradient_ratio", "gather_ratio", "gathers_ahead", "sums_early", "sums_whole"])
 def test_profiles_of_one_model_have_one_kind_of_gradients(field: str) -> None:
-    other: dict[str, Any] = {"gradient_ratio": 2.0, "gather_ratio": 0.5, "gathers_ahead": True}
+    other: dict[str, Any] = {"gradient_ratio": 2.0, "gather_ratio": 0.5}
     nodes = [Node(name="a", forward_seconds=1.0, backward_seconds=2.0)]
     profiles = [
         Profile(nodes=nodes, microbatch_size=1),
-        Profile(nodes=nodes, microbatch_size=2, **{field: other[field]}),
+        Profile(nodes=nodes, microbatch_size=2, **{field: other.get(field, True)}),
     ]
     with pytest.raises(ValueError, match=field):
         plan(profiles, Cluster.from_levels([(1, 1e9)]), global_batch=2)

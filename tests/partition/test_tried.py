@@ -166,9 +166,9 @@ def test_what_was_not_measured_is_corrected_by_the_step() -> None:
     ratio = (took.simulated_step_time or 0.0) / (found.simulated_step_time or 1.0)
     assert ratio > 1.1
     assert took.bound == pytest.approx(found.bound * ratio)
-    assert took.predicted_step_time == pytest.approx(found.predicted_step_time * ratio)
-    assert [each.predicted_step_time for each in took.runners_up] == [
-        pytest.approx(each.predicted_step_time * ratio) for each in found.runners_up
+    assert took.bottleneck == pytest.approx(found.bottleneck * ratio)
+    assert [each.bottleneck for each in took.runners_up] == [
+        pytest.approx(each.bottleneck * ratio) for each in found.runners_up
     ]
     assert [each.simulated_step_time for each in took.runners_up] == [
         pytest.approx((each.simulated_step_time or 0.0) * ratio) for each in found.runners_up

@@ -63,7 +63,7 @@ def plan_of(*stages: PlanStage, num_devices: int, **fields: Any) -> Plan:
         "cost_model": "default",
         "costs": Costs(forward=1, backward=2),
     }
-    return Plan(stages=stages, num_devices=num_devices, predicted_step_time=3, bound=3, **(settings | fields))
+    return Plan(stages=stages, num_devices=num_devices, bottleneck=3, bound=3, **(settings | fields))
 
 
 V_PLACES = [((2, 3), "none"), ((0, 1), "full"), ((0, 1), "none"), ((2, 3), "layer")]

@@ -86,7 +86,7 @@ _NAMES = {
     "partition.analytic.calibration": "MORE NO_FIT SCALE Scales",
     "partition.analytic.fit": "MeasuredSum fit_device fit_sums read_rows read_sums",
     "partition.analytic.layers": "LAYER_KERNELS LayerFormulas TransformerSource transformer_profile",
-    "partition.analytic.runtime": "MEGATRON_CORE PLAIN Runtime",
+    "partition.analytic.runtime": "MEGATRON_CORE NANOTRON PLAIN Runtime",
     "partition.analytic.transformer": "Head Split Transformer",
     "partition.model.copies": "Copies",
     "partition.model.chain": "given_stages",
@@ -106,7 +106,7 @@ _NAMES = {
     "partition.memory": "InFlightCounts RankMemory RankPlace context_bytes count_in_flight in_flight_of_chunk_order "
     "steady_in_flight",
     "partition.search.bounds": "LeastSeconds",
-    "partition.search.cuts": "candidate_ends even_ends",
+    "partition.search.cuts": "candidate_ends even_ends range_costs",
     "partition.search.evaluate": "Candidate DoesNotFitError PlanEvaluator",
     "partition.search.layouts": "UnevenLayouts uneven_layouts",
     "partition.search.model": "Model",

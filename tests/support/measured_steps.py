@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagewright.partition import Cluster, GivenStage, Plan, evaluate
-from support.inside import MEGATRON_CORE, DeviceModel, Runtime, Transformer, TransformerSource, fit_device
+from support.inside import MEGATRON_CORE, NANOTRON, DeviceModel, Runtime, Transformer, TransformerSource, fit_device
 
 _DATA = Path(__file__).parents[1] / "data" / "measured_steps"
 
@@ -46,16 +46,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Llama 70B": LLAMA | {"layers": 80, "hidden": 8192, "heads": 64, "mlp_ratio": 3.5},
     "Llama 405B": LLAMA | {"layers": 126, "hidden": 16384, "heads": 128, "mlp_ratio": 3.25},
 }
-NANOTRON: dict[str, Any] = {"vocabulary": 131072, "length": 4096, "style": "llama", "gradients": "float32"}
+_LLAMA2: dict[str, Any] = {"vocabulary": 131072, "length": 4096, "style": "llama", "gradients": "float32"}
 SHAPES |= {
-    "1.34": NANOTRON | {"layers": 16, "hidden": 2048, "heads": 32},
-    "3.57": NANOTRON | {"layers": 28, "hidden": 3072, "heads": 32, "mlp_ratio": 8192 / 3072},
-    "8.86": NANOTRON | {"layers": 32, "hidden": 4096, "heads": 32, "mlp_ratio": 3.5, "head": "untied"},
-    "80.0": NANOTRON | {"layers": 80, "hidden": 8192, "heads": 64, "mlp_ratio": 3.5, "head": "untied"},
+    "1.34": _LLAMA2 | {"layers": 16, "hidden": 2048, "heads": 32},
+    "3.57": _LLAMA2 | {"layers": 28, "hidden": 3072, "heads": 32, "mlp_ratio": 8192 / 3072},
+    "8.86": _LLAMA2 | {"layers": 32, "hidden": 4096, "heads": 32, "mlp_ratio": 3.5, "head": "untied"},
+    "80.0": _LLAMA2 | {"layers": 80, "hidden": 8192, "heads": 64, "mlp_ratio": 3.5, "head": "untied"},
 }
-# A step of NCCL's rings: hwLat of its src/graph/tuning.cc, with protocol LL128 over NVLink and InfiniBand, Simple over
-# EFA, which nanotron's nodes (AWS p5) have and AWS's guides set it to.
-NVLINK_HOP, NET_HOP, EFA_HOP = "1.9us", "4us", "14us"
+# A step of NCCL's rings: hwLat of its src/graph/tuning.cc, with protocol LL128 over NVLink and InfiniBand. Over EFA,
+# which nanotron's nodes (AWS p5) have, what all-reduces of 32 MB to 8 GB over 2 to 32 of these nodes show, least
+# squares of logarithms (crazyguitar/aws-gpu-communication-benchmark at fd167f9, data/nccl_all_reduce.csv).
+NVLINK_HOP, NET_HOP, EFA_HOP = "1.9us", "4us", "30us"
 PEAK = 989.5e12  # of an H100, which nanotron's MFU is of (nanotron/logging and docs/benchmark: H100, bf16)
 PRECISIONS = {"BF16": "16-bit", "FP8": "fp8", "MXFP8": "fp8", "NVFP4": "fp4", "fp8": "fp8"}
 
@@ -98,7 +99,7 @@ class Step:
 
     @property
     def runtime(self) -> Runtime:
-        return Runtime(adds_gradients=True) if self.file == "nanotron" else MEGATRON_CORE
+        return NANOTRON if self.file == "nanotron" else MEGATRON_CORE
 
     @property
     def cluster(self) -> Cluster:

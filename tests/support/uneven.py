@@ -23,7 +23,7 @@ def plan_of(*stages: PlanStage, **fields: Any) -> Plan:
         stages=stages,
         costs=Costs(forward=1.0, backward=2.0),
         cost_model="default",
-        predicted_step_time=3,
+        bottleneck=3,
         bound=3,
         **(settings | fields),
     )

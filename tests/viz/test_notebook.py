@@ -29,7 +29,7 @@ def a_plan(num_microbatches: int | None) -> Plan:
         costs=Costs(forward=1.0, backward=2.0),
         num_devices=2,
         cost_model="default",
-        predicted_step_time=3.0,
+        bottleneck=3.0,
         bound=3.0,
         num_microbatches=num_microbatches,
     )
