@@ -193,7 +193,8 @@ def _refuse_one_memory(given: Given, written: frozenset[int]) -> None:
                 if (changes or other_changes) and x.layout == torch.strided and overlap(x, y):
                     raise ValueError(
                         f"{other} and {name}{where} are over the same memory, and the model changes "
-                        f"{other if other_changes else name + where} in place: in one process both would change, but "
-                        f"each stage gets a copy. Expected a clone() of one of them, or another operation"
+                        f"{other if other_changes else name + where} in place (so counts add_(0), too): in one process "
+                        f"both would change, but each stage gets a copy. Expected a clone() of one of them, or another "
+                        f"operation"
                     )
             here.append((name + where, x, changes))

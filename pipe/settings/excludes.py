@@ -35,6 +35,7 @@ _MEANT = {
     "recompute": "checkpoint checkpointing activation_checkpointing gradient_checkpointing",
     "mesh": "num_stages num_ranks world_size pp dp tp data tensor",
     "loss_fn": "loss criterion",
+    "lr_scheduler": "scheduler lr_schedule lr_schedulers",
 }
 
 _DEVICE, _DTYPE = "PipelineModule(..., device=...)", 'PipelineModule(..., precision="bf16"), or a model of that type'
