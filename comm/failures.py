@@ -81,17 +81,20 @@ class Account(NamedTuple):
 
     peers: the ranks that it waited for; none: the error was its own.
     gave_up: its wait timed out (else it lost a connection).
+    refusal: message of a ValueError of this package's own; empty: it is something else.
     """
 
     peers: tuple[int, ...]
     gave_up: bool
     text: str
+    refusal: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Account:
         if isinstance(error, PipelineError):
             return cls(error.peers, isinstance(error, PipelineTimeout), str(error))
-        return cls((), False, f"{type(error).__name__}: {error}")
+        refusal = str(error) if _is_mistake(TracebackException.from_exception(error)) else ""
+        return cls((), False, f"{type(error).__name__}: {error}", refusal)
 
 
 class FailureBoard:
@@ -110,7 +113,8 @@ class FailureBoard:
         _within(_STORE_LIMIT, lambda: self._store.set(f"{self._name}/{self._rank}", text))
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error to raise: this rank's own, with the cause at the end of the chain of reports."""
+        """The error to raise: this rank's own, with the cause at the end of the chain of reports. A refusal of this
+        package's, such as of an argument, is the same ValueError on each rank that waited for the one that found it."""
         if not isinstance(error, PipelineError) or not error.peers or error.is_explained:
             return error
         patience = _Patience(_LATER if isinstance(error, PipelineTimeout) else _SOON)
@@ -128,6 +132,9 @@ class FailureBoard:
             if settled or patience.is_over():
                 break
             time.sleep(_POLL)
+        for rank, report in reports.items():
+            if report.refusal and cause == _own_failure(rank, report, self.place):
+                return ValueError(f"{report.refusal}\n(found on {self.place.name_of(rank)}; {error})")
         return type(error)(f"{error}\ncause: {cause}", peers=error.peers, is_explained=True)
 
     def others_failed(self) -> bool:
@@ -143,8 +150,9 @@ class FailureBoard:
         for rank in range(self._size):
             key = f"{self._name}/{rank}"
             if rank not in known and self._store.check([key]):
-                peers, gave_up, text = json.loads(self._store.get(key))
-                found[rank] = Account(tuple(one for one in range(self._size) if one in peers), bool(gave_up), str(text))
+                peers, gave_up, text, refusal = json.loads(self._store.get(key))
+                waited = tuple(one for one in range(self._size) if one in peers)
+                found[rank] = Account(waited, bool(gave_up), str(text), str(refusal))
         return found
 
 
@@ -313,7 +321,7 @@ def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | Non
         if report is None:
             silent.append(one)
         elif not report.peers:
-            return f"{place.name_of(one)} failed: {report.text}", True
+            return _own_failure(one, report, place), True
         else:
             fresh = [peer for peer in report.peers if peer not in came_from]
             came_from.update(dict.fromkeys(fresh, one))
@@ -339,6 +347,10 @@ def find_cause(rank: int, reports: Mapping[int, Account], place: MeshPlace | Non
             f"same size, and does the network between them let all messages through?"
         )
     return f"{cause} ({stories})", True
+
+
+def _own_failure(rank: int, report: Account, place: MeshPlace) -> str:
+    return f"{place.name_of(rank)} failed: {report.text}"
 
 
 def _silence(silent: int, waiting: int, rank: int, reports: Mapping[int, Account], place: MeshPlace) -> str:

@@ -210,10 +210,9 @@ class PipelineTrainer(Trainer):
 
     @property
     def _num_microbatches(self) -> int:
-        count = self._replica[1]
-        assert self.pipe is not None
-        layout = self.pipe.layout
-        return self.args.gradient_accumulation_steps if layout is None else layout.schedule.num_microbatches // count
+        layout, count = self._made().layout, int(self.args.gradient_accumulation_steps)
+        # Members of a context group are replicas, too.
+        return count if layout is None else layout.schedule.num_microbatches // layout.place.replica[1]
 
     def _check_weights(self, batches: Sequence[Batch], num_items: Any) -> None:
         """Raises ValueError if Trainer weights batches differently, unless the user sets the weight."""

@@ -83,11 +83,19 @@ class TimelinePictureOptions(PictureOptions):
 
 
 def _keep_files_of_runs(path: Path) -> None:
-    """Raise ValueError for a file that a run, or the tracer of a training loop, has written into its folder."""
+    """Raise ValueError for a file that a run, or the tracer of a training loop, has written into its folder, and for a
+    trace of another tool."""
     folder = path.parent
     is_of_run = (folder / "manifest.json").exists() or any(folder.glob("trace.rank*.jsonl"))
+    another = f"expected another one, such as {path.with_suffix('')}{_TRACE}"
     if path.exists() and path.name.lower() in _OF_RUNS and is_of_run:
-        raise ValueError(f"-o {path}: a file of the run: expected another one, such as {path.with_suffix('')}{_TRACE}")
+        raise ValueError(f"-o {path}: a file of the run: {another}")
+    if path.exists() and path.name.lower().endswith(".json"):
+        from ...viz.foreign import is_trace, read_text
+        from ...viz.perfetto import OWN_KEY
+
+        if is_trace(text := read_text(path)) and OWN_KEY not in text:
+            raise ValueError(f"-o {path}: a trace of another tool, such as torch.profiler: {another}")
 
 
 def write_output(exhibits: Sequence[Exhibit], path: Path, style: FigureStyle) -> str:

@@ -11,6 +11,7 @@ The options are checked here, before any process starts; `loop` is the work of a
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -19,9 +20,39 @@ from ..options import read
 from .options import AUTO, TrainOptions, make_schedule, model_config, plan_before, read_plan, resolve, with_recipe
 from .run_folder import RunFolder
 
+# Arguments of PipelineModule that its messages name, as they are typed here.
+_TYPED = {
+    "verify=False": "--no-verify",
+    "schedule=": "--schedule",
+    "num_microbatches=": "--microbatches",
+    "num_chunks=": "--chunks",
+    "num_slices=": "--slices",
+    'mesh={"pipe": ': "--ranks",
+    "tensor_parallel=": "--tensor-parallel",
+    "recompute=": "--recompute",
+    "max_grad_norm=": "--clip",
+    "flush_first=": "--flush-first",
+    "loss_fn=": "--loss",
+    "optimizer=": "--optimizer",
+    "timeout=": "--timeout",
+}
+
 
 def run(argv: Sequence[str]) -> int:
-    """Check the options; then show the run, launch it, or run one rank."""
+    """Check the options; then show the run, launch it, or run one rank. Messages about arguments of PipelineModule end
+    in how `stagewright train` has them."""
+    try:
+        return _run(argv)
+    except ValueError as error:
+        text = str(error)
+        here = [(word, typed) for word, typed in _TYPED.items() if re.search(rf"(?<!\w){word}", text)]
+        typed = ", ".join(f"{typed} for {word.strip()}" for word, typed in here if typed not in text)
+        if not typed:
+            raise
+        raise ValueError(f"{text}\n(stagewright train: {typed})") from error
+
+
+def _run(argv: Sequence[str]) -> int:
     options = resolve(read(TrainOptions, argv, "train"))
     what = make_schedule(options) if options.plan is None else read_plan(options)
     if options.plan == AUTO and options.resume:

@@ -112,7 +112,7 @@ _REDUCED = {torch.float16, torch.bfloat16}  # that norms take along with weights
 def strict_fake_mode(joined: set[tuple[int, ...]] | None = None) -> FakeTensorMode:
     """A FakeTensorMode, in which products and norms of tensors of several types are a RuntimeError, as on real ones.
     `joined` is filled with the processes of each group in which a collective is called."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _fake_mode()
     carry_out = mode.dispatch
 
     def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,6 +125,26 @@ def strict_fake_mode(joined: set[tuple[int, ...]] | None = None) -> FakeTensorMo
             kinds = dict.fromkeys(x.dtype for x in valued if isinstance(x, torch.Tensor))
             if len(kinds) > 1 and (operation in _PRODUCTS or kinds.keys().isdisjoint(_REDUCED)):
                 raise RuntimeError(f"{operation.__name__} of {' and '.join(map(str, kinds))}, which takes one type")
+        return carry_out(func, types, args, kwargs)
+
+    mode.dispatch = dispatch  # type: ignore[method-assign]
+    return mode
+
+
+def _fake_mode() -> FakeTensorMode:
+    """One that knows grouped products of any type, which real tensors have: torch's own (2.13) takes bfloat16 alone."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    carry_out = mode.dispatch
+
+    def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "overloadpacket", None) is _aten._grouped_mm and (args[0].dim(), args[1].dim()) == (2, 3):
+            rows, weight = args[:2]
+            if rows.dtype in (torch.float32, torch.float16) and (rows.dtype, rows.size(1)) == (
+                weight.dtype,
+                weight.size(1),
+            ):
+                with mode:
+                    return torch.empty(rows.size(0), weight.size(2), dtype=rows.dtype, device=rows.device)
         return carry_out(func, types, args, kwargs)
 
     mode.dispatch = dispatch  # type: ignore[method-assign]  # operators of a higher order know no class but its own
@@ -145,7 +165,7 @@ def on_fakes(
         stack.enter_context(uncompiled())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of the user's code: it will say so when it runs
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_fake_mode())
         stack.enter_context(torch.enable_grad() if training else torch.no_grad())
         given = example.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
         stack.enter_context(stand_ins(model, device))

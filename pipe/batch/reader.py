@@ -16,6 +16,7 @@ from ..context import Run
 from ..settings.given import Given, check_batch, check_like_example
 from ..settings.precision import Autocast
 from ..stage.shapes import Inferred, Signature
+from ..stage.stage import unsent_gradient
 from ..stage.tokens import Slice, Tokens
 from ..stage.wiring import Mode
 from .agreement import Identity, checksum, is_shape_alone
@@ -49,7 +50,7 @@ class BatchReader:
     ) -> None:
         options, place, schedule, inference = run.options, run.layout.place, mode.schedule, mode.inference
         M, n = schedule.num_microbatches, schedule.num_slices
-        self._inference = inference
+        self._inference, self._mode = inference, mode
         self._example = example
         self._options = options
         self._slices_agree = slices_agree
@@ -98,6 +99,11 @@ class BatchReader:
                 self._refuse_shapes_alone(part, its)
             _refuse_one_memory(given, frozenset().union(*(each.written_inputs for each in inferred)))
             self._refuse_float16(inferred)
+            wants_grad = any(any(each.wants_grad) for each in signatures)
+            for its in stages_of.values():
+                if (unsent := self._mode.unsent(its.specs)) is not None:
+                    stage, slot = unsent
+                    raise unsent_gradient(slot, f"stage {stage} ({its.stages[stage].name})", of_batch=wants_grad)
             if self._compares:
                 programs = "".join(each.digest() for each in stages_of.values()).encode()
                 program = float(zlib.crc32(programs))
@@ -127,7 +133,7 @@ class BatchReader:
                 identity=call,
                 num_slices=self._num_slices,
                 signatures=signatures,
-                wants_grad=any(any(each.wants_grad) for each in signatures),
+                wants_grad=wants_grad,
             )
 
     def _slice(self, microbatches: Sequence[Given]) -> tuple[list[Given], list[Tokens]]:
@@ -187,7 +193,8 @@ def _refuse_one_memory(given: Given, written: frozenset[int]) -> None:
                 if (changes or other_changes) and x.layout == torch.strided and overlap(x, y):
                     raise ValueError(
                         f"{other} and {name}{where} are over the same memory, and the model changes "
-                        f"{other if other_changes else name + where} in place: in one process both would change, but "
-                        f"each stage gets a copy. Expected a clone() of one of them, or another operation"
+                        f"{other if other_changes else name + where} in place (so counts add_(0), too): in one process "
+                        f"both would change, but each stage gets a copy. Expected a clone() of one of them, or another "
+                        f"operation"
                     )
             here.append((name + where, x, changes))

@@ -31,7 +31,7 @@ from ...partition.model.untouched import untouched
 from ..context import Run
 from ..guards.rounding import SLICED_LOSSES, SLICED_OUTPUTS, by_type
 from ..settings.given import Given, signature_of
-from ..settings.model_loss import LossValue
+from ..settings.model_loss import LossOfParts, LossValue
 from ..settings.options import Options
 from ..shards.tensor_group import TensorGroup
 from ..stage.context_parts import over_context
@@ -190,7 +190,9 @@ def check_parts(run: Run, inference: InferredStages, whole: Given, own: Slice, g
     def within(span: TokenBlocks) -> AbstractContextManager[None]:
         return over_context(alone if span.length == span.total else group, span, drops=False)
 
-    _check_stages(run, inference, whole, [own], begin=lambda: within, expected=expected)
+    model_loss, form = run.options.model_loss, inference.output_form
+    loss = None if model_loss is None else model_loss.of_parts(form, [whole.arguments, own[0].arguments], group)
+    _check_stages(run, inference, whole, [own], begin=lambda: within, expected=expected, loss=loss)
 
 
 def _check_stages(
@@ -201,6 +203,7 @@ def _check_stages(
     *,
     begin: Callable[[], _Within],
     expected: str,
+    loss: LossOfParts | None = None,
 ) -> None:
     device = run.options.device
     arguments = [whole.arguments, *(part.arguments for part, _ in slices)]
@@ -211,7 +214,8 @@ def _check_stages(
         with untouched(run.root, device=device), _other_weights(module), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as of a checkpoint that has no gradients to make
             try:
-                _check_stage(s, inferred, _inputs(s, inferred, arguments, spans), spans, begin())
+                own_loss = loss if s == len(inference.stages) - 1 else None
+                _check_stage(s, inferred, _inputs(s, inferred, arguments, spans), spans, begin(), loss=own_loss)
             except ValueError as error:
                 failed.append(ValueError(f"{error}. {expected}"))
             except (RuntimeError, IndexError) as error:
@@ -245,11 +249,17 @@ def _check_stage(
     inputs: Sequence[Sequence[torch.Tensor]],
     spans: Sequence[Tokens],
     within: _Within,
+    *,
+    loss: LossOfParts | None,
 ) -> None:
     stages = [each.stages[s] for each in inferred]
     total = spans[0].total
     whole, *parts = _run(stages, inputs, [TokenBlocks(((0, total),), total), *spans], within)
+    if loss is not None:  # first, since members add theirs up
+        loss.check(whole, parts[0])
     for slot, expected in enumerate(whole):
+        if loss is not None and slot == loss.slot:
+            continue
         specs = [each.specs[s][slot] for each in inferred]
         what = f"output {slot} of stage {s} ({stages[0].name})"
         dim = sequence_dim(specs, spans, what)

@@ -121,7 +121,7 @@ def _trained(optimizer: torch.optim.Optimizer, watched: nn.Parameter | None) -> 
     """By group, its first parameter and its changes after three steps. All but `watched` have other values."""
     optimizer._optimizer_step_post_hooks = OrderedDict()
     for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if not p.is_meta]  # those of other processes
+        group["params"] = [p for p in group["params"] if not p.is_meta][:2]  # meta ones are other processes'
     groups = [group for group in optimizer.param_groups if group["params"]]
     some: list[nn.Parameter] = []
     for group in groups:
@@ -129,7 +129,7 @@ def _trained(optimizer: torch.optim.Optimizer, watched: nn.Parameter | None) -> 
             group["params"].append(nn.Parameter(group["params"][0].data.clone()))
         if group.get("lr") == 0:  # of a warm-up
             group["lr"] = 1e-2
-        some += group["params"][:2]
+        some += group["params"]
     others = set() if watched is None else {id(p) for p in some if p is not watched}
     for number, p in enumerate(some):
         p.data = _random(p, number) * (30.0 if id(p) in others else 1.0)
@@ -170,6 +170,8 @@ def _small(content: dict[str, Any], *, shared: Collection[object]) -> dict[str, 
     def number(value: Any) -> int | None:
         if isinstance(value, torch.Tensor):
             known.setdefault(id(value), (value, _cut(value)))
+        elif isinstance(value, torch.Generator):  # which pickle refuses
+            known.setdefault(id(value), (value, value.clone_state()))
         elif callable(value):
             known.setdefault(id(value), (value, value))
         return id(value) if id(value) in known else None

@@ -230,7 +230,11 @@ class Evaluation:
             if loss is None:  # the mean of the batch, not each microbatch's
                 weights = model_loss.weigh([microbatches[k // num_replicas] for k in sorted(outputs)])
                 pairs = zip((form.assemble(outputs[k]) for k in sorted(outputs)), weights, strict=True)
-                whole = sum(model_loss(*pair)[0] for pair in pairs) / sum(weights)
+                losses = torch.stack([model_loss(*pair)[0] for pair in pairs])
+                added = torch.stack([losses.double().sum(), torch.stack(weights).sum()])
+                group = self._run.context_group
+                added = added if group is None else group.sum(added)
+                whole = added[0] / added[1]
             values[slot] = torch.as_tensor(whole, dtype=kind.dtype, device=kind.device)
         return loss, form.assemble(values)
 

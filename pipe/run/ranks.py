@@ -120,7 +120,12 @@ class Ranks:
         self._sliced_loss: SlicedLoss | None = None
         context = run.context_group
         in_parts = schedule.num_slices > 1 or context is not None
-        if loss_fn is not None and in_parts and schedule.num_stages - 1 in run.local_stages:
+        if (
+            loss_fn is not None
+            and run.options.model_loss is None
+            and in_parts
+            and schedule.num_stages - 1 in run.local_stages
+        ):
             from ..batch.slicing import SlicedLoss
 
             self._sliced_loss = SlicedLoss(loss_fn, partial(parts.output, training=True), context)

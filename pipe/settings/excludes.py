@@ -13,12 +13,15 @@ from functools import wraps
 from typing import ParamSpec
 
 from ...comm import Compress, MeshPlace
+from ...partition.model.batch_dims import parameter_names
 from ...partition.plans.plan import Plan
 from ...schedules import Schedule
 from ...schedules.kinds import one_of, option
 from ...schedules.transform import schedule_without
 from ..shards.shard import DATA_PARALLEL, SYNC, Sharding
 from .arguments import AUTO, Asynchronous, GivenOptions, Inputs, Slices, Synchronous
+from .given import signature_of
+from .model_loss import SHIFTED
 from .options import Options
 
 P = ParamSpec("P")
@@ -35,6 +38,7 @@ _MEANT = {
     "recompute": "checkpoint checkpointing activation_checkpointing gradient_checkpointing",
     "mesh": "num_stages num_ranks world_size pp dp tp data tensor",
     "loss_fn": "loss criterion",
+    "lr_scheduler": "scheduler lr_schedule lr_schedulers",
 }
 
 _DEVICE, _DTYPE = "PipelineModule(..., device=...)", 'PipelineModule(..., precision="bf16"), or a model of that type'
@@ -230,10 +234,12 @@ def _context(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator
         (options.compile is not None, "with compile=: attention gathers keys and values in Python"),
     ):
         yield is_so, f"{said} {why}: {such}"
+    signature, loss = signature_of(options.model), options.model_loss
+    takes_any = signature is not None and any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
     yield (
-        options.model_loss is not None,
-        f'loss_fn="model" with {said}: a model shifts its labels within what it is given. Expected '
-        f"loss_fn=lambda output, target: ..., with targets that are shifted already",
+        loss is not None and loss.shifts and not takes_any and SHIFTED not in parameter_names(signature),
+        f'loss_fn="model" with {said}: the model shifts its labels within what it is given, and its forward takes no '
+        f"{SHIFTED}=, labels that are shifted already. Expected loss_fn=lambda output, target: ..., with such targets",
     )
 
 

@@ -152,10 +152,19 @@ _Read = Callable[[Sequence[Any], Mapping[str, Any]], Given]
 
 
 class CallReader:
-    """Separates the arguments of a model (None: of a list of stages) from the target, if the loss takes one."""
+    """Separates the arguments of a model (None: of a list of stages) from the target, if the loss takes one. `more`:
+    keywords with those that follow from them."""
 
-    def __init__(self, model: nn.Module | None, *, has_target: bool, batch_dims: BatchDims) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        *,
+        has_target: bool,
+        batch_dims: BatchDims,
+        more: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ) -> None:
         self.signature = signature_of(model)
+        self._more = more
         self._model = type(model).__name__
         self._has_target = has_target
         self._batch_dims = batch_dims
@@ -259,6 +268,7 @@ class CallReader:
         if len(args) == 1 and not kwargs:
             args, kwargs = self._spread(args, kwargs)
         args, kwargs = self._bound(tuple(args), kwargs)
+        kwargs = self._more(kwargs)
         for name, value in (*((f"input {i}", each) for i, each in enumerate(args)), *kwargs.items()):
             if isinstance(value, PackedSequence):
                 raise ValueError(

@@ -9,8 +9,9 @@ the first label of a sequence. Equal weights would be wrong if microbatches diff
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,10 +21,12 @@ from torch.utils import _pytree as pytree
 from ...partition.model.batch_dims import parameter_names
 from ...partition.model.forms import Arguments, Form
 from ...partition.model.model_loss import MODEL, mean_of_model, own_loss
+from ..guards.rounding import SLICED_LOSSES, by_type
 from .given import signature_of
 
 IGNORED = -100  # a label that cross entropy leaves out
 SAMPLES, LABELS, SHIFTED_LABELS = "samples", "labels", "shifted_labels"
+SHIFTED = "shift_labels"  # keyword of models of transformers for labels that are shifted already
 
 LossWeight = str | Callable[..., Any]
 LossValue = tuple[torch.Tensor, torch.Tensor | None]  # (mean, None) or (sum, count)
@@ -108,6 +111,11 @@ class ModelLoss:
         known = callable(self._weight) or weight.device.type == "cpu"
         return known and not isinstance(weight, FakeTensor) and not weight
 
+    @property
+    def shifts(self) -> bool:
+        """Whether the model shifts its labels by one within what it is given."""
+        return self._weight == SHIFTED_LABELS
+
     def find_slot(self, form: Form) -> int | None:
         """Number of the loss among the flat tensors of the model's output; None if it is not found."""
         marks = [torch.empty(()) for _ in range(form.num_tensors)]
@@ -117,11 +125,16 @@ class ModelLoss:
             return None
         return next(i for i, mark in enumerate(marks) if mark is found)
 
+    def of_parts(self, form: Form, both: Sequence[Arguments], group: Summing) -> LossOfParts | None:
+        """The loss of a whole microbatch and of this member's part of it; None for an output without."""
+        slot = self.find_slot(form)
+        return None if slot is None else LossOfParts(slot=slot, weights=self.weigh(both), group=group)
+
     def reads(self, name: str) -> bool:
         """Whether the weight may depend on the values of this argument."""
         if callable(self._weight):
             return True
-        return self._weight != SAMPLES and name in ("labels", self._position_of_labels())
+        return self._weight != SAMPLES and name in ("labels", SHIFTED, self._position_of_labels())
 
     def weigh(self, microbatches: Sequence[Arguments]) -> list[torch.Tensor]:
         """Weight of each microbatch. Raises ValueError if it is unknown what to count, or a count is not a number."""
@@ -150,6 +163,8 @@ class ModelLoss:
     def _counted(self, microbatch: Arguments) -> Any:
         labels = self._labels(microbatch)
         weight = self._weight
+        if weight == SHIFTED_LABELS and SHIFTED in microbatch.names:
+            return (microbatch.tensors[microbatch.names.index(SHIFTED)] != IGNORED).sum()
         if labels is None and weight in (LABELS, SHIFTED_LABELS):
             raise ValueError(
                 f"loss_weight={weight!r} and no labels= of integers among the arguments {', '.join(microbatch.names)}: "
@@ -177,6 +192,49 @@ class ModelLoss:
 
     def _position_of_labels(self) -> str | None:
         return f"input {self._names.index('labels')}" if "labels" in self._names else None
+
+
+class Summing(Protocol):
+    count: int
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOfParts:
+    """The loss that a model returns, number `slot` of its outputs: a mean over `weights` items, of a whole microbatch
+    and of this member's part of its tokens."""
+
+    slot: int
+    weights: Sequence[torch.Tensor]
+    group: Summing
+
+    def check(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+        """ValueError unless the members' losses add up to that of the whole. Collective over the group."""
+        losses = [each[self.slot].double() for each in (whole, own)]
+        sums = [torch.where(n > 0, loss, 0.0) * n for loss, n in zip(losses, self.weights, strict=True)]
+        loss, count = sums[0], self.weights[0]
+        found, items = self.group.sum(torch.stack([sums[1], self.weights[1]]))
+        tolerance = by_type(SLICED_LOSSES, whole[self.slot].dtype)
+        if count != items or not abs(float(loss - found)) <= tolerance * max(abs(float(loss)), 1e-12):
+            raise ValueError(
+                f"the model's loss is {float(loss / count):.9g}, a mean over {count:g} items, for whole sequences, and "
+                f"{float(found / items):.9g} over {items:g} for their {self.group.count} parts: expected a mean over "
+                f"tokens, as Inputs(loss_weight=) counts them, which has no other terms"
+            )
+
+
+def more_keywords(loss_fn: object, context: int) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """What a model is passed in addition, by the size of its context groups."""
+    return with_shifted_labels if context > 1 and isinstance(loss_fn, ModelLoss) and loss_fn.shifts else dict
+
+
+def with_shifted_labels(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keywords of a model that shifts labels, with shifted labels of whole sequences, of which parts are cut."""
+    labels = kwargs.get("labels")
+    if not isinstance(labels, torch.Tensor) or SHIFTED in kwargs:
+        return kwargs
+    return {**kwargs, SHIFTED: nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous()}
 
 
 def _known_weight(model: nn.Module | None) -> str | None:

@@ -48,7 +48,7 @@ from .arguments import (
 )
 from .delay_correction import ErrorFeedback, read_correction
 from .given import CallReader, Given, signature_of
-from .model_loss import ModelLoss, read_loss_option
+from .model_loss import ModelLoss, more_keywords, read_loss_option
 from .precision import read_compile, read_dtype, read_grad_scaler, refuse_float16_parameters
 
 _LONGEST = 365 * 86400.0  # [s] taken as no limit by backends
@@ -209,7 +209,8 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
     root = nn.ModuleList(stages or []) if model is None else model
     loss_fn = read_loss_option(given.loss_fn, inputs.loss_weight, model)
     signature, has_target = signature_of(model), loss_fn is not None and not isinstance(loss_fn, ModelLoss)
-    calls = CallReader(model, has_target=has_target, batch_dims=check_batch_dims(inputs.batch_dims, signature))
+    dims, more = check_batch_dims(inputs.batch_dims, signature), more_keywords(loss_fn, (sizes or {}).get("context", 1))
+    calls = CallReader(model, has_target=has_target, batch_dims=dims, more=more)
     correction = read_correction(late.correction)
     scaler, device = read_grad_scaler(precision.grad_scaler), device_of(root, given.device)
     if scaler is None and autocast is torch.float16 and given.optimizer is not None:

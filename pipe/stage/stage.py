@@ -254,12 +254,8 @@ class Stage:
 
     def _refuse_new_gradients(self, outputs: Tensors, wanted: Sequence[bool]) -> None:
         slot = next((i for i, o in enumerate(outputs) if o.requires_grad and not wanted[i]), None)
-        if slot is None:
-            return
-        raise ValueError(
-            f"output {slot} of {self._described} requires a gradient and did not when the stages were built, so that "
-            f"none is sent back for it: modules before it would not be trained. {_DECIDES_ALIKE}"
-        )
+        if slot is not None:
+            raise unsent_gradient(slot, self._described)
 
     def refuse_lost_gradient(self, slot: int) -> NoReturn:
         """ValueError for a missing gradient of an input that was certain to have one when the stages were built."""
@@ -294,6 +290,17 @@ class Stage:
                 "from it, without detach(), item() or torch.no_grad()"
             )
         return (loss[0],), loss
+
+
+def unsent_gradient(slot: int, stage: str, *, of_batch: bool = False) -> ValueError:
+    """For an output whose gradient no message carries; `of_batch`: it is the batch that wants it."""
+    found = f"output {slot} of {stage} requires a gradient and did not when the stages were built, so that none is sent"
+    if of_batch:
+        return ValueError(
+            f"{found} back to the batch, which wants one: expected example_inputs= or a first batch that want "
+            f"gradients, too (x.requires_grad_()), or x.detach() now. Batches after such a one may go without"
+        )
+    return ValueError(f"{found} back for it: modules before it would not be trained. {_DECIDES_ALIKE}")
 
 
 def _warn_of_small_half(module: nn.Module, weights: WeightGradients, *, stage: str) -> None:

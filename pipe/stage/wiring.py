@@ -88,6 +88,14 @@ class Mode:
         sizes = [num_bytes(self.message_specs(wire.message(0), inference.of(microbatch))) for wire in self.wires]
         self.receives_ahead = receives_ahead(max(sizes, default=0))
 
+    def unsent(self, specs: OutputSpecs) -> tuple[int, int] | None:
+        """The first (stage, slot) whose output requires a gradient, by these specs, and gets none over its wire."""
+        for module, wanted in zip(self.inference.stages, self.wants_grad, strict=True):
+            for ref, is_sent in zip(module.inputs, wanted, strict=True):
+                if ref.producer != MODEL_INPUT and not is_sent and specs[ref.producer][ref.slot].requires_grad:
+                    return ref.producer, ref.slot
+        return None
+
     def forwards(self, num_microbatches: int) -> Mode:
         found = copy.copy(self)
         found.schedule = self.schedule.forward_only(num_microbatches=num_microbatches)

@@ -39,7 +39,7 @@ class StageOptimizers:
     """The optimizers of one stage and their learning-rate schedules; none where the stage has no parameter to train.
 
     Arguments:
-        scheduler: called once for each optimizer.
+        lr_scheduler: called once for each optimizer.
         model: ids of all of the model's parameters.
         versions: of the stage's weights, under an asynchronous schedule: then optimizers may hold only the model's
             tensors.
@@ -50,7 +50,7 @@ class StageOptimizers:
     Attributes:
         optimizers: in the order in which they were returned. They are made with whole parameters, whose groups may
             depend on shapes and names, and hold parts of them after `divide`.
-        schedulers: of each optimizer; empty without `scheduler`.
+        schedulers: of each optimizer; empty without `lr_scheduler`.
         names: by id of a parameter, and of a part in its place; named: the parameters as they were given.
     """
 
@@ -59,7 +59,7 @@ class StageOptimizers:
         stage: int,
         parameters: Sequence[tuple[str, nn.Parameter]],
         factory: OptimizerFactory,
-        scheduler: SchedulerFactory | None,
+        lr_scheduler: SchedulerFactory | None,
         *,
         where: str,
         model: Collection[int],
@@ -78,7 +78,7 @@ class StageOptimizers:
         self.optimizers = tuple(make_optimizers(factory, parameters, where=where)) if parameters else ()
         self._refuse_others(where, model)
         self._refuse_twice(where)
-        self.schedulers = tuple(_scheduler(scheduler, one) for one in self.optimizers) if scheduler is not None else ()
+        self.schedulers = tuple(_scheduler(lr_scheduler, one) for one in self.optimizers if lr_scheduler is not None)
         self.options = BatchOptions(self.optimizers)
 
     def refuse_to_divide(self, names: Collection[str]) -> None:

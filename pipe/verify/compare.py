@@ -49,8 +49,8 @@ def first_difference(
         f"Likely cause: {'; '.join(listed[:3])}, which the pipeline does not carry out as the plain module does"
         if listed
         else "The modules have no hooks and no state of their own that would explain it; look at a loss or a module "
-        "whose result depends on how a batch is cut or on the order of its microbatches, or that draws its own random "
-        "numbers"
+        "whose result depends on how a batch is cut or on the order of its microbatches, that draws its own random "
+        "numbers, or that reads what another one left in an object, an attribute of a tensor or a Python number"
     )
     where = f" ({stage_of[name]})" if name in stage_of else ""
     return (

@@ -33,6 +33,8 @@ from stagewright.partition import Plan, PlanStage
 from stagewright.schedules import Costs
 
 MINE = """
+    import itertools
+
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -41,6 +43,15 @@ MINE = """
 
     def model():
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    class Counting(nn.Linear):
+        count = itertools.count(1)
+
+        def forward(self, x):
+            return super().forward(x) / next(self.count)
+
+    def counting():
+        return nn.Sequential(Counting(4, 8), nn.Linear(8, 3)).double()
 
     def few():
         generator = torch.Generator().manual_seed(1)
@@ -329,6 +340,10 @@ OWN = ("--model", "own_mine:model", "--data", "own_mine:few")
         (("--model", "own_mine:model", "--data", "own_mine:words"), "whose input 0 is str: expected a tensor"),
         (("--model", "own_mine:model", "--data", "own_mine:model"), "returned Sequential: expected a torch Dataset"),
         (("--clip", "-1"), "--clip -1.0: expected a number above 0"),
+        (
+            ("--model", "own_mine:counting", "--data", "own_mine:few"),
+            r"verify=False trains without this check\n\(stagewright train: --no-verify for verify=False\)",
+        ),
     ],
 )
 def test_mistakes_name_the_value_what_was_expected_and_what_to_type(

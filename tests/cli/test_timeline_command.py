@@ -184,6 +184,22 @@ def test_mistakes(files: Path, capsys: pytest.CaptureFixture[str], words: tuple[
     assert printed.err.startswith("stagewright: error: ")
 
 
+def test_a_trace_of_another_tool_is_not_written_over(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its folder is what is read: the file was lost."""
+    Path("traces").mkdir()
+    theirs = Path("traces/rank0.pt.trace.json")
+    theirs.write_text('{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": 1, "dur": 2}]}')
+    before = theirs.read_bytes()
+    for words in (("traces",), ("measured.json",)):
+        assert main(["timeline", *words, "-o", str(theirs)]) == 2
+        assert "a trace of another tool, such as torch.profiler: expected another one, such as traces/" in (
+            capsys.readouterr().err
+        )
+    assert theirs.read_bytes() == before
+    own = ("timeline", "measured.json", "-o", "traces/own.json")
+    assert [main([*own]), main([*own])] == [0, 0]
+
+
 @pytest.mark.thorough
 def test_terminal_prints_a_grid_and_writes_only_what_is_asked_for(
     files: Path, capsys: pytest.CaptureFixture[str]

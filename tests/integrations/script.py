@@ -18,6 +18,8 @@ from transformers import (
     EvalPrediction,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -52,6 +54,8 @@ class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         row = {"input_ids": self.rows[i][: self.lengths[i]]}
         if self.model == "gpt2":
             return row
+        if self.model == "llama":
+            return row | {"position_ids": torch.arange(len(row["input_ids"]))}
         return row | {"labels": self.masked[i][: self.lengths[i]] if self.model == "masked" else self.rows[i][0] % 3}
 
 
@@ -59,7 +63,9 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     ids = [row["input_ids"] for row in rows]
     labels = [row.get("labels", row["input_ids"]) for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
+    positions = [row["position_ids"] for row in rows if "position_ids" in row]
     return {
+        **({"position_ids": pad(positions, batch_first=True)} if positions else {}),
         "input_ids": pad(ids, batch_first=True),
         "attention_mask": pad([torch.ones_like(row) for row in ids], batch_first=True),
         "labels": pad(labels, batch_first=True, padding_value=-100) if labels[0].dim() else torch.stack(labels),
@@ -120,11 +126,16 @@ def make_model(kind: str, attributes: dict[str, Any]) -> Any:
         sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
         model = GPT2LMHeadModel(GPT2Config(**sizes, **none, bos_token_id=1, eos_token_id=2))
         model.loss_type = "ForCausalLM"  # without it, Trainer divides the loss by the first labels, too
+    elif kind == "llama":
+        sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, bos_token_id=1, eos_token_id=2))
     else:
         sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
         none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         config = BertConfig(**sizes, **none, num_attention_heads=4, max_position_embeddings=16, num_labels=3)
         model = (BertForMaskedLM if kind == "masked" else BertForSequenceClassification)(config)
+    if "attention" in attributes:
+        model.set_attn_implementation(attributes["attention"])
     for name, value in attributes.items():
         setattr(model, name, value)
     return model
@@ -157,6 +168,10 @@ def run(kind: str, folder: str, options: dict[str, Any]) -> None:
             "pipeline": {**pipeline, "mesh": Mesh(**pipeline["mesh"]) if "mesh" in pipeline else None}
         }
         made: type[Trainer] = PipelineTrainer
+        if own["model"] == "llama":
+            import stagewright.integrations.attention
+
+            own["set"] = {"attention": stagewright.integrations.attention.NAME}
     else:
         extra, made = {}, Trainer
     words = {"lengths": own["lengths"], "model": own["model"]}

@@ -13,7 +13,7 @@ from support import inside
 from support.pool import Pool
 from torch import Tensor, nn
 
-from stagewright import PipelineModule
+from stagewright import Inputs, PipelineModule
 
 transformers = pytest.importorskip("transformers")
 
@@ -198,6 +198,86 @@ def _routed(config: str) -> float:
 @pytest.mark.parametrize("config", ["MixtralConfig", "Qwen3MoeConfig"])
 def test_losses_of_routers_are_exact_over_an_expert_group(gloo: Pool, config: str) -> None:
     assert max(gloo.run(_routed, ranks=4, args=(config,))) < 1e-10
+
+
+def _own_loss() -> dict[str, float]:
+    """Differences from one process with the model's own loss, a mean over labels that members share unevenly."""
+    tokens = torch.randint(64, (4, _LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[1, 9:] = labels[2, :3] = labels[3, 2:7] = -100
+    batch = {"input_ids": tokens, "labels": labels, "position_ids": torch.arange(_LENGTH).expand(4, -1)}
+    plain = _model("LlamaConfig", "sdpa")
+    found: dict[str, float] = {}
+    with PipelineModule(
+        _model("LlamaConfig", "stagewright"),
+        mesh={"pipe": 1, "context": 2},
+        num_microbatches=2,
+        loss_fn="model",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=_RATE),
+        verify=True,
+    ) as pipe:
+        optimizer = torch.optim.SGD(plain.parameters(), lr=_RATE)
+        for step in range(2):
+            loss = plain(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found[f"loss {step}"] = abs((pipe.train_step(batch).loss or 0.0) - loss.item())
+        state = pipe.full_state_dict()
+        weights = plain.state_dict()
+        found |= {f"weight {name}": float((x - weights[name]).abs().max()) for name, x in state.items()}
+        with torch.no_grad():
+            expected = plain.eval()(**batch)
+        evaluated, predicted = pipe.eval_step(batch), pipe.predict(batch)
+        found["evaluated"] = abs((evaluated.loss or 0.0) - expected.loss.item())
+        for kind, each in {"eval_step": evaluated.output, "predict": predicted}.items():
+            found[f"loss of {kind}"] = float((each.loss - expected.loss).abs())
+            found[f"logits of {kind}"] = float((each.logits - expected.logits).abs().max())
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_models_own_loss_is_exact_over_a_context_group(gloo: Pool) -> None:
+    """Shifted before the tokens are divided: each member would lose the label after its last token."""
+    for found in gloo.run(_own_loss, ranks=2):
+        assert max(found.values()) < 1e-6, found  # transformers takes the cross entropy in float32
+
+
+class _Shifts(nn.Module):
+    """A model that shifts its labels, and takes none that are shifted already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.head(self.embedding(x))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+def _losses_refused() -> None:
+    tokens = torch.randint(64, (4, _LENGTH), generator=torch.Generator().manual_seed(1))
+    place = torch.arange(_LENGTH).expand(4, -1)
+    options: dict[str, Any] = {"mesh": {"pipe": 1, "context": 2}, "num_microbatches": 2, "loss_fn": "model"}
+    shifted, labels = Inputs(loss_weight="shifted_labels"), Inputs(loss_weight="labels")
+    with pytest.raises(ValueError, match="its forward takes no shift_labels=, labels that are shifted already"):
+        PipelineModule(_Shifts(), example_inputs=shifted, **options)
+    pipe = PipelineModule(_Shifts(), example_inputs=labels, **options)
+    with pytest.raises(ValueError, match=r"the model's loss is .*, a mean over 32 items, for whole sequences, and"):
+        pipe.forward_backward(tokens, labels=tokens)
+    own = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    pipe = PipelineModule(_model("MixtralConfig", "stagewright", **own), **options)
+    with pytest.raises(ValueError, match=r"expected a mean over tokens, .*, which has no other terms"):
+        pipe.forward_backward(input_ids=tokens, labels=tokens, position_ids=place)
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_own_losses_that_are_no_mean_over_tokens_are_refused(gloo: Pool) -> None:
+    gloo.run(_losses_refused, ranks=2)
 
 
 def test_masks_that_are_not_known_are_refused() -> None:

@@ -58,6 +58,9 @@ UNEVEN = {"rows": 69, "lengths": True, "gradient_accumulation_steps": 2, "stop":
 UNEVEN |= {"include_num_input_tokens_seen": "non_padding", "eval_strategy": "no"}
 UNVERIFIED = {"verify": False}  # the case that verifies its first batch is "whole"
 REPLICAS = {"pipeline": UNVERIFIED | {"mesh": {"pipe": 2, "data": 2}}, "gradient_accumulation_steps": 2}
+CONTEXT = {"mesh": {"pipe": 2, "context": 2}}
+LLAMA = {"model": "llama", "max_steps": 2, "num_train_epochs": 1, "save_strategy": "no", "rows": 33}
+LLAMA |= {"eval_strategy": "steps", "eval_steps": 2}
 TENSOR = {"mesh": {"pipe": 2, "tensor": 2, "tensor_parallel": "auto"}}
 PLAIN: dict[str, dict[str, Any]] = {  # and on two ranks
     "padded": {"lengths": True, "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 2},
@@ -95,7 +98,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return start(tmp_path_factory.mktemp("plain"), {"whole": {}} | PLAIN, num_ranks=None)
+    return start(tmp_path_factory.mktemp("plain"), {"whole": {}, "context": LLAMA} | PLAIN, num_ranks=None)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +125,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "whole": {},
         "replicas": REPLICAS,
         "uneven": UNEVEN | REPLICAS,
+        "context": LLAMA | {"pipeline": UNVERIFIED | CONTEXT},
         "tensor": SHORT | {"stop": 2, "pipeline": UNVERIFIED | TENSOR},
     }
     return start(tmp_path_factory.mktemp("four"), cases, num_ranks=4)
@@ -133,6 +137,12 @@ def test_four_ranks_log_evaluate_and_save_as_one_process(four: Path, plain: Path
     weights = transformers.GPT2LMHeadModel.from_pretrained(four / "whole/final").state_dict()
     last = transformers.GPT2LMHeadModel.from_pretrained(four / "whole/checkpoint-15").state_dict()
     assert all((weights[name] == last[name]).all() for name in weights)
+
+
+@pytest.mark.thorough
+def test_members_of_a_context_group_divide_tokens(four: Path, plain: Path) -> None:
+    """With position_ids in the data, which a part cannot tell."""
+    assert_same(read(four / "context"), read(plain / "context"))
 
 
 @pytest.mark.thorough

@@ -53,6 +53,8 @@ def test_trials_and_replan_are_those_of_auto() -> None:
 
 
 def test_a_name_that_never_was() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'scheduler': expected lr_scheduler=$"):
+        make(scheduler=None)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'micro_batches': expected num_microbatches="):
         small(micro_batches=4)
 

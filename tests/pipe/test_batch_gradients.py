@@ -169,6 +169,80 @@ def test_what_cannot_be_handed_back_is_refused() -> None:
         pipe.train_step(*arguments)
 
 
+def without_parameters_first() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Tanh(), nn.Identity(), nn.Tanh(), *(nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(3)))
+
+
+LATER = {"optimizer": None, "loss_fn": mean, "num_microbatches": 6}
+CUTS = {"1f1b": ["2", "4"]}  # else its first stage has weights, and messages carry gradients; the others have V = 2
+_LATER_TEXT = r"output 0 of stage 0 .* none is sent back to the batch, which wants one: expected example_inputs= or a f"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_later_batch_that_wants_gradients_first_is_refused_before_anything_runs(schedule: str) -> None:
+    """Its gradients have no way back where nothing before them trains; the words were those for a counter."""
+    options = {"schedule": schedule, "mesh": {"pipe": 3}, "example_inputs": None, "cut": CUTS.get(schedule)}
+    pipe = make(model=without_parameters_first(), **LATER, **options)
+    x, y = batch(0)
+    pipe.forward_backward(x, y)
+    with pytest.raises(ValueError, match=_LATER_TEXT):
+        pipe.forward_backward(x.clone().requires_grad_(), y)
+    pipe.forward_backward(x, y)
+
+
+@pytest.mark.thorough(but=["zb-v-True"])
+@pytest.mark.parametrize("by_example", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved"])
+def test_after_one_that_wants_them_others_may_and_may_not(schedule: str, by_example: bool) -> None:
+    """What the refusal says to type works: gradients of weights and of the batch are those of one process."""
+    x, y = batch(0)
+    wanted, model = without_parameters_first(), without_parameters_first()
+    example = (x.clone().requires_grad_(),) if by_example else None
+    options = {"schedule": schedule, "mesh": {"pipe": 3}, "example_inputs": example, "cut": CUTS.get(schedule)}
+    pipe = make(model=model, **LATER, **options)
+    for wants in (not by_example, False, True):
+        mine, its = (x.clone().requires_grad_(wants) for _ in range(2))
+        pipe.forward_backward(mine, y)
+        mean(wanted(its), y).backward()
+        same({**gradients(model, mine)}, {k: v for k, v in gradients(wanted, its).items() if v is not None})
+        assert (mine.grad is None) == (its.grad is None)
+
+
+class Later(nn.Module):
+    """Uses its weight once an attribute says so: found by rank 0 alone, in its first backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.uses = nn.Parameter(torch.ones(WIDTH, **DOUBLE)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if self.uses else x * self.weight.detach()
+
+
+def found_by_one_rank() -> list[Told]:
+    x, y = batch(0)
+    pipe = make(model=without_parameters_first(), mesh=None, cut=["2"], example_inputs=None, **LATER)
+    pipe.forward_backward(x, y)
+    found = [told(lambda: pipe.forward_backward(x.clone().requires_grad_(), y))]
+    pipe.forward_backward(x, y)
+    model = nn.Sequential(Later(), *without_parameters_first()[3:])
+    pipe = make(model=model, mesh=None, cut=["1"], example_inputs=None, **LATER)
+    pipe.forward_backward(x, y)
+    model[0].uses = True
+    return [*found, told(lambda: pipe.forward_backward(x, y))]
+
+
+def test_a_refusal_that_one_rank_finds_is_a_value_error_on_each(gloo: Pool) -> None:
+    told_by = gloo.run(found_by_one_rank, ranks=2)
+    for of_batch, alone in told_by:
+        assert of_batch.kind == alone.kind == "ValueError"
+        assert "which wants one: expected example_inputs= or a first batch" in of_batch.text
+        assert alone.text.startswith("output 0 of stage 0 (0) requires a gradient and did not when the stages w")
+    assert "\n(found on rank 0; rank 1: " in told_by[1][1].text
+    assert "found on" not in told_by[0][1].text
+
+
 def over_data_replicas() -> list[Told]:
     x, y = batch(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, **DOUBLE) for _ in range(4)])

@@ -87,6 +87,25 @@ def test_attention_of_later_tokens_within_a_dispatch_mode() -> None:
     assert torch.allclose(found, whole[..., 4:, :], atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_members_multiply_as_much_in_paired_blocks_and_not_in_single_ones(count: int) -> None:
+    """Pairs of query and key that attention computes, by torch's count of its products: the figures of the page."""
+
+    def pairs(total: int) -> list[int]:
+        query, key, value = torch.empty(3, 1, 1, total, 8, device="meta").unbind()
+        found = []
+        for index in range(count):
+            part = TokenBlocks.of(total, index=index, count=count)
+            with FlopCounterMode(display=False) as counter:
+                Seen(is_causal=True).attention(part.part(query, -2), key, value, part.blocks)
+            found.append(counter.get_total_flops() // (2 * 2 * 8))
+        return found
+
+    paired, single = pairs(16 * count), pairs(15 * count)  # of 15 C tokens no member has two blocks alike
+    assert paired == [8 * 8 * (2 * count + 1)] * count
+    assert single == [15 * 15 * (index + 1) for index in range(count)]
+
+
 def test_attend_on_whole_sequences_is_torchs_attention() -> None:
     query, key, value = torch.randn(3, 2, 2, 6, 4).unbind()
     assert torch.equal(attend(query, key, value), F.scaled_dot_product_attention(query, key, value, is_causal=True))
@@ -203,6 +222,28 @@ def test_a_stream_goes_on_from_its_checkpoint_under_another_size(gloo: Pool, tmp
     for difference, number in gloo.run(_both, ranks=4, args=(str(tmp_path / "saved"),)):
         assert number == 3
         assert difference < 1e-12
+
+
+def _padded() -> float:
+    """Eleven tokens over two members, as the page pads them: the largest difference of a loss or gradient."""
+    tokens, targets = batch(length=T - 1)
+    plain, model = chain(), chain()
+    total, count = counted_loss(plain(tokens), targets)
+    (total / count).backward()
+    padded = F.pad(tokens, (0, 1)), F.pad(targets, (0, 1))  # counted_loss leaves targets of 0 out
+    with PipelineModule(model, mesh={"pipe": 1, "context": 2}, loss_fn=counted_loss, num_microbatches=2) as pipe:
+        found = pipe.forward_backward(*padded).loss or math.nan
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    gradients = [
+        (one.grad - other.grad).abs().max() for one, other in pairs if one.grad is not None and other.grad is not None
+    ]
+    return max(abs(found - (total / count).item()), *map(float, gradients))
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_length_that_members_do_not_divide_is_exact_as_the_page_pads_it(gloo: Pool) -> None:
+    assert max(gloo.run(_padded, ranks=2)) < 1e-12
 
 
 class _Across(Parts, conv=lambda: nn.Conv1d(8, 8, 3, padding=1)):

@@ -1,7 +1,8 @@
 """When things go wrong between real processes: every rank stops in time, and knows whose fault it was.
 
     an error before anything is sent    the same on every rank, and the pipe goes on
-    an error on one rank                its own there, PeerLost with that cause on the others, at once
+    an error on one rank                its own there, PeerLost with that cause on the others, at once; the same
+                                        ValueError where it is a refusal of this package's
     a rank that dies or stalls          PeerLost or PipelineTimeout that names it, within the time-out
 
 Every function here that takes no fixture runs in a worker. `SHORT` is a time-out that must run out, `LONG` one that
@@ -136,6 +137,10 @@ def test_an_error_on_one_rank_is_the_cause_on_the_others_at_once(gloo: Pool) -> 
             if rank == culprit:
                 assert one.kind == kind
                 assert one.text.startswith(text)
+            elif kind == "ValueError":
+                assert one.kind == kind
+                assert one.text.startswith(text)
+                assert f"\n(found on rank {culprit}; rank {rank}: lost the connection to rank " in one.text
             else:
                 assert one.kind == "PeerLost"
                 waits = "comparing the first batch, together" if one is in_factory else "lost the connection to rank "

@@ -340,7 +340,7 @@ def test_keywords_that_forward_swallows_are_refused_only_where_they_surely_mean_
         def forward(self, words: Tensor, decoder_position_ids: Tensor | None = None, **others: object) -> Tensor:
             return words
 
-    reader = CallReader(Swallows(), has_target=False, batch_dims={})
+    reader = CallReader(Swallows(), has_target=False, batch_dims={}, more=dict)
     assert reader.inputs((X,), {"position_ids": X}).arguments.names == ("input 0", "position_ids")
     with pytest.raises(ValueError, match=r"'decoder_position_id' looks like 'decoder_position_ids'"):
         reader.inputs((X,), {"decoder_position_id": X})

@@ -66,7 +66,6 @@ def losses(rate: str, **options: Any) -> list[float | None]:
     return [pipe.train_step(X, Y).loss for _ in range(4)]
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be tried")  # torch cannot copy a torch.Generator
 @pytest.mark.parametrize("rate", AMONG)
 @pytest.mark.parametrize("begin", [make, stream])
 def test_updates_by_place_or_number_are_refused(begin: Any, rate: str) -> None:
@@ -75,7 +74,6 @@ def test_updates_by_place_or_number_are_refused(begin: Any, rate: str) -> None:
         begin(optimizer=rated(rate)).train_step(X, Y)
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be tried")
 @pytest.mark.parametrize("rate", [*ON_ITS_OWN, *IN_ORDER])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_updates_of_each_parameter_by_itself_and_noise_in_one_process_are_those_of_one_stage(

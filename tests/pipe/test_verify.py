@@ -152,6 +152,17 @@ def test_hooks_on_parameters_count_on_both_sides() -> None:
         assert pipe.verify(*batch_of("mlp")).num_gradients == len(pipe.parameters())
 
 
+def test_hooks_with_effects_outside_are_called_three_times_as_often_in_the_first_batch_alone() -> None:
+    """As the page says: by the pipeline that trains, by the one that is compared, by the plain copy."""
+    called: list[Tensor] = []
+    pipe = pipe_of("mlp", "1f1b", verify="first")
+    pipe.build(*batch_of("mlp"))
+    pipe.parameters()[0].register_hook(lambda gradient: called.append(gradient) or gradient)
+    for index, count in enumerate((12, 16)):
+        pipe.train_step(*batch_of("mlp", index))
+        assert len(called) == count
+
+
 def test_a_gradient_that_is_lost_or_too_many_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipe_of("mlp", "1f1b")
     pipe.build(*batch_of("mlp"))

@@ -112,6 +112,112 @@ def test_a_number_that_one_module_leaves_for_another_is_named() -> None:
     assert "Likely cause: the model changes 'scale' of MEASURED" in told
 
 
+# --- what passes between units other than as a tensor: with verify=False nothing notices ---
+
+
+class Leaves(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if type(out) is Tensor:  # when it runs, not on fake tensors
+            self.shared["seen"] = 1 + float(out.detach().abs().mean())
+        return out
+
+
+class Reads(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.shared.get("seen", 1.0)
+
+
+class Marks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out.scale = 2.0  # type: ignore[attr-defined]
+        return out
+
+
+class ReadsMark(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(x, "scale", 1.0)
+
+
+class HooksWhatMadeIt(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.grad_fn is not None:
+            x.grad_fn.register_prehook(lambda grads: tuple(3 * grad for grad in grads))  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+class Count(nn.Module):
+    def forward(self, x: Tensor) -> int:
+        return int((x.detach() > 0.3).sum().item()) + 1
+
+
+class TimesCount(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.count, self.back = nn.Linear(4, 4), Count(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = self.count(x)
+        return self.back(torch.tanh(self.front(x))) * number  # type: ignore[no-any-return]
+
+
+class InOrder(nn.Module):
+    def __init__(self, front: nn.Module, back: nn.Module) -> None:
+        super().__init__()
+        self.front, self.back = front, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.front(x))  # type: ignore[no-any-return]
+
+
+def unseen(kind: str, *, as_chain: bool) -> nn.Module:
+    if kind == "a number of the batch":
+        return TimesCount()
+    pairs = {
+        "an object": (Leaves(4, 4), Reads(4, 4)),
+        "an attribute": (Marks(4, 4), ReadsMark(4, 4)),
+        "a hook": (nn.Linear(4, 4), HooksWhatMadeIt(4, 4)),
+    }
+    front, back = pairs[kind]
+    front.shared = back.shared = {}  # type: ignore[assignment]
+    return nn.Sequential(front, back) if as_chain else InOrder(front, back)
+
+
+UNSEEN = [(kind, as_chain) for kind in ("an object", "an attribute", "a hook") for as_chain in (True, False)]
+UNSEEN.append(("a number of the batch", False))
+
+
+@pytest.mark.thorough(but=["an attribute-True", "a number of the batch-False"])
+@pytest.mark.parametrize(("kind", "as_chain"), UNSEEN)
+def test_the_default_finds_what_passes_by_other_means(kind: str, as_chain: bool) -> None:
+    torch.manual_seed(0)
+    told = refused(unseen(kind, as_chain=as_chain), verify="first")
+    assert "reads what another one left in an object, an attribute of a tensor or a Python number" in told
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "as_chain"), UNSEEN)
+def test_without_it_that_trains_in_silence(kind: str, as_chain: bool) -> None:
+    """As the page says; where one of these is refused some day, the page has to change."""
+    torch.manual_seed(0)
+    assert refused(unseen(kind, as_chain=as_chain), verify=False) == "nothing"
+
+
+def found_over_processes() -> list[str]:
+    found = []
+    for kind, as_chain in UNSEEN:
+        torch.manual_seed(0)
+        found.append(refused(unseen(kind, as_chain=as_chain), verify="first", mesh=None))
+    return found
+
+
+@pytest.mark.thorough
+def test_the_default_finds_it_over_processes_on_each(gloo: Pool) -> None:
+    for told in gloo.run(found_over_processes, ranks=2):
+        assert all("verify: " in each for each in told), told
+
+
 def test_python_random_is_not_blamed_for_seeding_it() -> None:
     """recompute= seeds it for each microbatch; here buffers meet the microbatches in another order."""
     backwards = [in_order(F, key=lambda s, m: (-m, s)), in_order(B, key=lambda s, m: (-m, -s))]
