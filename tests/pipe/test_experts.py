@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.experts import NUMBER, WIDTH, Listed, Stacked, batch, model, pipeline
+from support.experts import NUMBER, WIDTH, Batched, Expert, Listed, Stacked, batch, model, pipeline
 from support.inside import ListedExperts, TensorGroup
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stagewright import Mesh, PipelineModule
+from stagewright import Mesh, PeerLost, PipelineModule
 
 
 def _plain(steps: int, replicas: int, *, delay: int = 0, max_norm: float | None = 1.0) -> tuple[list[float], Any]:
@@ -213,12 +213,12 @@ class Only(Listed):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, *, is_on: bool = True) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.is_on = inner, is_on
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        found: Tensor = checkpoint(self.inner, x, use_reentrant=False) if self.is_on else self.inner(x)
         return found
 
 
@@ -240,11 +240,10 @@ class Dropping(Listed):
 
 def _uneven(kind: str) -> float:
     """The largest difference of a gradient; infinite where one side alone has none."""
-    own = (
-        model(Checkpointed(Hot()), HotStacked(), Checkpointed(Dropping()), Checkpointed(Only()))
-        if kind != "frozen"
-        else model(Listed(), Stacked())
-    )
+    own = {
+        "frozen": lambda: model(Listed(), Stacked()),
+        "batched": lambda: model(Batched(), Checkpointed(Batched(0)), Batched(20)),
+    }.get(kind, lambda: model(Checkpointed(Hot()), HotStacked(), Checkpointed(Dropping()), Checkpointed(Only())))()
     frozen = ("0", "1.gate", "1.experts.0", "1.experts.1") if kind == "frozen" else ()
     for name, parameter in own.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
@@ -270,7 +269,7 @@ def _uneven(kind: str) -> float:
 
 @pytest.mark.gloo
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["checkpointed", "recomputed", "frozen"])
+@pytest.mark.parametrize("kind", ["checkpointed", "recomputed", "frozen", "batched"])
 def test_members_without_rows_or_gradients_take_part(gloo: Pool, kind: str) -> None:
     assert max(gloo.run(_uneven, ranks=4, args=(kind,))) < 1e-10
 
@@ -317,3 +316,55 @@ def test_rows_travel_in_one_type_whichever_members_have_some(gloo: Pool) -> None
     for index, (difference, has_gradient) in enumerate(gloo.run(_of_two_types, ranks=2)):
         assert difference < 1e-2
         assert has_gradient == (index == 0)
+
+
+class Noisy(Listed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(Expert(), nn.Dropout(0.5)) for _ in range(NUMBER))
+
+
+def _with_dropout() -> list[float]:
+    """Largest differences of a loss and of gradients of those who recompute from those who do not."""
+    found: list[list[Tensor]] = []
+    for is_on, recompute in ((False, "none"), (True, "none"), (False, "full")):
+        own = model(nn.Tanh(), Checkpointed(Noisy(), is_on=is_on), Checkpointed(Noisy(), is_on=is_on))
+        with pipeline({"pipe": 1, "expert": 2}, model=own, recompute=recompute) as pipe:
+            pipe.forward_backward(*batch(0, 0))  # the same on both members
+            found.append([p.grad for p in pipe.parameters() if p.grad is not None])
+    first, *others = found
+    return [max(float((x - y).abs().max()) for x, y in zip(first, each, strict=True)) for each in others]
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_dropout_in_experts_is_the_same_where_it_is_computed_again(gloo: Pool) -> None:
+    """A checkpoint of the user's restored the numbers of the code around experts, but not theirs: gradients were of
+    another mask than the loss."""
+    assert gloo.run(_with_dropout, ranks=2) == [[0.0, 0.0]] * 2
+
+
+class Breaking(Expert):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled() and len(x):
+            raise RuntimeError("an expert broke")
+        return super().forward(x)
+
+
+def _broken() -> str:
+    own = Listed()
+    own.experts[0] = Breaking()
+    with (
+        pytest.raises((RuntimeError, PeerLost)) as caught,
+        pipeline({"pipe": 1, "expert": 2}, model=model(own), timeout=60.0) as pipe,
+    ):
+        pipe.train_step(*batch(pipe.replica[0], 0))
+    return str(caught.value)
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_an_expert_that_fails_ends_the_step_of_all_members_with_its_cause(gloo: Pool) -> None:
+    first, second = gloo.run(_broken, ranks=2)
+    assert first == "an expert broke"
+    assert "cause: rank 0 failed: RuntimeError: an expert broke" in second
