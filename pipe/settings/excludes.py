@@ -243,7 +243,6 @@ def _expert(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator[
         (place.mesh.context > 1, "with a context group"),
         (max(place.mesh.tensor_sizes) > 1, "with a tensor group"),
         (schedule.num_slices > 1, f"under {schedule.name!r}, over slices of the sequence"),
-        (mesh.data_parallel != "replicate", f"with data_parallel={mesh.data_parallel!r}"),
         (mesh.sync != 1, f"with sync={mesh.sync!r}, whose replicas take steps apart"),
         (bool(options.compress), f"with compress={options.compress!r}"),
         (options.compile is not None, "with compile=: rows of tokens are exchanged in Python"),

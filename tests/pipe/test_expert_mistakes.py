@@ -178,7 +178,6 @@ _TEXTS = {
     "fails": r"the model does not call it with made-up inputs, on which it fails: it fails before",
     "centred": r"module '1.experts' gives something else when its experts are divided",
     "doubled": r"module '1.experts' gives something else when its experts are divided",
-    "zero1": r'mesh={"expert": 2} with data_parallel=.zero1.: expected "expert": 1, or only one of them',
     "sync": r'mesh={"expert": 2} with sync=4, whose replicas',
     "sliced": r'mesh={"expert": 2} under .seq1f1b., over slices',
     "compressed": r'mesh={"expert": 2} with compress=',
@@ -189,7 +188,6 @@ _TEXTS = {
     "late": r"members of an expert group passed other numbers of samples",
 }
 _MESHES: dict[str, dict[str, Any]] = {
-    "zero1": {"data_parallel": "zero1"},
     "sync": {"sync": 4},
     "compressed": {"compress": "int8"},
     "reroute": {"on_failure": "reroute"},
