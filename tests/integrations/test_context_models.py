@@ -117,7 +117,7 @@ def _piped(config: str, schedule: str, kind: str, axis: str = "context") -> tupl
     losses, expected = _plainly(config, batches, delay=int(schedule == "2bw"))
     with PipelineModule(
         _model(config, "stagewright"),
-        mesh={"pipe": 2, axis: 2},
+        mesh={"pipe": 1, "context": 2, "expert": 2} if axis == "both" else {"pipe": 2, axis: 2},
         schedule=schedule,
         num_microbatches=2,
         loss_fn=_loss,
@@ -159,6 +159,12 @@ def test_models_under_schedules_are_exact_over_a_context_group(gloo: Pool, confi
 @pytest.mark.thorough
 def test_a_model_is_exact_over_an_expert_group(gloo: Pool) -> None:
     _is_exact(gloo, "MixtralConfig", "1f1b", "padded", "expert")
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_model_is_exact_over_a_context_group_of_expert_groups(gloo: Pool) -> None:
+    _is_exact(gloo, "MixtralConfig", "1f1b", "packed", "both")
 
 
 def _of_other_forms(config: str) -> float:

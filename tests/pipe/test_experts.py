@@ -43,7 +43,13 @@ def _plain(steps: int, replicas: int, *, delay: int = 0, samples: int = 4) -> tu
     return losses, plain
 
 
-def _trained(options: dict[str, Any], mesh: dict[str, Any], folder: str = "") -> list[float]:
+def _over_context(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "batch", partial(batch, length=8))
+        return _trained(options, {"pipe": 1, "context": 2, "expert": 2, **mesh})
+
+
+def _trained(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
     """Of three steps: differences of losses, weights, evaluation and outputs from those of one plain process."""
     warnings.filterwarnings("ignore", message="the schedule splits the backward")  # experts give little to W
     delay = int(options.get("schedule") == "2bw")
@@ -73,8 +79,6 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any], folder: str = "") ->
         if output is not None:
             assert isinstance(output, Tensor)
             differences.append((output - plain(x)).abs().max().item())
-        if folder:
-            pipe.save(folder)
         return differences
 
 
@@ -109,6 +113,36 @@ def test_an_expert_group_trains_evaluates_and_predicts_as_one_process(gloo: Pool
 def test_with_schedules_and_data_replicas(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
     for differences in gloo.run(_trained, ranks=4, args=(options, mesh)):
         assert max(differences) < 1e-10
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        ({"schedule": "2bw"}, {}),
+        (
+            {"schedule": "zb-h1", "recompute": "full"},
+            {"data_parallel": "fsdp", "order": ("expert", "pipe", "data", "context", "tensor")},
+        ),
+    ],
+)
+def test_with_context_groups(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
+    for differences in gloo.run(_over_context, ranks=4, args=(options, mesh)):
+        assert max(differences) < 1e-10
+
+
+def _dropping_over_context() -> None:
+    mesh = {"pipe": 1, "context": 2, "expert": 2}
+    text = "output 0 of stage 0 .* differs over parts of the sequence"
+    with pytest.raises(ValueError, match=text), pipeline(mesh, model=model(Batched())) as pipe:
+        pipe.train_step(*batch(pipe.replica[0], 0, length=8))
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_capacity_of_a_whole_sequence_is_refused_over_its_parts(gloo: Pool) -> None:
+    gloo.run(_dropping_over_context, ranks=4)
 
 
 def _first(folder: str, samples: list[int]) -> None:

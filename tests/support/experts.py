@@ -120,10 +120,10 @@ def model(*layers: nn.Module) -> nn.Sequential:
     return whole
 
 
-def batch(replica: int, step: int, samples: int = 4) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(samples, 5, 3, generator=generator, dtype=torch.float64), torch.randn(
-        samples, 5, 2, generator=generator, dtype=torch.float64
+def batch(replica: int, step: int, samples: int = 4, *, length: int = 5) -> tuple[Tensor, Tensor]:
+    generator, sizes = torch.Generator().manual_seed(10 * step + replica), (samples, length)
+    return torch.randn(*sizes, 3, generator=generator, dtype=torch.float64), torch.randn(
+        *sizes, 2, generator=generator, dtype=torch.float64
     )
 
 
