@@ -145,10 +145,12 @@ class ProcessMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlace:
-    """A process on its mesh. In one process (a world of one) all ranks of the schedule run."""
+    """A process on its mesh. In one process (a world of one) all ranks of the schedule run. `shares_batch`: whether all
+    replicas pass one batch, as those of a plan do."""
 
     world: World
     mesh: ProcessMesh
+    shares_batch: bool = False
 
     def __post_init__(self) -> None:
         if self.world.distributed and self.world.size != self.mesh.num_processes:
@@ -165,8 +167,9 @@ class MeshPlace:
 
     @property
     def replica(self) -> tuple[int, int]:
-        """(number, count) among the replicas of the schedule; (0, 1) in one process."""
-        if not self.world.distributed:
+        """(number, count) among the replicas of the schedule with parts of a batch of their own; (0, 1) in one process,
+        and where all share one."""
+        if not self.world.distributed or self.shares_batch:
             return 0, 1
         return self.mesh.rank_of(self.world.rank) % self.mesh.num_replicas, self.mesh.num_replicas
 
@@ -174,8 +177,8 @@ class MeshPlace:
     def data(self) -> tuple[int, int]:
         """(number, count) of the replica, among those with batches of their own, whose batch this process passes; (0,
         1) in one process."""
-        at, mesh = self._coordinates, self.mesh
-        return (at.data * mesh.expert + at.expert, mesh.data * mesh.expert) if self.world.distributed else (0, 1)
+        at, mesh, is_own = self._coordinates, self.mesh, self.world.distributed and not self.shares_batch
+        return (at.data * mesh.expert + at.expert, mesh.data * mesh.expert) if is_own else (0, 1)
 
     @property
     def context(self) -> tuple[int, int]:

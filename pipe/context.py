@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..comm import BACKEND, Collectives, Guard, MeshPlace, ProcessMesh, World, read_mesh
+from ..comm.mesh import AXES
 from ..partition.deferred.recipes import value_of
 from ..partition.plans.plan import Plan
 from ..partition.stage_cost import OFFLOAD
 from ..schedules import Schedule, build, canonical_name
 from ..schedules.custom.user_schedules import find_user_schedule, sizes_of
-from ..schedules.transform import replicate
+from ..schedules.transform import on_ranks, replicate
 from .addition import Addition
 from .guards.randomness import Seeder
 from .settings.arguments import AUTO, ScheduleLike
@@ -149,10 +150,10 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
             f"{world.size} (stagewright plan --cluster ...), or start {plan.num_devices} processes "
             f"(torchrun --nproc-per-node {plan.num_devices})"
         )
-    if plan.context * plan.expert > 1:
+    if plan.context > 1:
         raise ValueError(
-            f"a plan with context={plan.context} and expert={plan.expert}: expected 1 each, or a schedule by name with "
-            f'mesh={{"context": {plan.context}, "expert": {plan.expert}, ..}}'
+            f"a plan with context={plan.context}: expected 1, or a schedule by name with "
+            f'mesh={{"context": {plan.context}, ..}}'
         )
     schedule = plan.build_schedule(num_microbatches=num_microbatches)
     if plan.tensor > 1 and not world.distributed:
@@ -178,14 +179,41 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
             f"the plan leaves rank {idle[0]} idle under the asynchronous schedule {schedule.name!r}: expected a plan "
             f"that uses all {plan.num_devices} ranks (plan(runnable=True)), or a flush schedule such as '1f1b'"
         )
+    mesh = ProcessMesh(pipe=len(sizes), tensor=sizes[0] if is_even else sizes)  # it need not know replicas
+    if plan.expert > 1:
+        schedule, mesh = _dividing_experts(plan, schedule, world)
     return Layout(
         schedule=schedule,
         plan=plan,
         # Moves to the host are in the schedule.
         recompute=Recompute(stages=tuple("none" if s.recompute == OFFLOAD else s.recompute for s in plan.stages)),
         sharding=sharding_over([stage.optimizer_shards for stage in plan.stages], world),
-        # Replicas share one batch: no axis of data.
-        place=MeshPlace(world=world, mesh=ProcessMesh(pipe=len(sizes), tensor=sizes[0] if is_even else sizes)),
+        place=MeshPlace(world=world, mesh=mesh, shares_batch=True),
+    )
+
+
+def _dividing_experts(plan: Plan, schedule: Schedule, world: World) -> tuple[Schedule, ProcessMesh]:
+    """A plan's schedule with its ranks as the mesh numbers them, whose replicas run the same actions in one order, so
+    that they meet in layers of experts. Raises ValueError for a plan of other ones."""
+    if not world.distributed:
+        raise ValueError(
+            f"the plan divides experts over {plan.expert} ranks, which are processes: expected {plan.num_devices} of "
+            f"them (torchrun --nproc-per-node {plan.num_devices}), or a plan with expert=1"
+        )
+    size, replicas, M = plan.num_devices, plan.stages[0].replicas, schedule.num_microbatches
+    blocks = [tuple(range(first, first + replicas)) for first in range(0, size, replicas)]
+    axes = {"pipe": len(blocks), "data": replicas // plan.expert, "expert": plan.expert}
+    is_even = {*plan.replicas} == {replicas} and size == replicas * len(plan.firsts) and plan.tensor == 1
+    is_even = is_even and not replicas % plan.expert and not M % replicas
+    for order in (AXES, (*AXES[1:-1], "pipe", "tensor")) if is_even else ():
+        mesh = ProcessMesh(**axes, order=order)
+        found = on_ranks(schedule, [mesh.rank_of(process) for process in range(size)], num_ranks=size)
+        if {*found.owners} == {*blocks}:
+            return found, mesh
+    raise ValueError(
+        f"a plan with expert={plan.expert}, {plan.replicas} replicas, tensor={plan.tensor} and {M} microbatches: "
+        f"expected tensor=1 and as many replicas of each stage, in a row or pipeline by pipeline, whose number is a "
+        f"multiple of {plan.expert} and divides the microbatches (plan(runnable=True))"
     )
 
 

@@ -211,7 +211,7 @@ class PlanRecord:
             OWN they are on any ranks, and places are these in the order of their first stages.
         num_chunks: V; of an order of its own the most stages of any place.
         context, expert: of its profile: parts of a sequence, of each stage's tensor ranks, and replicas in a row that
-            divide the experts. The runtime runs no such plan.
+            divide the experts. The runtime runs none with context above 1.
         costs: that it is simulated from: of F, B, I, W of each stage on one rank, recomputation included, of updates,
             sums of tied weights, the norm and the runtime; a row where its replicas differ (microbatch k runs on
             replica `k % replicas`).

@@ -14,6 +14,7 @@ import ctypes
 import math
 import random
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -146,15 +147,20 @@ class Seeder:
         """Seed for the loss, a separate unit. Shape inference does not run it: its first run shows what it draws."""
         self.enter(_LOSS)
 
-    def region(self, is_own: bool) -> None:
+    def region(self, is_own: bool, module: int | None = None) -> None:
         """Enter or leave a region of tensors that are divided over the tensor group. Outside, all members draw the same
-        numbers. Inside, each member has its own stream: masks of different heads must not be the same."""
+        numbers. Inside, each member has its own stream: masks of different heads must not be the same. `module`: a
+        number of the module, from which and the state outside the stream follows, which a checkpoint restores."""
         if not self._active or is_own is self._in_own_region:
             return
         here = [generator.get_state() for generator in self._torch]
         if self._region_began is not None and not is_own and not all(map(torch.equal, here, self._region_began)):
             self._drew_apart = True
-        if self._other_region is None:
+        if module is not None and is_own:
+            outside = zlib.crc32(b"".join(state.numpy().tobytes() for state in here))
+            for generator in self._torch:
+                generator.manual_seed(_fold(_fold(self._begun, outside), module))
+        elif self._other_region is None:
             seed = _fold(_fold(self._begun, self._unit or 0), _OWN_REGION + self._member)
             for generator in self._torch:
                 generator.manual_seed(seed)

@@ -249,6 +249,12 @@ class Evaluation:
                 fitting = min(
                     self._run.collectives.gather(fitting, what="agreeing on the microbatches of an evaluation")
                 )
+        elif (members := self._run.layout.place.mesh.expert) > 1:  # of a plan, which run as many each
+            if fitting < members:
+                raise ValueError(
+                    f"a batch of {fitting} samples over {members} members of an expert group: expected {members}"
+                )
+            fitting -= fitting % members
         return fitting * num_replicas
 
 

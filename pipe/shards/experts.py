@@ -9,6 +9,7 @@ makes the same exchanges in reverse order. A row is a token for one of its exper
 weighs or drops, it does on each member's own tokens.
 
     stacked   weights [n, ...] in one module, called with tokens, [T, k] numbers and weights of their experts
+    batched   the same weights, called with as many rows for each expert, [n, R, D] or [n R, D]
     listed    a ModuleList, whose modules another one calls: its forward runs twice, to ask for rows and to get them
 """
 
@@ -77,7 +78,9 @@ def _beside(x: Tensor, *others: Tensor) -> Tensor:
 
 
 class ExpertLayer(Style):
-    """Base of both forms. `name`: of the module; `number`: n, of all experts."""
+    """Base of all forms. `name`: of the module; `number`: n, of all experts."""
+
+    key = ""  # of a list of experts in the module
 
     def __init__(self, name: str, number: int) -> None:
         super().__init__()
@@ -119,7 +122,7 @@ class ExpertLayer(Style):
         of = [[sum(map(max, part, [0] * size)) for part in _parts(said[:-3], size)] for said in table]
         gives, takes = of[group.index], [each[group.index] for each in of]
         sent = _Sent.apply(group, gives, takes, *rows)  # type: ignore[no-untyped-call]
-        group.region(True)
+        group.region(True, note[-1])
         try:
             found = run(sent, [_parts(said[:-3], size)[group.index] for said in table])
         finally:
@@ -176,6 +179,37 @@ class StackedExperts(ExpertLayer):
         back = self.exchanged(group, asked[: self.number], rows, held, run)
         out = torch.zeros_like(tokens).view(-1, tokens.shape[-1]).index_add(0, of_token, back.to(tokens.dtype))
         return out.view(tokens.shape)
+
+
+class BatchedExperts(StackedExperts):
+    def by_expert(self, x: Tensor) -> Tensor:
+        """[n, R, D]. Raises ValueError for other rows than as many for each."""
+        if x.dim() not in (2, 3) or x.shape[0] % self.number or (x.dim() == 3 and len(x) != self.number):
+            raise ValueError(
+                f"module {self.name!r}, of {self.number} experts, is called with {_shown(x)}: expected as many rows "
+                f"for each, [{self.number}, rows, width] or [{self.number} * rows, width]"
+            )
+        return x.view(self.number, x.numel() // (self.number * x.shape[-1]), x.shape[-1])
+
+    def forward(self, module: nn.Module, plain: type[nn.Module], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+        _, x = inspect.signature(plain.forward).bind(module, *args, **kwargs).args
+        held, (_, asked, width) = [*module.parameters()], self.by_expert(x.contiguous()).shape
+        if _has_no_values((x,)):
+            return _beside(torch.zeros_like(x), x, *held)
+
+        def run(given: Sequence[Tensor], table: _Table) -> Tensor:
+            (rows,), counts = given, [said[0] for said in table]  # the same for each expert of a member
+            if not len(rows):
+                return _beside(rows, rows, *held)
+            of = torch.split(rows, [len(said) * said[0] for said in table])
+            whole = torch.cat([one.view(len(said), said[0], width) for one, said in zip(of, table, strict=True)], 1)
+            passed = whole if x.dim() == 3 else whole.reshape(-1, width)
+            found: Tensor = plain.forward(module, passed)
+            if found.shape != passed.shape:
+                raise ValueError(f"experts of {self.name!r} give {_shown(found)} for {_shown(passed)}: {_EXPECTED}")
+            return torch.cat([one.reshape(-1, width) for one in torch.split(found.view_as(whole), counts, 1)])
+
+        return self.exchanged(group, [asked] * self.number, [x.reshape(-1, width)], held, run).view(x.shape)
 
 
 class ListedExperts(ExpertLayer):

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
 from ...partition.deferred.filling import lent
 from ...partition.model.forms import Arguments, tensors_in
 from ...partition.model.untouched import untouched
 from ..guards.rounding import CUT_PROJECTIONS, by_type
-from .experts import ExpertLayer, ListedExperts, StackedExperts, with_weights
+from .experts import BatchedExperts, ExpertLayer, ListedExperts, StackedExperts, with_weights
 from .recognise import Recogniser, _key
 from .style import StyleError
 from .tensor_group import TensorGroup
@@ -24,8 +27,8 @@ from .tensor_option import TensorStyles, _shared_parameters
 
 _FORMS = (
     "expected an nn.ModuleList of experts, each called with rows of tokens, or one module with weights [experts, ...] "
-    "whose forward takes tokens, [T, k] numbers of experts and their weights, as in models of transformers; or "
-    '"expert": 1'
+    "whose forward takes tokens, [T, k] numbers of experts and their weights, or [experts, rows, width] alone, as in "
+    'models of transformers; or "expert": 1'
 )
 
 
@@ -33,18 +36,43 @@ def read_experts(model: nn.Module, *, count: int, example: Arguments | None) -> 
     """Styles for the layers of experts of a model that is not cut yet. Raises ValueError, by name, for a model without
     any, for experts of another form, for numbers of them that `count` does not divide, and for a module that computes
     something else when it is divided: each is tried on random numbers."""
-    found = {style.name: style for style in _found(model)}
+    found: dict[str, ExpertLayer] = {}
+    for style in _found(model):
+        if (other := found.setdefault(style.name, style)) is not style:
+            raise StyleError(
+                f"module {style.name!r} calls two lists of experts, {other.key!r} and {style.key!r}: expected a module "
+                f'for each that calls it, or "expert": 1'
+            )
     for name, module in model.named_modules():
-        inside = any(f"{name}.".startswith(f"{each}.") for each in found)
+        inside = any(f"{name}.".startswith(f"{each}." if each else "") for each in found)
         around = any(f"{each}.".startswith(f"{name}.") for each in found)
         if _is_experts(name, module) and not inside and not around:
             raise StyleError(f"module {name!r} ({type(module).__name__}) has experts of an unknown form: {_FORMS}")
     if not found:
         raise StyleError(f'mesh={{"expert": {count}}} and the model has no experts: {_FORMS}')
+    _check(model, found, count)
+    recogniser, tried = Recogniser(count, model, example), set[object]()
+    for name, style in found.items():
+        module = model.get_submodule(name)
+        kind = _key(module, {}), *(p.shape for p in module.parameters())
+        if kind not in tried:
+            _try(style, module, recogniser, count)
+            tried.add(kind)
+    return TensorStyles(count=count, styles=found)
+
+
+def _check(model: nn.Module, found: Mapping[str, ExpertLayer], count: int) -> None:
     shared = _shared_parameters(model)
+    layers = {id(model.get_submodule(name)): name for name in found}
     for name, style in found.items():
         module = model.get_submodule(name)
         style.check(name, module, count)
+        below = (x for expert in style.experts(module) for x in expert.modules() if x is not module)
+        if inner := next((layers[id(x)] for x in below if id(x) in layers), None):
+            raise StyleError(
+                f"experts of {name!r} have experts of their own, {inner!r}, which only some members would call: "
+                f'expected one level of them, or "expert": 1'
+            )
         for key in style.shards(module, index=0, count=count):
             if id(module.get_parameter(key)) in shared:
                 raise StyleError(f"parameter {f'{name}.{key}'!r} of an expert has other names, too: expected its own")
@@ -58,14 +86,6 @@ def read_experts(model: nn.Module, *, count: int, example: Arguments | None) -> 
                     f"experts of {name!r} have a buffer, {buffer!r} of a {type(each).__name__}, which some members "
                     f"would not change: {_FORMS}"
                 )
-    recogniser, tried = Recogniser(count, model, example), set[object]()
-    for name, style in found.items():
-        module = model.get_submodule(name)
-        kind = _key(module, {}), *(p.shape for p in module.parameters())
-        if kind not in tried:
-            _try(style, module, recogniser, count)
-            tried.add(kind)
-    return TensorStyles(count=count, styles=found)
 
 
 def _is_experts(name: str, module: nn.Module) -> bool:
@@ -84,22 +104,26 @@ def _found(model: nn.Module) -> Iterator[ExpertLayer]:
             yield ListedExperts(outer, len(held), key)
         elif _is_experts(name, module) and not is_list:
             own = [p for p in module._parameters.values() if p is not None]
-            if any(p.dim() > 2 for p in own) and len({p.shape[0] for p in own}) == 1 and not module._buffers:
-                yield StackedExperts(name, own[0].shape[0])
+            form = _STACKED.get(len(inspect.signature(type(module).forward).parameters) - 1)
+            if form and any(p.dim() > 2 for p in own) and len({len(p) for p in own}) == 1 and not module._buffers:
+                yield form(name, len(own[0]))
+
+
+_STACKED = {3: StackedExperts, 1: BatchedExperts}  # by number of arguments
 
 
 def _try(style: ExpertLayer, module: nn.Module, recogniser: Recogniser, count: int) -> None:
     with lent(module), untouched(module, device=None), torch.no_grad(), torch.random.fork_rng(devices=[]):
         module.eval()
         torch.manual_seed(0)
-        call = recogniser._call(module)
         try:
-            if call is None:
-                raise ValueError("the model does not call it")
-            (args, kwargs), alone = call, TensorGroup(None, index=0, count=1)
+            if (call := recogniser._call(module)) is None:
+                why = f" with made-up inputs, on which it fails: {recogniser.failure}" if recogniser.failure else ""
+                raise ValueError(f"the model does not call it{why}")
+            most, alone = style.number if isinstance(style, StackedExperts) else 2, TensorGroup(None, index=0, count=1)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_random, most=most), call)
             if isinstance(style, StackedExperts):
                 args, kwargs = [*args, *kwargs.values()], {}
-                args[1] = torch.randint(style.number, args[1].shape, device=args[1].device)
                 found = [_by_members(style, module, args, count)]
             else:
                 torch.manual_seed(0)
@@ -118,6 +142,11 @@ def _try(style: ExpertLayer, module: nn.Module, recogniser: Recogniser, count: i
     for x, y in pairs:
         if x.shape != y.shape or not torch.allclose(x, y, rtol=tolerance, atol=tolerance):
             raise StyleError(f"module {style.name!r} gives something else when its experts are divided: {_FORMS}")
+
+
+def _random(x: Tensor, *, most: int) -> Tensor:
+    """In place of integers, numbers below `most`."""
+    return x if x.is_floating_point() or x.dtype is torch.bool else torch.randint(most, x.shape, device=x.device)
 
 
 @contextmanager
@@ -152,18 +181,25 @@ def _alone(experts: Sequence[nn.Module]) -> Iterator[None]:
             give(expert, None)
 
 
-def _by_members(style: StackedExperts, module: nn.Module, args: list[Tensor], count: int) -> Tensor:
-    """The sum over the members' experts, each called with rows of one expert each."""
-    tokens, numbers, weights = args
-    size, total = style.number // count, torch.zeros_like(tokens)
+def _by_members(style: StackedExperts, module: nn.Module, args: Sequence[Tensor], count: int) -> Tensor:
+    """The sum over the members' experts, each called with rows of one expert each, in two calls."""
+    size, whole = style.number // count, torch.zeros_like(args[0])
     for index in range(count):
         member = copy.copy(module)
         own = style.shards(module, index=index, count=count)
         parts = {key: shard.view(module.get_parameter(key)) for key, shard in own.items()}
         member._parameters = {key: nn.Parameter(part, False) for key, part in parts.items()}
         member.__dict__.update(style.attributes(module, count))
-        token, choice = torch.where(numbers // size == index)
-        if len(token):
-            local = numbers[token, choice, None] - index * size
-            total.index_add_(0, token, member(tokens[token], local, weights[token, choice, None]))
-    return total
+        if isinstance(style, BatchedExperts):
+            (x,), width = args, args[0].shape[-1]
+            rows = style.by_expert(x)[index * size : (index + 1) * size]
+            given = [part if x.dim() == 3 else part.reshape(-1, width) for part in rows.tensor_split(2, 1)]
+            found = [member(part).view(size, -1, width) for part in given if part.numel()]
+            style.by_expert(whole)[index * size : (index + 1) * size] = torch.cat(found, 1)
+            continue
+        tokens, numbers, weights = args
+        for token, choice in zip(*(x.tensor_split(2) for x in torch.where(numbers // size == index)), strict=True):
+            if len(token):
+                local = numbers[token, choice, None] - index * size
+                whole.index_add_(0, token, member(tokens[token], local, weights[token, choice, None]))
+    return whole

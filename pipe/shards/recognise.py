@@ -55,6 +55,7 @@ class Recogniser:
         self._count, self._model = count, model or nn.Module()
         self._known: dict[object, Region | None] = {}
         self._called: dict[nn.Module, tuple[Form, list[tuple[Any, ...]]]] = {}
+        self.failure: Exception | None = None  # of the model, which ended before it called all modules
         if model is not None and example is not None:
             self._example = example.cut(max(1, example.num_samples // 2))[-1]
             hooks = [each.register_forward_pre_hook(self._note, with_kwargs=True) for each in model.modules()]
@@ -117,7 +118,8 @@ class Recogniser:
             with on_fakes(self._model, self._example, device=device, training=True) as (given, *_):
                 args, kwargs = given.form.assemble(given.tensors)
                 return Form.of_output(call_for_shapes(self._model, args, kwargs))[0]
-        except Exception:  # of the user's forward for made-up inputs
+        except Exception as error:  # of the user's forward for made-up inputs
+            self.failure = error
             return None
         finally:
             for hook in hooks:

@@ -45,7 +45,7 @@ class TensorGroup:
         index: int,
         count: int,
         on_bytes: Callable[[str, int], None] | None = None,
-        on_region: Callable[[bool], None] | None = None,
+        on_region: Callable[[bool, int | None], None] | None = None,
         exchanges: Exchanges | None = None,
     ) -> None:
         self.index = index
@@ -62,10 +62,11 @@ class TensorGroup:
             raise ValueError(f"a mesh of {mesh.ndim} axes: expected the one of the tensor groups, as in mesh['tensor']")
         return cls(mesh.get_group(), index=mesh.get_local_rank(), count=mesh.size())
 
-    def region(self, is_own: bool) -> None:
-        """Begin a region in which each member draws its own numbers (True), or all the same."""
+    def region(self, is_own: bool, module: int | None = None) -> None:
+        """Begin a region in which each member draws its own numbers (True), or all the same. `module`: see
+        `Seeder.region`."""
         if self._on_region is not None:
-            self._on_region(is_own)
+            self._on_region(is_own, module)
 
     def noted(self) -> AbstractContextManager[None]:
         """Context of a collective that timelines show."""

@@ -149,9 +149,9 @@ def _stage_by_node(plan: Plan, names: Sequence[str]) -> dict[str, int]:
 
 def _check_parameters(plan: Plan, stages: Sequence[nn.Module]) -> None:
     """ValueError unless each stage holds as many bytes of parameters as in the plan; in plans of older profiles tied
-    parameters count only with the first stage that holds them. Where the plan splits tensors over up to T ranks, either
-    number of bytes may be that of one rank, or have some parameters whole."""
-    most = plan.tensor
+    parameters count only with the first stage that holds them. Where the plan splits tensors over up to T ranks, or
+    experts, either number of bytes may be that of one rank, or have some parameters whole."""
+    most = plan.tensor * plan.expert
     seen: set[int] = set()
     for number, (planned, module) in enumerate(zip(plan.stages, stages, strict=True)):
         own = list(module.parameters())

@@ -45,7 +45,7 @@ def _begin_gather(
     """Begin an all-gather of these parts into the whole tensors; the returned function waits."""
 
     def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
-        own, ranks = parts[0].rank, parts[0].split.ranks
+        own, ranks = parts[bucket[0]].rank, parts[bucket[0]].split.ranks
         views = {rank: [parts[i].of(wholes[i], rank=rank) for i in bucket] for rank in ranks}
         sizes = [sum(view.numel() for view in there) for there in views.values()]
         wait = collectives.begin_all_gather(views[own], sizes, what=what, ranks=ranks, on_through=on_through)
@@ -94,7 +94,11 @@ def begin_sum(
 def _by_bucket(
     parts: Sequence[ShardedParameter], begin: Callable[[Sequence[int], Wait | None], Wait], on_through: Wait | None
 ) -> Wait:
-    buckets = buckets_of([part.whole for part in parts])
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, part in enumerate(parts):
+        groups.setdefault(part.split.ranks, []).append(i)
+    found = [(some, buckets_of([parts[i].whole for i in some])) for some in groups.values()]
+    buckets = [[some[i] for i in bucket] for some, own in found for bucket in own]
     return together([begin(bucket, on_through if bucket is buckets[-1] else None) for bucket in buckets])
 
 
@@ -287,11 +291,16 @@ def shard(
     for one in stages:
         count = sharding.shards[one.stage]
         if count > 1:
-            own = dict(ownership.stage_parameters(one.stage, frozen=sharding.weights))
-            ranks = sorted(schedule.owners[one.stage])
-            proposed |= split_parameters(own, ranks=ranks, count=count, whole=one.whole_names())
-            parameters |= own
-            stage_of |= dict.fromkeys(own, one.stage)
+            everyone = schedule.owners[one.stage]
+            by_ranks: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+            for name, parameter in ownership.stage_parameters(one.stage, frozen=sharding.weights):
+                holders = tuple(sorted({*everyone}.intersection(ownership.holders(name))))
+                by_ranks.setdefault(holders, {})[name] = parameter
+            for ranks, own in by_ranks.items():
+                if (of_these := count * len(ranks) // len(everyone)) > 1:  # 1: a weight of experts, on one rank
+                    proposed |= split_parameters(own, ranks=ranks, count=of_these, whole=one.whole_names())
+                    parameters |= own
+                    stage_of |= dict.fromkeys(own, one.stage)
     parts = {
         name: ShardedParameter(name, parameters[name], split, rank, apart=sharding.weights)
         for name, split in _agreed(ownership, proposed).items()

@@ -211,7 +211,7 @@ def stream_course(run: Run, mode: Mode, ownership: Ownership) -> RunCalls:
     """Calls of an asynchronous schedule, after `flush_first` batches with a flush. Collective over the processes.
     Raises ValueError for options that a weight rule excludes, and ScheduleError for a schedule that does not repeat."""
     sharing = _sharing_of(run, mode, ownership)
-    for ranks in sharing.parts:
+    for ranks in {**dict.fromkeys(sharing.parts), **dict.fromkeys(sharing.sums)} if sharing.parts else ():
         run.collectives.subgroup(ranks)  # for collectives with an empty pipeline
     late = _with_late_updates(mode.schedule, sharing)
     return make_calls(mode.schedule, sharing=sharing, flush_first=run.options.flush_first, late=late)

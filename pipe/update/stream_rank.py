@@ -52,7 +52,8 @@ class StreamRank(RankUpdate):
         self, rank: int, *, calls: RunCalls, stages: Mapping[int, StageOptimizers], shards: Shards, ownership: Ownership
     ) -> None:
         schedule = calls.schedule
-        super().__init__(rank, schedule, shards, are_mixed=ownership.run.layout.place.mesh.expert > 1)
+        run = ownership.run
+        super().__init__(rank, schedule, shards, are_mixed=run.layout.place.mesh.expert > 1 and run.num_replicas > 1)
         self.stages = stages
         self.weights = {stage: one.versions for stage, one in stages.items() if one.versions is not None}
         self.known: deque[Known] = deque()  # of batches whose results were not returned

@@ -117,7 +117,7 @@ def _piped(config: str, schedule: str, kind: str, axis: str = "context") -> tupl
     losses, expected = _plainly(config, batches, delay=int(schedule == "2bw"))
     with PipelineModule(
         _model(config, "stagewright"),
-        mesh={"pipe": 2, axis: 2},
+        mesh={"pipe": 1, "context": 2, "expert": 2} if axis == "both" else {"pipe": 2, axis: 2},
         schedule=schedule,
         num_microbatches=2,
         loss_fn=_loss,
@@ -159,6 +159,54 @@ def test_models_under_schedules_are_exact_over_a_context_group(gloo: Pool, confi
 @pytest.mark.thorough
 def test_a_model_is_exact_over_an_expert_group(gloo: Pool) -> None:
     _is_exact(gloo, "MixtralConfig", "1f1b", "padded", "expert")
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_a_model_is_exact_over_a_context_group_of_expert_groups(gloo: Pool) -> None:
+    _is_exact(gloo, "MixtralConfig", "1f1b", "packed", "both")
+
+
+def _of_other_forms(config: str) -> float:
+    """The largest difference of a loss and of a weight from those of one process, after a step."""
+    sizes = {"num_hidden_layers": 2, "head_dim": 8, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1}
+    if config == "SwitchTransformersConfig":
+        sizes = {**dict.fromkeys(("d_model", "d_ff"), 32), "d_kv": 8, "num_heads": 4, "num_layers": 2}
+        sizes |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "decoder_start_token_id": 0}
+        sizes |= {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "vocab_size": 64, "num_experts": 4}
+    else:
+        sizes = _SMALL | _MOE | sizes
+    own = getattr(transformers, config)(**sizes)
+    torch.manual_seed(0)
+    kind = transformers.SwitchTransformersForConditionalGeneration
+    plain = kind(own) if "d_model" in sizes else transformers.AutoModelForCausalLM.from_config(own)
+    plain, tokens = plain.double(), torch.randint(3, 60, (8, 6), generator=torch.Generator().manual_seed(1))
+    names = ["input_ids", "decoder_input_ids"] if "d_model" in sizes else ["input_ids"]
+    with PipelineModule(
+        copy.deepcopy(plain),
+        mesh={"pipe": 2, "expert": 2},
+        num_microbatches=2,
+        loss_fn=_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=_RATE),
+    ) as pipe:
+        mine = tokens.chunk(2)[pipe.replica[0]]
+        found = pipe.train_step(dict.fromkeys(names, mine), mine).loss or 0.0
+        state = pipe.full_state_dict()
+    losses = [_loss(plain(**dict.fromkeys(names, x)), x) / 4 for x in tokens.chunk(4)]
+    for loss in losses:
+        loss.backward()
+    with torch.no_grad():
+        for p in plain.parameters():
+            p -= _RATE * (0.0 if p.grad is None else p.grad)
+    worst = max(float((state[name] - x).abs().max()) for name, x in plain.state_dict().items())
+    return max(worst, abs(found - sum(loss.item() for loss in losses)))
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize("config", ["GptOssConfig", "Llama4TextConfig", "SwitchTransformersConfig"])
+def test_experts_of_other_forms_are_exact_over_an_expert_group(gloo: Pool, config: str) -> None:
+    assert max(gloo.run(_of_other_forms, ranks=4, args=(config,))) < 1e-10
 
 
 @pytest.mark.gloo

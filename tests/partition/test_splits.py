@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -74,14 +75,20 @@ def test_no_split_that_is_given_fits() -> None:
         TransformerSource(transformer=source.transformer, device=A100, splits=((1, 0),))
 
 
-def test_the_runtime_has_no_such_plans() -> None:
+def test_the_runtime_divides_experts_as_planned_and_sequences_not() -> None:
     source, batch = moe(15)
     assert source.cluster is not None
-    best = plan(source, source.cluster, global_batch=batch, **PLAIN)
-    with pytest.raises(ValueError, match=r"a plan with context=1 and expert=2: expected 1 each, or a schedule by name"):
-        layout_of_plan(best, World(rank=0, size=4), num_microbatches=None)
-    runs = plan(source, source.cluster, global_batch=batch, runnable=True, **PLAIN)
-    assert (runs.context, runs.expert) == (1, 1)
+    best = plan(source, source.cluster, global_batch=batch, runnable=True, **PLAIN)
+    mesh = layout_of_plan(best, World(rank=0, size=4), num_microbatches=None).place.mesh
+    assert (best.context, best.expert) == (1, 2) == (mesh.context, mesh.expert)
+    with pytest.raises(ValueError, match="a plan with context=2: expected 1, or a schedule by name with"):
+        layout_of_plan(replace(best, context=2), World(rank=0, size=4), num_microbatches=None)
+    with pytest.raises(
+        ValueError, match=r"a plan with expert=4, \(2, 2\) replicas, tensor=1 and .* expected tensor=1 and"
+    ):
+        layout_of_plan(replace(best, expert=4), World(rank=0, size=4), num_microbatches=None)
+    with pytest.raises(ValueError, match="the plan divides experts over 2 ranks, which are processes: expected 4"):
+        layout_of_plan(best, World(rank=0, size=1), num_microbatches=None)
 
 
 @pytest.mark.parametrize(("context", "expert"), [(1, 2), (2, 1), (2, 2), (1, 1)])

@@ -67,6 +67,67 @@ class Reading(Listed):
         return super().forward(x) * sum(p.pow(2).sum() for p in self.experts.parameters())
 
 
+class Two(Listed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more_experts = nn.ModuleList(Expert() for _ in range(NUMBER))
+
+
+class Nested(Listed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Listed(), Listed()])
+
+
+class Same(Listed):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.experts = nn.ModuleList([*self.experts, *self.experts])
+
+
+class Sized(nn.Module):
+    """Experts called with rows and the number for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Sizes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        out: Tensor = self.experts(rows, [len(rows)]).view_as(x)
+        return out
+
+
+class Sizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(NUMBER, WIDTH, WIDTH))
+
+    def forward(self, rows: Tensor, sizes: list[int]) -> Tensor:
+        return torch.cat([x @ self.weight[i] for i, x in enumerate(rows.split(sizes))])
+
+
+class Centred(Weights):
+    """Each expert subtracts the mean of all its rows."""
+
+    def forward(self, hidden: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        means = torch.stack([hidden[(numbers == n).any(-1)].mean(0) for n in range(self.num_experts)]).nan_to_num()
+        of_each = [
+            super(Centred, self).forward(hidden - m, numbers.where(numbers == n, -1), weights)
+            for n, m in enumerate(means)
+        ]
+        return sum(of_each, torch.zeros_like(hidden))
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Listed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("it fails before")
+
+
 class Doubled(Weights):
     def forward(self, hidden: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
         return super().forward(hidden, numbers, weights) * self.num_experts
@@ -86,11 +147,17 @@ def _with(kind: str) -> nn.Module:
             listed = Listed()
             listed.experts[1] = Remembering() if kind == "buffer" else Mixing()
             return listed
-        case "doubled":
+        case "doubled" | "centred":
             stacked = Stacked()
-            stacked.experts = Doubled(NUMBER)  # type: ignore[assignment]
+            stacked.experts = {"doubled": Doubled, "centred": Centred}[kind](NUMBER)  # type: ignore[assignment]
             return stacked
-    return {"odd": Odd, "in place": InPlace, "inside": Inside, "chained": Chained, "read": Reading}.get(kind, Listed)()
+    return _KINDS.get(kind, Listed)()
+
+
+_KINDS: dict[str, type[nn.Module]] = {
+    **{"odd": Odd, "in place": InPlace, "inside": Inside, "chained": Chained, "read": Reading, "two": Two},
+    **{"nested": Nested, "same": Same, "sized": Sized, "fails": Failing},
+}
 
 
 _TEXTS = {
@@ -104,8 +171,13 @@ _TEXTS = {
     "in place": r"module '1' has experts, and fails where it is tried: .* changes its input in place: expected a copy",
     "chained": r"module '1' has experts, and fails where it is tried: .* calls its experts otherwise when it runs",
     "inside": r"a module that calls experts has a torch.utils.checkpoint inside: expected it around",
+    "two": r"module '1' calls two lists of experts, 'experts' and 'more_experts': expected a module for each",
+    "nested": r"experts of '1' have experts of their own, '1.experts.0', which only some members would call",
+    "same": r"parameter '1.experts.0.up.weight' of an expert has other names, too: expected its own",
+    "sized": r"module '1.experts' \(Sizes\) has experts of an unknown form: expected an nn.ModuleList",
+    "fails": r"the model does not call it with made-up inputs, on which it fails: it fails before",
+    "centred": r"module '1.experts' gives something else when its experts are divided",
     "doubled": r"module '1.experts' gives something else when its experts are divided",
-    "zero1": r'mesh={"expert": 2} with data_parallel=.zero1.: expected "expert": 1, or only one of them',
     "sync": r'mesh={"expert": 2} with sync=4, whose replicas',
     "sliced": r'mesh={"expert": 2} under .seq1f1b., over slices',
     "compressed": r'mesh={"expert": 2} with compress=',
@@ -116,7 +188,6 @@ _TEXTS = {
     "late": r"members of an expert group passed other numbers of samples",
 }
 _MESHES: dict[str, dict[str, Any]] = {
-    "zero1": {"data_parallel": "zero1"},
     "sync": {"sync": 4},
     "compressed": {"compress": "int8"},
     "reroute": {"on_failure": "reroute"},

@@ -80,6 +80,35 @@ class Stacked(Listed):
         return x + out
 
 
+class Batch(nn.Module):
+    """Stacked weights, called with as many rows for each expert."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(number, *sizes)) for sizes in ((WIDTH, 8), (8, WIDTH)))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.einsum("nrh,nhd->nrd", F.gelu(torch.einsum("nrd,ndh->nrh", rows, self.up)), self.down)
+
+
+class Batched(Listed):
+    """Each expert takes the first tokens that choose it, as many as `capacity`; the others are dropped."""
+
+    def __init__(self, capacity: int = 3) -> None:
+        super().__init__(1)
+        self.gate, self.experts = nn.Linear(WIDTH, NUMBER, bias=False), Batch(NUMBER)  # type: ignore[assignment]
+        self.capacity = capacity
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        scores, chosen = self.gate(tokens).softmax(-1).max(-1)
+        is_own = F.one_hot(chosen, NUMBER)
+        place = (is_own.cumsum(0) - 1)[..., None] == torch.arange(self.capacity)
+        sent = (is_own[..., None] * place).to(x.dtype)
+        made = self.experts(torch.einsum("tnc,td->ncd", sent, tokens))
+        return x + torch.einsum("tnc,ncd->td", sent * scores[:, None, None], made).view_as(x)
+
+
 def model(*layers: nn.Module) -> nn.Sequential:
     """A dense layer is among those of experts."""
     torch.manual_seed(0)
@@ -91,10 +120,10 @@ def model(*layers: nn.Module) -> nn.Sequential:
     return whole
 
 
-def batch(replica: int, step: int, samples: int = 4) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(10 * step + replica)
-    return torch.randn(samples, 5, 3, generator=generator, dtype=torch.float64), torch.randn(
-        samples, 5, 2, generator=generator, dtype=torch.float64
+def batch(replica: int, step: int, samples: int = 4, *, length: int = 5) -> tuple[Tensor, Tensor]:
+    generator, sizes = torch.Generator().manual_seed(10 * step + replica), (samples, length)
+    return torch.randn(*sizes, 3, generator=generator, dtype=torch.float64), torch.randn(
+        *sizes, 2, generator=generator, dtype=torch.float64
     )
 
 
