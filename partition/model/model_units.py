@@ -19,7 +19,7 @@ from .modes import evaluating
 from .recorded.calls import Record, UnitCall
 from .recorded.flow import Flow, stages_like
 from .recorded.guards import Guards
-from .recorded.intercept import announcing
+from .recorded.intercept import Announcer
 from .recorded.program import RecordedPiece
 from .recorded.recording import RecordingError, record
 from .recorded.which import Roles, has_parts, roles_of
@@ -252,7 +252,7 @@ class _How:
             pieces=tuple(pieces),
             output_form=flow.record.output_form,
             evaluation=lambda other: evaluation._like(flow, stage_of, num_stages, other, same_modules=False),
-            entering=lambda model, enter: announcing(self._roles(model), in_run_order, enter),
+            entering=lambda model, enter: Announcer(self._roles(model), in_run_order, enter).listens(),
             again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
             together=flow.record.handed_on,
             written_inputs=flow.record.written_inputs,
