@@ -42,6 +42,7 @@ class Source:
         self.name = path.relative_to(ROOT).as_posix()
         self.text = path.read_text(encoding="utf-8")
         self.nodes = list(ast.walk(ast.parse(self.text)))
+        self.imports = [node for node in self.nodes if isinstance(node, ast.ImportFrom) and node.level]
         self.is_package = path.name == "__init__.py"
         self.is_library = self.name.split("/")[0] in (*LIBRARY, "__init__.py", "__main__.py")
         self.module = self.name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
@@ -70,8 +71,8 @@ class Source:
         """
         package = self.module.split(".") if self.is_package else self.module.split(".")[:-1]
         left_out = set() if types else self.typed
-        for node in self.nodes:
-            if isinstance(node, ast.ImportFrom) and node.level and node not in left_out:
+        for node in self.imports:
+            if node not in left_out:
                 base = [*package[: len(package) - node.level + 1], *filter(None, [node.module])]
                 yield ".".join(base)
                 yield from (".".join([*base, alias.name]) for alias in node.names)
