@@ -1,7 +1,6 @@
 """Pipeline-parallel training of PyTorch models: one schedule, checked, simulated, executed and drawn.
 
-`import stagewright` is cheap: modules that need torch load on first use, so that planning and drawing
-start at once.
+`import stagewright` is cheap: modules that need torch load on first use, so that planning and drawing start at once.
 """
 
 import sys
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import cli, comm, experiments, integrations, partition, pipe, schedules, viz  # noqa: F401
     from .comm import PeerLost, PipelineError, PipelineTimeout
-    from .partition.model.recorded.recording import RecordingError
+    from .partition.model.model_units import RecordingError
     from .pipe import (
         Asynchronous,
         Auto,
@@ -93,7 +92,7 @@ _FILES = {
     "PeerLost": "comm",
     "PipelineError": "comm",
     "PipelineTimeout": "comm",
-    "RecordingError": "partition.model.recorded.recording",
+    "RecordingError": "partition.model.model_units",
     "ScheduleError": "schedules",
 }
 _FOLDERS = ("cli", "comm", "experiments", "integrations", "partition", "pipe", "schedules", "viz")

@@ -71,9 +71,8 @@ def launch(
 ) -> LaunchResult:
     """Run `command` as N ranks on this host, and wait for all of them.
 
-    Each process gets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under torchrun, and wraps
-    its work in `report_to_launcher()`. When a rank fails, the others have `grace` to report their errors, then
-    they are ended.
+    Each process gets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as under torchrun, and wraps its work in
+    `report_to_launcher()`. When a rank fails, the others have `grace` to report their errors, then they are ended.
 
     Arguments:
         command: program and arguments, run without a shell.

@@ -82,10 +82,6 @@ def _form(kind: Any) -> str:
 def check_known(what: str, name: str, known: Collection[str], *, listed: str) -> None:
     """Raise ValueError unless `name` is in `known`.
 
-    Arguments:
-        what: text before the name, such as "unknown back end".
-        listed: text before the known names, such as "back ends".
-
     >>> check_known("unknown back end", "netsn", ["local", "netns"], listed="back ends")
     Traceback (most recent call last):
     ValueError: unknown back end 'netsn'; did you mean netns?

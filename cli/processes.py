@@ -39,13 +39,7 @@ class Process:
 
     @classmethod
     def begin(cls, command: Sequence[str], env: Mapping[str, str] | None, *, out: Any, err: Any, **own: Any) -> Self:
-        """Start it. Its stdin stays open until this process ends or closes it.
-
-        Arguments:
-            env: its variables; None: this process's own.
-            out, err: as for subprocess.Popen.
-            own: the fields of a subclass.
-        """
+        """Start it. Its stdin stays open until this process ends or closes it. `own`: the fields of a subclass."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, env=env, stdin=pipe, stdout=out, stderr=err, start_new_session=True)
         return cls(process=process, **own)

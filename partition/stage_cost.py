@@ -82,11 +82,7 @@ def count_again(rule: object, *, expected: str = RULES) -> int | None:
 
 
 def kind_of(rule: str) -> str:
-    """The rule without its count.
-
-    >>> kind_of("layer:3"), kind_of("full")
-    ('layer', 'full')
-    """
+    """The rule without its count: "layer" of "layer:3"."""
     return rule.partition(":")[0]
 
 

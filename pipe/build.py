@@ -15,10 +15,10 @@ from ..partition.deferred.filling import fill
 from ..partition.model.forms import Arguments
 from ..partition.model.recorded.words import modules
 from ..partition.profiler.clock import clock_for
-from ..schedules import Schedule, Timeline
+from ..schedules import Schedule
 from ..schedules.messages import Sharing
 from ..schedules.program import RankProgram
-from ..schedules.timing.records import RankRecord, as_it_ran
+from ..schedules.timing.records import as_it_ran
 from .batch.agreement import SamePrograms, agreed, check_agreement, describe
 from .batch.batches import Batch
 from .checkpoint.state import State
@@ -182,14 +182,11 @@ def _assembled(
         training.before_step = partial(update.look_at_neighbour, partial(evaluation.step, at_rest=False))
 
     # 10. What is measured, saved and verified
-    def put_together(records: Sequence[RankRecord]) -> Timeline:
-        return update.timeline(records, schedule=as_it_ran(update.schedule, records))
-
     measurement = Measurement(
         run,
         list(update.recorders.values()),
         schedule=update.schedule,
-        assemble=put_together,
+        assemble=lambda records: update.timeline(records, schedule=as_it_ran(update.schedule, records)),
         drain=training.drain,
         one_way_seconds=partial(ranks.links.latency, inferred.specs[0]),
         clocks=clocks,

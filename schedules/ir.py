@@ -414,8 +414,7 @@ class Schedule:
         """The order as an aligned text grid, a row per rank, a column per unit of time.
 
         The stage is printed before the op only where some rank has several. A rank that begins moves of activations has
-        a second
-        row, with the moves that begin before the action above: >3 is an offload, <3 a reload.
+        a second row, with the moves that begin before the action above: >3 is an offload, <3 a reload.
         """
         several = any(len(stages) > 1 for stages in self.placement)
         return grid_of(self.unit_time_cells(), self.programs, several=several)

@@ -51,18 +51,15 @@ CLUSTERS = {
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
-    """Ten of plan() and partition(), with unequal replicas, chunks, recompute, sharding, 2BW, limits of memory."""
-    for number, (name, options) in enumerate(
-        [
-            ("two", {"schedules": ["1f1b"]}),
-            ("four", {}),
-            ("four", {"schedules": ["interleaved"]}),
-            ("two nodes", {"memory_limit": 4e9}),
-            ("eight", {"schedules": ["1f1b", "zb-v"], "max_grad_norm": 1.0}),
-            ("eight", {"schedules": ["2bw"]}),
-            ("eight", {"memory_limit": 2.5e9, "recompute": ["full"]}),
-        ]
-    ):
+    """Nine of plan() and partition(), with unequal replicas, chunks, recompute, sharding, limits of memory."""
+    for number, name, options in [
+        (0, "two", {"schedules": ["1f1b"]}),
+        (1, "four", {}),
+        (2, "four", {"schedules": ["interleaved"]}),
+        (3, "two nodes", {"memory_limit": 4e9}),
+        (4, "eight", {"schedules": ["1f1b", "zb-v"], "max_grad_norm": 1.0}),
+        (6, "eight", {"memory_limit": 2.5e9, "recompute": ["full"]}),
+    ]:
         found = plan(
             profile(random.Random(number), 10), CLUSTERS[name], global_batch=16, microbatch_sizes=[1], **options
         )

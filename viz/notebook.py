@@ -53,7 +53,8 @@ def as_html(shown: Displayable) -> str:
         exhibit = _exhibit_of(shown)
     except ValueError as error:
         return _sentence(f"{shown!r}: {error}")
-    if (actions := _actions(exhibit)) > _MAX_ACTIONS:
+    actions = sum(len(trace.compute) for _, timeline in exhibit.timelines for trace in timeline.ranks)
+    if actions > _MAX_ACTIONS:
         return _sentence(
             f"{shown!r} has {actions:,} actions, too many for a notebook, which takes {_MAX_ACTIONS:,}: "
             f"write_explorer([Exhibit(...)], path) writes them as a page, comparison_figure draws a picture."
@@ -77,17 +78,10 @@ def show(shown: Displayable) -> None:
     descriptor, name = tempfile.mkstemp(prefix="stagewright-", suffix=".html")
     os.close(descriptor)
     write_explorer([_exhibit_of(shown)], name)
-    opened = _has_screen() and webbrowser.open(Path(name).as_uri())
+    # Without a window, a browser would take over the terminal.
+    has_screen = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+    opened = has_screen and webbrowser.open(Path(name).as_uri())
     print(f"{name}{'' if opened else ': open it in a browser'}")
-
-
-def _has_screen() -> bool:
-    """Whether a browser would have a window, rather than take over the terminal."""
-    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
-
-
-def _actions(exhibit: Exhibit) -> int:
-    return sum(len(trace.compute) for _, timeline in exhibit.timelines for trace in timeline.ranks)
 
 
 def _height(exhibit: Exhibit) -> int:

@@ -170,11 +170,7 @@ class Scale:
 
 
 def points(size: float) -> float:
-    """Points of a size on the page [inch / 100].
-
-    >>> points(100.0)
-    72.0
-    """
+    """Points of a size on the page [inch / 100]."""
     return size * POINTS_AN_INCH / UNITS_AN_INCH
 
 

@@ -79,6 +79,7 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         known=exhibit.costs,
         step_seconds=step_seconds if isinstance(step_seconds, float) else None,
     )
+    configs = (read_whole(folder / "manifest.json").get("config") for folder in folders)
     return CheckedRun(
         name=exhibit.name,
         plan=plan,
@@ -86,7 +87,7 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         tensor_bytes=_tensor_bytes(plan, summary),
         sampled=exhibit.sampled,
         ranks_by_host=tuple(map(len, processes_by_host(find_traces(folders)).values())),
-        config=_config(folders),
+        config=next((each for each in configs if isinstance(each, dict)), {}),
         notes=(*exhibit.notes, *notes, *check.notes),
     )
 
@@ -183,8 +184,3 @@ def _tensor_bytes(plan: Plan, summary: Mapping[str, Any]) -> tuple[tuple[float, 
     if len(held) == 1:
         return ((sum(by_rank.values()), float(held[0])),)
     return tuple((by_rank.get(rank, 0.0), float(there)) for rank, there in enumerate(held))
-
-
-def _config(folders: Sequence[Path]) -> Mapping[str, Any]:
-    found = (read_whole(folder / "manifest.json").get("config") for folder in folders)
-    return next((config for config in found if isinstance(config, dict)), {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,13 +17,15 @@ from pathlib import Path
 from ...cli.launcher import sigterm_as_interrupt
 from .namespaces import links
 from .namespaces.cpu_share import remove_leftovers, shares, why_no_share
-from .namespaces.needs import has_netem, what_is_missing, why_no_wire
+from .namespaces.host import Host
 from .namespaces.network import Network, network
 from .namespaces.wire import WireRecord
 from .node import STARTER
 from .records import Nodes, Outcome, Shape, Work
 from .supervise import NodeStart, Say, run_nodes, to_stderr
 
+_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "mount"}
+_TUN = Path("/dev/net/tun")
 _CARRIED_ANYWHERE = 50e6  # [bytes/s] slower links need no measurement
 _MOST_NODES = 250  # addresses of a site
 _LATE = 0.01  # share of late packets above which the report warns
@@ -47,6 +51,40 @@ with socket.create_connection((sys.argv[1], {_PORT}), timeout=20) as peer:
     peer.recv(1)
     print(sent / (time.perf_counter() - start))
 """
+
+
+def what_is_missing() -> str:
+    """Why nodes cannot be made here, and the remedy; empty if they can."""
+    if not sys.platform.startswith("linux"):
+        return f"network namespaces are Linux's, and this is {sys.platform}"
+    programs = [name for name in _PACKAGES if shutil.which(name) is None]
+    if programs:
+        packages = " ".join(sorted({_PACKAGES[name] for name in programs}))
+        return f"not found: {', '.join(programs)} (Debian: apt install {packages})"
+    if os.geteuid() != 0:
+        return f"network namespaces need root, and this is user {os.geteuid()}"
+    try:
+        with Host("probe"):
+            return ""
+    except OSError as error:
+        return f"root may not make namespaces here ({error}); a container needs --privileged, or CAP_SYS_ADMIN"
+
+
+def has_netem() -> bool:
+    """Whether this kernel can delay packets. Raises OSError if namespaces cannot be made."""
+    with Host("probe") as host:
+        try:
+            host.set_up("tc qdisc add dev lo root netem delay 1ms")
+        except OSError:
+            return False
+        return True
+
+
+def why_no_wire() -> str:
+    """Why a process cannot carry packets here; empty if it can."""
+    if _TUN.exists():
+        return ""
+    return f"{_TUN} is missing: modprobe tun; a container needs --device {_TUN} too"
 
 
 class NetnsBackend:

@@ -53,11 +53,7 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
 
 
 def typical(samples: Sequence[float]) -> str:
-    """The median as text.
-
-    >>> typical([0.0123])
-    '12.3 ms'
-    """
+    """The median as text: '12.3 ms'."""
     return duration(median(samples))
 
 

@@ -103,10 +103,6 @@ class Setting:
     def updates_a_step(self) -> int:
         return _MICROBATCHES if self.schedule in _EACH_UPDATES and self.update_every == 1 else 1
 
-    @property
-    def tokens_a_step(self) -> int:
-        return self.updates_a_step * self.sequences * self.length
-
     def make_schedule(self) -> Schedule:
         """Schedule of one step: an update after every `sequences` samples."""
         if self.schedule in _EACH_UPDATES:
@@ -189,7 +185,7 @@ def tokens_per_second(setting: Setting, *, updates: int, warm: int) -> float:
         pipe.flush()
         dist.barrier()
         seconds = time.perf_counter() - began
-    return steps * setting.tokens_a_step / seconds
+    return steps * setting.updates_a_step * setting.sequences * setting.length / seconds
 
 
 def make_pipe(setting: Setting, corpus: Corpus) -> PipelineModule:

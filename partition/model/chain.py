@@ -243,7 +243,7 @@ class Chain(nn.Module):
         super().__init__()
         self.units = nn.ModuleList(modules)
         self._numbered = tuple(enumerate(modules, first))
-        self._enter_unit = enter_unit or _ignore
+        self._enter_unit = enter_unit or (lambda number: None)
         self._form = form
         self._takes = takes
         places = tuple(range(form.num_tensors))
@@ -262,10 +262,6 @@ class Chain(nn.Module):
         if self._takes == "model's":
             return value[0]  # type: ignore[no-any-return]  # a chain has no keywords
         return tuple(value) if self._takes == "several" and isinstance(value, tuple | list) else (value,)
-
-
-def _ignore(number: int) -> None:
-    pass
 
 
 @contextmanager

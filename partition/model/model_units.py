@@ -14,16 +14,20 @@ from torch import nn
 
 from .chain import ChainUnits, is_sequential
 from .cut import contiguous, cut_evenly, stages_by_unit, starts_at
+from .fakes import on_fakes
 from .forms import Arguments
-from .modes import evaluating
+from .made_up import reads_values
+from .modes import OWN_HOOKS, changing_hook, evaluating, no_collection, quiet_fakes
 from .recorded.calls import Record, UnitCall
 from .recorded.flow import Flow, stages_like
 from .recorded.guards import Guards
-from .recorded.intercept import announcing
+from .recorded.intercept import Announcer, listening
 from .recorded.program import RecordedPiece
-from .recorded.recording import RecordingError, record
-from .recorded.which import Roles, has_parts, roles_of
+from .recorded.recorder import ForwardRecorder
+from .recorded.refusals import RefusedError
+from .recorded.which import Roles, has_parts, is_compiled, roles_of
 from .recorded.words import Words, digest, in_canonical_order
+from .source_line import first_line, module_at, users_line
 from .units import Agree, Cut, EnterUnit, ModelUnits, Step, Unit
 
 StageOf = Mapping[int, int]  # by call
@@ -63,6 +67,32 @@ def _refuse_arguments(model: nn.Module, example: Arguments) -> None:
             f"{type(model).__name__}.forward{signature} does not take {example} ({error}): expected all that it needs, "
             f"in its order or by name; example_inputs=(...) or train_step(*inputs, target)"
         ) from None
+
+
+class RecordingError(ValueError):
+    """The model's code between its modules cannot be recorded, so that the model cannot be cut there.
+
+    Arguments:
+        module: that was opened and whose code does it, at the path `inside` of the model.
+        unit: path of one that it takes something of which was not returned, or that raised the error.
+        reason: with the user's source line.
+        expected: in its place.
+    """
+
+    def __init__(
+        self, module: nn.Module, reason: str, *, inside: str, expected: str | None = None, unit: str | None = None
+    ) -> None:
+        self.expected = expected or _EXPECTED
+        super().__init__(f"{type(module).__name__} cannot be recorded: {reason}. Expected {self.expected}")
+        self.reason = reason
+        self.inside = inside
+        self.unit = None if unit is None else unit.partition("#")[0]
+
+
+_EXPECTED = (
+    "code between its modules that reads no values of tensors and changes no attributes; change that line, move it "
+    "into a module of its own, which runs as it is, or give the parts yourself: PipelineModule([...])"
+)
 
 
 class RecordedUnits:
@@ -252,7 +282,7 @@ class _How:
             pieces=tuple(pieces),
             output_form=flow.record.output_form,
             evaluation=lambda other: evaluation._like(flow, stage_of, num_stages, other, same_modules=False),
-            entering=lambda model, enter: announcing(self._roles(model), in_run_order, enter),
+            entering=lambda model, enter: Announcer(self._roles(model), in_run_order, enter).listens(),
             again=lambda other: self._like(flow, stage_of, num_stages, other, same_modules=True),
             together=flow.record.handed_on,
             written_inputs=flow.record.written_inputs,
@@ -274,6 +304,49 @@ class _How:
                     f"with hooks only on the modules that run as they are; {error.expected}"
                 ) from error
         return self.cut(found, stages_like(flow, stage_of, found, same_modules=same_modules), num_stages)
+
+
+def record(model: nn.Module, roles: Roles, example: Arguments, *, device: torch.device, training: bool) -> Record:
+    """Run the model once, on fake tensors, in the current mode of its modules, in training with a graph; it is left
+    unchanged. RecordingError, with the user's source line, for what cannot be recorded."""
+    expected: str | None
+    for path, module in roles.opened.items():
+        if path and is_compiled(module):
+            raise RecordingError(
+                module, f"{module_at(path)} is compiled as a whole", inside=path, expected="parts that are compiled"
+            )
+        hooks = next((kind for kind in OWN_HOOKS if vars(module)[kind]), None)
+        if hooks is not None:
+            reason = f"{module_at(path)} has hooks ({hooks.strip('_').replace('_', ' ')})"
+            expected = "hooks on the modules in it, which run as they are; of an exported program the model itself"
+            raise RecordingError(module, reason, inside=path, expected=expected)
+        if kind := changing_hook(module, ("backward_pre", "backward")):
+            reason = f"a hook on all modules ({kind}) changes gradients of {module_at(path)}"
+            raise RecordingError(module, reason, inside=path, expected="such a hook on the modules in it")
+    with on_fakes(model, example, device=device, training=training) as (given, kinds, left, around):
+        recorder = ForwardRecorder(model, roles, given.tensors, around)
+        try:
+            heard = {id(each): each for each in (*roles.opened.values(), *roles.units.values())}
+            with no_collection(), quiet_fakes(), listening(recorder, heard), recorder.watching(kinds):
+                found = recorder.finish(given.call(model))
+        except Exception as error:
+            if isinstance(error, RefusedError):
+                reason, expected = f"{error}{users_line(error) or recorder.line}", error.expected
+                unit = error.unit
+            else:
+                reason = f"{first_line(error)}{users_line(error)}"
+                expected = f"inputs that it takes (given: {example})"
+                if reads_values(error):
+                    reason, expected = f"the code between the modules reads a tensor's value{users_line(error)}", None
+                elif "TorchScript" in reason or not isinstance(
+                    error, RuntimeError | IndexError
+                ):  # about shapes and types
+                    expected += f", and {_EXPECTED}"
+                unit = recorder.unit
+            inside = recorder.inside
+            raise RecordingError(roles.opened[inside], reason, inside=inside, expected=expected, unit=unit) from error
+    found.reads.left += left
+    return found
 
 
 def _unrecorded() -> list[Step]:

@@ -137,7 +137,7 @@ class SplitBackward:
             return None  # other leaves are inputs of the stage
         if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
             return None
-        if _makes_all():
+        if torch.autograd.Variable._execution_engine.is_checkpoint_valid():  # all are made: not in autograd.grad
             return aside.put
         try:
             return aside.put if torch._C._will_engine_execute_node(ctx.next_functions[number][0]) else None
@@ -223,11 +223,6 @@ _STRAIGHT = {
 
 
 _KNOWN: dict[Any, Instead | Callable[..., Any]] = {**INSTEAD, **_STRAIGHT}
-
-
-def _makes_all() -> bool:
-    """Whether the backward that runs makes all gradients there are: false within that of torch.autograd.grad."""
-    return bool(torch.autograd.Variable._execution_engine.is_checkpoint_valid())
 
 
 def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:

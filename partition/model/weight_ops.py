@@ -25,13 +25,6 @@ _aten = torch.ops.aten
 _unsafe_view = _aten._unsafe_view.default
 
 
-def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` of ordinary tensors: what it does for torch.func, where ours are not called, takes as long
-    again as the rest."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
-
-
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -58,7 +51,8 @@ class _Product(torch.autograd.Function):
             return None, None, None, None, *_of_product(ctx, grad, x, recorded(ctx, used))
 
 
-_product_of = _apply_of(_Product)
+# Its apply, without what that does for torch.func, where ours are not called: that takes as long again as the rest.
+_product_of: Callable[..., Any] = super(torch.autograd.Function, _Product).apply
 
 
 def _of_product(ctx: Any, grad: torch.Tensor, x: torch.Tensor, used: Any) -> Sequence[torch.Tensor | None]:

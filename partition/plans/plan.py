@@ -71,10 +71,8 @@ def _read(record: Fields) -> Plan:
     num_chunks, schedule = record.count("num_chunks", default=1), record.optional_text("schedule")
     num_microbatches = record.optional_count("num_microbatches")
     read = tuple(map(_stage, stages))
-    costs, links = (
-        _costs(record),
-        _links(record.optional_object("links"), num_places=len({each.ranks for each in read})),
-    )
+    costs = _costs(record)
+    links = _links(record.optional_object("links"), num_places=len({each.ranks for each in read}))
     lengths = tuple(number("slice_lengths", each, positive=True) for each in record.items("slice_lengths", default=[]))
     if links is not None and lengths:
         links = replace(links, index_factors=tuple(tokens / sum(lengths) for tokens in lengths))

@@ -43,10 +43,9 @@ class PlanStage:
         held: bytes of the stage on one of its ranks, of which memory over time is made; None likewise, or in slices.
         in_flight: microbatches that one rank holds at once, warm-up + 1; None likewise.
         recompute: "none"; "full": only the stage's inputs are kept, and its forward runs again in the backward;
-            "layer": each node keeps its own inputs and runs again alone; "selective": the same, but results of
-            matrix products are kept; "keep_less": results of GELUs are not kept; "layer:3", "selective:3",
-            "keep_less:3": the first 3 of the nodes that run again; "offload": all is kept, on the host while it waits
-            (`with_offload`).
+            "layer": each node keeps its own inputs and runs again alone; "selective": the same, but results of matrix
+            products are kept; "keep_less": results of GELUs are not kept; "layer:3", "selective:3", "keep_less:3": the
+            first 3 of the nodes that run again; "offload": all is kept, on the host while it waits (`with_offload`).
         optimizer_shards: ranks over which the optimizer's state is divided (1: each holds all of it).
         splits: of each node over the tensor ranks (`Node.split`); none: all are divided.
     """
@@ -80,12 +79,10 @@ class PlanStage:
             raise ValueError(f"spread={self.spread!r}: expected a finite number, at least 0")
         if self.recompute != OFFLOAD:
             count_again(self.recompute, expected=f"{RULES}, or {OFFLOAD!r}")
-        if self.splits and (
-            len(self.splits) != len(self.nodes) or not {*self.splits} <= {*SPLITS[1:]} or self.tensor == 1
-        ):
-            expected = (
-                f"one of {', '.join(SPLITS[1:])} for each of {len(self.nodes)} nodes, over 2 tensor ranks or more"
-            )
+        fit = len(self.splits) == len(self.nodes) and {*self.splits} <= {*SPLITS[1:]} and self.tensor > 1
+        if self.splits and not fit:
+            known = ", ".join(SPLITS[1:])
+            expected = f"one of {known} for each of {len(self.nodes)} nodes, over 2 tensor ranks or more"
             raise ValueError(f"splits={self.splits!r:.80} with tensor={self.tensor}: expected {expected}")
         if not 1 <= self.optimizer_shards <= self.replicas:
             raise ValueError(

@@ -22,9 +22,7 @@ WORTH = 0.002  # of the step: less is within a profile's accuracy
 _LEAST_PART = 0.05  # of a backward, that either half takes at least
 
 
-def reorder(
-    plan: P, profile: Profile | None = None, *, seconds: float, evaluations: int | None = None, seed: int = 0
-) -> P:
+def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluations: int | None = None) -> P:
     """The plan with a synthesised order where that is faster; else as it is, with a note of how far from optimal.
 
     No rank holds more activations at once than under the plan's own schedule.
@@ -54,7 +52,6 @@ def reorder(
         start=own if _is_plain(own) else None,
         seconds=seconds,
         evaluations=evaluations,
-        seed=seed,
     )
     better = replace(split, order=order_of(found.schedule))
     after = simulated(better).timeline

@@ -25,24 +25,16 @@ class Replanner:
     Arguments:
         plan: of a flush schedule without replicas, made with `sizes.planned_for(profiles)`.
         profiles: of microbatches of some sizes.
-        cold, warm, seed: see `BatchOrders`.
+        cold: see `BatchOrders`.
     """
 
-    def __init__(
-        self,
-        plan: PlanRecord,
-        profiles: Profiles,
-        *,
-        cold: int | None = None,
-        warm: int | None = None,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, plan: PlanRecord, profiles: Profiles, *, cold: int | None = None) -> None:
         assert plan.num_microbatches is not None
         assert max(plan.replicas) == 1
         self._plan = plan
         self._laws = stage_laws(plan, profiles)
         self._own = one_pipeline(plan, num_microbatches=plan.num_microbatches)
-        self._orders = BatchOrders(self._own, cold=cold, warm=warm, seed=seed)
+        self._orders = BatchOrders(self._own, cold=cold)
         self._links = plan.links if self._own.num_ranks > 1 else None
         largest = ascending(profiles)[-1]
         self._planned = self._peaks([largest] * plan.num_microbatches)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy as np
 from ...schedules.ir import Op
 from ..profile import Node, Profile
 from ..stage_cost import COUNTED, OFFLOAD, count_again, kind_of
-from ..topology import Floats
 from .record import PlanRecord, PlanStage
 from .reorder import input_grad_share
 
@@ -120,6 +118,8 @@ def fitted(values: Mapping[Size, float]) -> Law:
     >>> round(law(Size(1, 40)), 6), round(law(Size(2, 10)), 6)
     (885.0, 145.0)
     """
+    from scipy.optimize import nnls  # type: ignore[import-untyped]
+
     known = {size: max(value, _LEAST) for size, value in values.items()}
     number = min(3, len({size.tokens for size in known}))
     scale = max(size.tokens for size in known)
@@ -131,22 +131,8 @@ def fitted(values: Mapping[Size, float]) -> Law:
 
     rows = np.array([features(size) for size in known])
     weights = 1.0 / np.array(list(known.values()))
-    factors = _least_squares(rows * weights[:, None])
+    factors = nnls(rows * weights[:, None], np.ones(len(rows)))[0].tolist()
     return lambda size: max(_LEAST, sum(f * x for f, x in zip(factors, features(size), strict=True)))
-
-
-def _least_squares(rows: Floats) -> list[float]:
-    """Factors of at least 0 that bring each row's sum of products nearest to 1: the best of all subsets of columns."""
-    number = rows.shape[1]
-    best, found = float("inf"), [0.0] * number
-    for size in range(1, number + 1):
-        for columns in combinations(range(number), size):
-            factors = np.linalg.lstsq(rows[:, columns], np.ones(len(rows)), rcond=None)[0]
-            off = float(np.square(rows[:, columns] @ factors - 1).sum())
-            if factors.min() >= 0 and off < best - 1e-12:
-                best = off
-                found = [float(factors[columns.index(at)]) if at in columns else 0.0 for at in range(number)]
-    return found
 
 
 def _scaled(law: Law, at: Size, value: float) -> Law:

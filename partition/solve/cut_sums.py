@@ -90,7 +90,7 @@ class Cuts:
             largest=np.asarray(self._parameters[first, last]),
             alone=self._alone(first, last),
             small=self._less_twice(_between(self._small, first, last), first, last, self.shared_small),
-            tied=self.tied_bytes(first, last),
+            tied=self._shared_with_others(first, last, [shared for _, shared in self.tied]),
             experts=_between(self._experts, first, last),
             forward_exchange=_between(self._exchanges[0], first, last),
             backward_exchange=_between(self._exchanges[1], first, last),
@@ -105,10 +105,6 @@ class Cuts:
         """Bytes of parameters of the stages between these cuts, elementwise."""
         shared = [[each] * len(nodes) for nodes, each in self.tied]
         return self._less_twice(_between(self.parameters, first, last), first, last, shared)
-
-    def tied_bytes(self, first: Cut, last: Cut) -> Floats:
-        """Bytes of these parameters that nodes of other stages share, elementwise."""
-        return self._shared_with_others(first, last, [shared for _, shared in self.tied])
 
     def _alone(self, first: Cut, last: Cut) -> Floats:
         """Parameters whose gradients travel alone, at least: of each node as if all were as large as its largest."""

@@ -29,7 +29,15 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOSS = -1  # its number among the units
 _OWN_REGION = 1 << 20  # plus the member's number: folded after the unit's number
-_OF_ACTION = ("_begun", "_step", "_active", "_unit", "_in_own_region", "_other_region")  # attributes of a Seeder
+_OF_ACTION = (
+    "_step",
+    "_microbatch",
+    "_folded",
+    "_active",
+    "_unit",
+    "_in_own_region",
+    "_other_region",
+)  # attributes of a Seeder
 MERSENNE_WORDS = 624  # of the state of Python's and numpy's generators, before the index of the next word
 
 

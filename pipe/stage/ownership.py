@@ -153,12 +153,8 @@ class Ownership:
 
     def tied(self) -> list[tuple[str, tuple[int, ...]]]:
         """(name, ranks) of trainable parameters that several ranks hold; the same list on every rank."""
-        found = []
-        for name, parameter in self.parameters():
-            ranks = self.holders(name)
-            if len(ranks) > 1 and parameter.requires_grad:
-                found.append((name, ranks))
-        return found
+        held = [(name, self.holders(name)) for name, parameter in self.parameters() if parameter.requires_grad]
+        return [(name, ranks) for name, ranks in held if len(ranks) > 1]
 
     def shared(self) -> dict[tuple[int, ...], list[str]]:
         """Trainable parameters that several ranks hold, by the stages that hold them; the same on every rank."""

@@ -64,8 +64,7 @@ class Constraints:
         """A checked schedule that keeps all rules, short under `costs`; the same for the same rules.
 
         Each rank begins an action as soon as it may; of several priorities, the one with the shortest makespan is
-        taken. It is
-        not the shortest possible: for that, see `synthesize`.
+        taken. It is not the shortest possible: for that, see `synthesize`.
 
         Raises ValueError for invalid rules, ContradictionError (a ScheduleError) for rules that no order keeps,
         ScheduleError where a filter lets no action continue.

@@ -250,8 +250,7 @@ def paci(
         rank 2 | .  .  F0 B0 F1 B1 U F2 B2 F3 B3 ...      never one
 
     A stage has one set of weights, updated in place after the backward of each `update_every`-th (K-th) microbatch.
-    Forward
-    and backward read the current weights: a microbatch with an update between its forward and backward uses the
+    Forward and backward read the current weights: a microbatch with an update between its forward and backward uses the
     activations of its forward, and the new weights.
 
     Of n microbatches in flight at a stage, n - 1 backwards run between the forward and the backward of the last, so at

@@ -151,10 +151,9 @@ def with_weights(evaluator: OrderEvaluator, order: Iterable[Action]) -> Iterator
     """Orders by the rules for W of ZB's authors, from F and I of all ranks in the order of their placing.
 
     A W fills each gap that is long enough, makes room in memory, and fills a short gap if its rank would otherwise have
-    idled as long as any so far: before the I of a rank's first stage always, before its other I and before F
-    once with and once without. Each variant is repeated with the idle time that it led to, as long as that helps: a
-    rank may then idle until it is as far below the most as at the end. Variants that do not fit the memory are left
-    out.
+    idled as long as any so far: before the I of a rank's first stage always, before its other I and before F once with
+    and once without. Each variant is repeated with the idle time that it led to, as long as that helps: a rank may then
+    idle until it is as far below the most as at the end. Variants that do not fit the memory are left out.
     """
     (placed,), placement = evaluator.codes([order]), evaluator.problem.placement
     M, SM = evaluator.num_microbatches, evaluator.num_stages * evaluator.num_microbatches

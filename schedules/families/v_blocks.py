@@ -84,8 +84,7 @@ def v_min(*, num_ranks: int, num_microbatches: int, costs: Costs | None = None) 
     All ranks hold at most 2 floor((P+4)/3) chunk activations, of 2P under 1F1B; no steady order needs much less. Where
     F = I = W, makespan and longest span are (6M + 4P - 5) F, of one chunk, for P > 1 and free links. (The paper's
     further search over warm-up and drain has 2 F less where 3 divides P.) With other costs ranks wait for each other in
-    each round,
-    so that the bubble grows with M: then take `v-half` or `zb-v`.
+    each round, so that the bubble grows with M: then take `v-half` or `zb-v`.
 
     Arguments:
         costs: of one chunk's action each, for placing the W; F, I and W of 1 by default.

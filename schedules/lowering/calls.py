@@ -4,8 +4,7 @@
     rank 1                     call t: F(2t) B(2t) F(2t+1) B(2t+1) U(t)        (nothing)
 
 A finite program is cut before the first forward of each batch. Its steady call and its drain, shifted to any batch,
-make
-programs of any length: a stream that begins with batch b omits what belongs to batches before b.
+make programs of any length: a stream that begins with batch b omits what belongs to batches before b.
 
 A run may begin with batches that are flushed one by one:
 
@@ -294,8 +293,7 @@ def flushed(schedule: Schedule) -> Schedule:
                          rank 1 | .  F0 B0 F1 B1 U  . F2 B2 F3 ...
 
     A group runs in the order that the schedule has for an empty pipeline. A forward uses the newest version of its
-    stage,
-    the same on all stages: index // group_size.
+    stage, the same on all stages: index // group_size.
 
     Raises ScheduleError for a flush schedule.
 

@@ -7,9 +7,8 @@ A `Policy` is a vector of numbers that steers these decisions, so that a search 
 orders: first a spread of them, then small changes of the better ones.
 
 Invariant (no deadlock): an F runs only if the microbatches in flight on its rank can still end one after the other.
-With
-L the limit, g_k the memory that microbatch k holds and l_k what its remaining forwards here need: processed from the
-oldest, l_k <= L - sum of g_j over those not yet ended (`Lister.safe`). O(actions * log P + actions * V) per order.
+With L the limit, g_k the memory that microbatch k holds and l_k what its remaining forwards here need: processed from
+the oldest, l_k <= L - sum of g_j over those not yet ended (`Lister.safe`). O(actions * log P + actions * V) per order.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Symbols: the stages of a rank are its chunks, in the order of the chain; h is th
 c the latency, P, V, S, M as always.
 
 **Order.** If all microbatches are equal, some best schedule runs the F of each stage in the order of the microbatches,
-and
-so its I and its W: assign the j-th F, I and W in time to microbatch j. All dependencies still hold, since the j-th
+and so its I and its W: assign the j-th F, I and W in time to microbatch j. All dependencies still hold, since the j-th
 smallest of numbers x_k >= y_k is at least the j-th smallest y; memory depends on counts only. If microbatches differ,
 "microbatch j" below means "the j-th in time", with the least seconds and the least memory of any; in addition the
 critical paths of each microbatch's own costs are evaluated (`_by_microbatch`).

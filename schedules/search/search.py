@@ -338,8 +338,7 @@ class BatchOrders:
     """Orders of batch after batch, of the same stages on the same ranks.
 
     If the fixed schedule fits a batch's memory, no order is slower than it. The same problems in the same order give
-    the same
-    schedules on every machine: the search does not depend on time.
+    the same schedules on every machine: the search does not depend on time.
 
     Arguments:
         fixed: the schedule to beat; its placement and number of microbatches are those of all batches.

@@ -204,8 +204,10 @@ class Portfolio:
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self.start, self.budget = start, budget
-        self.problems = sorted(problems, key=lambda posed: (not self._is_for(posed), posed.bound))
-        self.keeping = [each for each in self.problems if _keeps_less(each.problem)]
+        first = None if start is None else start.placement
+        self.problems = sorted(problems, key=lambda posed: (posed.problem.placement != first, posed.bound))
+        limited = [each for each in self.problems if each.problem.memory_limit is not None]
+        self.keeping = [each for each in limited if each.problem.kept != each.problem.held]
         part = 1.0 - _KEPT if self.keeping else 1.0
         self.incumbent: Incumbent[Judged] = Incumbent(
             replace(budget, seconds=part * budget.seconds),
@@ -213,9 +215,6 @@ class Portfolio:
             on_progress=on_progress,
         )
         self.values: dict[str, float | None] = {}
-
-    def _is_for(self, posed: Posed) -> bool:
-        return self.start is not None and posed.problem.placement == self.start.placement
 
     def search_as_asked(self) -> None:
         """Search on each placement with the memory as given, then again on the best one with the remaining budget."""
@@ -332,10 +331,6 @@ def solve(
             for each in sorted(portfolio.problems, key=lambda each: each.bound)
         ),
     )
-
-
-def _keeps_less(problem: Problem) -> bool:
-    return problem.memory_limit is not None and problem.kept != problem.held
 
 
 def _queues(links: Links | None, problem: Problem) -> bool:

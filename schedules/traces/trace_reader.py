@@ -156,7 +156,8 @@ def read_traces(paths: Sequence[Path], *, schedules: Iterable[Schedule] = ()) ->
     )
     steps: dict[int, Timeline] = {}
     for number, processes in enumerate(ordered):
-        until = min((_first_step(later) for later in ordered[number + 1 :]), default=None)
+        after = (header for later in ordered[number + 1 :] for header in _headers(later))
+        until = min((header.first_step for header in after), default=None)
         found, notes = _Start(processes, known).read(until)
         steps |= found
         files.notes += notes
@@ -169,10 +170,6 @@ def _match(path: Path) -> re.Match[str] | None:
 
 def _headers(processes: Mapping[int, _Process]) -> list[TraceHeader]:
     return [one.header for _, one in sorted(processes.items()) if one.header is not None]
-
-
-def _first_step(processes: Mapping[int, _Process]) -> int:
-    return min((header.first_step for header in _headers(processes)), default=1 << 60)
 
 
 class _Start:

@@ -32,11 +32,7 @@ _LAST_SCRIPTS = "lists orders editor start"
 
 
 def write_explorer(exhibits: Sequence[Exhibit], path: str | Path) -> None:
-    """Write the page of `explorer_html`.
-
-    Arguments:
-        path: of the HTML file.
-    """
+    """Write the page of `explorer_html` to an HTML file."""
     Path(path).write_text(explorer_html(exhibits), encoding="utf-8")
 
 

@@ -229,6 +229,15 @@ def around_writes(calls: Sequence[UnitCall | GlueCall]) -> Iterator[tuple[int, i
 
 # What Python calls to read a tensor's value.
 READS = {getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item")}
+SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "data", "grad")}
+HOOKED = {
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
+}
+# By name, functions whose results have the shape of the first argument, for any size of the others.
+LIKE_FIRST = {"scatter", "scatter_", "scatter_add", "scatter_add_", "__setitem__"}
+LIKE_FIRST |= {each + end for each in ("masked_scatter", "index_put", "index_add", "index_copy") for end in ("", "_")}
 _SAMPLES = 64
 
 

@@ -181,16 +181,10 @@ def _checkpointing(listener: Listener) -> Iterator[None]:
         setattr(place, _GENERATOR, original)
 
 
-@contextmanager
-def announcing(roles: Roles, numbers: Sequence[int | None], enter: Callable[[int], None]) -> Iterator[None]:
-    """Within, one forward of the model: `enter` is called as the stages call it, also where it is checkpointed.
-    `numbers`: of the calls of units and the random ones between them, in order; see `Flow.numbers`."""
-    with _Announcer(roles, numbers, enter).listens():
-        yield
-
-
-class _Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """See Listener. A function between the units counts where it first draws."""
+class Announcer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `enter` as the stages call it, also where the model is checkpointed; `listens` around one forward.
+    `numbers`: of the calls of units and the random ones between them, in order; see `Flow.numbers`. A function between
+    the units counts where it first draws."""
 
     def __init__(self, roles: Roles, numbers: Sequence[int | None], enter: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..modes import OWN_HOOKS
-from ..source_line import is_ours, is_users
+from ..source_line import is_ours, is_users, module_at
 from ..untouched import Places
 from .intercept import Patches
 from .refusals import RefusedError
@@ -191,7 +191,6 @@ class Attributes:
         opened: ids of the modules whose code is recorded.
         has_read: whether that code has read an attribute before.
         inside: ids of the modules that units consist of.
-        refuse: called with the reason where a read finds what no stage will have written.
         join: called with two calls, of which the second reads what the first wrote.
 
     Attributes:
@@ -205,11 +204,10 @@ class Attributes:
         opened: set[int],
         has_read: Callable[[int, str], bool],
         inside: set[int],
-        refuse: Callable[[str], None],
         join: Callable[[int, int, str], None],
     ) -> None:
         self._running, self._opened, self._has_read, self._inside = running, opened, has_read, inside
-        self._refuse, self._join = refuse, join
+        self._join = join
         self._objects: set[int] = set()
         self._written: dict[tuple[int, str], int | None] = {}
         self._patches = Patches()
@@ -252,8 +250,8 @@ class Attributes:
         writer = self._written[key]
         what = f"attribute {name!r} of a {type(owner).__name__}"
         if writer is None:
-            self._refuse(f"a module reads {what} that the code between the modules has changed")
-        elif writer != me:
+            raise RefusedError(f"a module reads {what} that the code between the modules has changed")
+        if writer != me:
             self._join(writer, me, f"one reads {what}, which the other one has changed")
 
     def _setting(self, original: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
@@ -272,7 +270,7 @@ class Attributes:
                     self._carried.add(key)
                 self._written.setdefault(key, None)
             elif me is None and key[0] in self._inside and not _is_as_before(vars(owner).get(name, _MISSING), value):
-                self._refuse(f"the code between the modules sets attribute {name!r} of a {type(owner).__name__}")
+                raise RefusedError(f"the code between the modules sets attribute {name!r} of a {type(owner).__name__}")
             original(owner, name, value)
 
         return put
@@ -283,7 +281,44 @@ def _is_as_before(before: object, now: object) -> bool:
     return before is now or isinstance(now, torch.Tensor) or (isinstance(before, _PLAIN) and before == now)
 
 
-def plain_attributes(module: nn.Module) -> dict[str, object]:
+class OpenedModule:
+    """Attributes of a module whose code is recorded, as they are before the forward."""
+
+    def __init__(self, module: nn.Module, path: str, attributes: Attributes, reads: CodeReads) -> None:
+        self._module, self._at, self._attributes, self._reads = module, module_at(path), attributes, reads
+        self._plain, self._names, self._buffers = _plain_attributes(module), {*vars(module)}, {*module._buffers}
+
+    def check(self, follows: Callable[[object], bool]) -> None:
+        """RefusedError after the forward for what it has changed and no stage would; effects that stay are noted.
+        `follows`: whether a value follows from the batch or parameters."""
+        module = self._module
+        before, now = self._plain, _plain_attributes(module)
+        changed = [k for k, v in now.items() if before.get(k, v) not in (v,)]  # NaN is NaN
+        new = {k: v for k, v in module._buffers.items() if k not in self._buffers}
+        carried = [
+            k
+            for k, v in {**vars(module), **new}.items()
+            if (k in new or self._attributes.carries(module, k)) and follows(v)
+        ]
+        if carried:
+            raise RefusedError(
+                f"attribute {carried[0]!r} of {self._at} brings a tensor from one forward to the next",
+                expected="a buffer (register_buffer in its __init__), which stages keep",
+            )
+        if changed:
+            raise RefusedError(f"attribute {changed[0]!r} of {self._at} is changed by its own forward")
+        self._reads.effects += [
+            f"attribute {k!r} of {self._at}"
+            for k, v in vars(module).items()
+            if k not in self._names
+            and (
+                (follows(v) and not self._reads.has_read(id(module), k))
+                or (type(v) in (int, float) and self._attributes.carries(module, k))
+            )
+        ]
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, object]:
     """Attributes of simple types, and such entries of dicts; lists and sets as copies."""
     kinds = bool | int | float | str | None
     found = {key: value for key, value in vars(module).items() if isinstance(value, kinds)}

@@ -20,7 +20,10 @@ from ..source_line import line_now, module_at
 from ..surroundings import Surroundings
 from .around import AroundCalls, refuse_fakes_in_closures
 from .calls import (
+    HOOKED,
+    LIKE_FIRST,
     READS,
+    SETTERS,
     Call,
     Context,
     DecisionGuard,
@@ -35,23 +38,11 @@ from .calls import (
     samples_of,
 )
 from .intercept import hearing_no_functions
-from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, Tables, plain_attributes
+from .reads import IN_A_MODULE, NOT_HERE, Attributes, CodeReads, OpenedModule, Tables
 from .refusals import RefusedError, check_now, refuse_distribution, refuse_function, refuse_packed
 from .templates import Constant, Parts, Ref, Slot, Template
 from .values import Draws, Owners, Values
 from .which import Roles
-
-_HOOKED = {
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.retain_grad,
-}
-# Results of these have the shape of the first argument, for any size of the others.
-_LIKE_FIRST = {
-    f"{name}{end}" for name in ("masked_scatter", "index_put", "index_add", "index_copy") for end in ("", "_")
-}
-_LIKE_FIRST |= {"scatter", "scatter_", "scatter_add", "scatter_add_", "__setitem__"}
-_SETTERS = {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "data", "grad")}
 
 
 class ForwardRecorder:
@@ -67,8 +58,6 @@ class ForwardRecorder:
         self._stored = {
             (path, key): value for path, module in roles.opened.items() for key, value in module._buffers.items()
         }
-        self._plain = {path: plain_attributes(module) for path, module in roles.opened.items()}
-        self._names = {path: set(vars(module)) for path, module in roles.opened.items()}
         self._tables = Tables(roles.opened, roles.units)
         self._reads = CodeReads(roles.opened, is_within_call=lambda: self._running is not None or self._is_busy)
         self._attributes = Attributes(
@@ -76,9 +65,10 @@ class ForwardRecorder:
             opened={id(module) for module in roles.opened.values()},
             has_read=self._reads.has_read,
             inside={id(part) for module in roles.units.values() for part in module.modules()},
-            refuse=_refuse,
             join=self._join,
         )
+        opened = roles.opened.items()
+        self._opened = {path: OpenedModule(module, path, self._attributes, self._reads) for path, module in opened}
         self._together: list[tuple[int, int, str]] = []
         self._handed_on: list[tuple[int, int, str]] = []
         self._draws = Draws(self._join)
@@ -193,11 +183,11 @@ class ForwardRecorder:
         refuse_function(function, name)
         self._note_stores()
         self._draws.drew = False
-        is_effect, is_hook = function in _SETTERS | _HOOKED, function in _HOOKED
+        is_effect, is_hook = function in SETTERS | HOOKED, function in HOOKED
         if (is_effect or function is torch.Tensor.requires_grad_) and id(args[0]) in self._values.slots:
             what = "puts a hook on" if is_hook else "sets an attribute of"
             raise RefusedError(f"the code between the modules {what} a parameter or buffer", expected=NOT_HERE)
-        self._is_sized = self._values.is_sized(args[:1] if name in _LIKE_FIRST else (args, kwargs))
+        self._is_sized = self._values.is_sized(args[:1] if name in LIKE_FIRST else (args, kwargs))
         made = Shaped(function) if name == "ctc_loss" else function
 
         def shaped() -> Any:
@@ -429,28 +419,7 @@ class ForwardRecorder:
         for path, module in self._roles.opened.items():
             self._stack.append(path)  # an inner module that does this can run whole
             self._tables.check_opened(module)
-            before = self._plain[path]
-            changed = [k for k, v in plain_attributes(module).items() if before.get(k, v) not in (v,)]  # NaN is NaN
-            new = module._buffers.keys() - {key for at, key in self._stored if at == path}
-            carried = [
-                k
-                for k, v in {**vars(module), **{k: module._buffers[k] for k in new}}.items()
-                if (k in new or self._attributes.carries(module, k)) and self._follows(v)
-            ]
-            if carried:
-                raise RefusedError(
-                    f"attribute {carried[0]!r} of {module_at(path)} brings a tensor from one forward to the next",
-                    expected="a buffer (register_buffer in its __init__), which stages keep",
-                )
-            if changed:
-                raise RefusedError(f"attribute {changed[0]!r} of {module_at(path)} is changed by its own forward")
-            late = {k: v for k, v in vars(module).items() if k not in self._names[path]}
-            self._reads.effects += [
-                f"attribute {k!r} of {module_at(path)}"
-                for k, v in late.items()
-                if (self._follows(v) and not self._reads.has_read(id(module), k))
-                or (type(v) in (int, float) and self._attributes.carries(module, k))
-            ]
+            self._opened[path].check(self._follows)
             self._stack.pop()
         return Record(
             calls=tuple(self._calls),
@@ -472,7 +441,3 @@ class ForwardRecorder:
                 if self._values.made_by[n] < 0
             ),
         )
-
-
-def _refuse(reason: str) -> None:
-    raise RefusedError(reason)
