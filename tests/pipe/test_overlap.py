@@ -116,6 +116,24 @@ def _differences(found: Any, expected: Any) -> float:
     return max([*losses, *(float((found[1][name] - x).abs().max()) for name, x in expected[1].items())])
 
 
+@pytest.mark.filterwarnings("ignore:the schedule splits the backward")  # experts give little to W
+@pytest.mark.parametrize("name", ["dualpipe-v", "dualpipe"])
+def test_in_one_process_pairs_run_one_after_the_other(name: str) -> None:
+    expected, own = _plain("plain"), model(*_layers("plain"))
+    with PipelineModule(
+        own,
+        schedule=_schedule(name),
+        num_microbatches=4,
+        loss_fn=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    ) as pipe:
+        batches = [[batch(replica, step) for replica in range(2)] for step in range(3)]
+        whole = [[torch.cat(both) for both in zip(*each, strict=True)] for each in batches]
+        losses = [pipe.train_step(*each).loss for each in whole]
+        assert pipe.eval_step(*whole[0]).loss is not None
+        assert _differences((losses, pipe.full_state_dict()), expected) < 1e-10
+
+
 @pytest.mark.gloo
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dualpipe-v", "dualpipe", "interleaved"])
