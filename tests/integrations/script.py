@@ -4,6 +4,7 @@ Of a case's options, those in `OWN` are its own; all others are TrainingArgument
 in FOLDER/CASE; what is refused leaves its words as the history.
 """
 
+import importlib
 import json
 import math
 import os
@@ -169,9 +170,7 @@ def run(kind: str, folder: str, options: dict[str, Any]) -> None:
         }
         made: type[Trainer] = PipelineTrainer
         if own["model"] == "llama":
-            import stagewright.integrations.attention
-
-            own["set"] = {"attention": stagewright.integrations.attention.NAME}
+            own["set"] = {"attention": importlib.import_module("stagewright.integrations.attention").NAME}
     else:
         extra, made = {}, Trainer
     words = {"lengths": own["lengths"], "model": own["model"]}
