@@ -425,7 +425,7 @@ def _planned(schedule: str, rows: list[list[int]], **fields: Any) -> float:
         expert=2,
         costs=Costs(forward=1, backward=2),
         cost_model="default",
-        predicted_step_time=1,
+        bottleneck=1,
         bound=1,
         schedule=schedule,
         num_microbatches=4,

@@ -256,7 +256,7 @@ def plan_of(sizes: tuple[int, int]) -> Plan:
         costs=Costs(forward=1.0, backward=2.0),
         num_devices=sum(sizes),
         cost_model="default",
-        predicted_step_time=3,
+        bottleneck=3,
         bound=3,
         schedule="1f1b",
         num_microbatches=4,
