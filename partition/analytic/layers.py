@@ -238,6 +238,11 @@ class LayerFormulas:
             output=VALUE_BYTES * self.wide * self.context,
         )
         experts = model.experts // self.expert * model.expert_parameters(t)
+        expert_bytes = VALUE_BYTES * experts if self.expert > 1 else 0.0
+        return self._exchanging(replace(node, buffer_bytes=casts, expert_bytes=expert_bytes))
+
+    def _exchanging(self, node: Node) -> Node:
+        """The node with the seconds in which members exchange keys and values, and rows for experts."""
         there = self.kv_seconds + 2 * self.routed_seconds
         back = there + self.kv_seconds
         return replace(
@@ -247,8 +252,6 @@ class LayerFormulas:
             input_grad_seconds=node.input_grad_seconds + back,
             forward_exchange_seconds=there,
             backward_exchange_seconds=back,
-            buffer_bytes=casts,
-            expert_bytes=VALUE_BYTES * experts if self.expert > 1 else 0.0,
         )
 
     def _embedding(self) -> Node:

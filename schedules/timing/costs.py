@@ -181,15 +181,12 @@ class Costs:
             doubled = tuple(tuple(2 * f for f in row) for row in forward)
             backward = doubled if self.backward is None else rows("backward")
             input_grad = weight_grad = tuple(tuple(b / 2 for b in row) for row in backward)
-        by_op = {Op.F: forward, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
         exchanges = {Op.F: rows("forward_exchange"), Op.B: rows("backward_exchange")}
-        for op, own in exchanges.items():
-            _check_exchanges(COST_OF_OP[op], own, by_op[op])
+        _check_exchanges("forward", exchanges[Op.F], forward)
+        _check_exchanges("backward", exchanges[Op.B], backward)
+        by_op = {Op.F: forward, Op.B: backward, Op.I: input_grad, Op.W: weight_grad}
         if self.index_factors is not None:
-            by_op, exchanges = (
-                {op: tuple(together(row, factors, mul) for row in rows) for op, rows in each.items()}
-                for each in (by_op, exchanges)
-            )
+            by_op, exchanges = _scaled(by_op, factors), _scaled(exchanges, factors)
         size = (num_indices or 1) * num_batches
         overhead = _overhead_rows(column("overhead"), column("message_overhead"), as_one or {}, size)
         by_op = {
@@ -208,6 +205,10 @@ class Costs:
             reload=column("reload"),
             exchanges=exchanges,
         )
+
+
+def _scaled(by_op: Mapping[Op, Rows], factors: Row) -> dict[Op, Rows]:
+    return {op: tuple(together(row, factors, mul) for row in rows) for op, rows in by_op.items()}
 
 
 def _overhead_rows(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from support.inside import Dependencies, Needs, replicate, schedule_without
 
 from stagewright.schedules import (
     Action,
@@ -25,8 +26,6 @@ from stagewright.schedules import (
     simulate,
     with_overlap,
 )
-from stagewright.schedules.needs import Needs
-from stagewright.schedules.transform import replicate, schedule_without
 
 SHAPES = [
     ("dualpipe", 2, 8),
@@ -159,7 +158,6 @@ def test_over_links_pairs_do_not_overtake_what_they_wait_for(name, P, M):
     costs = Costs(forward=3.0, backward=6.0, forward_exchange=1.0, backward_exchange=2.0)
     timeline = simulate(schedule, costs, links)
     arrived = [{s.what: s.end for s in rank.comm} for rank in timeline.ranks]
-    from stagewright.schedules.dependencies import Dependencies
 
     needs = Dependencies(replace(schedule, overlapped=()))
     for rank, trace in enumerate(timeline.ranks):

@@ -233,6 +233,7 @@ _NAMES = {
     "schedules.traces.trace_file": "TraceHeader clock_line header_line step_line trace_path",
     "schedules.traces.trace_reader": "Traces find_traces read_traces",
     "schedules.timing.wiring": "ScheduleWiring",
+    "schedules.needs": "Needs",
     "schedules.transform": "defer_updates on_ranks replicate schedule_without",
     "schedules.custom.user_code": "UserCodeError load",
     "schedules.versions": "derive_versions",
