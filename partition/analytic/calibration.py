@@ -17,7 +17,7 @@ from .fit import FITTED, FREE, fit_device, with_values
 
 NOISE = 0.04  # by which equal runs differ, as a part
 SHRUNK = 0.8  # of the range before a fit, as a part: rows that leave less of it show a constant
-LEAST_PLANS = 3  # to judge a fit by those that are left out
+LEAST_PLANS = 2  # to judge a fit by those that are left out
 LEAST_GAIN = 0.005  # on average over those, as a part: by less, equal runs differ
 _ADDED = ("wave_outputs", "kernel_seconds", "hop_seconds")  # a step grows with them; by the others it is divided
 

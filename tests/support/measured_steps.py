@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagewright.partition import Cluster, GivenStage, Plan, evaluate
-from support.inside import MEGATRON_CORE, NANOTRON, DeviceModel, Runtime, Transformer, TransformerSource, fit_device
+from support.inside import MEGATRON_CORE, NANOTRON, DeviceModel, Runtime, Transformer, TransformerSource, fit_calibrate
 
 _DATA = Path(__file__).parents[1] / "data" / "measured_steps"
 
@@ -153,12 +153,9 @@ def off(step: Step, device: DeviceModel | None = None) -> float:
 
 
 def calibrated(step: Step, *others: Step) -> DeviceModel:
-    """The step's device with the matrix efficiency that these others of its machine show."""
-    return fit_device(
-        step.device,
-        [each.seconds for each in others],
-        lambda device: [(1 + off(each, device)) * each.seconds for each in others],
-    )
+    """The step's device with what these others of its machine show, as `plan --calibrate` finds it."""
+    found = fit_calibrate(lambda each, device: (1 + off(each, device)) * each.seconds, others, step.device)
+    return found.constants
 
 
 def _rows(name: str) -> list[dict[str, str]]:
