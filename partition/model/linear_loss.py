@@ -157,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for rows, logits in how.logits(hidden, weight, bias):
             lse = torch.logaddexp(lse, logits.logsumexp(1))
             at, is_here = how.columns(target, weight, rows)
-            found += logits.gather(1, at)[:, 0] * is_here
+            found += logits.gather(1, at)[:, 0].masked_fill(~is_here, 0)  # which may be -inf
             if how.label_smoothing:
                 total += logits.sum(1)
         if how.members is not None:
