@@ -63,6 +63,8 @@ class _LossOf:
             raise ValueError(
                 f"reduction={self.reduction!r}: expected one of {', '.join(map(repr, get_args(Reduction)))}"
             )
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"label_smoothing={self.label_smoothing}: expected 0 to 1")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk={self.chunk}: expected a number of rows of the weight, at least 1")
 
@@ -133,6 +135,10 @@ def linear_loss(
             f"linear_cross_entropy of hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and target "
             f"{tuple(target.shape)}: expected [..., H], [V, H] and [...]"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)}: expected [V], {tuple(weight.shape[:1])}")
+    if target.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"target of {target.dtype}: expected whole numbers, torch.int64 or torch.int32")
     how, kind, wanted = _LossOf(**options), hidden.device.type, target.flatten()
     is_cast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     how.dtype = torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
@@ -157,7 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for rows, logits in how.logits(hidden, weight, bias):
             lse = torch.logaddexp(lse, logits.logsumexp(1))
             at, is_here = how.columns(target, weight, rows)
-            found += logits.gather(1, at)[:, 0] * is_here
+            found += logits.gather(1, at)[:, 0].masked_fill(~is_here, 0)  # which may be -inf
             if how.label_smoothing:
                 total += logits.sum(1)
         if how.members is not None:

@@ -67,7 +67,7 @@ class Placement:
             sums=tuple(
                 AllReduce(stage=s, seconds=ring, gather=gather, ways=None, unshards=seconds.gathers_ahead, early=early)
                 for s, (ring, gather, early) in enumerate(rounds)
-                if ring > 0
+                if ring > 0 or gather > 0
             ),
         )
 

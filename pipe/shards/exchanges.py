@@ -117,6 +117,8 @@ class _Turns:
     def give_way(self) -> None:
         """Let the other one run until it gives way, or ends."""
         mine = self.is_backward
+        if mine and self._is_abandoned:  # the forward was interrupted while it waited for its turn
+            raise _Abandoned
         if self._done[not mine]:
             return
         with self._seeder.interrupted():
@@ -148,9 +150,8 @@ class _Turns:
         self._may_go[to_backward].release()
 
     def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._error is not None:  # again in `finish`, where code of the forward has caught it
+            raise self._error
 
     def _run(self, backward: Callable[[], None]) -> None:
         self._may_go[True].acquire()

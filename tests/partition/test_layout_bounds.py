@@ -94,6 +94,15 @@ def test_sums_that_begin_in_the_last_backward_are_bounded_as_such() -> None:
         assert best.searched.least <= (best.simulated_step_time or 0.0) * (1 + 1e-9)
 
 
+def test_weights_without_a_sum_are_gathered_all_the_same() -> None:
+    """The host takes its time for them where formulas give them no bytes to sum: in the bound and in the simulation."""
+    kinds = {"forward_seconds": 1.0, "backward_seconds": 2.0, "update_seconds": 1.0}
+    nodes = [Node(name="a", part_seconds=0.1, **kinds), Node(name="b", parameter_bytes=9.0, **kinds)]
+    evaluator, _ = evaluator_of(Profile(nodes=nodes, microbatch_size=1), Cluster.from_levels([(4, 90.0)]), "full")
+    for choice in evaluator.choices(configuration(pipeline=2, data=2), (0, 1, 2), exact=True):
+        assert choice.bound <= evaluator.simulate(choice).simulated_seconds * (1 + 1e-9)
+
+
 def test_messages_of_a_rank_over_its_own_links_and_over_a_shared_card_overlap() -> None:
     profile = chain(3, activation_bytes=9.0)
     evaluator, _ = evaluator_of(profile, SHARED)

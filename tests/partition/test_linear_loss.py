@@ -63,6 +63,21 @@ def test_it_is_cross_entropy_of_the_logits(reduction: str) -> None:
             assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk", [2, 3, 10])
+def test_words_that_a_bias_hides_are_not_counted(chunk: int) -> None:
+    """As padding of a vocabulary is: logits of -inf, also where all of a chunk are hidden."""
+    hidden, weight, _, _ = given(bias=False)
+    bias = torch.zeros(10, dtype=torch.float64)
+    bias[:6] = -torch.inf
+    few, target = nn.Parameter(weight.detach()[:10].clone()), torch.tensor([[6, 7, 8, 9, 6], [-100, 9, 8, 7, 6]])
+    ours, plains = (
+        results(sw.linear_cross_entropy, (hidden, few, target, bias), chunk=chunk),
+        results(plain, (hidden, few, target, bias)),
+    )
+    for one, other in zip(ours, plains, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
 def test_a_pair_is_a_sum_and_its_count() -> None:
     loss, count = sw.linear_cross_entropy(*given(), reduction="pair")
     assert loss.item() == pytest.approx(plain(*given(), reduction="sum").item(), abs=1e-12)
@@ -183,6 +198,9 @@ def test_under_autocast_products_are_in_16_bits_and_sums_in_32() -> None:
             {"target": torch.zeros(2, 4, dtype=torch.long)},
             r"target \(2, 4\): expected \[..., H\], \[V, H\] and \[...\]",
         ),
+        ({"target": torch.zeros(2, 5)}, "target of torch.float32: expected whole numbers, torch.int64 or torch.int32"),
+        ({"bias": torch.zeros(1)}, r"bias \(1,\): expected \[V\], \(600,\)"),
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5: expected 0 to 1"),
         ({"chunk": 0}, "chunk=0: expected a number of rows of the weight, at least 1"),
         ({"reduction": "max"}, "reduction='max': expected one of 'mean', 'sum', 'none', 'pair'"),
     ],

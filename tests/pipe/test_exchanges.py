@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -141,6 +144,34 @@ def test_a_backward_that_fails_is_heard_where_it_runs(at: int) -> None:
         )
     wire.exchanges.forward(wire.steps("f", 1), wire.steps("b", 1))
     wire.exchanges.rest_of_backward()
+
+
+def test_a_forward_that_catches_errors_does_not_hide_those_of_a_backward() -> None:
+    wire = _Wire()
+
+    def forward() -> None:
+        with suppress(ValueError):  # as a model's own code around a layer of experts may
+            wire.exchange("f0")
+        wire.exchange("f1")
+
+    wire.exchanges.forward(forward, _failing(wire, "b", 0))
+    with pytest.raises(ValueError, match="b fails"):
+        wire.exchanges.rest_of_backward()
+
+
+def test_a_forward_that_is_interrupted_in_the_backwards_turn_ends_it_at_its_next_exchange() -> None:
+    wire, main = _Wire(), threading.get_ident()
+
+    def backward() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        until = time.monotonic() + 4.0
+        while not wire.exchanges._turns._is_abandoned and time.monotonic() < until:
+            time.sleep(0.01)
+        wire.steps("b", 2)()
+
+    with pytest.raises(KeyboardInterrupt):
+        wire.exchanges.forward(wire.steps("f", 2), backward)
+    assert wire.seen == ["f0", "f0 begun", "b0", "b0 begun"]
 
 
 def test_a_run_that_is_dropped_ends_its_backward() -> None:
