@@ -22,7 +22,7 @@ class _Block(nn.Module):
         self.masks: list[torch.Tensor] = []
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
-        out = F.dropout(x, 0.5)
+        out = F.dropout(x, 0.5, self.training)
         self.masks.append(out.detach() == 0)
         return out
 
