@@ -111,6 +111,7 @@ class Writers:
     def __init__(self, update: Update) -> None:
         mine: dict[_Place, int] = {}
         ownership, collectives, layout = update.ownership, update.run.collectives, update.run.layout
+        self.changes = ownership.kinds.changes  # of types and shapes, until which it holds
         parameters, tied = dict(ownership.named_parameters()), ownership.tied_names()
         for name, tensor, shard in held(update):
             is_first = layout.schedule.owners[ownership.stages[name][0]][0] in layout.place.local_ranks

@@ -100,8 +100,9 @@ class State:
         with self.run.guard.together():
             self.training.unchanged.check_objects()
             self.update.unite()
-            if not self._writers:
-                self._writers.append(Writers(self.update))
+            self.ownership.follow_kinds(self.run.collectives)
+            if not self._writers or self._writers[0].changes != self.ownership.kinds.changes:
+                self._writers[:] = [Writers(self.update)]
             place = None if loader is None else loader.state_dict()
             return take_snapshot(self.update, self._writers[0], step=self.training.num_steps, loader=place)
 
@@ -165,6 +166,7 @@ class State:
             self.training.drain()
         with self.run.guard.together():
             self.training.unchanged.check_objects()
+            self.ownership.follow_kinds(self.run.collectives)
 
     def _take(self, checkpoint: Checkpoint, found: _Fitting, lost: Sequence[str]) -> None:
         found.take()

@@ -28,15 +28,15 @@ from ...partition.model.untouched import StateSnapshot, torch_generators, untouc
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _LOSS = -1  # its number among the units
-_OWN_REGION = 1 << 20  # plus the member's number: folded after the unit's number
+_INSIDE = 1 << 62  # marks seeds in regions of divided tensors
+_COMMON = (1 << 30) - 1  # bits of them that all members have, above the own 32, all that the CPU's generator uses
 _OF_ACTION = (
     "_step",
     "_microbatch",
     "_folded",
     "_active",
     "_unit",
-    "_in_own_region",
-    "_other_region",
+    "_outside",
 )  # attributes of a Seeder
 MERSENNE_WORDS = 624  # of the state of Python's and numpy's generators, before the index of the next word
 
@@ -73,9 +73,8 @@ class Seeder:
         self._seed = seed
         self._runs_again = runs_again
         self._member = member
-        self._in_own_region = False
-        self._other_region: list[torch.Tensor] | None = None  # states of torch's generators there, in this unit
-        self._region_began: list[torch.Tensor] | None = None  # their states at its begin, within `drawing_apart`
+        # Seed of the region entered last, whether it has a module's number, and states outside before it
+        self._outside: tuple[int, bool, list[torch.Tensor]] | None = None
         self._drew_apart: bool | None = None  # None: not within `drawing_apart`
         self._torch = torch_generators(device)
         self._others: tuple[_Global, ...] = (_Global(), _Numpy())
@@ -110,7 +109,7 @@ class Seeder:
             self._newest = step
         self._active = True
         self._unit = None
-        self._in_own_region, self._other_region = False, None
+        self._outside = None
         if self._runs_again:
             for each in self._others:
                 each.seed(self._begun, keep=self._called)
@@ -138,10 +137,10 @@ class Seeder:
         """Seed for a unit that begins. In shape inference, note what the unit before drew from."""
         if self._active:
             self._keep()
-            self._in_own_region, self._other_region = False, None
+            self._outside = None
             seed = _fold(self._begun, unit)
             for generator in self._torch:
-                generator.manual_seed(seed)
+                generator.manual_seed(seed & ~_INSIDE)
             for each in self._others:
                 if self._step > each.known_until or unit in each.units:
                     each.seed(seed, keep=self._called)
@@ -157,27 +156,31 @@ class Seeder:
 
     def region(self, is_own: bool, module: int | None = None) -> None:
         """Enter or leave a region of tensors that are divided over the tensor group. Outside, all members draw the same
-        numbers. Inside, each member has its own stream: masks of different heads must not be the same. `module`: a
-        number of the module, from which and the state outside the stream follows, which a checkpoint restores."""
-        if not self._active or is_own is self._in_own_region:
+        numbers. Inside, each member has its own stream: masks of different heads must not be the same. All of it
+        follows from the generator's state, which a checkpoint restores in a backward: inside, its seed is marked, and
+        has in it the seed of what follows outside. `module`: a number of the module; with it, what is drawn inside
+        changes nothing outside."""
+        if not self._active or is_own is bool((seed := self._torch[0].initial_seed()) & _INSIDE):
             return
         here = [generator.get_state() for generator in self._torch]
-        if self._region_began is not None and not is_own and not all(map(torch.equal, here, self._region_began)):
+        if is_own:
+            state = zlib.crc32(b"".join(each.numpy().tobytes() for each in here))
+            common = _fold(_fold(self._begun, state), module or 0) & _COMMON
+            seed = _INSIDE | common << 32 | _fold(common, self._member) & 0xFFFFFFFF
+            self._outside = seed, module is not None, here
+        for generator in self._torch:
+            generator.manual_seed(seed)
+        if is_own:
+            return
+        drew = not all(map(torch.equal, here, [generator.get_state() for generator in self._torch]))
+        if drew and self._drew_apart is not None:
             self._drew_apart = True
-        if module is not None and is_own:
-            outside = zlib.crc32(b"".join(state.numpy().tobytes() for state in here))
-            for generator in self._torch:
-                generator.manual_seed(_fold(_fold(self._begun, outside), module))
-        elif self._other_region is None:
-            seed = _fold(_fold(self._begun, self._unit or 0), _OWN_REGION + self._member)
-            for generator in self._torch:
-                generator.manual_seed(seed)
+        if self._outside is not None and self._outside[0] == seed and (self._outside[1] or not drew):
+            for generator, then in zip(self._torch, self._outside[2], strict=True):
+                generator.set_state(then)
         else:
-            for generator, state in zip(self._torch, self._other_region, strict=True):
-                generator.set_state(state)
-        self._in_own_region, self._other_region = is_own, here
-        if self._drew_apart is not None and is_own:
-            self._region_began = [generator.get_state() for generator in self._torch]
+            for generator in self._torch:
+                generator.manual_seed(_fold(seed >> 32 & _COMMON, _LOSS) & ~_INSIDE)
 
     @contextmanager
     def drawing_apart(self) -> Iterator[Callable[[], bool]]:
@@ -186,15 +189,14 @@ class Seeder:
         try:
             yield lambda: bool(self._drew_apart)
         finally:
-            self._drew_apart = self._region_began = None
+            self._drew_apart = None
 
     def state(self) -> Sequence[Any]:
         """States of the generators within a unit, for `resume`; outside of actions those of the user's."""
         if not self._active:
             return (StateSnapshot((), device=None),)
         moved = [each.state() if each.is_for_unit or each.has_moved() else None for each in self._others]
-        region = self._in_own_region, self._other_region
-        return [generator.get_state() for generator in self._torch], moved, region, self._unit
+        return [generator.get_state() for generator in self._torch], moved, self._outside, self._unit
 
     def resume(self, state: Sequence[Any]) -> None:
         """Set the generators to these states in a later action of the same microbatch, to recompute what followed."""
@@ -202,7 +204,7 @@ class Seeder:
             state[0].restore()
             return
         self._keep()
-        of_torch, others, (self._in_own_region, self._other_region), self._unit = state
+        of_torch, others, self._outside, self._unit = state
         for generator, then in zip(self._torch, of_torch, strict=True):
             generator.set_state(then)
         for each, then in zip(self._others, others, strict=True):

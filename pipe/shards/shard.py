@@ -289,6 +289,15 @@ class ShardedParameter:
             own.copy_(self.parameter.data)
             self.follow()
 
+    def refuse_other_type(self) -> None:
+        now = (self.whole if self.whole.grad is None else self.whole.grad).dtype
+        if now != self.parameter.dtype:
+            raise ValueError(
+                f"parameter {self.name!r} was {self.parameter.dtype} when the stages were built, and a forward turned "
+                f"it into {now}, of which the optimizer's part here cannot be: expected the model with it in {now} "
+                f"from the beginning, or data_parallel='replicate', under which weights stay whole"
+            )
+
     # Of a part with separate memory
 
     def make_room(self) -> None:

@@ -22,6 +22,7 @@ from ..context import Run
 from ..guards.separable import refuse_shared_statistic
 from ..shards.shard import Shard
 from .build import CutModel
+from .kinds import TensorKinds
 from .members import MemberShards
 from .own_state import extra_states, keys_of, tensors_from, tensors_of
 
@@ -57,6 +58,7 @@ class Ownership:
         # A tensor that no stage uses is the first stage's.
         self.stages = {name: tuple(sorted(held.get(id(tensor), {0}))) for name, tensor in everything}
         self._shares = {name: group.shard(name, tensor) for name, tensor in everything}
+        self.kinds = TensorKinds(dict(everything))
         self._first_name: dict[str, str] = {}  # of tied names, the first represents all
         by_id: dict[int, str] = {}
         for name, tensor in everything:
@@ -193,8 +195,17 @@ class Ownership:
         rest = set(self.model.root.modules()).difference(*used) if 0 in self._local else set()
         return extra_states(self.model.root, own | rest)
 
+    def follow_kinds(self, collectives: Collectives) -> None:
+        """Take over types and shapes of tensors that a forward changed, of processes that hold them. Collective over
+        the processes. Raises ValueError, on all, where those processes differ."""
+        tensors = self._tensors()
+        own = {name: x for name, x in tensors.items() if self.is_local(name)}
+        followed = self.kinds.follow(own, tensors, collectives, self.group.is_divided)
+        self._shares |= {name: self.group.shard(name, tensors[name]) for name in followed}
+
     def full_state_dict(self, collectives: Collectives) -> dict[str, torch.Tensor]:
         """Everything on every rank, on the CPU. Collective over the processes."""
+        self.follow_kinds(collectives)
         tensors = self._tensors()
         full: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():

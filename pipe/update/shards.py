@@ -74,6 +74,8 @@ def begin_sum(
 
     def begin(bucket: Sequence[int], on_through: Wait | None) -> Wait:
         some = [parts[i] for i in bucket]
+        for part in some:
+            part.refuse_other_type()
         grads = [torch.zeros_like(p.whole) if p.whole.grad is None else p.whole.grad for p in some]
         for part in some:
             part.whole.grad = None

@@ -350,6 +350,7 @@ class Verifier:
 
     def _gather(self, own: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
         """Gradients of all parameters in the judge's process; empty tensors elsewhere."""
+        self._ownership.follow_kinds(self._collectives)
         present: set[str] = set()
         for names in self._collectives.gather(
             [name for name, gradient in own.items() if gradient is not None], what="gathering gradients for verify"
