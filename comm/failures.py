@@ -152,7 +152,7 @@ class FailureBoard:
             if rank not in known and self._store.check([key]):
                 peers, gave_up, text, refusal = json.loads(self._store.get(key))
                 waited = tuple(one for one in range(self._size) if one in peers)
-                found[rank] = Account(waited, bool(gave_up), str(text), str(refusal))
+                found[rank] = Account(waited, bool(gave_up), str(text), str(refusal or ""))
         return found
 
 

@@ -29,7 +29,7 @@ from .actions import (
     ScheduleError,
 )
 from .needs import Edge, Needs, chain, check_edges, read_edges
-from .overlap import pairs_in, refuse_apart
+from .overlap import pairs_in, read_pairs, refuse_apart
 from .placement import ascending_owners, read_owners, read_placed
 from .text import (
     JSON_VERSION,
@@ -148,7 +148,7 @@ class Schedule:
         if self.without_backward:
             self._read_without_backward()
         if self.overlapped:
-            object.__setattr__(self, "overlapped", tuple(self.overlapped))
+            object.__setattr__(self, "overlapped", read_pairs(self.overlapped))
             refuse_apart(self.overlapped, self.together)
             if not self.has_epilogue or self.num_slices > 1 or self.moves_activations:
                 raise ScheduleError(
@@ -340,7 +340,7 @@ class Schedule:
                 f"schedule {self.name!r} has replicas, slices, several batches or updates, which a CSV table cannot "
                 f"say: expected a flush schedule with one owner a stage; use to_json"
             )
-        return csv_of(self.unit_time_cells(), pairs=overlap == "pairs")
+        return csv_of(self.unit_time_cells(), pairs=overlap == "pairs", overlapped=self.overlapped)
 
     @classmethod
     def from_csv(

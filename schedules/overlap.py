@@ -14,7 +14,7 @@ ones together, since their exchanges are in one order.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 from .actions import Action, Op, ScheduleError
@@ -29,6 +29,15 @@ def pairs_in(programs: Sequence[Sequence[Action]], overlapped: Collection[Action
         for one, then in pairwise(program)
         if one in wanted and one.op is Op.F and then.op is Op.B and one.stage != then.stage
     }
+
+
+def read_pairs(given: Iterable[object]) -> tuple[Action, ...]:
+    """The forwards that a user gave, each once. Raises ScheduleError for what is no sequence of actions."""
+    try:
+        found = [Action(int(stage), Op(op), int(index)) for stage, op, index in given]  # type: ignore[misc, has-type]
+    except (TypeError, ValueError):
+        raise ScheduleError(f"overlapped={given!r:.60}: expected forwards, such as (Op.F(0, 3),)") from None
+    return tuple(dict.fromkeys(found))
 
 
 def refuse_apart(overlapped: Sequence[Action], pairs: dict[Action, Action]) -> None:

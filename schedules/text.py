@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import index
 from typing import Any
@@ -62,13 +62,14 @@ def unit_time_cells(
     return [row + [None] * (length - len(row)) for row in rows]
 
 
-def csv_of(cells: Cells, *, pairs: bool) -> str:
-    """See `Schedule.to_csv`."""
+def csv_of(cells: Cells, *, pairs: bool, overlapped: Collection[Action] = ()) -> str:
+    """See `Schedule.to_csv`. overlapped: the only forwards that are in pairs, if any are."""
     rows = [["" if cell is None else str(cell) for cell in row] for row in cells]
     if pairs:
         for texts, row in zip(rows, cells, strict=True):
             for at, (one, then) in enumerate(pairwise(row)):
-                if one and then and one.op is Op.F and then.op is Op.B and one.stage != then.stage:
+                is_pair = one and then and one.op is Op.F and then.op is Op.B and one.stage != then.stage
+                if is_pair and (one in overlapped or not overlapped):
                     texts[at : at + 2] = f"({one};{then})OVERLAP_F_B", ""
     return "".join(",".join(row) + "\n" for row in rows)
 

@@ -279,7 +279,7 @@ def _said(options: CalibrateOptions, steps: Sequence[StepRow], found: Calibratio
     if not found.left_out:
         return [
             f"{count(len(steps), 'measured step')}: one scale is fitted, and nothing is left out to judge it: "
-            f"expected steps of at least {LEAST_PLANS} plans",
+            f"expected steps of at least {LEAST_PLANS} plans, better of 3 or more",
             *_next(options, found),
         ]
     off = {

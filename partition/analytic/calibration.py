@@ -109,7 +109,7 @@ def calibrate(
     Three choices are compared: `start` as it is; one scale (`matrix_efficiency`, or `Scales.compute`); and all
     constants that the rows show, half as many as rows at most: the others stay. Each row is predicted by fits to the
     rows of other plans (equal predictions are of one), and more constants are taken where they come closer by more than
-    chance gives. With fewer than three plans the scale is fitted. Outliers hardly count. Constants that are ideal in
+    chance gives. With one plan the scale is fitted. Outliers hardly count. Constants that are ideal in
     `start`, 1 or 0 s, begin at typical values.
 
     Arguments:

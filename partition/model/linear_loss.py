@@ -170,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             lse = how.members.all(lse[:, None], 1).logsumexp(1)
             found, total = how.members.sum(torch.stack([found, total]))
         ctx.split, ctx.how, ctx.weight, ctx.bias = split, how, weight, bias
-        ctx.save_for_backward(hidden, weight, target, lse)
+        ctx.save_for_backward(hidden, weight, target, lse, bias)  # refuses changes in place
         loss = lse - (1 - how.label_smoothing) * found + how.z_loss * lse.square()
         loss = loss - how.label_smoothing / how.vocabulary(weight) * total
         return torch.where(target == how.ignore_index, torch.zeros_like(loss), loss)
@@ -178,12 +178,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        hidden, used, target, lse = ctx.saved_tensors
+        hidden, used, target, lse, used_bias = ctx.saved_tensors
         how, weight, bias = ctx.how, ctx.weight, ctx.bias
         wants = list(ctx.needs_input_grad[2:5])
         with torch._C.DisableTorchFunction():
             tensors = hidden, target, lse, grad.masked_fill(target == how.ignore_index, 0)
-            found = partial(_gradients, how, weight=used.detach(), bias=None if bias is None else bias.detach())
+            found = partial(_gradients, how, weight=used.detach(), bias=None if bias is None else used_bias.detach())
             later = ctx.split.put(weight, ctx, 1) if ctx.split is not None and wants[1] else None
             if later is None or (wants[2] and ctx.split.put(bias, ctx, 2) is None):
                 return None, None, *found(*tensors, wants=wants), None

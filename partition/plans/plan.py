@@ -19,7 +19,7 @@ from .as_schedule import exhibit_of_plan, schedule_of
 from .as_text import explain
 from .record import PlanRecord, PlanStage, RunnerUp, Searched
 
-_JSON_VERSION = 2
+_JSON_VERSION = 3
 _MODELS = ("default", "pipedream")
 
 

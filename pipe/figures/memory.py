@@ -150,6 +150,11 @@ class ActionMemory:
 @contextmanager
 def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
     """Context in which a pipeline's actions are watched, which slows each operation on the CPU."""
+    if pipeline.schedule.overlapped:
+        raise ValueError(
+            "watch_memory() of a schedule that runs forwards and backwards together, whose bytes can't be told apart: "
+            "expected the same schedule without `overlapped`, as in dataclasses.replace(schedule, overlapped=())"
+        )
     is_cuda, state = device.type == "cuda", pipeline.state
     held = torch.cuda.memory_allocated(device) if is_cuda else state.held_bytes()
     if is_cuda:

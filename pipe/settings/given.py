@@ -161,7 +161,7 @@ class CallReader:
         *,
         has_target: bool,
         batch_dims: BatchDims,
-        more: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        more: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ) -> None:
         self.signature = signature_of(model)
         self._more = more

@@ -17,6 +17,11 @@ from contextvars import copy_context
 from threading import Semaphore, Thread
 from typing import TYPE_CHECKING, Protocol
 
+from torch import overrides
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _python_dispatch as python_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
 if TYPE_CHECKING:
     from ...partition.profiler.clock import Stamp
     from ..guards.randomness import Seeder
@@ -108,6 +113,7 @@ class _Turns:
         self._is_abandoned = False
         self._error: BaseException | None = None
         self._seeder = seeder
+        self._modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]  # type: ignore[no-untyped-call]
         self._thread = Thread(target=copy_context().run, args=(self._run, backward), daemon=True)
         self._thread.start()
 
@@ -157,6 +163,8 @@ class _Turns:
         self._may_go[True].acquire()
         try:
             if not self._is_abandoned:
+                for mode in self._modes:  # of the user's, such as a count of operations: a thread has its own
+                    (overrides if isinstance(mode, TorchFunctionMode) else python_dispatch)._push_mode(mode)
                 with suppress(_Abandoned):
                     backward()
         except BaseException as error:

@@ -28,7 +28,7 @@ from .tensor_option import TensorStyles, _shared_parameters
 _FORMS = (
     "expected an nn.ModuleList of experts, each called with rows of tokens, or one module with weights [experts, ...] "
     "whose forward takes tokens, [T, k] numbers of experts and their weights, or [experts, rows, width] alone, as in "
-    'models of transformers; or "expert": 1'
+    'models of transformers, with "expert" in a name of an attribute or class; or "expert": 1'
 )
 
 

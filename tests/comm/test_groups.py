@@ -373,6 +373,6 @@ def test_rounds_of_an_exchange_leave_nothing_but_the_last() -> None:
 def test_a_board_with_other_texts_is_no_report_of_other_ranks() -> None:
     store = dist.HashStore()
     board = FailureBoard(store, rank=0, size=3)
-    store.set("failure/1/1", '[["x", [], -1, 7, 2], {}, 5]')
+    store.set("failure/1/1", '[["x", [], -1, 7, 2], {}, 5, null]')
     told = board.explain(PipelineTimeout("waited", peers=[1]))
     assert "cause: rank 2, which rank 1 waited for, reports nothing" in str(told)

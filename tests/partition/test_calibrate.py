@@ -79,7 +79,7 @@ def test_few_rows_fit_the_scale_alone() -> None:
         rows = steps(number, Scales(compute=0.5, links=0.5), lambda: 0.0)
         found = calibrate(closed_form, rows, Scales())
         assert found.choice == SCALE
-        assert found.left_out == {}
+        assert bool(found.left_out) == (number == 2)
         assert {*found.fitted} == {"compute"}
         assert found.after[0] == pytest.approx(rows[0].seconds, rel=1e-2 if number == 1 else 0.5)
     with pytest.raises(ValueError, match=r"rows: \[\]: expected at least one measured step"):
@@ -108,10 +108,12 @@ def test_left_out_rows_are_predicted_by_the_others() -> None:
 
 
 def test_a_plan_measured_again_does_not_vouch_for_itself() -> None:
-    """Four runs of one plan and one of another: nothing to judge by. With a third plan each is left out with its own
-    runs, which would predict it exactly."""
+    """Four runs of one plan: nothing to judge by. With other plans each is left out with its own runs, which would
+    predict it exactly."""
     same = [Step(1.0, 0.0, 2.0)] * 4
-    assert calibrate(closed_form, [*same, Step(2.0, 0.0, 2.0)], Scales()).left_out == {}
+    assert calibrate(closed_form, same, Scales()).left_out == {}
+    assert calibrate(closed_form, [*same, Step(2.0, 0.0, 2.0)], Scales()).choice == NO_FIT
+    assert calibrate(closed_form, [*same, Step(2.0, 0.0, 3.9)], Scales()).choice == SCALE
     found = calibrate(closed_form, [*same, Step(2.0, 0.0, 2.0), Step(3.0, 0.0, 3.0)], Scales())
     assert found.choice == NO_FIT
     assert found.left_out[SCALE][:4] == pytest.approx([1.0] * 4, rel=1e-3)

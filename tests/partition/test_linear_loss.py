@@ -236,3 +236,13 @@ def test_what_a_profile_counts_of_a_head_of_128256_words() -> None:
         profile = profile_model(Spoken(head), batch, loss_fn="model", repetitions=1, seconds=0.1, split_backward=False)
         found.append((profile.nodes[-1].stash_bytes / 1e6, profile.nodes[-1].workspace_bytes / 1e6))
     assert found == [pytest.approx((131.4, 262.6), rel=0.01), pytest.approx((0.0668, 33.4), rel=0.02)]
+
+
+@pytest.mark.parametrize("changed", ["weight", "bias"])
+def test_a_head_that_changes_before_its_backward_is_refused(changed: str) -> None:
+    hidden, weight, target, bias = given()
+    loss = sw.linear_cross_entropy(hidden, weight, target, bias=bias)
+    with torch.no_grad():
+        {"weight": weight, "bias": bias}[changed].mul_(2)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -51,9 +51,9 @@ def test_steps_of_others(file: str, average: float, worst: float) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.094), ("bridge", 0.059), ("nanotron", 0.227)])
+@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.094), ("bridge", 0.074), ("nanotron", 0.146)])
 def test_two_steps_of_a_machine_foretell_its_others(file: str, average: float) -> None:
-    """The first two of each machine calibrate one constant."""
+    """The first two of each machine calibrate one constant, where one of them foretells the other."""
     errors = []
     for _, own in groupby(sorted(of(file), key=lambda step: step.machine), lambda step: step.machine):
         first, second, *others = [*own, *[None] * 2]

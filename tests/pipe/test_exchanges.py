@@ -11,6 +11,8 @@ from contextlib import suppress
 import pytest
 import torch
 from support.inside import Exchanges, Seeder
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 
 class _Wire:
@@ -180,3 +182,25 @@ def test_a_run_that_is_dropped_ends_its_backward() -> None:
     wire.exchanges.drop()
     assert "b ends" not in wire.seen
     wire.exchanges.drop()
+
+
+def test_modes_of_the_user_around_a_step_see_the_backward() -> None:
+    class Calls(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    wire, x = _Wire(), torch.ones(4, 4)
+
+    def product() -> None:
+        wire.exchange("x")
+        x.matmul(x)
+
+    with Calls() as calls, FlopCounterMode(display=False) as counted:
+        wire.exchanges.forward(product, product)
+        wire.exchanges.rest_of_backward()
+        x.matmul(x)
+    assert counted.get_total_flops() == 3 * 2 * 4**3
+    assert calls.count == 3

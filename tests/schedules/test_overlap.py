@@ -223,6 +223,9 @@ def test_orders_that_deadlock_as_pairs_are_found():
     [
         ({"overlapped": (Op.F(0, 0),)}, "overlapped=0F0: expected a forward with the whole backward of another"),
         ({"overlapped": (Op.B(0, 0),)}, "overlapped=0B0: expected a forward"),
+        ({"overlapped": Op.F(0, 0)}, r"overlapped=0F0: expected forwards, such as \(Op.F\(0, 3\),\)"),
+        ({"overlapped": ("0F",)}, r"overlapped=\('0F',\): expected forwards"),
+        ({"overlapped": 5}, "overlapped=5: expected forwards"),
     ],
 )
 def test_what_is_no_pair_is_refused(change, words):
@@ -233,6 +236,13 @@ def test_what_is_no_pair_is_refused(change, words):
 def test_a_schedule_without_pairs_is_refused():
     with pytest.raises(ScheduleError, match="'1f1b' has no forward directly before the backward of another stage"):
         with_overlap(build("1f1b", num_ranks=2, num_microbatches=4))
+
+
+def test_a_table_keeps_which_pairs_run_together():
+    whole = with_overlap(build("dualpipe-v", num_ranks=2, num_microbatches=5))
+    some = replace(whole, overlapped=whole.overlapped[::2] * 2)
+    assert some == replace(whole, overlapped=whole.overlapped[::2])
+    assert set(Schedule.from_csv(some.to_csv(overlap="pairs"), overlap="pairs").overlapped) == set(some.overlapped)
 
 
 @pytest.mark.parametrize("overlap", ["some", True])
