@@ -234,12 +234,11 @@ class _Simulation:
                     continue
                 code, k = codes[at], indices[at]
                 start = free_at[rank]
-                slots = [base + k for base in inputs[code]]
-                slots += waits_also[rank].get(at, ())
-                for slot in slots:
-                    arrival = arrived[slot]
+                also = waits_also[rank]
+                for base in (*inputs[code], *also[at]) if at in also else inputs[code]:
+                    arrival = arrived[base + k]
                     if arrival == _NOT_YET:
-                        blocked.setdefault(slot, []).append(rank)
+                        blocked.setdefault(base + k, []).append(rank)
                         break
                     if arrival > start:
                         start = arrival

@@ -90,7 +90,7 @@ class ScheduleWiring:
         filled: slots that are filled from the start.
         num_slots, num_channels: their numbers.
         waits: by slot, the pair of ranks, for messages that wait for their receive to be posted.
-        waits_also: by rank and position, slots of the backward that begins with this forward.
+        waits_also: by rank and position, as `inputs` of the forward there, those of the backward that begins with it.
         posts: by rank and position (of those in `begins`), the pairs for which it posts a receive.
         links: over which it is wired.
 
@@ -120,7 +120,7 @@ class ScheduleWiring:
         together = schedule.together
         self.waits_also: list[dict[int, list[int]]] = [
             {
-                at: [base + then.index for base in self.inputs[self.code(then.op, then.stage)]]
+                at: [base + then.index - action.index for base in self.inputs[self.code(then.op, then.stage)]]
                 for at, action in enumerate(program)
                 if (then := together.get(action)) is not None
             }
@@ -213,8 +213,8 @@ class ScheduleWiring:
         playing = zip(self.programs, self.waits_also, strict=True)
         for (codes, indices), also in playing if any(slow) and ahead < self.num_indices * len(slow) else ():
             for at, (code, k) in enumerate(zip(codes, indices, strict=True)):
-                for slot in (*(base + k for base in self.inputs[code]), *also.get(at, ())):
-                    used.setdefault(slot, at)
+                for base in (*self.inputs[code], *also.get(at, ())):
+                    used.setdefault(base + k, at)
                 for base, _, routes, last in self.outputs[code]:
                     if (p := routes[k]) is not None and slow[p] and (last is None or last[k] == code):
                         self.waits[base + k] = self.routes[p][:2]

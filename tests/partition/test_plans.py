@@ -77,7 +77,7 @@ def test_figures() -> None:
         ({"schedule": 3}, r"q\.json: schedule: 3: expected text or null"),
         ({"notes": "x"}, r"q\.json: notes: 'x': expected a list"),
         ({"speed": 1}, r"q\.json: unknown field speed"),
-        ({"version": 9}, r"q\.json: version: 9: expected 2"),
+        ({"version": 9}, r"q\.json: version: 9: expected 3"),
     ],
 )
 def test_bad_json(fields: dict, message: str) -> None:
