@@ -150,7 +150,7 @@ class ActionMemory:
 @contextmanager
 def watch(pipeline: Pipeline, device: torch.device) -> Iterator[ActionMemory]:
     """Context in which a pipeline's actions are watched, which slows each operation on the CPU."""
-    if pipeline.schedule.overlapped:
+    if any(local.worker.overlaps for local in pipeline.engine.ranks):
         raise ValueError(
             "watch_memory() of a schedule that runs forwards and backwards together, whose bytes can't be told apart: "
             "expected the same schedule without `overlapped`, as in dataclasses.replace(schedule, overlapped=())"

@@ -141,7 +141,8 @@ class RunFigures:
         """Context that measures what each action of this process takes, for `stage_bytes`; slow on the CPU.
 
         Use it around whole steps. No batch may be in flight at its beginning and end (`flush()` a stream). It gives an
-        ActionMemory, whose `peak_bytes` is the most that the process held [bytes].
+        ActionMemory, whose `peak_bytes` is the most that the process held [bytes]. Raises ValueError where forwards and
+        backwards overlap.
         """
         return watch(self._building.built("watch_memory"), self._building.options.device)
 

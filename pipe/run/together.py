@@ -25,6 +25,8 @@ def overlaps(run: Run) -> bool:
 
 
 class OverlappingWorker(TrainingWorker):
+    overlaps = True
+
     def __init__(self, run: Run, *args: Any, **kwargs: Any) -> None:
         super().__init__(run, *args, **kwargs)
         self._exchanges = run.exchanges

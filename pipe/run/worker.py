@@ -96,6 +96,8 @@ _WHOLE = nullcontext()  # around an action of a whole microbatch
 class Worker(ABC):
     """One rank of the pipeline: its stages by number, and its tensors, in one mode."""
 
+    overlaps = False  # whether two actions may run at once
+
     def __init__(self, run: Run, rank: int, mode: Mode, *, stages: Mapping[int, Stage], updates: RankUpdate) -> None:
         schedule = mode.schedule
         self.rank = rank

@@ -94,6 +94,9 @@ def _trained(schedule: Any, kind: str, options: dict[str, Any]) -> tuple[list[fl
     ) as pipe:
         results = [pipe.train_step(*batch(pipe.replica[0], step)) for step in range(3)]
         losses = [result.loss for result in results if result.loss is not None]
+        if schedule.overlapped and not options:
+            with pytest.raises(ValueError, match=r"watch_memory\(\) of a schedule"), pipe.watch_memory():
+                pass
         return losses, pipe.full_state_dict(), results[-1].timeline()
 
 
@@ -131,6 +134,9 @@ def test_in_one_process_pairs_run_one_after_the_other(name: str) -> None:
         whole = [[torch.cat(both) for both in zip(*each, strict=True)] for each in batches]
         losses = [pipe.train_step(*each).loss for each in whole]
         assert pipe.eval_step(*whole[0]).loss is not None
+        with pipe.watch_memory() as watched:  # raises an error where they overlap
+            pipe.forward_backward(*whole[0])
+        assert watched.peak_bytes > 0
         assert _differences((losses, pipe.full_state_dict()), expected) < 1e-10
 
 
