@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ...schedules.wording import duration
-from ..jobs.figure import Figure, repeated
+from ..jobs.case import Case
+from ..jobs.figure import Figure, How, Target, repeated
 from .models import SPIN, sleep_until
 
 _AHEAD = 0.005  # [s] from rank 0's message to the common start, longer than the message takes
@@ -84,6 +85,39 @@ def off(predicted: float, measured: Sequence[float], *, note: str = "", **figure
     """Error of predicted seconds, as a share of the measured ones; `note` follows both."""
     told = f"{duration(predicted)} / {typical(measured)}{note}"
     return repeated([predicted / value - 1 for value in measured], unit="error", note=told, **figure)
+
+
+def foretold(
+    seconds: Mapping[str, Sequence[float]], predicted: Mapping[str, float], *, case: Case, what: str, slack: float
+) -> Iterator[Figure]:
+    """An emulated saving next to the simulated one, and the simulator's error for each side.
+
+    Arguments:
+        seconds: by side, those of each repetition; first the side that saves, then the other.
+        predicted: by side, the simulator's seconds.
+        case: what is shown with the figures.
+        what: what the sides differ in, such as "sums".
+        slack: times the simulated ratio that the measured one may take.
+    """
+    saves, other = seconds
+    part = predicted[saves] / predicted[other]
+    yield from compared(
+        (seconds[saves], seconds[other]),
+        case=case,
+        name=f"step, {what} {saves} / {other}",
+        how=How.EMULATED,
+        target=Target(limit=slack * part),
+        note=f", simulated {part:.3f}",
+    )
+    for name, taken in seconds.items():
+        yield from off(
+            predicted[name],
+            taken,
+            case=case.also(predicted="simulated"),
+            name=f"error of the step, {what} {name}",
+            how=How.EMULATED,
+            target=Target(limit=0.05),
+        )
 
 
 def in_turn(

@@ -32,7 +32,7 @@ from ..jobs.case import Case
 from ..jobs.figure import Figure, How, Target, repeated
 from ..measure.models import TINY_WIDTH, SleepingStage, drop_gradients, gpt_problem
 from ..measure.sides import OurSide
-from ..measure.timing import compared, in_turn, off, say, timed, typical
+from ..measure.timing import compared, foretold, in_turn, say, timed, typical
 
 NUM_PIPE, NUM_DATA, NUM_CHUNKS, NUM_MICROBATCHES = 2, 2, 2, 4
 FORWARD, BACKWARD = 0.010, 0.020  # of one stage action [s]
@@ -72,25 +72,8 @@ def overlap(case: Case, repetitions: int) -> Iterator[Figure]:
         "overlapped": simulate(schedule, costs["overlapped"]).makespan,
         "after": predicted_after(schedule, replace(costs["after"], reduce_grad=costs["overlapped"].reduce_grad)),
     }
-    part = predicted["overlapped"] / predicted["after"]
     shown = Case.of({"case": case.text("case"), "run": "interleaved V=2, 2 x 2 ranks, slow wire"})
-    yield from compared(
-        (seconds["overlapped"], seconds["after"]),
-        case=shown,
-        name="step, sums overlapped / after",
-        how=How.EMULATED,
-        target=Target(limit=1.02 * part),
-        note=f", simulated {part:.3f}",
-    )
-    for name, taken in seconds.items():
-        yield from off(
-            predicted[name],
-            taken,
-            case=shown.also(predicted="simulated"),
-            name=f"error of the step, sums {name}",
-            how=How.EMULATED,
-            target=Target(limit=0.05),
-        )
+    yield from foretold(seconds, predicted, case=shown, what="sums", slack=1.02)
 
 
 def predicted_after(schedule: Schedule, costs: Costs) -> float:

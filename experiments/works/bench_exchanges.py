@@ -17,9 +17,9 @@ from ...pipe import PipelineModule
 from ...pipe.shards.exchanges import Begun, Exchanges
 from ...schedules import Costs, Schedule, build, simulate, with_overlap
 from ..jobs.case import Case
-from ..jobs.figure import Figure, How, Target
+from ..jobs.figure import Figure
 from ..measure.models import TINY_WIDTH, SleepingStage, drop_gradients, sleep_until
-from ..measure.timing import compared, in_turn, off, timed
+from ..measure.timing import foretold, in_turn, timed
 
 NUM_EXPERTS = 2  # one a member
 LAYERS = 2  # of a stage, each with two exchanges in its forward and two in its backward
@@ -48,25 +48,8 @@ def exchanges(case: Case, repetitions: int) -> Iterator[Figure]:
     for side in sides.values():
         side.pipe.close()
     predicted = {name: simulate(schedule, costs()).makespan for name, schedule in schedules.items()}
-    part = predicted["together"] / predicted["apart"]
     shown = Case.of({"case": case.text("case"), "run": f"dualpipe-v, {num_pipe} x {NUM_EXPERTS} ranks, slow link"})
-    yield from compared(
-        (seconds["together"], seconds["apart"]),
-        case=shown,
-        name="step, pairs together / apart",
-        how=How.EMULATED,
-        target=Target(limit=1.05 * part),
-        note=f", simulated {part:.3f}",
-    )
-    for name, taken in seconds.items():
-        yield from off(
-            predicted[name],
-            taken,
-            case=shown.also(predicted="simulated"),
-            name=f"error of the step, pairs {name}",
-            how=How.EMULATED,
-            target=Target(limit=0.05),
-        )
+    yield from foretold(seconds, predicted, case=shown, what="pairs", slack=1.05)
 
 
 def costs() -> Costs:
