@@ -171,6 +171,7 @@ def test_all_that_users_catch_or_annotate_is_in_the_package_itself() -> None:
     assert of_runtime | raised <= listed <= set(dir(stagewright))
 
 
+@pytest.mark.thorough
 def test_a_rank_that_trains_by_a_named_schedule_loads_no_planner():
     program = """
 import sys, torch, stagewright

@@ -86,6 +86,7 @@ def measured(profile: Profile, cluster: Cluster, found: Plan) -> float:
     return again.simulated_step_time
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("is_plan", [True, False])
 def test_a_cluster_is_fitted_to_runs_of_a_profile(
     is_plan: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -248,6 +248,7 @@ def test_the_halves_of_a_small_backward():
     assert [line.target is None for line in found] == [False, True, True]
 
 
+@pytest.mark.thorough(but=["case=start model=gpt built=False"])
 @pytest.mark.parametrize("case", PARTS["start"].cases[:2], ids=str)
 def test_the_first_step_of_a_gpt(case: Case):
     (figure,) = bench_parts.start(case, 1)

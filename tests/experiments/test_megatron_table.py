@@ -50,6 +50,7 @@ def test_the_preset_is_the_fit_to_all_runs() -> None:
     assert [round(100 * each) for each in off] == [-3, -1, 2, 1, 3, -4, 0, -1, 0, 6]
 
 
+@pytest.mark.thorough
 def test_what_the_fit_uses_is_what_the_simulator_says() -> None:
     device = DeviceModel.preset("A100-80GB")
     for run in table():

@@ -99,6 +99,7 @@ def test_the_dynamic_program_is_never_slower_and_never_smaller(data: st.DataObje
         assert bytes_by_range >= memory.total * (1 - 1e-9)
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_the_dynamic_program_says_the_same_in_the_steady_state(data: st.DataObject) -> None:

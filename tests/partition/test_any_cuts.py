@@ -43,7 +43,7 @@ def problem(seed: int) -> tuple[Profile, Cluster, int, float]:
     return Profile(nodes=tuple(nodes), microbatch_size=1, optimizer_ratio=2.0), cluster, rng.randint(1, 8), limit
 
 
-@pytest.mark.thorough(but=["sharding0"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("sharding", [("none",), ("none", "full")])
 def test_no_bound_is_above_any_cuts_that_fit(sharding: tuple[str, ...]) -> None:
     """Every cut with every number of replicas on ranks in a row, the weights divided over these or not: those that fit
@@ -126,7 +126,7 @@ def found(way: str, seed: int) -> tuple[Plan, Iterator[list[GivenStage]]]:
     return plan(profile, cluster, global_batch=M, **options), by_hand(profile, cluster, M)  # type: ignore[arg-type]
 
 
-@pytest.mark.thorough(but=["partition-56", "partition-312"])
+@pytest.mark.thorough(but=["partition-56"])
 @pytest.mark.parametrize(
     "seed", [*DAILY, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1000) if seed not in DAILY)]
 )

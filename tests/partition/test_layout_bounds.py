@@ -127,6 +127,7 @@ def test_a_layout_that_fits_is_not_refused() -> None:
         assert (ranks, ends) in [(c.ranks, ends) for _, c, ends in layouts.in_order_of_bound(math.inf)]
 
 
+@pytest.mark.thorough(but=["2-4"])
 @pytest.mark.parametrize(("size", "M"), [(2, 4), pytest.param(3, 3, marks=pytest.mark.thorough)])
 def test_layouts_with_idle_devices_are_not_refused_where_they_fit(size: int, M: int) -> None:
     """All layouts on two nodes that a search without a limit has, each under the limit that it needs itself; its bound

@@ -286,6 +286,7 @@ def transformer(cluster: Cluster, *, layers: int, hidden: int, batch: int, **opt
     return plan(source, cluster, global_batch=batch, **options)
 
 
+@pytest.mark.thorough
 def test_bounds_leave_most_configurations_uncut() -> None:
     """With few microbatches most of them lose by their way through the stages alone, and so do unequal replicas."""
     cluster = Cluster.parse("2x8:nvlink=300GB/s@5us,infiniband=25GB/s@10us:80GB")

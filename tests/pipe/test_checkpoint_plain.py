@@ -134,7 +134,7 @@ def without_tied(state: dict[str, torch.Tensor], path: Path) -> Path:
     return to_safetensors({name: tensor for name, tensor in state.items() if name != "head.weight"}, path)
 
 
-@pytest.mark.thorough(but=["safetensors", "without tied"])
+@pytest.mark.thorough(but=["safetensors"])
 @pytest.mark.parametrize(
     ("write", "name"),
     [(to_safetensors, "m.safetensors"), (to_torch, "m.pt"), (without_tied, "m.safetensors")],

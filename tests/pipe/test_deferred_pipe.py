@@ -17,6 +17,7 @@ from torch import nn
 import stagewright as sw
 
 
+@pytest.mark.thorough(but=["2bw-False"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -32,7 +33,7 @@ def test_trains_as_the_plain_model(options: dict[str, Any]) -> None:
     compare(trained(deferred, **options), trained(nullcontext, **options))
 
 
-@pytest.mark.thorough(but=["2-2-fsdp"])
+@pytest.mark.thorough
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh",
@@ -114,6 +115,7 @@ def test_what_is_freed_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) 
     assert counts[0] == 0 < counts[1]
 
 
+@pytest.mark.thorough
 def test_a_model_of_the_meta_device_fills_itself() -> None:
     """By reset_parameters, each module with random numbers of its own, whatever the cut; else it is named."""
 

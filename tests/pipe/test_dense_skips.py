@@ -115,7 +115,7 @@ class Counting:
         return sum(any(ref() is not None for ref in refs) for refs in self.alive.values())
 
 
-@pytest.mark.thorough(but=["2-1"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_ranks", "num_chunks"), [(2, 1), (2, 3), (3, 2)])
 def test_each_tensor_crosses_each_pair_of_ranks_once(
     num_ranks: int, num_chunks: int, monkeypatch: pytest.MonkeyPatch

@@ -318,6 +318,7 @@ def filled_run(filled: bool) -> tuple[Any, ...]:
     return losses, weights, len(done)
 
 
+@pytest.mark.thorough
 def test_processes_fill_where_they_wait(gloo: Pool) -> None:
     plain, filled = (gloo.run(filled_run, ranks=2, args=(filled,)) for filled in (False, True))
     assert [run[:2] for run in filled] == [run[:2] for run in plain]

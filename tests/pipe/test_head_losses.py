@@ -94,7 +94,7 @@ CUT = ["blocks.1", "head", "later_head"]
 HIDDEN = 2 * (LENGTH) * WIDTH * 8  # bytes of a microbatch of two samples in float64
 
 
-@pytest.mark.thorough(but=["1f1b-two"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", ["one", "tied", "two"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_loss_is_made_on_its_stage(schedule: str, heads: str) -> None:
@@ -109,8 +109,8 @@ def test_only_a_number_of_a_loss_is_sent() -> None:
     assert sent == [HIDDEN, HIDDEN, HIDDEN + 8]
 
 
+@pytest.mark.thorough
 @pytest.mark.gloo
-@pytest.mark.thorough(but=["2bw"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_losses_of_two_stages_over_gloo(gloo: Pool, schedule: str) -> None:
     ranks = 2 if schedule == "interleaved" else 4

@@ -57,7 +57,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str | int, int | No
 }
 
 
-@pytest.mark.thorough(but=["both", "batch in another dimension", "nested", "the target's"])
+@pytest.mark.thorough(but=["batch in another dimension", "nested", "both"])
 @pytest.mark.parametrize(("args", "kwargs", "dims"), CALLS.values(), ids=CALLS.keys())
 def test_a_batch_gives_the_numbers_of_one_process(
     args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[str | int, int | None]
@@ -229,6 +229,7 @@ CHANCE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tup
 }
 
 
+@pytest.mark.thorough(but=["as wide as a weight-4", "the second axis-4", "as wide as a weight-2"])
 @pytest.mark.parametrize("num_microbatches", [2, 4])
 @pytest.mark.parametrize(("forward", "shape", "other", "dim"), CHANCE.values(), ids=CHANCE.keys())
 def test_an_axis_as_long_as_the_batch_by_chance(

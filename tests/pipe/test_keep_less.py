@@ -386,7 +386,7 @@ def test_memory_is_measured_where_the_first_operation_is_in_place() -> None:
     assert torch.equal(x, before)
 
 
-@pytest.mark.thorough(but=["vit-vit.layers.*.attention-vit.layers.*.mlp-vit.layers.*.layernorm_*"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "again", "mlps", "norms"),
     [

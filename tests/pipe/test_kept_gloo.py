@@ -106,7 +106,7 @@ def bytes_by_microbatches(schedule: str) -> list[int]:
         return [most_bytes_unconsumed(schedule, count) for count in (4, 8, 32)]
 
 
-@pytest.mark.thorough(but=["gpipe"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_unconsumed_receive_bytes_do_not_grow_with_the_microbatches(gloo: Pool, schedule: str) -> None:
     losses = 16  # [bytes] of a microbatch, in the one message of losses at the end

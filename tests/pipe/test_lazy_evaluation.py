@@ -88,6 +88,7 @@ def test_verification_joins_no_outputs(walks: list[bool], evaluated_first: bool)
     assert walks == [True, False]
 
 
+@pytest.mark.thorough(but=["code"])
 @pytest.mark.parametrize(
     ("between", "told"),
     [(reads_values, "evaluation mode"), (of_other_width, "same reduction dim")],
@@ -111,6 +112,7 @@ def test_a_model_that_cannot_be_evaluated_trains_and_says_so_at_the_first_evalua
     assert pipe.train_step(X, Y).loss == beside.train_step(X, Y).loss
 
 
+@pytest.mark.thorough(but=["1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_what_the_first_evaluation_returns_is_what_it_would_have_been(schedule: str) -> None:
     results = []

@@ -119,6 +119,7 @@ def _differences(found: Any, expected: Any) -> float:
     return max([*losses, *(float((found[1][name] - x).abs().max()) for name, x in expected[1].items())])
 
 
+@pytest.mark.thorough(but=["dualpipe"])
 @pytest.mark.filterwarnings("ignore:the schedule splits the backward")  # experts give little to W
 @pytest.mark.parametrize("name", ["dualpipe-v", "dualpipe"])
 def test_in_one_process_pairs_run_one_after_the_other(name: str) -> None:

@@ -119,6 +119,7 @@ def plain(kind: str) -> dict[str, Any]:
     return model.state_dict()
 
 
+@pytest.mark.thorough(but=["fuses", "extra tensor", "nests"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_of_the_models_own_state_travels(kind: str, tmp_path: Path) -> None:
     """It was "not in the state when the stages were built", or an AttributeError."""

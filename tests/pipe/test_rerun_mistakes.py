@@ -155,7 +155,7 @@ class Around(Counted):
 KINDS = ("plain", "reentrant", "not reentrant", "around")
 
 
-@pytest.mark.thorough(but=["full", "{'*.inner': 'selective'}"])
+@pytest.mark.thorough(but=["{'*.inner': 'selective'}"])
 @pytest.mark.parametrize(
     "recompute",
     [*WORDS, {"*": "full"}, {"*": "full", "*.inner": "selective"}, {"*.inner": "full"}, {"*.inner": "selective"}],

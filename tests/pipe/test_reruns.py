@@ -152,7 +152,7 @@ def trained(recompute: Any, *, make: Callable[[], Any] = with_dropout, steps: in
     return [p.detach() for p in as_one(model).parameters()]
 
 
-@pytest.mark.thorough(but=["2bw-{'*.attend': 'full', '*.project_dropout': 'full'}"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     one_in(

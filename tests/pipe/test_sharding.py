@@ -200,6 +200,7 @@ def ringed(*args: Any) -> dict[str, Any]:
         return trained(*args)
 
 
+@pytest.mark.thorough(but=["zero1"])
 @pytest.mark.parametrize("kind", ["zero1", pytest.param("fsdp", marks=pytest.mark.thorough)])
 def test_rings_of_the_backend(gloo: Pool, kind: str) -> None:
     options = {"schedule": "1f1b", "mesh": {"pipe": 1, "data": 2}, "num_microbatches": 2, "data_parallel": kind}

@@ -204,6 +204,21 @@ AROUND: dict[str, tuple[Callable[[int], AbstractContextManager[Any]], Callable[[
 }
 
 
+@pytest.mark.thorough(
+    but=[
+        "attribute of a class",
+        "entry of a dict",
+        "list that is filled",
+        "context variable",
+        "mode of torch",
+        "stack",
+        "attribute of an object",
+        "attention",
+        "default type",
+        "deterministic",
+        "thread-local",
+    ]
+)
 @pytest.mark.parametrize("around", AROUND)
 def test_what_is_set_around_a_layer_holds_when_a_stage_runs_it(around: str) -> None:
     """It used to hold while the model was recorded alone."""

@@ -165,6 +165,7 @@ def test_two_stages_hold_and_sum_the_tied_weight_as_planned(gloo: Pool) -> None:
             assert held[number] == stage.held.weights == stage.parameter_bytes
 
 
+@pytest.mark.thorough
 def test_both_ends_on_one_rank_have_it_once_and_sum_nothing(gloo: Pool) -> None:
     found = planned(2, pipeline_sizes=(2,), data_sizes=(1,), schedules="zb-v", chunk_sizes=(2,))
     assert found.schedule == "zb-v"

@@ -38,6 +38,7 @@ ANY: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+@pytest.mark.thorough(but=["a submodule"])
 @pytest.mark.parametrize(("change", "message"), ANY.values(), ids=ANY)
 def test_a_recorded_model(change: Callable[[Any], object], message: str) -> None:
     model = Net()

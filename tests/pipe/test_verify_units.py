@@ -118,7 +118,7 @@ def agrees(make: Callable[[], nn.Module], options: dict[str, Any], rank: int = 0
     return count
 
 
-@pytest.mark.thorough(but=["zb-h1-blocks", "full-blocks", "deferred-gpt"])
+@pytest.mark.thorough(but=["full-blocks"])
 @pytest.mark.parametrize(("case", "make"), [(case, make) for case in CASES for make in (gpt, blocks)][:-1])
 def test_good_models_agree_and_train_as_without(case: str, make: Callable[[], nn.Module]) -> None:
     assert agrees(make, CASES[case]) >= 4
@@ -172,6 +172,7 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[[], Ab
 }
 
 
+@pytest.mark.thorough(but=["again", "statistics", "split"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_unit_that_its_stage_runs_otherwise_is_named(name: str) -> None:
@@ -197,7 +198,7 @@ def in_process(case: str) -> tuple[int, str]:
     return over_processes(case, torch.distributed.get_rank())
 
 
-@pytest.mark.thorough(but=["zb-h1"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["1f1b", "zb-h1", "2bw", "deferred"])
 def test_over_processes_each_compares_its_own_and_all_are_told(gloo: Pool, case: str) -> None:
     (first, said), (second, also) = gloo.run(in_process, ranks=2, args=(case,))
@@ -314,6 +315,7 @@ def trained_around(around: Callable[[Any], Any], **options: Any) -> tuple[list[f
     return losses, state
 
 
+@pytest.mark.thorough(but=["closure", "compiled"])
 @pytest.mark.parametrize("around", [closure, compiled, called_compiled])
 def test_a_correct_run_goes_on_with_the_statistics_that_it_has(around: Callable[[Any], Any]) -> None:
     """The copy ran the user's own blocks: running statistics moved twice as much, and no run with them passed."""

@@ -73,10 +73,8 @@ SOURCES = {
 OTHERS = [("deferred", "one"), ("deferred", "state"), ("meta", "index"), ("meta", "prefixed"), ("plain", "dcp")]
 
 
+@pytest.mark.thorough(but=["files-checkpoint", "meta-index", "plain-dcp"])
 @pytest.mark.filterwarnings("ignore:.*no_dist.*", "ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.thorough(
-    but=["files-one", "meta-index", "plain-dcp", "files-checkpoint", "files-with optimizer", "files-prefixed"]
-)
 @pytest.mark.parametrize(("build", "source"), [*OTHERS, *(("files", each) for each in SOURCES)])
 def test_weights_of_files(build: str, source: str, saved: dict[str, torch.Tensor], tmp_path: Path) -> None:
     model = net(build)

@@ -39,6 +39,7 @@ def check_sums(timeline: Timeline) -> None:
         assert all(seconds >= 0 for seconds in idle)
 
 
+@pytest.mark.thorough
 @steady
 @given(schedules_with_costs(), quarters)
 def test_a_rank_that_waits_for_its_own_message_to_leave_waits_for_a_transfer(

@@ -92,6 +92,7 @@ def test_published_bubbles_of_the_v_over_memory(row: dict[str, float]) -> None:
     assert round(simulate(schedule, costs).span_bubble, 4) <= row["v"]
 
 
+@pytest.mark.thorough(but=["4-12-limits0"])
 @pytest.mark.parametrize(
     ("P", "M", "limits"), [(4, 12, (4, 6, 8)), (8, 24, (10, 12, 14, 16)), (16, 48, (18, 20, 24, 32))]
 )
@@ -103,6 +104,7 @@ def test_equal_steps_of_zb_v_take_as_long_as_is_proven(P: int, M: int, limits: t
         assert simulate(schedule, costs).span == 6 * M + max(0, 6 * P - 3 * k - 1)
 
 
+@pytest.mark.thorough(but=["zb-2p-10"])
 @pytest.mark.parametrize(("name", "limit"), [("zb-2p", 10), ("zb-v", 20), ("zb-v", 13)])
 def test_the_unit_of_the_costs_decides_nothing(name: str, limit: int) -> None:
     """Sums that are equal in whole numbers differ in the last digits of other units."""
@@ -158,6 +160,7 @@ def test_any_costs_and_limits(data: st.DataObject) -> None:
     assert timeline.makespan >= lower_bound(schedule, costs) * (1 - 1e-12)
 
 
+@pytest.mark.thorough(but=["sizes2"])
 @pytest.mark.parametrize("sizes", [(4, 12), (8, 16), (3, 3)])
 def test_none_is_worse_than_a_named_one_that_fits(sizes: tuple[int, int]) -> None:
     """On the same placement, with what that one holds for a limit."""

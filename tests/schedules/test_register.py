@@ -66,6 +66,7 @@ def test_plans_choose_a_registered_schedule_where_asked_by_name() -> None:
     assert {plan(profile, cluster, **sizes).schedule} <= set(FAMILIES)
 
 
+@pytest.mark.thorough
 def test_auto_takes_a_registered_schedule_and_refuses_a_misspelt_one_before_it_measures() -> None:
     register("zigzag", zigzag)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))

@@ -40,6 +40,8 @@ def _write_file(path: Path, functions: dict[str, dict[str, bool]]) -> bool:
     lines = text.splitlines()
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name in functions]
     for node in reversed(nodes):
+        if all(runs(node, case) == chosen for case, chosen in functions[node.name].items()):
+            continue
         for decorator in reversed(node.decorator_list):
             if ast.unparse(decorator).startswith(MARK[1:]):
                 del lines[decorator.lineno - 1 : decorator.end_lineno]

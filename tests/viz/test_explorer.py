@@ -290,6 +290,7 @@ def test_a_narrow_window_cuts_nothing_off(browser):
     assert looked.evaluate("document.documentElement.scrollWidth") == 800
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_microbatches", [250, pytest.param(2500, marks=pytest.mark.nightly)])
 def test_a_hundred_thousand_actions_are_drawn(num_microbatches, browser):
     exhibit = example("gpipe", num_ranks=20, num_microbatches=num_microbatches)

@@ -43,6 +43,7 @@ def seconds(costs: Costs) -> dict[str, float]:
     return {**{op.value: row[0][0] for op, row in table.rows.items()}, "latency": table.latency[0]}
 
 
+@pytest.mark.thorough
 def test_the_page_builds_schedules_as_python_does(browser: Any) -> None:
     """Action by action, and what they take under even and uneven costs."""
     cases = []

@@ -182,6 +182,7 @@ def test_a_picture_is_saved_as_pixels_and_as_vectors(browser: Any) -> None:
     assert looked.said == []
 
 
+@pytest.mark.thorough
 def test_crowded_rows_are_saved_as_a_small_picture_in_the_vectors(browser: Any) -> None:
     looked = browser.show(replace(example("gpipe", num_ranks=2, num_microbatches=3000), name="run a"))
     text = saved(looked, "#svg")

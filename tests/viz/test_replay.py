@@ -99,6 +99,7 @@ def test_the_page_plays_200_schedules_as_the_simulator_does(replayed: list[tuple
         assert figures == pytest.approx([timeline.makespan, timeline.batch_seconds, timeline.bubble], rel=1e-12), case
 
 
+@pytest.mark.thorough
 def test_idle_time_lanes_and_messages_of_the_panel_are_those_of_python(
     replayed: list[tuple[Case, dict[str, Any]]],
 ) -> None:

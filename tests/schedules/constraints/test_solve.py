@@ -48,6 +48,7 @@ def relations_of_a_rank(draw: st.DrawFn) -> Relation:
     return Relation(first, then)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     relations=st.lists(relations_of_a_rank(), max_size=4, unique=True),

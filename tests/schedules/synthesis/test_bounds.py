@@ -48,7 +48,7 @@ def test_published_bubbles() -> None:
         assert point["memory"] == "2.0" or bound == pytest.approx(bubble, abs=5e-5), point
 
 
-@pytest.mark.thorough(but=["curve plain-4", "curve v-1"])
+@pytest.mark.thorough(but=["curve plain-4"])
 @pytest.mark.parametrize(("source", "met"), [("curve plain", 4), ("curve v", 1), ("v of 24", 0), ("v of 32", 0)])
 def test_published_bubbles_over_memory(source: str, met: int) -> None:
     """ZB's automatic schedules: the bound falls with memory and stays below them."""

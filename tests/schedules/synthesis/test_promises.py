@@ -55,7 +55,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough(but=["v", "links"])
+@pytest.mark.thorough(but=["v"])
 @pytest.mark.parametrize("kind", [*SIZES, "chains"])
 def test_seconds_are_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond them only what an order takes to be written down: its simulation, and what a search was about to end."""
@@ -83,7 +83,7 @@ def drawn(number: int) -> tuple[dict[str, Any], int]:
     return sizes | {"objective": random.choice(["makespan", "span"]), "seconds": 600.0}, V
 
 
-@pytest.mark.thorough(but=["2", "4", "5"])
+@pytest.mark.thorough(but=["2", "4"])
 @pytest.mark.parametrize("number", range(6))
 def test_more_evaluations_begin_with_fewer(number: int) -> None:
     sizes, least = drawn(number)
