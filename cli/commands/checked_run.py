@@ -63,6 +63,11 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         )
     exhibit = read_run(*folders)
     plan = _plan(folders, files)
+    if plan.context > 1:
+        raise ValueError(
+            f"--check of a plan with context={plan.context}, whose run has {plan.context} times as many microbatches "
+            f"as it simulates, of parts of sequences: expected a plan with context=1"
+        )
     if not exhibit.measured:
         raise ValueError(f"{exhibit.name} has no traced step: {'; '.join(exhibit.notes)}")
     ran = exhibit.measured[-1].timeline.schedule

@@ -208,7 +208,7 @@ class PlanRecord:
             OWN they are on any ranks, and places are these in the order of their first stages.
         num_chunks: V; of an order of its own the most stages of any place.
         context, expert: of its profile: parts of a sequence, of each stage's tensor ranks, and replicas in a row that
-            divide the experts. The runtime runs none with context above 1.
+            divide the experts.
         costs: that it is simulated from: of F, B, I, W of each stage on one rank, recomputation included, of updates,
             sums of tied weights, the norm and the runtime; a row where its replicas differ (microbatch k runs on
             replica `k % replicas`).
@@ -428,9 +428,10 @@ class PlanRecord:
         stages = [stage for stage in self.stages if stage.memory_limit is not None]
         return {rank: stage.memory_limit for stage in stages for rank in stage.ranks if stage.memory_limit is not None}
 
-    def by_group(self, figures: Mapping[int, float]) -> tuple[float, ...] | None:
-        """Figures by rank of `schedule_of`: of each tensor group that of its first; None where one is missing."""
-        firsts = [group[0] for group in self.tensor_groups]
+    def by_group(self, figures: Mapping[int, float], firsts: Sequence[int] | None = None) -> tuple[float, ...] | None:
+        """Figures by rank of `schedule_of`: of each tensor group that of its first; None where one is missing.
+        `firsts`: by rank of another schedule, the plan's rank."""
+        firsts = [group[0] for group in self.tensor_groups] if firsts is None else firsts
         found = tuple(figures[rank] for rank in firsts if rank in figures)
         return found if len(found) == len(firsts) else None
 

@@ -209,7 +209,8 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
     root = nn.ModuleList(stages or []) if model is None else model
     loss_fn = read_loss_option(given.loss_fn, inputs.loss_weight, model)
     signature, has_target = signature_of(model), loss_fn is not None and not isinstance(loss_fn, ModelLoss)
-    dims, more = check_batch_dims(inputs.batch_dims, signature), more_keywords(loss_fn, (sizes or {}).get("context", 1))
+    parts = schedule.context if isinstance(schedule, Plan) else (sizes or {}).get("context", 1)
+    dims, more = check_batch_dims(inputs.batch_dims, signature), more_keywords(loss_fn, parts)
     calls = CallReader(model, has_target=has_target, batch_dims=dims, more=more)
     correction = read_correction(late.correction)
     scaler, device = read_grad_scaler(precision.grad_scaler), device_of(root, given.device)

@@ -11,7 +11,8 @@ import pytest
 from support.inside import DeviceModel, Transformer, TransformerSource, layout_of_plan
 
 from stagewright.comm import World
-from stagewright.partition import Cluster, GivenStage, Plan, evaluate, plan
+from stagewright.partition import Cluster, GivenStage, Plan, PlanStage, evaluate, plan
+from stagewright.schedules import Costs
 
 A100 = DeviceModel.preset("A100-80GB")
 PLAIN: dict[str, Any] = {"schedules": ("1f1b",), "recompute": ("none",), "optimizer_sharding": ("none",)}
@@ -75,20 +76,57 @@ def test_no_split_that_is_given_fits() -> None:
         TransformerSource(transformer=source.transformer, device=A100, splits=((1, 0),))
 
 
-def test_the_runtime_divides_experts_as_planned_and_sequences_not() -> None:
+@pytest.mark.parametrize("axis", ["context", "expert"])
+def test_the_runtime_divides_as_planned(axis: str) -> None:
+    """Sequences too, which it refused: the mesh, and each rank's first process."""
     source, batch = moe(15)
     assert source.cluster is not None
-    best = plan(source, source.cluster, global_batch=batch, runnable=True, **PLAIN)
-    mesh = layout_of_plan(best, World(rank=0, size=4), num_microbatches=None).place.mesh
-    assert (best.context, best.expert) == (1, 2) == (mesh.context, mesh.expert)
-    with pytest.raises(ValueError, match="a plan with context=2: expected 1, or a schedule by name with"):
-        layout_of_plan(replace(best, context=2), World(rank=0, size=4), num_microbatches=None)
-    with pytest.raises(
-        ValueError, match=r"a plan with expert=4, \(2, 2\) replicas, tensor=1 and .* expected tensor=1 and"
+    splits = ((2, 1),) if axis == "context" else ((1, 2), (2, 2))
+    best = plan(replace(source, splits=splits), source.cluster, global_batch=batch, runnable=True, **PLAIN)
+    layout = layout_of_plan(best, World(rank=0, size=4), num_microbatches=None)
+    mesh, members = layout.place.mesh, best.context
+    assert (best.context, best.expert) == (mesh.context, mesh.expert) == (splits[0])
+    assert layout.schedule.num_microbatches == members * (best.num_microbatches or 0)
+    for stage, owners in zip(best.stages, layout.schedule.owners, strict=True):
+        assert [process for rank in owners for process in mesh.members(rank)] == [*stage.ranks]
+    for wrong, text in (
+        ({axis: 4}, rf"a plan with {axis}=4, .* replicas, tensor=. and .*: expected one of context and"),
+        ({"context": 2, "expert": 2}, "a plan with context=2 and expert=2, .*: expected one of context and expert"),
     ):
-        layout_of_plan(replace(best, expert=4), World(rank=0, size=4), num_microbatches=None)
-    with pytest.raises(ValueError, match="the plan divides experts over 2 ranks, which are processes: expected 4"):
+        with pytest.raises(ValueError, match=text):
+            layout_of_plan(replace(best, **wrong), World(rank=0, size=4), num_microbatches=None)
+    what = "sequences" if axis == "context" else "experts"
+    with pytest.raises(ValueError, match=f"divides {what} over 2 ranks, which are processes: expected 4 .* {axis}=1"):
         layout_of_plan(best, World(rank=0, size=1), num_microbatches=None)
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"expert": 2}])
+def test_a_plan_pipeline_by_pipeline_has_figures_of_its_own_processes(sizes: dict[str, int]) -> None:
+    """A trace gave a rank the memory limit of another stage's."""
+    width = sizes.get("context", 1)
+    rows = [[r for d in (0, 2) for r in range((p + d) * width, (p + d + 1) * width)] for p in (0, 1)]
+    stages = [
+        PlanStage(nodes=(str(p),), ranks=tuple(row), tensor=width, step_seconds=1, memory_limit=p + 1.0)
+        for p, row in enumerate(rows)
+    ]
+    found = Plan(
+        stages=tuple(stages),
+        num_devices=4 * width,
+        costs=Costs(forward=1, backward=2),
+        cost_model="default",
+        bottleneck=1,
+        bound=1,
+        schedule="1f1b",
+        num_microbatches=4,
+        **sizes,
+    )
+    layout = layout_of_plan(found, World(rank=0, size=4 * width), num_microbatches=None)
+    mesh = layout.place.mesh
+    assert mesh.order[0] == "data"
+    limits = found.by_group(found.memory_limits, [mesh.members(rank)[0] for rank in range(mesh.num_ranks)])
+    assert limits is not None
+    for stage, owners in enumerate(layout.schedule.owners):
+        assert {limits[rank] for rank in owners} == {stage + 1.0}
 
 
 @pytest.mark.parametrize(("context", "expert"), [(1, 2), (2, 1), (2, 2), (1, 1)])
