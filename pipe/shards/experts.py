@@ -121,6 +121,7 @@ class ExpertLayer(Style):
         size = self.number // group.count
         of = [[sum(map(max, part, [0] * size)) for part in _parts(said[:-3], size)] for said in table]
         gives, takes = of[group.index], [each[group.index] for each in of]
+        group.note_rows([sum(column) for column in zip(*of, strict=True)])
         sent = _Sent.apply(group, gives, takes, *rows)  # type: ignore[no-untyped-call]
         group.region(True, note[-1])
         try:

@@ -230,6 +230,23 @@ class Hot(Listed):
         return weights, torch.zeros_like(chosen)
 
 
+def _counted() -> list[Any]:
+    with pipeline({"pipe": 1, "expert": 2}, model=model(Hot(), Hot()), recompute="full") as pipe:
+        timeline = pipe.forward_backward(*batch(pipe.replica[0], 0)).timeline()
+    assert timeline.busiest_member == 2.0
+    return [[(str(action), *rows) for action, rows in trace.rows] for trace in timeline.ranks]
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_timelines_know_the_rows_of_each_members_experts(gloo: Pool) -> None:
+    """Two layers, whose first member gets two choices of two samples of five tokens of both, again in the backward."""
+    names = [f"0{op}{k}" for op in "FB" for k in (0, 2)]
+    for found in gloo.run(_counted, ranks=2):
+        assert sorted(found[0]) == sorted((name, 80, 80, 40.0) for name in names)
+        assert sorted(each[1:] for each in found[1]) == [(0, 80, 40.0)] * 4
+
+
 class Only(Listed):
     """Nothing is saved for its backward but by expert 0: a checkpoint of the second member has nothing to run again."""
 
