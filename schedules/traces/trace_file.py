@@ -154,6 +154,10 @@ def _spans(spans: Sequence[Span[Any]], at: Callable[[float], float]) -> list[lis
 def _read_record(data: Mapping[str, Any]) -> RankRecord:
     origin = float(data["from"])
     step = data.get("step")
+
+    def together(name: str) -> tuple[Span[Collective], ...]:
+        return tuple(Span(Collective.parse(w), origin + start, origin + end) for w, start, end in data.get(name, ()))
+
     return RankRecord(
         data=tuple((origin + start, origin + end) for start, end in data.get("data", ())),
         step=None if step is None else (origin + float(step[0]), origin + float(step[1])),
@@ -163,10 +167,6 @@ def _read_record(data: Mapping[str, Any]) -> RankRecord:
             for kind, src, dst, index, began, there in data["arrivals"]
         ),
         rows=tuple((Action.parse(what), ExpertRows(*rows)) for what, *rows in data.get("rows", ())),
-        **{
-            name: tuple(
-                Span(Collective.parse(what), origin + start, origin + end) for what, start, end in data.get(name, ())
-            )
-            for name in ("collectives", "exchanges")
-        },
+        collectives=together("collectives"),
+        exchanges=together("exchanges"),
     )
