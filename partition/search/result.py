@@ -62,6 +62,7 @@ def as_plan(
         links=e.links,
         cost_model="default",
         schedule=c.schedule,
+        overlaps=c.overlaps,
         order=() if c.own is None else order_of(c.own),
         num_microbatches=c.num_microbatches,
         slice_lengths=c.lengths,

@@ -37,6 +37,7 @@ class Configuration:
         sizes: T of each of P stages, where these differ, on neighbours in a row; `tensor` is the largest then, and D 1.
         lengths: tokens of each slice of a microbatch; none: it passes whole.
         shares: of each slice, its part of a microbatch's seconds.
+        overlaps: whether forwards run together with the backwards directly after them (`with_overlap`).
         own: the schedule, where no family makes it: of one pipeline, places in the order of their first stages.
     """
 
@@ -52,6 +53,7 @@ class Configuration:
     sizes: tuple[int, ...] | None = None
     lengths: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
+    overlaps: bool = False
     own: Schedule | None = None
 
     @property
@@ -164,6 +166,7 @@ class Configuration:
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
         schedule = schedule if self.own is None else f"joint search, {self.num_stages} stages"
         schedule += f", slices of {'-'.join(map(str, self.lengths))} tokens" if self.lengths else ""
+        schedule += " in pairs" if self.overlaps else ""
         return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])
 
 

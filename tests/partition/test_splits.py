@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.inside import DeviceModel, Transformer, TransformerSource, layout_o
 
 from stagewright.comm import World
 from stagewright.partition import Cluster, GivenStage, Plan, PlanStage, evaluate, plan
-from stagewright.schedules import Costs
+from stagewright.schedules import Costs, build, simulate, with_overlap
 
 A100 = DeviceModel.preset("A100-80GB")
 PLAIN: dict[str, Any] = {"schedules": ("1f1b",), "recompute": ("none",), "optimizer_sharding": ("none",)}
@@ -127,6 +128,37 @@ def test_a_plan_pipeline_by_pipeline_has_figures_of_its_own_processes(sizes: dic
     assert limits is not None
     for stage, owners in enumerate(layout.schedule.owners):
         assert {limits[rank] for rank in owners} == {stage + 1.0}
+
+
+def test_pairs_are_chosen_where_they_take_less_and_can_run() -> None:
+    """Against the schedule with pairs, simulated apart from the search; the runtime has pairs of experts on the CPU."""
+    model = Transformer(experts=4, top_k=2, layers=4, hidden=512, heads=4, vocabulary=1000, length=1024)
+    cluster = Cluster.parse("4:nvlink=10GB/s:80GB")
+    profile = TransformerSource(transformer=model, device=A100, cluster=cluster, expert=2).profile(
+        microbatch_size=1, tensor=1
+    )
+    find = partial(
+        plan, cluster=cluster, global_batch=16, pipeline_sizes=(2,), **{**PLAIN, "schedules": ("dualpipe-v",)}
+    )
+    found = find(profile)
+    assert found.overlaps
+    schedule = with_overlap(build("dualpipe-v", num_ranks=2, num_microbatches=8))
+    own = simulate(schedule, found.costs, found.links).batch_seconds
+    assert found.simulated_step_time == own
+    assert own < simulate(replace(schedule, overlapped=()), found.costs, found.links).batch_seconds
+    assert found.build_schedule().overlapped
+    text = "less than the best of actions one after the other, pipe 2 x data 2 x experts over 2, dualpipe-v V=2, micro"
+    assert any(text in note for note in found.notes)
+    assert Plan.from_json(found.to_json()) == found
+    # What can't run, or gains nothing
+    assert not find(profile, runnable=True).overlaps
+    assert find(replace(profile, device="cpu"), runnable=True).overlaps
+    assert not find(profile, recompute=("full",)).overlaps
+    needed = max(found.memory_bytes.values()) + 300e6  # of CUDA's context
+    assert find(profile, memory_limit=needed).overlaps
+    assert not find(profile, memory_limit=needed - 1).overlaps
+    free = [replace(n, forward_exchange_seconds=0.0, backward_exchange_seconds=0.0) for n in profile.nodes]
+    assert not find(replace(profile, nodes=free)).overlaps
 
 
 @pytest.mark.parametrize(("context", "expert"), [(1, 2), (2, 1), (2, 2), (1, 1)])

@@ -37,8 +37,7 @@ def _plan(
         bottleneck=1,
         bound=1,
         schedule=schedule,
-        num_microbatches=4,
-        **sizes,
+        **{"num_microbatches": 4, **sizes},  # type: ignore[arg-type]
     )
 
 
@@ -61,10 +60,12 @@ def _trained(
     return pipe, max(differences)
 
 
-def _over_experts(schedule: str, rows: list[list[int]], **of: Any) -> float:
+def _over_experts(schedule: str, rows: list[list[int]], overlaps: bool = False, **of: Any) -> float:
     nodes, chunks = (["0 1", "2", "3 4", "5"], 2) if schedule == "interleaved" else (["0 1 2", "3 4 5"], 1)
-    plan = _plan(schedule, nodes, rows, chunks=chunks, sizes={"expert": 2}, **of)
+    sizes = {"expert": 2, "overlaps": overlaps, "num_microbatches": 8 if overlaps else 4}  # fewer make no pair
+    plan = _plan(schedule, nodes, rows, chunks=chunks, sizes=sizes, **of)
     pipe, difference = _trained(plan, experts.model, F.mse_loss, lambda step, n=9: experts.batch(0, step, n))
+    assert bool(pipe.schedule.overlapped) == overlaps
     with pipe, pytest.raises(ValueError, match="a batch of 1 samples over 2 members of an expert group: expected 2"):
         pipe.eval_step(*experts.batch(0, STEPS, 1))
     return difference
@@ -78,6 +79,7 @@ def _over_experts(schedule: str, rows: list[list[int]], **of: Any) -> float:
         ("1f1b", [[0, 1], [2, 3]], {}),
         ("1f1b", [[0, 2], [1, 3]], {"recompute": "full", "optimizer_shards": 2}),
         ("interleaved", [[0, 1], [2, 3]], {}),
+        ("interleaved", [[0, 1], [2, 3]], {"overlaps": True}),
         ("2bw", [[0, 2], [1, 3]], {}),
     ],
 )
