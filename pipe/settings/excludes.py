@@ -248,7 +248,6 @@ def _context(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator
 def _expert(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator[Row]:
     count, mesh = place.mesh.expert, options.mesh
     for is_so, why in (
-        (max(place.mesh.tensor_sizes) > 1, "with a tensor group"),
         (schedule.num_slices > 1, f"under {schedule.name!r}, over slices of the sequence"),
         (mesh.sync != 1, f"with sync={mesh.sync!r}, whose replicas take steps apart"),
         (bool(options.compress), f"with compress={options.compress!r}"),

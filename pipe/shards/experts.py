@@ -86,6 +86,11 @@ class ExpertLayer(Style):
         super().__init__()
         self.name, self.number = name, number
 
+    @property
+    def where(self) -> str:
+        """Name of the module or list that holds the weights."""
+        return ".".join(filter(None, (self.name, self.key)))
+
     def experts(self, module: nn.Module) -> list[nn.Module]:
         """Modules that hold the weights."""
         return [module]

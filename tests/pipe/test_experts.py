@@ -34,6 +34,20 @@ def _over_context(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
         return _trained(options, {"pipe": 1, "context": 2, "expert": 2, **mesh})
 
 
+class Dense(nn.Sequential):
+    """What a tensor group divides."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
+
+
+def _over_tensors(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        make = model
+        patch.setitem(globals(), "model", lambda: make(Listed(), Dense(), Stacked(), Dense()))
+        return _trained(options, {"expert": 2, "tensor": 2, "tensor_parallel": "auto", **mesh})
+
+
 def _trained(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
     """Of three steps: differences of losses, weights, evaluation and outputs from those of one plain process."""
     warnings.filterwarnings("ignore", message="the schedule splits the backward")  # experts give little to W
@@ -114,6 +128,23 @@ def test_with_schedules_and_data_replicas(gloo: Pool, options: dict[str, Any], m
 )
 def test_with_context_groups(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
     for differences in gloo.run(_over_context, ranks=4, args=(options, mesh)):
+        assert max(differences) < 1e-10
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        ({"schedule": "1f1b"}, {"pipe": 2}),
+        ({"schedule": "2bw"}, {"pipe": 1, "order": ("pipe", "tensor", "data", "expert", "context")}),
+        ({"schedule": "1f1b", "recompute": "full"}, {"pipe": 1, "data": 2, "data_parallel": "zero1"}),
+    ],
+)
+def test_with_tensor_groups(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
+    """A tensor group divides dense layers, and each of its members computes the same rows in experts of its own."""
+    ranks = 4 * mesh["pipe"] * mesh.get("data", 1)
+    for differences in gloo.run(_over_tensors, ranks=ranks, args=(options, mesh)):
         assert max(differences) < 1e-10
 
 
@@ -366,12 +397,13 @@ class Noisy(Listed):
         self.experts = nn.ModuleList(nn.Sequential(Expert(), nn.Dropout(0.5)) for _ in range(NUMBER))
 
 
-def _with_dropout() -> list[float]:
-    """Largest differences of a loss and of gradients of those who recompute from those who do not."""
+def _with_dropout(mesh: Mesh) -> list[float]:
+    """Largest differences of a loss and of gradients of those who recompute from those who do not. Members of a tensor
+    group, which compare gradients of what they hold whole, draw the same numbers in experts."""
     found: list[list[Tensor]] = []
     for is_on, recompute in ((False, "none"), (True, "none"), (False, "full")):
-        own = model(nn.Tanh(), Checkpointed(Noisy(), is_on=is_on), Checkpointed(Noisy(), is_on=is_on))
-        with pipeline({"pipe": 1, "expert": 2}, model=own, recompute=recompute) as pipe:
+        own = model(Dense(), Checkpointed(Noisy(), is_on=is_on), Checkpointed(Noisy(), is_on=is_on))
+        with pipeline(mesh, model=own, recompute=recompute) as pipe:
             pipe.forward_backward(*batch(0, 0))  # the same on both members
             found.append([p.grad for p in pipe.parameters() if p.grad is not None])
     first, *others = found
@@ -380,10 +412,12 @@ def _with_dropout() -> list[float]:
 
 @pytest.mark.gloo
 @pytest.mark.thorough
-def test_dropout_in_experts_is_the_same_where_it_is_computed_again(gloo: Pool) -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_dropout_in_experts_is_the_same_where_it_is_computed_again(gloo: Pool, tensor: int) -> None:
     """A checkpoint of the user's restored the numbers of the code around experts, but not theirs: gradients were of
     another mask than the loss."""
-    assert gloo.run(_with_dropout, ranks=2) == [[0.0, 0.0]] * 2
+    mesh = Mesh(pipe=1, expert=2, tensor=tensor, tensor_parallel="auto" if tensor > 1 else None)
+    assert gloo.run(_with_dropout, ranks=2 * tensor, args=(mesh,)) == [[0.0, 0.0]] * 2 * tensor
 
 
 class Breaking(Expert):
