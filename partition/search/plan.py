@@ -46,8 +46,7 @@ from .evaluate import Candidate, Ends, PlanEvaluator
 from .joint import JOINT_SECONDS, refuse_joint, verdict, with_joint
 from .layouts import uneven_layouts
 from .model import Model, alike
-from .pairs import gain, with_pairs
-from .result import as_plan, distinct, label
+from .result import as_plan, distinct, gain, label, with_pairs
 from .search import PlanSearch, Progress
 from .simulated import MAX_ACTIONS
 from .source import ProfileSource, SourceWithAlternatives, as_source

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.experts import NUMBER, WIDTH, Expert, Listed, Stacked, Weights, batch, model, pipeline
-from support.inside import ListedExperts, TensorStyles, without_experts
+from support.inside import Column, ListedExperts, TensorStyles, without_experts
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stagewright import Mesh, PipelineModule, Precision
-from stagewright.pipe.shards import Column
 
 
 def test_a_tensor_group_divides_all_but_the_experts() -> None:
