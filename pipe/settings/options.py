@@ -202,8 +202,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
     inputs = given.example_inputs if isinstance(given.example_inputs, Inputs) else Inputs()
     autocast = read_dtype(given.precision)
     precision = given.precision if isinstance(given.precision, Precision) else Precision()
-    recompute = _with_edits(edits, "recompute", given.recompute)
-    cut = _with_edits(edits, "cut", cut)
+    recompute, cut = _with_edits(edits, "recompute", given.recompute), _with_edits(edits, "cut", cut)
     mesh = replace(mesh, tensor_parallel=_with_edits(edits, "tensor_parallel", mesh.tensor_parallel))
     check_model(model, stages, cut)
     root = nn.ModuleList(stages or []) if model is None else model
@@ -212,6 +211,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
     parts = schedule.context if isinstance(schedule, Plan) else (sizes or {}).get("context", 1)
     dims, more = check_batch_dims(inputs.batch_dims, signature), more_keywords(loss_fn, parts)
     calls = CallReader(model, has_target=has_target, batch_dims=dims, more=more)
+    correction = read_correction(late.correction)
     scaler, device = read_grad_scaler(precision.grad_scaler), device_of(root, given.device)
     if scaler is None and autocast is torch.float16 and given.optimizer is not None:
         scaler = GradScaler(device.type)
@@ -231,7 +231,7 @@ def read_options(given: GivenOptions, edits: Mapping[str, Any]) -> Options:
         slices=replace(slices, dims=dims),
         sequence_dims={**dims, **sequence_dims},
         auto=schedule if isinstance(schedule, Auto) else Auto(),
-        correction=read_correction(late.correction),
+        correction=correction,
         flush_first=late.flush_first,
         mesh=mesh,
         sizes=sizes,
