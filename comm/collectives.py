@@ -174,24 +174,19 @@ class Collectives:
         """The processes that hold the other tokens of this rank's sequences; there must be several."""
         return self._groups[self.context_members]
 
-    @property
-    def weight_members(self) -> tuple[int, ...]:
-        """The processes that divide weights with this one: its expert group, or its tensor group."""
-        return self.expert_members if len(self.expert_members) > 1 else self.tensor_members
-
-    @property
-    def weight_group(self) -> dist.ProcessGroup:
-        """Of `weight_members`; there must be several."""
-        return self._groups[self.weight_members]
+    def group_of(self, members: tuple[int, ...]) -> dist.ProcessGroup:
+        """Of `tensor_members` or `expert_members`; there must be several."""
+        return self._groups[members]
 
     def lost_member(self, error: RuntimeError) -> PipelineError | None:
         """The error to raise for one of an action that came from a collective in a divided module, or in attention of a
         context group; None for others."""
-        others = [one for one in (*self.weight_members, *self.context_members) if one != self.rank]
+        dividing = {*self.tensor_members, *self.expert_members}
+        others = sorted({*dividing, *self.context_members} - {self.rank})
         if not others or not _BACKEND_ERROR.search(str(error)):
             return None
         kind = PipelineTimeout if "timed out" in str(error).lower() else PeerLost
-        where = "a divided module" if len(self.weight_members) > 1 else "attention of a context group"
+        where = "a divided module" if len(dividing) > 1 else "attention of a context group"
         return kind(f"in {where}, together with {self._place.names_of(others)} ({short_reason(error)})", peers=others)
 
     def tensor_sum(self, tensor: torch.Tensor, *, what: str) -> None:
@@ -205,9 +200,9 @@ class Collectives:
         """`tensor` of each member of the context group."""
         return self._tensors(tensor, self.context_members, what)
 
-    def weight_gather(self, mine: T, *, what: str) -> list[T]:
-        """Values of each of `weight_members`."""
-        return [mine] if len(self.weight_members) == 1 else self._gather(mine, self.weight_members, what)
+    def gather_among(self, members: tuple[int, ...], mine: T, *, what: str) -> list[T]:
+        """Values of each of `tensor_members` or `expert_members`."""
+        return [mine] if len(members) == 1 else self._gather(mine, members, what)
 
     def tensor_first(self, tensor: torch.Tensor, *, what: str) -> torch.Tensor:
         """`tensor` of the first member of the tensor group; elsewhere it gives shape and type."""

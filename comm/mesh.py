@@ -167,10 +167,10 @@ class MeshPlace:
 
     @property
     def replica(self) -> tuple[int, int]:
-        """(number, count) among the replicas of the schedule with parts of a batch of their own; (0, 1) in one process,
-        and where all share one."""
+        """(number, count) among the replicas of the schedule with batches, or parts of sequences, of their own; (0, 1)
+        in one process."""
         if not self.world.distributed or self.shares_batch:
-            return 0, 1
+            return self.context
         return self.mesh.rank_of(self.world.rank) % self.mesh.num_replicas, self.mesh.num_replicas
 
     @property

@@ -32,7 +32,7 @@ from .run.worker import TrainingWorker
 from .settings.arguments import AUTO
 from .settings.given import Given
 from .shards.cutting import styles_of_plan
-from .shards.tensor_option import peers_in_parts, read_tensor_parallel
+from .shards.tensor_option import TensorStyles, peers_in_parts, read_tensor_parallel
 from .stage.build import CutModel, cut_model, look_at_loss
 from .stage.members import MemberShards, divide_over_group, refuse_divided
 from .stage.ownership import Ownership
@@ -320,17 +320,19 @@ def _divided_and_cut(
         styles = AUTO
     tensor = read_tensor_parallel(styles, root, count=layout.place.tensor[1], example=example)
     tensor = styles_of_plan(tensor, layout.plan, root)
-    speaks = tensor.styles and layout.place.world.rank == mesh.members(mesh.tensor_sizes.index(tensor.count))[0]
-    regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None
+    speaker = mesh.members(mesh.tensor_sizes.index(tensor.count))[0]
+    experts = TensorStyles(count=1, styles={})
     if mesh.expert > 1:
-        from .shards.found_experts import read_experts  # which other runs need not load
+        from .shards.found_experts import read_experts, without_experts  # which other runs need not load
 
         read = partial(read_experts, root, count=mesh.expert, example=example)
-        tensor = agreed(read, run.collectives, run.guard, what="dividing the experts")
-        speaks = layout.place.world.rank == 0
-    if speaks:
-        _log.info("over %d %s ranks:\n%s", tensor.count, "tensor" if mesh.expert == 1 else "expert", tensor.table(root))
-    group = stack.enter_context(divide_over_group(run, tensor.styles).undone_on_error())
+        experts = agreed(read, run.collectives, run.guard, what="dividing the experts")
+        tensor = without_experts(tensor, experts)
+    regions = Regions(root, tensor.styles) if run.verifies and tensor.styles else None
+    divided = [(axis, own) for axis, own in (("tensor", tensor), ("expert", experts)) if own.styles]
+    for axis, own in divided if layout.place.world.rank == speaker else ():
+        _log.info("over %d %s ranks:\n%s", own.count, axis, own.table(root))
+    group = stack.enter_context(divide_over_group(run, tensor.styles, experts.styles).undone_on_error())
 
     # 5. Cut, wired
     parts, schedule = cut(), layout.schedule
@@ -338,7 +340,7 @@ def _divided_and_cut(
     evaluate = None
     for inference in parts.prepared[1:]:
         evaluate = Mode(schedule.forward_only(), inference, microbatch, undivided=undivided[1])
-    how = str(tensor) if tensor.styles else "none"
+    how = " and ".join(str(own) for _, own in divided) or "none"
     if layout.place.is_uneven():
         _refuse_divided_ties(run, parts, group)
         modes = zip(filter(None, (train, evaluate)), undivided, strict=True)

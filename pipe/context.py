@@ -150,13 +150,9 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
             f"{world.size} (stagewright plan --cluster ...), or start {plan.num_devices} processes "
             f"(torchrun --nproc-per-node {plan.num_devices})"
         )
-    if plan.context > 1:
-        raise ValueError(
-            f"a plan with context={plan.context}: expected 1, or a schedule by name with "
-            f'mesh={{"context": {plan.context}, ..}}'
-        )
     schedule = plan.build_schedule(num_microbatches=num_microbatches)
-    if plan.tensor > 1 and not world.distributed:
+    is_grouped = plan.context * plan.expert > 1
+    if plan.tensor > 1 and not is_grouped and not world.distributed:
         raise ValueError(
             f"the plan splits tensors over {plan.tensor} ranks, which are processes: expected {plan.num_devices} of "
             f"them (torchrun --nproc-per-node {plan.num_devices}), or a plan with tensor=1"
@@ -180,40 +176,49 @@ def layout_of_plan(plan: Plan, world: World, *, num_microbatches: int | None) ->
             f"that uses all {plan.num_devices} ranks (plan(runnable=True)), or a flush schedule such as '1f1b'"
         )
     mesh = ProcessMesh(pipe=len(sizes), tensor=sizes[0] if is_even else sizes)  # it need not know replicas
-    if plan.expert > 1:
-        schedule, mesh = _dividing_experts(plan, schedule, world)
+    if is_grouped:
+        schedule, mesh = _on_mesh(plan, schedule, world)
+    shards = [s.optimizer_shards * (plan.context if s.optimizer_shards > 1 else 1) for s in plan.stages]  # of all alike
     return Layout(
         schedule=schedule,
         plan=plan,
         # Moves to the host are in the schedule.
         recompute=Recompute(stages=tuple("none" if s.recompute == OFFLOAD else s.recompute for s in plan.stages)),
-        sharding=sharding_over([stage.optimizer_shards for stage in plan.stages], world),
+        sharding=sharding_over(shards, world),
         place=MeshPlace(world=world, mesh=mesh, shares_batch=True),
     )
 
 
-def _dividing_experts(plan: Plan, schedule: Schedule, world: World) -> tuple[Schedule, ProcessMesh]:
-    """A plan's schedule with its ranks as the mesh numbers them, whose replicas run the same actions in one order, so
-    that they meet in layers of experts. Raises ValueError for a plan of other ones."""
+def _on_mesh(plan: Plan, schedule: Schedule, world: World) -> tuple[Schedule, ProcessMesh]:
+    """The schedule and mesh of a plan that divides sequences or experts. The members of a context group are replicas of
+    each rank of the plan's schedule; those of an expert group are some of its replicas. All run the same actions in one
+    order, so that they meet in attention and in layers of experts. Raises ValueError for a plan of other ones."""
+    count, replicas, M = plan.context, plan.stages[0].replicas, schedule.num_microbatches
+    what, members = ("sequences", count) if count > 1 else ("experts", plan.expert)
+    groups = {axis: size for axis, size in {"context": count, "expert": plan.expert}.items() if size > 1}
     if not world.distributed:
         raise ValueError(
-            f"the plan divides experts over {plan.expert} ranks, which are processes: expected {plan.num_devices} of "
-            f"them (torchrun --nproc-per-node {plan.num_devices}), or a plan with expert=1"
+            f"the plan divides {what} over {members} ranks, which are processes: expected {plan.num_devices} of "
+            f"them (torchrun --nproc-per-node {plan.num_devices}), or a plan with {next(iter(groups))}=1"
         )
-    size, replicas, M = plan.num_devices, plan.stages[0].replicas, schedule.num_microbatches
-    blocks = [tuple(range(first, first + replicas)) for first in range(0, size, replicas)]
-    axes = {"pipe": len(blocks), "data": replicas // plan.expert, "expert": plan.expert}
-    is_even = {*plan.replicas} == {replicas} and size == replicas * len(plan.firsts) and plan.tensor == 1
-    is_even = is_even and not replicas % plan.expert and not M % replicas
-    for order in (AXES, (*AXES[1:-1], "pipe", "tensor")) if is_even else ():
+    size, width = plan.num_devices, plan.tensor
+    is_even = {(stage.replicas, stage.tensor) for stage in plan.stages} == {(replicas, width)}
+    is_even = is_even and size == replicas * width * len(plan.firsts) and not M % replicas and not width % count
+    is_even = is_even and len(groups) == 1 and not (plan.expert > 1 and width > 1) and not replicas % plan.expert
+    axes = {"pipe": len(plan.firsts), "data": replicas // plan.expert, "tensor": width // count, **groups}
+    blocks = {tuple(range(first, first + replicas)) for first in range(0, size // width, replicas)}
+    for order in (AXES, ("data", "expert", "pipe", "context", "tensor")) if is_even else ():
         mesh = ProcessMesh(**axes, order=order)
-        found = on_ranks(schedule, [mesh.rank_of(process) for process in range(size)], num_ranks=size)
-        if {*found.owners} == {*blocks}:
-            return found, mesh
+        ranks = [mesh.rank_of(first) // count for first in range(0, size, width)]
+        found = on_ranks(schedule, ranks, num_ranks=len(ranks))
+        if {*found.owners} == blocks:
+            return replicate(found, count), mesh
+    said = " and ".join(f"{axis}={number}" for axis, number in groups.items())
     raise ValueError(
-        f"a plan with expert={plan.expert}, {plan.replicas} replicas, tensor={plan.tensor} and {M} microbatches: "
-        f"expected tensor=1 and as many replicas of each stage, in a row or pipeline by pipeline, whose number is a "
-        f"multiple of {plan.expert} and divides the microbatches (plan(runnable=True))"
+        f"a plan with {said}, {plan.replicas} replicas, tensor={width} and {M} microbatches: expected one of context "
+        f"and expert above 1, tensor=1 with experts and a multiple of context without, and as many replicas of each "
+        f"stage, in a row or pipeline by pipeline, whose number is a multiple of {plan.expert} and divides the "
+        f"microbatches (plan(runnable=True))"
     )
 
 

@@ -172,7 +172,8 @@ class TimelinePanel:
         t = self.timeline
         if not ops_of(t):
             return f"{self.caption}:  nothing ran"
-        predicted = "" if self.sampled is None else f";  predicted {self.sampled}"
+        rows = "" if t.busiest_member is None else f",  busiest member of experts {t.busiest_member:.2f} x mean"
+        predicted = rows if self.sampled is None else f"{rows};  predicted {self.sampled}"
         if t.schedule.is_asynchronous:
             return f"{self.caption}:  {self._steady_state(unit_name, unit)}{predicted}"
         ratio = ""

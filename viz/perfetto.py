@@ -116,6 +116,7 @@ class _Trace:
         self._versions = derive_versions(timeline.schedule) if timeline.schedule.is_asynchronous else None
         # Of each rank's slices the thread, start and end [ticks].
         self._places: list[dict[Action | Message | Collective, tuple[int, int, int]]] = [{} for _ in timeline.ranks]
+        self._rows = [dict(trace.rows) for trace in timeline.ranks]
         slices = [event for rank, gaps in enumerate(find_gaps(timeline)) for event in self._slices(rank, gaps)]
         self.events = [*self._metadata(name), *slices, *self._flows()]
 
@@ -201,6 +202,8 @@ class _Trace:
             args |= {"idle_before_us": round(gap.seconds * 1e6, 3), "idle_cause": gap.cause}
         if op is not Op.U and self._versions is not None:
             args["weight_version"] = self._versions.read_by(action)
+        if (rows := self._rows[rank].get(action)) is not None:
+            args["experts"] = str(rows)
         if self.timeline.clock_error:
             args["clock_error_us"] = round(self.timeline.clock_error[rank] * 1e6, 3)
         return args

@@ -21,7 +21,13 @@ from ..options import read_file
 from ..train.run_folder import find_run, read_whole
 from ..train.traces import read_run
 
-_SAME = ("schedule", "num_chunks", "num_microbatches", "microbatch_size")  # of two plans that one run may carry out
+_SAME = (
+    "schedule",
+    "num_chunks",
+    "num_microbatches",
+    "microbatch_size",
+    "overlaps",
+)  # of two plans that one run may carry out
 _SAME_STAGE = ("nodes", "ranks", "tensor", "recompute", "optimizer_shards")
 
 
@@ -63,6 +69,11 @@ def check_run(sources: Sequence[str]) -> CheckedRun:
         )
     exhibit = read_run(*folders)
     plan = _plan(folders, files)
+    if plan.context > 1:
+        raise ValueError(
+            f"--check of a plan with context={plan.context}, whose run has {plan.context} times as many microbatches "
+            f"as it simulates, of parts of sequences: expected a plan with context=1"
+        )
     if not exhibit.measured:
         raise ValueError(f"{exhibit.name} has no traced step: {'; '.join(exhibit.notes)}")
     ran = exhibit.measured[-1].timeline.schedule

@@ -28,7 +28,7 @@ from ...schedules.timing.sampling import LEAST_SAMPLES, MOST_ACTIONS, StepSample
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.spread import Spread
 from ...schedules.timing.timeline import Timeline
-from ...schedules.transform import on_ranks, replicate, with_late_updates, with_offload
+from ...schedules.transform import on_ranks, replicate, with_late_updates, with_offload, with_overlap
 from ...schedules.wording import count, duration
 from ..stage_cost import OFFLOAD
 from .record import OWN, PlanRecord, PlanStage
@@ -70,6 +70,8 @@ def schedule_of(plan: PlanRecord, *, num_microbatches: int | None = None) -> Sch
     leaving = [number for number, stage in enumerate(plan.stages) if stage.recompute == OFFLOAD]
     if leaving:
         schedule = with_offload(schedule, stages=leaving, costs=plan.costs)
+    if plan.overlaps:
+        schedule = with_overlap(schedule)
     return on_ranks(schedule, groups, num_ranks=len(plan.tensor_groups))
 
 

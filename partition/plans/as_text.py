@@ -87,6 +87,7 @@ def describe(plan: PlanRecord) -> str:
         parts.append(f"tensors over {'-'.join(map(str, tensor)) if len({*tensor}) > 1 else tensor[0]}")
     parts += [f"sequences over {plan.context}"] if plan.context > 1 else []
     parts += [f"experts over {plan.expert}"] if plan.expert > 1 else []
+    parts += ["forwards and backwards in pairs"] if plan.overlaps else []
     if plan.microbatch_size is not None:
         parts.append(f"microbatches of {plan.microbatch_size}")
     if plan.slice_lengths:

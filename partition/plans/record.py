@@ -191,7 +191,7 @@ class Searched:
             "none of the rest is faster" if not more else f"the plan is at most {more:.2%} slower than any of the rest"
         )
         lines = [f"{done}; by their bounds {rest}, in the cuts that are tried"]
-        if self.least > 0:
+        if 0 < self.least <= seconds * (1 + 1e-9):  # pairs of actions may take less
             lines.append(
                 f"with any cuts, no configuration takes less than {duration(self.least)} a batch: the plan is "
                 f"at most {max(0.0, seconds / self.least - 1):.2%} slower"
@@ -208,7 +208,7 @@ class PlanRecord:
             OWN they are on any ranks, and places are these in the order of their first stages.
         num_chunks: V; of an order of its own the most stages of any place.
         context, expert: of its profile: parts of a sequence, of each stage's tensor ranks, and replicas in a row that
-            divide the experts. The runtime runs none with context above 1.
+            divide the experts.
         costs: that it is simulated from: of F, B, I, W of each stage on one rank, recomputation included, of updates,
             sums of tied weights, the norm and the runtime; a row where its replicas differ (microbatch k runs on
             replica `k % replicas`).
@@ -216,6 +216,7 @@ class PlanRecord:
             they were not kept: messages take no time, and the sums are a part of each update.
         cost_model: "default" or "pipedream".
         schedule: that memory was counted for, or OWN where `order` is all there is; None under PipeDream's model.
+        overlaps: whether forwards run together with the backwards directly after them (`with_overlap`).
         order: actions of each rank of one pipeline in the order in which they run, of the share of M that one of the
             equal replicas has; none: the schedule's own.
         num_microbatches: of a batch over all replicas, M; None where the plan does not depend on it.
@@ -246,6 +247,7 @@ class PlanRecord:
     bottleneck: float
     bound: float
     schedule: str | None = None
+    overlaps: bool = False
     order: tuple[str, ...] = ()
     num_microbatches: int | None = None
     slice_lengths: tuple[int, ...] = ()
@@ -428,9 +430,9 @@ class PlanRecord:
         stages = [stage for stage in self.stages if stage.memory_limit is not None]
         return {rank: stage.memory_limit for stage in stages for rank in stage.ranks if stage.memory_limit is not None}
 
-    def by_group(self, figures: Mapping[int, float]) -> tuple[float, ...] | None:
-        """Figures by rank of `schedule_of`: of each tensor group that of its first; None where one is missing."""
-        firsts = [group[0] for group in self.tensor_groups]
+    def by_group(self, figures: Mapping[int, float], firsts: Sequence[int] | None = None) -> tuple[float, ...] | None:
+        """Figures of the first of each tensor group of `schedule_of`, or of `firsts`; None where one is missing."""
+        firsts = [group[0] for group in self.tensor_groups] if firsts is None else firsts
         found = tuple(figures[rank] for rank in firsts if rank in figures)
         return found if len(found) == len(firsts) else None
 

@@ -28,8 +28,8 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluati
     No rank holds more activations at once than under the plan's own schedule.
 
     Arguments:
-        plan: of a named flush schedule, over equal replicas, without offloading and slices; any other is returned as it
-            is.
+        plan: of a named flush schedule, over equal replicas, without offloading, slices and pairs; any other is
+            returned as it is.
         profile: with seconds of I and W; without, or without those, each is half of a backward.
         seconds: of the search, at most.
         evaluations: orders that it tries, at most; None: as many as there is time for.
@@ -37,7 +37,7 @@ def reorder(plan: P, profile: Profile | None = None, *, seconds: float, evaluati
     M = plan.num_microbatches
     alike = len(set(plan.replicas)) == 1 and len({stage.tensor for stage in plan.stages}) == 1
     alike &= not plan.slice_lengths and all(stage.recompute != OFFLOAD for stage in plan.stages)
-    if M is None or len(plan.firsts) == 1 or not alike or plan.is_asynchronous or plan.order:
+    if M is None or len(plan.firsts) == 1 or not alike or plan.is_asynchronous or plan.order or plan.overlaps:
         return plan
     name = canonical_name(plan.schedule or "1f1b")
     split = replace(plan, costs=_split(plan, profile))

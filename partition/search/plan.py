@@ -46,7 +46,7 @@ from .evaluate import Candidate, Ends, PlanEvaluator
 from .joint import JOINT_SECONDS, refuse_joint, verdict, with_joint
 from .layouts import uneven_layouts
 from .model import Model, alike
-from .result import as_plan, distinct, label
+from .result import as_plan, distinct, gain, label, with_pairs
 from .search import PlanSearch, Progress
 from .simulated import MAX_ACTIONS
 from .source import ProfileSource, SourceWithAlternatives, as_source
@@ -274,7 +274,7 @@ def _found(
         found = with_joint(search, space, found, seconds=joint)
     if not found:
         raise ValueError(_why_nothing(search, space, runnable=runnable))
-    return found
+    return with_pairs(evaluator, found, runnable=runnable)
 
 
 def _ranked(
@@ -290,7 +290,7 @@ def _ranked(
     """The plan that was found at place `at`, with the others as its runners-up."""
     search, found, one = outcome
     best, topology, says_size = found[at], search.evaluator.topology, one.microbatch_size is not None
-    notes = [f"{CHOSEN}{label(best)}", *best.model.notes, *notes]
+    notes = [f"{CHOSEN}{label(best)}", *gain(found, best), *best.model.notes, *notes]
     if not says_size:
         notes.append("the profile does not say its microbatch size: a sample of the batch is what it ran at once")
     if joint is not None:

@@ -34,7 +34,7 @@ from ...schedules.timing.costs import Costs
 from ...schedules.timing.links import Links, PlaceNetwork
 from ...schedules.timing.simulate import simulate
 from ...schedules.timing.timeline import RankTrace, Timeline
-from ...schedules.transform import replicate, with_late_updates, with_offload
+from ...schedules.transform import replicate, with_late_updates, with_offload, with_overlap
 from ..memory import InFlightCounts, count_in_flight, in_flight_of_chunk_order, most_of_replicas, steady_in_flight
 from ..topology import Floats
 from .space import Configuration
@@ -97,20 +97,21 @@ class BuiltSchedules:
         if c.own is not None:
             return c.own
         counts = None if c.is_equal and not is_of_all else c.counts
-        key = (c.schedule, c.pipeline, c.num_chunks, counts, num_microbatches, len(c.lengths))
+        key = (c.schedule, c.pipeline, c.num_chunks, counts, num_microbatches, len(c.lengths), c.overlaps)
         if key not in self._schedules:
             if len(self._schedules) >= _KEPT_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
             options: dict[str, object] = {} if counts is None else {"replicas": counts}
             options |= {"num_slices": len(c.lengths)} if c.lengths else {}
             try:
-                self._schedules[key] = build(
+                made = build(
                     c.schedule,
                     num_ranks=c.pipeline if counts is None else sum(counts),
                     num_microbatches=num_microbatches,
                     num_chunks=c.num_chunks,
                     **options,
                 )
+                self._schedules[key] = with_overlap(made) if c.overlaps else made
             except ValueError as error:
                 raise SizesError(str(error)) from None
         return self._schedules[key]
@@ -183,6 +184,8 @@ def short_batches(c: Configuration, num_microbatches: int) -> tuple[int, ...]:
     """
     known = c.family
     rest = num_microbatches % c.pipeline
+    if c.overlaps:  # whose actions are shorter in pairs than alone
+        return ()
     if known.full_after is None or known.rule.is_asynchronous or (known.takes_chunks and rest):
         return ()
     sizes = (rounds * c.pipeline + rest for rounds in _ROUNDS)

@@ -37,6 +37,7 @@ class Configuration:
         sizes: T of each of P stages, where these differ, on neighbours in a row; `tensor` is the largest then, and D 1.
         lengths: tokens of each slice of a microbatch; none: it passes whole.
         shares: of each slice, its part of a microbatch's seconds.
+        overlaps: whether forwards run together with the backwards directly after them (`with_overlap`).
         own: the schedule, where no family makes it: of one pipeline, places in the order of their first stages.
     """
 
@@ -52,6 +53,7 @@ class Configuration:
     sizes: tuple[int, ...] | None = None
     lengths: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
+    overlaps: bool = False
     own: Schedule | None = None
 
     @property
@@ -164,14 +166,15 @@ class Configuration:
         schedule = self.schedule + (f" V={self.num_chunks}" if self.num_chunks > 1 else "")
         schedule = schedule if self.own is None else f"joint search, {self.num_stages} stages"
         schedule += f", slices of {'-'.join(map(str, self.lengths))} tokens" if self.lengths else ""
+        schedule += " in pairs" if self.overlaps else ""
         return ", ".join([" x ".join(parts), schedule, f"microbatch {self.microbatch_size}"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
     """Whether a configuration can be carried out on these devices, as `plans.as_schedule` does, and, where it is to be
-    `runnable`, the runtime: there groups of T divide the devices, streams leave none idle, and experts are divided
-    over equal replicas, without tensor groups. `context` and `expert` are those of the profiles."""
+    `runnable`, the runtime: there groups of T divide the devices, streams leave none idle, and sequences or experts,
+    these without tensor groups, are divided over equal replicas. `context` and `expert` are those of the profiles."""
 
     num_devices: int
     order: Sequence[int]
@@ -183,14 +186,15 @@ class Runs:
     def __call__(self, c: Configuration) -> bool:
         if any(count * self.context % self.expert for count in c.counts):
             return False
+        if self.runnable and self.context * self.expert > 1:
+            is_whole = c.num_devices == self.num_devices and list(self.order) == sorted(self.order)
+            is_even = c.ranks is None and c.sizes is None and not c.batch % c.data
+            return is_whole and is_even and (self.expert == 1 or c.tensor == 1)  # T is a multiple of context
         if c.sizes is not None:  # in a row, each within the innermost links
             return all(ranks[0] // self.node_size == ranks[-1] // self.node_size for ranks in c.stage_ranks)
         idle = c.num_devices < self.num_devices and c.family.rule.is_asynchronous
-        if self.runnable and (idle or self.num_devices % c.tensor or self.context > 1):
+        if self.runnable and (idle or self.num_devices % c.tensor):
             return False
-        if self.runnable and self.expert > 1:
-            is_whole = c.num_devices == self.num_devices and list(self.order) == sorted(self.order)
-            return is_whole and c.ranks is None and c.tensor == 1 and not c.batch % c.data
         if self.node_size % c.tensor == 0 or (c.ranks is None and list(self.order) == sorted(self.order)):
             return True
         ranks = [rank for own in c.stage_ranks for rank in own_ranks(self.order, self.node_size, own)]

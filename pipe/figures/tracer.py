@@ -122,13 +122,15 @@ class Tracer:
         is_flushed = 0 < self._pipeline.training.num_steps <= self._context.options.flush_first
         ran = flushed(schedule) if is_flushed else schedule
         sampled = None if spread is None else simulate_spread(ran, costs, spread)
+        mesh = self._context.layout.place.mesh
+        firsts = [mesh.members(rank)[0] for rank in range(mesh.num_ranks)]
         file = RunFile(
             schedule=schedule,
             simulated=simulate(ran, costs),
             costs=costs,
             memory=self._stages if plan is None or not plan.stage_bytes else plan.stage_bytes,
-            memory_limit=None if plan is None else plan.by_group(plan.memory_limits),
-            predicted_peak=None if plan is None else plan.by_group(plan.memory_bytes),
+            memory_limit=None if plan is None else plan.by_group(plan.memory_limits, firsts),
+            predicted_peak=None if plan is None else plan.by_group(plan.memory_bytes, firsts),
             spread=spread,
             sampled=sampled,
         )

@@ -158,15 +158,15 @@ class Seeder:
         """Enter or leave a region of tensors that are divided over the tensor group. Outside, all members draw the same
         numbers. Inside, each member has its own stream: masks of different heads must not be the same. All of it
         follows from the generator's state, which a checkpoint restores in a backward: inside, its seed is marked, and
-        has in it the seed of what follows outside. `module`: a number of the module; with it, what is drawn inside
-        changes nothing outside."""
+        has in it the seed of what follows outside. `module`: a number of the module, one of experts, which a
+        tensor group does not divide; with it, what is drawn inside changes nothing outside."""
         if not self._active or is_own is bool((seed := self._torch[0].initial_seed()) & _INSIDE):
             return
         here = [generator.get_state() for generator in self._torch]
         if is_own:
             state = zlib.crc32(b"".join(each.numpy().tobytes() for each in here))
             common = _fold(_fold(self._begun, state), module or 0) & _COMMON
-            seed = _INSIDE | common << 32 | _fold(common, self._member) & 0xFFFFFFFF
+            seed = _INSIDE | common << 32 | _fold(common, self._member if module is None else 0) & 0xFFFFFFFF
             self._outside = seed, module is not None, here
         for generator in self._torch:
             generator.manual_seed(seed)

@@ -14,6 +14,7 @@ from typing import ParamSpec
 
 from ...comm import Compress, MeshPlace
 from ...partition.model.batch_dims import parameter_names
+from ...partition.plans.as_text import describe
 from ...partition.plans.plan import Plan
 from ...schedules import Schedule
 from ...schedules.kinds import one_of, option
@@ -113,10 +114,11 @@ def check_options(options: Options) -> Iterator[Row]:
         "data_parallel=": mesh.data_parallel not in (None, "replicate"),
         "Mesh(sync=)": mesh.sync not in (None, 1),
         "Mesh(on_failure=)": mesh.on_failure not in (None, "stop"),
-        "mesh=": is_plan and options.sizes is not None,
+        f"mesh={sizes}": is_plan and options.sizes is not None,
         "Mesh(order=)": mesh.order is not None,
     }
-    what = "a plan" if is_plan else 'schedule="auto"'
+    plan = options.schedule
+    what = f"a plan of {describe(plan)}" if isinstance(plan, Plan) else 'schedule="auto"'
     for said, is_given in decided.items():
         yield is_given, f"{said} together with {what}: expected only one of them, since the plan decides it"
     if is_plan:
@@ -246,7 +248,6 @@ def _context(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator
 def _expert(options: Options, schedule: Schedule, place: MeshPlace) -> Iterator[Row]:
     count, mesh = place.mesh.expert, options.mesh
     for is_so, why in (
-        (max(place.mesh.tensor_sizes) > 1, "with a tensor group"),
         (schedule.num_slices > 1, f"under {schedule.name!r}, over slices of the sequence"),
         (mesh.sync != 1, f"with sync={mesh.sync!r}, whose replicas take steps apart"),
         (bool(options.compress), f"with compress={options.compress!r}"),

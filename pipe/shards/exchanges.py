@@ -11,7 +11,7 @@ the order is the same on all members, and no two wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from threading import Semaphore, Thread
@@ -72,6 +72,11 @@ class Exchanges:
             note = turns.note
         yield
         note(start, recorder.clock.stamp())
+
+    def rows(self, by_member: Sequence[int], index: int) -> None:
+        """Note what experts compute, see `RankRecorder.rows`. A backward of a pair only computes it again."""
+        if self.recorder is not None and not (self._turns is not None and self._turns.is_backward):
+            self.recorder.rows(by_member, index)
 
     def forward(self, run: Callable[[], None], backward: Callable[[], None]) -> None:
         """Run a forward; whenever it exchanges something, as much of a backward as the next exchange of that."""

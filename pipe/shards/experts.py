@@ -86,6 +86,11 @@ class ExpertLayer(Style):
         super().__init__()
         self.name, self.number = name, number
 
+    @property
+    def where(self) -> str:
+        """Name of the module or list that holds the weights."""
+        return ".".join(filter(None, (self.name, self.key)))
+
     def experts(self, module: nn.Module) -> list[nn.Module]:
         """Modules that hold the weights."""
         return [module]
@@ -121,6 +126,7 @@ class ExpertLayer(Style):
         size = self.number // group.count
         of = [[sum(map(max, part, [0] * size)) for part in _parts(said[:-3], size)] for said in table]
         gives, takes = of[group.index], [each[group.index] for each in of]
+        group.note_rows([sum(column) for column in zip(*of, strict=True)])
         sent = _Sent.apply(group, gives, takes, *rows)  # type: ignore[no-untyped-call]
         group.region(True, note[-1])
         try:

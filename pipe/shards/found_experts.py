@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,18 @@ def read_experts(model: nn.Module, *, count: int, example: Arguments | None) -> 
             _try(style, module, recogniser, count)
             tried.add(kind)
     return TensorStyles(count=count, styles=found)
+
+
+def without_experts(tensor: TensorStyles, experts: TensorStyles) -> TensorStyles:
+    """The styles of a tensor group for all but these experts, which each of its members holds whole, and computes."""
+    places = tuple(f"{style.where}." for style in experts.styles.values() if isinstance(style, ExpertLayer))
+    styles = {name: style for name, style in tensor.styles.items() if not f"{name}.".startswith(places)}
+    if tensor.count > 1 and not styles:
+        raise StyleError(
+            f"{tensor.count} tensor ranks would divide experts alone, which {experts.count} expert ranks divide: "
+            f'expected "tensor": 1, or tensor_parallel= for attention and dense layers'
+        )
+    return replace(tensor, styles=styles)
 
 
 def _check(model: nn.Module, found: Mapping[str, ExpertLayer], count: int) -> None:

@@ -11,7 +11,7 @@ section 3) are `enter` and `leave`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
@@ -71,6 +71,11 @@ class TensorGroup:
     def noted(self) -> AbstractContextManager[None]:
         """Context of a collective that timelines show."""
         return nullcontext() if self._exchanges is None else self._exchanges.noted()
+
+    def note_rows(self, by_member: Sequence[int]) -> None:
+        """Note how many rows of tokens each member's experts compute."""
+        if self._exchanges is not None:
+            self._exchanges.rows(by_member, self.index)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if self._on_bytes is not None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from uuid import uuid4
 
 import torch
@@ -28,6 +29,7 @@ from ..shards.shard import Shard
 from ..shards.style import style_of, uncut
 from ..shards.tensor_group import TensorGroup
 
+NOTHING: Mapping[str, ParallelStyle] = MappingProxyType({})
 _COMPARISONS = 2  # update groups whose gradients are compared
 
 
@@ -35,17 +37,21 @@ class MemberShards:
     """Parts of a model's divided parameters by name; all others are whole on every member.
 
     Arguments:
-        by_member: name -> [T] shards of the members, of a tensor group or an expert group.
+        by_member: name -> [T] shards of the members, of a tensor group or, those in `experts`, of an expert group.
         originals: full tensors of this process's model, by name, until they are spread.
     """
 
     def __init__(
-        self, collectives: Collectives, by_member: Mapping[str, Sequence[Shard]], originals: Mapping[str, torch.Tensor]
+        self,
+        collectives: Collectives,
+        by_member: Mapping[str, Sequence[Shard]],
+        originals: Mapping[str, torch.Tensor],
+        experts: Collection[str] = (),
     ) -> None:
         self._collectives = collectives
         self._by_member = by_member
         self._originals = dict(originals)
-        self._own = collectives.weight_members.index(collectives.rank)
+        self._experts = frozenset(experts)
         # Number by names of gradients; None: while none are made.
         self._comparisons = Counter[tuple[str, ...]]() if len(collectives.tensor_members) > 1 else None
         self._undo: Callable[[], None] | None = None
@@ -105,11 +111,19 @@ class MemberShards:
 
     def counts(self, name: str) -> bool:
         """Whether this member's part is counted in sums over the group; whole tensors count on the first member."""
-        return name in self._by_member or self._collectives.is_first_member
+        is_divided = name in self._by_member and name not in self._experts
+        return is_divided or self._collectives.is_first_member
+
+    def is_of_experts(self, name: str) -> bool:
+        return name in self._experts
 
     def shard(self, name: str, local: torch.Tensor) -> Shard:
         shards = self._by_member.get(name)
-        return Shard.whole(tuple(local.shape)) if shards is None else shards[self._own]
+        if shards is None:
+            return Shard.whole(tuple(local.shape))
+        together = self._collectives
+        members = together.expert_members if name in self._experts else together.tensor_members
+        return shards[members.index(together.rank)]
 
     def gather(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The full tensor from the members' parts. Collective over the group."""
@@ -118,9 +132,10 @@ class MemberShards:
             return local
         full = local.new_empty(shards[0].full)
         collectives, what = self._collectives, f"gathering the parts of {name!r}"
-        is_even = len(collectives.tensor_members) > 1  # else a member may have nothing of it
-        gather = collectives.tensor_gather if is_even else collectives.weight_gather
-        parts = gather(local if is_even else local.cpu(), what=what)
+        if name in self._experts:  # of which a member may have nothing
+            parts = collectives.gather_among(collectives.expert_members, local.cpu(), what=what)
+        else:
+            parts = collectives.tensor_gather(local, what=what)
         for shard, part in zip(shards, parts, strict=True):
             shard.put(part, full)
         return full
@@ -140,22 +155,56 @@ class MemberShards:
         return self._originals.get(name, local)
 
 
-def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberShards:
-    """Cut a model's modules for the tensor or expert group of this process. Collective over the group. `styles`: by
-    module name. Raises ValueError for modules that can't be cut so, and where members have models of other shapes."""
-    root, collectives = run.root, run.collectives
-    members = collectives.weight_members
-    if len(members) == 1 or not styles:
+def divide_over_group(
+    run: Run, styles: Mapping[str, ParallelStyle], experts: Mapping[str, ParallelStyle] = NOTHING
+) -> MemberShards:
+    """Cut a model's modules for the tensor and the expert group of this process. Collective over both. `styles`,
+    `experts`: by module name, for either. Raises ValueError for modules that can't be cut so, and where members have
+    models of other shapes."""
+    root, collectives, by_member = run.root, run.collectives, dict[str, Sequence[Shard]]()
+    both = ((collectives.tensor_members, styles), (collectives.expert_members, experts))
+    axes = [(members, own) for members, own in both if len(members) > 1 and own]
+    if not axes:
         return MemberShards(collectives, {}, {})
     _refuse_hooks(root)
     parameters = dict(root.named_parameters(remove_duplicate=False))
     with as_recipes(root.parameters()):
-        full = {id(parameter): parameter.data for parameter in parameters.values()}
+        full = {name: parameter.data for name, parameter in parameters.items()}
+
+    def undo() -> None:
+        uncut(root)
+        with as_recipes(root.parameters()):
+            for name, parameter in parameters.items():
+                parameter.data = full[name]
+
+    try:
+        for members, own in axes:
+            divided = _divide(run, members, own, parameters, is_meta=any(x.is_meta for x in full.values()))
+            by_member |= divided
+    except BaseException:
+        undo()
+        raise
+    originals = {name: x for name, x in full.items() if name in by_member and not x.is_meta}
+    found = MemberShards(collectives, by_member, originals, divided if experts else ())
+    found._undo = undo
+    return found
+
+
+def _divide(
+    run: Run,
+    members: tuple[int, ...],
+    styles: Mapping[str, ParallelStyle],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    is_meta: bool,
+) -> dict[str, Sequence[Shard]]:
+    """Shards of each of these members by name, of what their styles divide."""
+    root, collectives = run.root, run.collectives
     # DTensor caches by mesh, with that mesh's groups: for an equal mesh those of another, maybe closed, pipeline.
-    unique = f"tensor_{uuid4().hex}"
-    mesh = DeviceMesh.from_group(collectives.weight_group, run.options.device.type, mesh_dim_names=(unique,))
+    unique, process_group = f"tensor_{uuid4().hex}", collectives.group_of(members)
+    mesh = DeviceMesh.from_group(process_group, run.options.device.type, mesh_dim_names=(unique,))
     group = TensorGroup(
-        collectives.weight_group,
+        process_group,
         index=members.index(collectives.rank),
         count=len(members),
         on_region=run.seeder.region,
@@ -163,33 +212,20 @@ def divide_over_group(run: Run, styles: Mapping[str, ParallelStyle]) -> MemberSh
     )
     with as_recipes(root.parameters()):
         shards = cut_by_styles(root, styles, group, mesh=mesh)
-
-    def undo() -> None:
-        uncut(root)
-        with as_recipes(root.parameters()):
-            for parameter in parameters.values():
-                parameter.data = full[id(parameter)]
-
     by_id = {id(parameters[name]): shard for name, shard in shards.items()}
     own = {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
-    mine = own, any(x.is_meta for x in full.values())
-    gathered = collectives.weight_gather(mine, what="comparing the parts of a group")
-    everyone = [theirs for theirs, _ in gathered]
+    gathered = collectives.gather_among(members, (own, is_meta), what="comparing the parts of a group")
     first, first_is_meta = gathered[0]
-    for member, (theirs, is_meta) in zip(members, gathered, strict=True):
+    for member, (theirs, its_is_meta) in zip(members, gathered, strict=True):
         differing = [name for name in first if name not in theirs or theirs[name].full != first[name].full]
-        differing = differing if is_meta == first_is_meta else [*first]
+        differing = differing if its_is_meta == first_is_meta else [*first]
         if differing or first.keys() != theirs.keys():
             name = (differing or sorted(first.keys() ^ theirs.keys()))[0]
             raise ValueError(
                 f"{collectives.name_of(member)} has divided {name!r} unlike {collectives.name_of(members[0])}: "
                 f"expected the same model and tensor_parallel= in every process"
             )
-    by_member = {name: [theirs[name] for theirs in everyone] for name in own}
-    originals = {name: x for name in own if not (x := full[id(parameters[name])]).is_meta}
-    found = MemberShards(collectives, by_member, originals)
-    found._undo = undo
-    return found
+    return {name: [theirs[name] for theirs, _ in gathered] for name in own}
 
 
 def _figures(gradient: torch.Tensor | None) -> torch.Tensor:

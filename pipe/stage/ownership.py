@@ -122,15 +122,15 @@ class Ownership:
         """Ranks that hold the same of a tensor: of experts those of this process's number in their expert group."""
         index, count = self.run.layout.place.expert
         ranks = self.stage_ranks(name)
-        return tuple(rank for rank in ranks if rank % count == index) if self.group.is_divided(name) else ranks
+        return tuple(rank for rank in ranks if rank % count == index) if self.group.is_of_experts(name) else ranks
 
     def all_holders(self) -> set[tuple[int, ...]]:
         """Several ranks that hold the same of a trainable parameter, of any; the same on every rank."""
         found, count = set(), self.run.layout.place.mesh.expert
         for name, parameter in self.parameters():
-            ranks, is_divided = self.stage_ranks(name), self.group.is_divided(name)
+            ranks, is_of_experts = self.stage_ranks(name), self.group.is_of_experts(name)
             if parameter.requires_grad:
-                found |= {ranks[i::count] for i in range(count)} if is_divided else {ranks}
+                found |= {ranks[i::count] for i in range(count)} if is_of_experts else {ranks}
         return {ranks for ranks in found if len(ranks) > 1}
 
     def stage_ranks(self, name: str) -> tuple[int, ...]:

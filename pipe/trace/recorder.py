@@ -11,6 +11,7 @@ from ...partition.profiler.clock import Clock, Stamp
 from ...schedules import Action, Collective, Message, Op, Span
 from ...schedules.timing.records import RankRecord, launches
 from ...schedules.timing.spread import TimedAction
+from ...schedules.timing.timeline import ExpertRows
 
 _WINDOW = 400  # durations remembered of each (stage, op)
 _STEPS = 50  # of which each action's is remembered
@@ -22,6 +23,7 @@ class _Stamps(NamedTuple):
     """Stamps of one step.
 
     data: waits for its batch. fused: I that ran as one backward with the W after it. exchanges: within actions.
+    rows: of actions with divided experts.
     """
 
     actions: list[tuple[Action, Stamp, Stamp]]
@@ -30,10 +32,11 @@ class _Stamps(NamedTuple):
     data: list[tuple[Stamp, Stamp]]
     fused: set[Action]
     exchanges: list[tuple[Collective, Stamp, Stamp]]
+    rows: list[tuple[Action, ExpertRows]]
 
     @classmethod
     def none(cls) -> _Stamps:
-        return cls([], [], [], [], set(), [])
+        return cls([], [], [], [], set(), [], [])
 
 
 class RankRecorder:
@@ -53,6 +56,7 @@ class RankRecorder:
         self._now = _Stamps.none()
         self._following = _Stamps.none()  # of the next step: waits for its batch
         self._within: list[tuple[Stamp, Stamp]] = []  # exchanges of the action that runs
+        self._rows: list[ExpertRows] = []  # of its layers
         self._remembered = 0  # actions of this step whose durations are taken already
         self._waited: list[tuple[int, Stamp, Stamp]] = []  # with the number of actions of this step before
         self._overheads: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOW))
@@ -102,6 +106,7 @@ class RankRecorder:
         self._now, self._following = self._following, _Stamps.none()
         self._remembered, self._waited = 0, []
         self._within.clear()  # those from when stages were built
+        self._rows.clear()
 
     def runs_as_one(self, fused: Collection[Action]) -> None:
         """Note that each of these I and its W run as one backward, half of whose time is recorded for either."""
@@ -119,10 +124,18 @@ class RankRecorder:
             what = Collective((action.stage,), Op.EXCHANGE, action.index)
             self._now.exchanges.extend((what, start, end) for start, end in self._within)
             self._within.clear()
+        if self._rows:
+            own, busiest, means = zip(*self._rows, strict=True)
+            self._now.rows.append((action, ExpertRows(sum(own), sum(busiest), sum(means))))
+            self._rows.clear()
 
     def exchange(self, start: Stamp, end: Stamp) -> None:
         """Note what members exchanged within the action that runs."""
         self._within.append((start, end))
+
+    def rows(self, by_member: Sequence[int], index: int) -> None:
+        """Note how many rows each member's experts compute in a layer of the action that runs; `index`: of this one."""
+        self._rows.append(ExpertRows(by_member[index], max(by_member), sum(by_member) / len(by_member)))
 
     def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
         self._now.waits.extend((message, start, end) for message in messages)
@@ -162,6 +175,7 @@ class RankRecorder:
                 collectives=tuple(Span(c, at(start), at(end)) for one in steps for c, start, end in one.collectives),
                 data=tuple((at(start), at(end)) for one in steps for start, end in one.data),
                 exchanges=tuple(Span(c, at(start), at(end)) for one in steps for c, start, end in one.exchanges),
+                rows=tuple(each for one in steps for each in one.rows),
                 step=(at(step[0]), at(step[1])) if len(step) == 2 else None,
             )
 

@@ -233,7 +233,8 @@ class Verifier:
         if self._regions is None:
             return None
         group = self._ownership.group
-        together = partial(self._collectives.weight_gather, what="comparing inputs of divided modules")
+        members, what = self._collectives.tensor_members, "comparing inputs of divided modules"
+        together = partial(self._collectives.gather_among, members, what=what)
         with untouched(self._parts.root, device=self._options.device):
             return self._regions.first_difference(shard=group.shard, full=group.gather, together=together)
 

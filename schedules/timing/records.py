@@ -13,7 +13,7 @@ from ..ir import COMPUTE_OPS, LAST_USES, MOVE_OPS, Action, Collective, Op, Sched
 from ..lowering.calls import RunCalls
 from ..messages import STAGE_KINDS, Message
 from ..program import indices_per_batch
-from .timeline import RankTrace, Span, Timeline, What
+from .timeline import ExpertRows, RankTrace, Span, Timeline, What
 
 Moment = TypeVar("Moment")
 _REALLY_WAITED = 20e-6  # [s]: below this, a message arrived before it was needed
@@ -28,6 +28,7 @@ class RankRecord:
         collectives: from when this rank began them to their end.
         data: when this rank began to wait for a batch, and had it.
         exchanges: within actions, from when this rank began them to their end.
+        rows: of actions in which experts, divided over a group, computed.
         step: when this rank's step began and ended, including everything outside of its actions; None: not stamped.
         offset: to add to this rank's times to compare them with rank 0's (hosts differ) [s].
         error: most that the offset may be wrong by [s].
@@ -38,6 +39,7 @@ class RankRecord:
     collectives: tuple[Span[Collective], ...] = ()
     data: tuple[tuple[float, float], ...] = ()
     exchanges: tuple[Span[Collective], ...] = ()
+    rows: tuple[tuple[Action, ExpertRows], ...] = ()
     step: tuple[float, float] | None = None
     offset: float = 0.0
     error: float = 0.0
@@ -84,6 +86,7 @@ def assemble_timeline(schedule: Schedule, records: Sequence[RankRecord | None]) 
                 comm=tuple(sorted(comm, key=lambda span: span.start)),
                 collectives=collectives,
                 exchanges=exchanges,
+                rows=record.rows,
                 data=tuple((s + record.offset, e + record.offset) for s, e in record.data if e - s >= _REALLY_WAITED),
             )
         )
@@ -153,12 +156,11 @@ def assemble_stream(calls: RunCalls, records: Sequence[RankRecord | None]) -> Ti
     since = 0 if calls.is_alone(last) else calls.flush_first
     first = min((each for each in batches if each >= since), default=0)
 
+    def rebased_index(what: What) -> What:
+        return what._replace(index=what.index - first * indices_per_batch(schedule, what))
+
     def moved(spans: Sequence[Span[What]]) -> tuple[Span[What], ...]:
-        return tuple(
-            Span(what._replace(index=what.index - first * indices_per_batch(schedule, what)), start, end)
-            for what, start, end in spans
-            if batch(what) >= since
-        )
+        return tuple(Span(rebased_index(what), start, end) for what, start, end in spans if batch(what) >= since)
 
     def moved_record(record: RankRecord) -> RankRecord:
         return replace(
@@ -167,6 +169,7 @@ def assemble_stream(calls: RunCalls, records: Sequence[RankRecord | None]) -> Ti
             arrivals=moved(record.arrivals),
             collectives=moved(record.collectives),
             exchanges=moved(record.exchanges),
+            rows=tuple((rebased_index(what), rows) for what, rows in record.rows if batch(what) >= since),
             data=tuple(wait for wait in record.data if wait[0] >= begins(record)),
         )
 

@@ -38,12 +38,27 @@ class Span(NamedTuple, Generic[Of]):
     end: float
 
 
+class ExpertRows(NamedTuple):
+    """Rows of tokens that divided experts computed in an action, all its layers together.
+
+    own: on this rank. busiest: in each layer on the member of its group with the most. mean: of the members.
+    """
+
+    own: int
+    busiest: int
+    mean: float
+
+    def __str__(self) -> str:
+        return f"{self.own:,} rows, the busiest member {self.busiest / (self.mean or 1):.2f} times the mean"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
     """One rank: spans in ascending order of start; compute spans do not overlap.
 
     comm holds the messages that this rank received, moves the OFFLOAD and RELOAD of its program, exchanges what its
-    actions sent within the groups of their stages, data the waits for a batch (measured runs only).
+    actions sent within the groups of their stages; measured runs alone have data, the waits for a batch, and rows, of
+    actions with experts.
     """
 
     compute: tuple[Span[Action], ...]
@@ -52,6 +67,7 @@ class RankTrace:
     moves: tuple[Span[Action], ...] = ()
     data: tuple[tuple[float, float], ...] = ()
     exchanges: tuple[Span[Collective], ...] = ()
+    rows: tuple[tuple[Action, ExpertRows], ...] = ()
 
     @property
     def busy(self) -> float:
@@ -215,6 +231,14 @@ class Timeline:
         return derive_versions(self.schedule).peak_live
 
     @property
+    def busiest_member(self) -> float | None:
+        """Rows of the busiest members of expert groups over the mean, all layers and microbatches together; None where
+        no rows were counted."""
+        rows = [each for rank in self.ranks for _, each in rank.rows]
+        mean = sum(each.mean for each in rows)
+        return sum(each.busiest for each in rows) / mean if mean else None
+
+    @property
     def staleness(self) -> tuple[int, ...]:
         """Per rank, the most updates between the weights of a gradient and those it is applied to."""
         return derive_versions(self.schedule).staleness
@@ -226,7 +250,8 @@ class Timeline:
             return tuple(Span(what, start + offset, end + offset) for what, start, end in spans)
 
         ranks = tuple(
-            RankTrace(
+            replace(
+                r,
                 compute=move(r.compute),
                 comm=move(r.comm),
                 collectives=move(r.collectives),
@@ -247,6 +272,7 @@ class Timeline:
                 "collectives": [[str(what), start, end] for what, start, end in rank.collectives],
                 **({"moves": [[str(what), start, end] for what, start, end in rank.moves]} if rank.moves else {}),
                 **({"exchanges": [[str(w), s, e] for w, s, e in rank.exchanges]} if rank.exchanges else {}),
+                **({"rows": [[str(what), *rows] for what, rows in rank.rows]} if rank.rows else {}),
                 **({"data": [list(wait) for wait in rank.data]} if rank.data else {}),
             }
             for rank in self.ranks
@@ -275,6 +301,7 @@ class Timeline:
                     moves=tuple(_span(Action.parse(what), *times) for what, *times in rank.get("moves", ())),
                     data=tuple((float(start), float(end)) for start, end in rank.get("data", ())),
                     exchanges=tuple(_span(Collective.parse(w), *times) for w, *times in rank.get("exchanges", ())),
+                    rows=tuple((Action.parse(what), ExpertRows(*rows)) for what, *rows in rank.get("rows", ())),
                 )
                 for rank in data["ranks"]
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from ..ir import Action, Collective, Schedule
 from ..messages import Message, MessageKind
 from ..timing.records import RankRecord, was_waited_for
-from ..timing.timeline import Span
+from ..timing.timeline import ExpertRows, Span
 from .clocks import ClockReading
 
 VERSION = 1
@@ -135,19 +135,29 @@ def _record(record: RankRecord) -> dict[str, Any]:
         "from": origin,
         **({} if record.step is None else {"step": [at(time) for time in record.step]}),
         **({"data": [[at(start), at(end)] for start, end in record.data]} if record.data else {}),
-        "compute": [[str(what), at(start), at(end)] for what, start, end in record.compute],
+        "compute": _spans(record.compute, at),
         "arrivals": [
             [*what, at(began), at(there)]
             for what, began, there in record.arrivals
             if was_waited_for(what, began, there)
         ],
-        "collectives": [[str(what), at(start), at(end)] for what, start, end in record.collectives],
+        "collectives": _spans(record.collectives, at),
+        **({"exchanges": _spans(record.exchanges, at)} if record.exchanges else {}),
+        **({"rows": [[str(what), *rows] for what, rows in record.rows]} if record.rows else {}),
     }
+
+
+def _spans(spans: Sequence[Span[Any]], at: Callable[[float], float]) -> list[list[Any]]:
+    return [[str(what), at(start), at(end)] for what, start, end in spans]
 
 
 def _read_record(data: Mapping[str, Any]) -> RankRecord:
     origin = float(data["from"])
     step = data.get("step")
+
+    def together(name: str) -> tuple[Span[Collective], ...]:
+        return tuple(Span(Collective.parse(w), origin + start, origin + end) for w, start, end in data.get(name, ()))
+
     return RankRecord(
         data=tuple((origin + start, origin + end) for start, end in data.get("data", ())),
         step=None if step is None else (origin + float(step[0]), origin + float(step[1])),
@@ -156,7 +166,7 @@ def _read_record(data: Mapping[str, Any]) -> RankRecord:
             Span(Message(MessageKind(kind), src, dst, index), origin + began, origin + there)
             for kind, src, dst, index, began, there in data["arrivals"]
         ),
-        collectives=tuple(
-            Span(Collective.parse(what), origin + start, origin + end) for what, start, end in data["collectives"]
-        ),
+        rows=tuple((Action.parse(what), ExpertRows(*rows)) for what, *rows in data.get("rows", ())),
+        collectives=together("collectives"),
+        exchanges=together("exchanges"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from support.inside import DeviceModel, Transformer, TransformerSource, layout_of_plan
 
 from stagewright.comm import World
-from stagewright.partition import Cluster, GivenStage, Plan, evaluate, plan
+from stagewright.partition import Cluster, GivenStage, Plan, PlanStage, evaluate, plan
+from stagewright.schedules import Costs, build, simulate, with_overlap
 
 A100 = DeviceModel.preset("A100-80GB")
 PLAIN: dict[str, Any] = {"schedules": ("1f1b",), "recompute": ("none",), "optimizer_sharding": ("none",)}
@@ -75,20 +77,88 @@ def test_no_split_that_is_given_fits() -> None:
         TransformerSource(transformer=source.transformer, device=A100, splits=((1, 0),))
 
 
-def test_the_runtime_divides_experts_as_planned_and_sequences_not() -> None:
+@pytest.mark.parametrize("axis", ["context", "expert"])
+def test_the_runtime_divides_as_planned(axis: str) -> None:
+    """Sequences too, which it refused: the mesh, and each rank's first process."""
     source, batch = moe(15)
     assert source.cluster is not None
-    best = plan(source, source.cluster, global_batch=batch, runnable=True, **PLAIN)
-    mesh = layout_of_plan(best, World(rank=0, size=4), num_microbatches=None).place.mesh
-    assert (best.context, best.expert) == (1, 2) == (mesh.context, mesh.expert)
-    with pytest.raises(ValueError, match="a plan with context=2: expected 1, or a schedule by name with"):
-        layout_of_plan(replace(best, context=2), World(rank=0, size=4), num_microbatches=None)
-    with pytest.raises(
-        ValueError, match=r"a plan with expert=4, \(2, 2\) replicas, tensor=1 and .* expected tensor=1 and"
+    splits = ((2, 1),) if axis == "context" else ((1, 2), (2, 2))
+    best = plan(replace(source, splits=splits), source.cluster, global_batch=batch, runnable=True, **PLAIN)
+    layout = layout_of_plan(best, World(rank=0, size=4), num_microbatches=None)
+    mesh, members = layout.place.mesh, best.context
+    assert (best.context, best.expert) == (mesh.context, mesh.expert) == (splits[0])
+    assert layout.schedule.num_microbatches == members * (best.num_microbatches or 0)
+    for stage, owners in zip(best.stages, layout.schedule.owners, strict=True):
+        assert [process for rank in owners for process in mesh.members(rank)] == [*stage.ranks]
+    for wrong, text in (
+        ({axis: 4}, rf"a plan with {axis}=4, .* replicas, tensor=. and .*: expected one of context and"),
+        ({"context": 2, "expert": 2}, "a plan with context=2 and expert=2, .*: expected one of context and expert"),
     ):
-        layout_of_plan(replace(best, expert=4), World(rank=0, size=4), num_microbatches=None)
-    with pytest.raises(ValueError, match="the plan divides experts over 2 ranks, which are processes: expected 4"):
+        with pytest.raises(ValueError, match=text):
+            layout_of_plan(replace(best, **wrong), World(rank=0, size=4), num_microbatches=None)
+    what = "sequences" if axis == "context" else "experts"
+    with pytest.raises(ValueError, match=f"divides {what} over 2 ranks, which are processes: expected 4 .* {axis}=1"):
         layout_of_plan(best, World(rank=0, size=1), num_microbatches=None)
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"expert": 2}])
+def test_a_plan_pipeline_by_pipeline_has_figures_of_its_own_processes(sizes: dict[str, int]) -> None:
+    """A trace gave a rank the memory limit of another stage's."""
+    width = sizes.get("context", 1)
+    rows = [[r for d in (0, 2) for r in range((p + d) * width, (p + d + 1) * width)] for p in (0, 1)]
+    stages = [
+        PlanStage(nodes=(str(p),), ranks=tuple(row), tensor=width, step_seconds=1, memory_limit=p + 1.0)
+        for p, row in enumerate(rows)
+    ]
+    found = Plan(
+        stages=tuple(stages),
+        num_devices=4 * width,
+        costs=Costs(forward=1, backward=2),
+        cost_model="default",
+        bottleneck=1,
+        bound=1,
+        schedule="1f1b",
+        num_microbatches=4,
+        **sizes,
+    )
+    layout = layout_of_plan(found, World(rank=0, size=4 * width), num_microbatches=None)
+    mesh = layout.place.mesh
+    assert mesh.order[0] == "data"
+    limits = found.by_group(found.memory_limits, [mesh.members(rank)[0] for rank in range(mesh.num_ranks)])
+    assert limits is not None
+    for stage, owners in enumerate(layout.schedule.owners):
+        assert {limits[rank] for rank in owners} == {stage + 1.0}
+
+
+def test_pairs_are_chosen_where_they_take_less_and_can_run() -> None:
+    """Against the schedule with pairs, simulated apart from the search; the runtime has pairs of experts on the CPU."""
+    model = Transformer(experts=4, top_k=2, layers=4, hidden=512, heads=4, vocabulary=1000, length=1024)
+    cluster = Cluster.parse("4:nvlink=10GB/s:80GB")
+    profile = TransformerSource(transformer=model, device=A100, cluster=cluster, expert=2).profile(
+        microbatch_size=1, tensor=1
+    )
+    find = partial(
+        plan, cluster=cluster, global_batch=16, pipeline_sizes=(2,), **{**PLAIN, "schedules": ("dualpipe-v",)}
+    )
+    found = find(profile)
+    assert found.overlaps
+    schedule = with_overlap(build("dualpipe-v", num_ranks=2, num_microbatches=8))
+    own = simulate(schedule, found.costs, found.links).batch_seconds
+    assert found.simulated_step_time == own
+    assert own < simulate(replace(schedule, overlapped=()), found.costs, found.links).batch_seconds
+    assert found.build_schedule().overlapped
+    text = "less than the best of actions one after the other, pipe 2 x data 2 x experts over 2, dualpipe-v V=2, micro"
+    assert any(text in note for note in found.notes)
+    assert Plan.from_json(found.to_json()) == found
+    # What can't run, or gains nothing
+    assert not find(profile, runnable=True).overlaps
+    assert find(replace(profile, device="cpu"), runnable=True).overlaps
+    assert not find(profile, recompute=("full",)).overlaps
+    needed = max(found.memory_bytes.values()) + 300e6  # of CUDA's context
+    assert find(profile, memory_limit=needed).overlaps
+    assert not find(profile, memory_limit=needed - 1).overlaps
+    free = [replace(n, forward_exchange_seconds=0.0, backward_exchange_seconds=0.0) for n in profile.nodes]
+    assert not find(replace(profile, nodes=free)).overlaps
 
 
 @pytest.mark.parametrize(("context", "expert"), [(1, 2), (2, 1), (2, 2), (1, 1)])

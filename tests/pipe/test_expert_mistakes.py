@@ -9,11 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.experts import NUMBER, WIDTH, Expert, Listed, Stacked, Weights, batch, model, pipeline
+from support.inside import Column, ListedExperts, TensorStyles, without_experts
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stagewright import Mesh, PipelineModule, Precision
+
+
+def test_a_tensor_group_divides_all_but_the_experts() -> None:
+    experts = TensorStyles(count=2, styles={"1": ListedExperts("1", NUMBER, "experts")})
+    inside, outside = {"1.experts.0.up": Column()}, {"1.gate": Column(), "1.experts_too": Column()}
+    found = without_experts(TensorStyles(count=2, styles=inside | outside), experts)
+    assert found.styles == outside
+    with pytest.raises(ValueError, match="2 tensor ranks would divide experts alone, which 2 expert ranks divide"):
+        without_experts(TensorStyles(count=2, styles=inside), experts)
 
 
 class Odd(nn.Module):

@@ -15,38 +15,37 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.experts import NUMBER, WIDTH, Batched, Expert, Listed, Stacked, batch, model, pipeline
 from support.inside import ListedExperts, TensorGroup
+from support.plain import trained_plainly
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stagewright import Mesh, PeerLost, PipelineModule
-from stagewright.partition import Plan, PlanStage
-from stagewright.schedules import Costs
 
 
-def _plain(steps: int, replicas: int, *, delay: int = 0, samples: int = 4) -> tuple[list[float], Any]:
-    plain = model()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    losses, versions = [], [{k: v.clone() for k, v in plain.state_dict().items()}] * (delay + 1)
-    for step in range(steps):
-        newest = {k: v.clone() for k, v in plain.state_dict().items()}
-        plain.load_state_dict(versions[-1 - delay])
-        whole = [torch.cat(x) for x in zip(*(batch(r, step, samples) for r in range(replicas)), strict=True)]
-        loss = F.mse_loss(plain(whole[0]), whole[1])
-        optimizer.zero_grad()
-        loss.backward()
-        losses.append(loss.item())
-        plain.load_state_dict(newest)
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        versions.append({k: v.clone() for k, v in plain.state_dict().items()})
-    return losses, plain
+def _joined(replicas: int, step: int) -> tuple[Tensor, Tensor]:
+    x, y = (torch.cat(each) for each in zip(*(batch(r, step) for r in range(replicas)), strict=True))
+    return x, y
 
 
 def _over_context(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "batch", partial(batch, length=8))
         return _trained(options, {"pipe": 1, "context": 2, "expert": 2, **mesh})
+
+
+class Dense(nn.Sequential):
+    """What a tensor group divides."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))
+
+
+def _over_tensors(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        make = model
+        patch.setitem(globals(), "model", lambda: make(Listed(), Dense(), Stacked(), Dense()))
+        return _trained(options, {"expert": 2, "tensor": 2, "tensor_parallel": "auto", **mesh})
 
 
 def _trained(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
@@ -64,7 +63,7 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
         **options,
     ) as pipe:
         replica, count = pipe.replica
-        expected, plain = _plain(3, count, delay=delay)
+        expected, plain = trained_plainly(model(), lambda step: _joined(count, step), F.mse_loss, steps=3, delay=delay)
         results = [pipe.train_step(*batch(replica, step)) for step in range(3)] + pipe.flush()
         found = [result.loss for result in results if result.loss is not None]
         differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]
@@ -72,7 +71,7 @@ def _trained(options: dict[str, Any], mesh: dict[str, Any]) -> list[float]:
         differences += [float((state[name] - x).abs().max()) for name, x in plain.state_dict().items()]
         plain.load_state_dict(state)
         x, y = batch(replica, 3)
-        whole = [torch.cat(x) for x in zip(*(batch(r, 3) for r in range(count)), strict=True)]
+        whole = _joined(count, 3)
         loss = pipe.eval_step(x, y).loss
         differences.append(abs((math.nan if loss is None else loss) - F.mse_loss(plain(whole[0]), whole[1]).item()))
         output = pipe.predict(x)
@@ -129,6 +128,23 @@ def test_with_schedules_and_data_replicas(gloo: Pool, options: dict[str, Any], m
 )
 def test_with_context_groups(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
     for differences in gloo.run(_over_context, ranks=4, args=(options, mesh)):
+        assert max(differences) < 1e-10
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "mesh"),
+    [
+        ({"schedule": "1f1b"}, {"pipe": 2}),
+        ({"schedule": "2bw"}, {"pipe": 1, "order": ("pipe", "tensor", "data", "expert", "context")}),
+        ({"schedule": "1f1b", "recompute": "full"}, {"pipe": 1, "data": 2, "data_parallel": "zero1"}),
+    ],
+)
+def test_with_tensor_groups(gloo: Pool, options: dict[str, Any], mesh: dict[str, Any]) -> None:
+    """A tensor group divides dense layers, and each of its members computes the same rows in experts of its own."""
+    ranks = 4 * mesh["pipe"] * mesh.get("data", 1)
+    for differences in gloo.run(_over_tensors, ranks=ranks, args=(options, mesh)):
         assert max(differences) < 1e-10
 
 
@@ -243,6 +259,23 @@ class Hot(Listed):
     def choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen = super().choose(tokens)
         return weights, torch.zeros_like(chosen)
+
+
+def _counted() -> list[Any]:
+    with pipeline({"pipe": 1, "expert": 2}, model=model(Hot(), Hot()), recompute="full") as pipe:
+        timeline = pipe.forward_backward(*batch(pipe.replica[0], 0)).timeline()
+    assert timeline.busiest_member == 2.0
+    return [[(str(action), *rows) for action, rows in trace.rows] for trace in timeline.ranks]
+
+
+@pytest.mark.gloo
+@pytest.mark.thorough
+def test_timelines_know_the_rows_of_each_members_experts(gloo: Pool) -> None:
+    """Two layers, whose first member gets two choices of two samples of five tokens of both, again in the backward."""
+    names = [f"0{op}{k}" for op in "FB" for k in (0, 2)]
+    for found in gloo.run(_counted, ranks=2):
+        assert sorted(found[0]) == sorted((name, 80, 80, 40.0) for name in names)
+        assert sorted(each[1:] for each in found[1]) == [(0, 80, 40.0)] * 4
 
 
 class Only(Listed):
@@ -364,12 +397,13 @@ class Noisy(Listed):
         self.experts = nn.ModuleList(nn.Sequential(Expert(), nn.Dropout(0.5)) for _ in range(NUMBER))
 
 
-def _with_dropout() -> list[float]:
-    """Largest differences of a loss and of gradients of those who recompute from those who do not."""
+def _with_dropout(mesh: Mesh) -> list[float]:
+    """Largest differences of a loss and of gradients of those who recompute from those who do not. Members of a tensor
+    group, which compare gradients of what they hold whole, draw the same numbers in experts."""
     found: list[list[Tensor]] = []
     for is_on, recompute in ((False, "none"), (True, "none"), (False, "full")):
-        own = model(nn.Tanh(), Checkpointed(Noisy(), is_on=is_on), Checkpointed(Noisy(), is_on=is_on))
-        with pipeline({"pipe": 1, "expert": 2}, model=own, recompute=recompute) as pipe:
+        own = model(Dense(), Checkpointed(Noisy(), is_on=is_on), Checkpointed(Noisy(), is_on=is_on))
+        with pipeline(mesh, model=own, recompute=recompute) as pipe:
             pipe.forward_backward(*batch(0, 0))  # the same on both members
             found.append([p.grad for p in pipe.parameters() if p.grad is not None])
     first, *others = found
@@ -378,10 +412,12 @@ def _with_dropout() -> list[float]:
 
 @pytest.mark.gloo
 @pytest.mark.thorough
-def test_dropout_in_experts_is_the_same_where_it_is_computed_again(gloo: Pool) -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_dropout_in_experts_is_the_same_where_it_is_computed_again(gloo: Pool, tensor: int) -> None:
     """A checkpoint of the user's restored the numbers of the code around experts, but not theirs: gradients were of
     another mask than the loss."""
-    assert gloo.run(_with_dropout, ranks=2) == [[0.0, 0.0]] * 2
+    mesh = Mesh(pipe=1, expert=2, tensor=tensor, tensor_parallel="auto" if tensor > 1 else None)
+    assert gloo.run(_with_dropout, ranks=2 * tensor, args=(mesh,)) == [[0.0, 0.0]] * 2 * tensor
 
 
 class Breaking(Expert):
@@ -408,55 +444,3 @@ def test_an_expert_that_fails_ends_the_step_of_all_members_with_its_cause(gloo: 
     first, second = gloo.run(_broken, ranks=2)
     assert first == "an expert broke"
     assert "cause: rank 0 failed: RuntimeError: an expert broke" in second
-
-
-def _planned(schedule: str, rows: list[list[int]], **fields: Any) -> float:
-    """As `_trained`, of a plan for four ranks, which all pass the same batch."""
-    delay, samples, steps = int(schedule == "2bw"), 9, 3
-    nodes, chunks = (["0 1", "2", "3 4", "5"], 2) if schedule == "interleaved" else (["0 1 2", "3 4 5"], 1)
-    stages = [
-        PlanStage(nodes=tuple(each.split()), ranks=tuple(rows[at % 2]), step_seconds=1, **fields)
-        for at, each in enumerate(nodes)
-    ]
-    plan = Plan(
-        stages=tuple(stages),
-        num_devices=4,
-        num_chunks=chunks,
-        expert=2,
-        costs=Costs(forward=1, backward=2),
-        cost_model="default",
-        bottleneck=1,
-        bound=1,
-        schedule=schedule,
-        num_microbatches=4,
-    )
-    expected, plain = _plain(steps, 1, delay=delay, samples=samples)
-    optimizer = partial(torch.optim.AdamW, lr=0.05)
-    with PipelineModule(
-        model(), schedule=plan, loss_fn=F.mse_loss, optimizer=optimizer, max_grad_norm=1.0, verify=True
-    ) as pipe:
-        results = [pipe.train_step(*batch(0, step, samples)) for step in range(steps)] + pipe.flush()
-        found = [result.loss for result in results if result.loss is not None]
-        differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]
-        state = pipe.full_state_dict()
-        differences += [float((state[name] - x).abs().max()) for name, x in plain.state_dict().items()]
-        x, y = batch(0, steps, 3)  # in two microbatches: as many on both members
-        differences.append(abs((pipe.eval_step(x, y).loss or 0.0) - F.mse_loss(plain(x), y).item()))
-        with pytest.raises(ValueError, match="a batch of 1 samples over 2 members of an expert group: expected 2"):
-            pipe.eval_step(x[:1], y[:1])
-    return max(differences)
-
-
-@pytest.mark.gloo
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("schedule", "rows", "fields"),
-    [
-        ("1f1b", [[0, 1], [2, 3]], {}),
-        ("1f1b", [[0, 2], [1, 3]], {"recompute": "full", "optimizer_shards": 2}),
-        ("interleaved", [[0, 1], [2, 3]], {}),
-        ("2bw", [[0, 2], [1, 3]], {}),
-    ],
-)
-def test_a_plan_divides_experts(gloo: Pool, schedule: str, rows: list[list[int]], fields: dict[str, Any]) -> None:
-    assert max(gloo.run(_planned, ranks=4, args=(schedule, rows), kwargs=fields)) < 1e-10

@@ -251,7 +251,10 @@ BAD = {
     ),
     "microbatches": ({"plan": GOOD, "num_microbatches": 3}, r"num_microbatches=3 for a plan of 5: expected 5"),
     "open": ({"plan": replace(GOOD, num_microbatches=None)}, r"expected num_microbatches= as well"),
-    "mesh beside it": ({"plan": GOOD, "mesh": {"pipe": 2}}, r"mesh= together with a plan: expected only one of them"),
+    "mesh beside it": (
+        {"plan": GOOD, "mesh": {"pipe": 2}},
+        r"mesh=\{'pipe': 2\} together with a plan of 1-1 on 2 devices: expected only one of them",
+    ),
     "recompute beside it": ({"plan": GOOD, "recompute": "full"}, r"recompute= together with a plan"),
     "no file": ({"plan": "nowhere.json"}, r"nowhere\.json"),
     "no plan": ({"plan": 3}, r"schedule=3: expected a name, a Schedule"),

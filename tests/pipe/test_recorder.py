@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from support.inside import HostClock, RankRecorder, Timed, TimedAction, costs_from_medians
+from support.inside import (
+    HostClock,
+    RankRecorder,
+    Timed,
+    TimedAction,
+    assemble_timeline,
+    costs_from_medians,
+    render_terminal,
+    trace_file,
+)
 
-from stagewright.schedules import Action, Collective, Costs, Message, MessageKind, Op, build, simulate
+from stagewright.schedules import Action, Collective, Costs, Message, MessageKind, Op, Timeline, build, simulate
+from stagewright.viz import Exhibit, MeasuredStep, write_explorer, write_perfetto
 
 ACT = Message(MessageKind.ACT, 0, 1, 0)
 
@@ -261,3 +272,29 @@ def test_exchanges_are_of_the_action_in_which_they_were() -> None:
     recorder.action(Action(0, Op.B, 1), 2.0, 3.0)
     within = Collective((0,), Op.EXCHANGE, 1)
     assert recorder.snapshot()().exchanges == ((within, 0.25, 0.5), (within, 0.5, 0.75), (within, 2.5, 3.0))
+
+
+def test_rows_of_experts_are_added_up_over_the_layers_of_an_action(tmp_path: Path) -> None:
+    """In a file and a timeline, too; none travel from when stages were built, or from another action."""
+    recorder = RankRecorder(HostClock())
+    recorder.rows([9, 9], 0)
+    recorder.begin()
+    for by_member in ([4, 0], [1, 3]):
+        recorder.rows(by_member, 0)
+    recorder.exchange(0.25, 0.5)
+    recorder.action(Action(0, Op.F, 0), 0.0, 1.0)
+    recorder.action(Action(0, Op.B, 0), 1.0, 3.0)
+    record = recorder.snapshot()()
+    assert record.rows == ((Action(0, Op.F, 0), (5, 7, 4.0)),)
+    line = trace_file.parse_line(trace_file.step_line("run", 1, {0: record}).strip())
+    assert trace_file.parse_step(line)[0] == record
+    timeline = assemble_timeline(build("1f1b", num_ranks=1, num_microbatches=1), [record])
+    assert timeline.busiest_member == 7 / 4
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    assert simulate(timeline.schedule, Costs(forward=1, backward=2)).busiest_member is None
+    exhibit, file = Exhibit(name="run", measured=(MeasuredStep(1, timeline),)), tmp_path / "trace.json"
+    assert "busiest member of experts 1.75 x mean" in render_terminal([exhibit], width=90, colour=False)
+    write_perfetto(timeline, file)
+    write_explorer([exhibit], page := tmp_path / "page.html")
+    for text in (file.read_text(), page.read_text()):
+        assert text.count('"5 rows, the busiest member 1.75 times the mean"') == 1

@@ -83,6 +83,32 @@ def agree(make: Make, between: Between = nothing, **options: Any) -> tuple[Any, 
     return one, other
 
 
+def trained_plainly(
+    model: nn.Module,
+    batch_of: Callable[[int], tuple[Tensor, Tensor]],
+    loss_fn: Callable[[Any, Any], Tensor],
+    *,
+    steps: int,
+    delay: int = 0,
+) -> tuple[list[float], nn.Module]:
+    """Losses and the model after AdamW on gradients that are clipped, and of weights `delay` steps before."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses, versions = [], [{k: v.clone() for k, v in model.state_dict().items()}] * (delay + 1)
+    for step in range(steps):
+        newest = {k: v.clone() for k, v in model.state_dict().items()}
+        model.load_state_dict(versions[-1 - delay])
+        x, y = batch_of(step)
+        loss = loss_fn(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        model.load_state_dict(newest)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        versions.append({k: v.clone() for k, v in model.state_dict().items()})
+    return losses, model
+
+
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 

@@ -175,7 +175,8 @@ class TimelineColumns:
     def _row(self, rank: int, bars: Sequence[Bar], idle: Sequence[Span[str]]) -> Columns:
         trace = self.timeline.ranks[rank]
         times: list[int] = []
-        at = 0
+        at, rows = 0, dict(trace.rows)
+        experts = {number: str(rows[what]) for number, what in enumerate(trace.actions) if what in rows}
         for _, start, end in trace.compute:
             begin, stop = self._ticks(start), self._ticks(end)
             times += [begin - at, stop - begin]
@@ -191,6 +192,7 @@ class TimelineColumns:
                 if not isinstance(bar.what, Message)
             ],
             "lanes": 1 + max((bar.lane for bar in bars), default=-1),
+            **({"experts": experts} if experts else {}),
         }
 
     def _shades(self) -> Columns:

@@ -130,7 +130,7 @@
       this.first.push(this.first[rank] + count);
       this.rows.push({
         name: "rank " + rank, rank, stages: row.stages, program, compute: track, idle, lines: row.lanes, lanes: [],
-        together: row.together, shares: this.data.idle_shares && !(this.data.missing || []).includes(rank) ? this.data.idle_shares[rank] : null, tracks: [track],
+        together: row.together, experts: row.experts, shares: this.data.idle_shares && !(this.data.missing || []).includes(rank) ? this.data.idle_shares[rank] : null, tracks: [track],
         memory: null, missing: this.data.missing ? this.data.missing.includes(rank) : false,
       });
     }

@@ -123,6 +123,7 @@
     if (replicas) facts.push(["replicas", replicas]);
     const chunk = row.stages.indexOf(stage);
     facts.push(["stage", stage + (row.stages.length > 1 && chunk >= 0 ? ", chunk " + chunk + " of the rank" : "")]);
+    if (row.experts && row.experts[i]) facts.push(["experts", row.experts[i]]);
     if (schedule.batches > 1) facts.push(["batch", String(panel.batch(op, index))]);
     if (program.versions.length && program.versions[i] >= 0) {
       facts.push([op === "U" ? "makes weights" : "weights", "version " + program.versions[i]]);
