@@ -92,11 +92,17 @@ class BatchReader:
                     lengths = [span.length for span in spans]
             microbatches = [part.arguments for part in parts]
             sizes = [(each.num_samples, length) for each, length in zip(microbatches, lengths, strict=True)]
-            signatures = [Signature.of(each) for each in microbatches]
-            stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signatures)}  # few of them differ
-            inferred = [stages_of[each] for each in signatures]
-            for part, its in zip(parts, inferred, strict=True):
-                self._refuse_shapes_alone(part, its)
+            # Microbatches of one batch differ in the number of samples alone.
+            kinds = range(len(parts)) if given.microbatches or spans else [samples for samples, _ in sizes]
+            first = {kind: k for k, kind in reversed([*enumerate(kinds)])}
+            signature_of = {kind: Signature.of(microbatches[k]) for kind, k in first.items()}
+            stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signature_of.values())}
+            signatures = [signature_of[kind] for kind in kinds]
+            inferred_of = {kind: stages_of[each] for kind, each in signature_of.items()}
+            inferred = [inferred_of[kind] for kind in kinds]
+            if is_shape_alone((given.inputs, given.targets)):
+                for part, its in zip(parts, inferred, strict=True):
+                    self._refuse_shapes_alone(part, its)
             _refuse_one_memory(given, frozenset().union(*(each.written_inputs for each in inferred)))
             self._refuse_float16(inferred)
             wants_grad = any(any(each.wants_grad) for each in signatures)

@@ -102,8 +102,8 @@ def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device
     return (flags, *(zeros(spec) if g is None else g for g, spec in zip(gradients, specs[1:], strict=True)))
 
 
-def unpack(message: Tensors, specs: Sequence[TensorSpec]) -> Gradients:
-    if not has_flags(specs):
+def unpack(message: Tensors) -> Gradients:
+    if message[0].dtype is not torch.uint8:  # as a gradient never is
         return message
     flags, *whole = message
     return tuple(gradient if flag else None for flag, gradient in zip(flags.tolist(), whole, strict=True))

@@ -125,7 +125,8 @@ class RankRecorder:
         self._within.append((start, end))
 
     def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
-        self._now.waits.extend((message, start, end) for message in messages)
+        for message in messages:
+            self._now.waits.append((message, start, end))
         self._waited.append((len(self._now.actions), start, end))
 
     def data(self, start: Stamp) -> None:
