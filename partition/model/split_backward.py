@@ -91,13 +91,13 @@ class WeightGradients:
                 each = owed.pop()  # what it held is free when it is done
                 for weight, gradient in zip(each.weights, each.gradients(), strict=True):
                     if not has_sums:
-                        _accumulate(weight, gradient)
+                        _accumulate(weight, gradient, of=each.tensors)
                         continue
                     key = id(weight)
                     sums[key] = sums[key] + gradient if key in sums else gradient
                     left[key] -= 1
                     if not left[key]:
-                        _accumulate(weight, sums.pop(key))
+                        _accumulate(weight, sums.pop(key), of=each.tensors)
 
 
 class SplitBackward:
@@ -225,9 +225,27 @@ _STRAIGHT = {
 _KNOWN: dict[Any, Instead | Callable[..., Any]] = {**INSTEAD, **_STRAIGHT}
 
 
-def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+def _accumulate(weight: torch.Tensor, gradient: torch.Tensor, *, of: Sequence[torch.Tensor]) -> None:
+    """Add a gradient that was made of the tensors `of`. The first one is kept where autograd keeps it: in memory of its
+    own, laid out as the weight."""
     known = weight.grad
-    if known is None or known.is_sparse or gradient.is_sparse or weight._backward_hooks:
+    if known is None and _is_own(gradient, of) and _is_like(gradient, weight):
+        weight.grad = gradient
+    elif known is None or known.is_sparse or gradient.is_sparse or weight._backward_hooks:
         torch.autograd.backward([weight], [gradient])  # layout, type, hooks, sparse with dense: as autograd does it
     else:
         known += gradient
+
+
+def _is_own(gradient: torch.Tensor, of: Sequence[torch.Tensor]) -> bool:
+    """Whether it has dense memory that no other tensor has: a sum over nothing is what was summed."""
+    if gradient.layout != torch.strided:
+        return False
+    storage = gradient.untyped_storage()
+    others = {part.untyped_storage().data_ptr() for tensor in of for part in parts_of(tensor)}
+    return storage.nbytes() == gradient.nbytes and storage.data_ptr() not in others
+
+
+def _is_like(gradient: torch.Tensor, weight: torch.Tensor) -> bool:
+    has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    return not has_hooks and gradient.dtype == weight.dtype and gradient.stride() == weight.stride()
