@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -94,8 +94,10 @@ class BatchReader:
             sizes = [(each.num_samples, length) for each, length in zip(microbatches, lengths, strict=True)]
             # Microbatches of one batch differ in the number of samples alone.
             kinds = range(len(parts)) if given.microbatches or spans else [samples for samples, _ in sizes]
-            first = {kind: k for k, kind in reversed([*enumerate(kinds)])}
-            signature_of = {kind: Signature.of(microbatches[k]) for kind, k in first.items()}
+            signature_of: dict[int, Signature] = {}
+            for kind, arguments in zip(kinds, microbatches, strict=True):
+                if kind not in signature_of:
+                    signature_of[kind] = Signature.of(arguments)
             stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signature_of.values())}
             signatures = [signature_of[kind] for kind in kinds]
             inferred_of = {kind: stages_of[each] for kind, each in signature_of.items()}
@@ -103,9 +105,9 @@ class BatchReader:
             if is_shape_alone((given.inputs, given.targets)):
                 for part, its in zip(parts, inferred, strict=True):
                     self._refuse_shapes_alone(part, its)
-            _refuse_one_memory(given, frozenset().union(*(each.written_inputs for each in inferred)))
-            self._refuse_float16(inferred)
-            wants_grad = any(any(each.wants_grad) for each in signatures)
+            _refuse_one_memory(given, frozenset().union(*(each.written_inputs for each in stages_of.values())))
+            self._refuse_float16(stages_of.values())
+            wants_grad = any(any(each.wants_grad) for each in stages_of)
             for its in stages_of.values():
                 if (unsent := self._mode.unsent(its.specs)) is not None:
                     stage, slot = unsent
@@ -117,7 +119,7 @@ class BatchReader:
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads_target:
                 targets = self._model_loss.weigh(microbatches)
-            items = [samples * length for samples, length in (sizes[j] for j in self._like)]
+            items = [sizes[j][0] * sizes[j][1] for j in self._like]
             weights = weigh(items, self._group_size)
             return Batch(
                 parts=[
@@ -161,7 +163,7 @@ class BatchReader:
             self._slices_agree = None
         return [part for each in slices for part, _ in each], [span for each in slices for _, span in each]
 
-    def _refuse_float16(self, inferred: Sequence[Inferred]) -> None:
+    def _refuse_float16(self, inferred: Iterable[Inferred]) -> None:
         where = next((each.float16 for each in inferred if each.float16 is not None), None)
         if where is not None and self._options.grad_scaler is None:
             raise ValueError(

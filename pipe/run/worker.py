@@ -205,8 +205,8 @@ class Worker(ABC):
         return inputs
 
     def _take_in(self, wire: Wire, index: int) -> Gradients:
-        """Tensors of the inbox, for one of their consumers; the last one removes the entry."""
-        message, users = wire.message(index), len(wire.users)
+        """Activations of the inbox, for one of their consumers; the last one removes the entry."""
+        message, users = wire.message(index), len(wire.consumers)
         if users > 1:
             taken = self._taken.pop(message, 0) + 1
             if taken < users:
@@ -301,7 +301,7 @@ class TrainingWorker(Worker):
             return [self.updates.loss_gradient(index)]
         gradients: list[torch.Tensor | None] = [None] * num_outputs
         for wire, slots in self._ports[s].gradients:
-            for slot, gradient in zip(slots, self._take_in(wire, index), strict=True):
+            for slot, gradient in zip(slots, self._inbox.pop(wire.message(index)), strict=True):
                 gradients[slot] = added(gradients[slot], gradient)
         return gradients
 
