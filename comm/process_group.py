@@ -231,20 +231,13 @@ def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
                 group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
-class _OnWire(NamedTuple):
-    """How tensors of a layout travel: the layout's checksum, whether there is nothing to send, and whether a tensor is
-    its memory without gaps, in order, of a type that every backend supports."""
-
-    checksum: int
-    is_empty: bool
-    travels_as_it_is: bool
-
-
 @cache
-def _on_wire(spec: TensorSpec) -> _OnWire:
+def _on_wire(spec: TensorSpec) -> tuple[int, bool, bool]:
+    """Of a layout: its checksum, whether there is nothing to send, and whether tensors travel as they are, in order,
+    without gaps, and of a type that every backend supports."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
     is_plain = spec.dtype not in _AS_BYTES and tensor.is_contiguous()
-    return _OnWire(zlib.crc32(repr(spec[:3]).encode()) % _LAYOUTS, tensor.numel() == 0, is_plain)
+    return zlib.crc32(repr(spec[:3]).encode()) % _LAYOUTS, tensor.numel() == 0, is_plain
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

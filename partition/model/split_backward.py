@@ -229,7 +229,7 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor, *, of: Sequence[to
     """Add a gradient that was made of the tensors `of`. The first one is kept where autograd keeps it: in memory of its
     own, laid out as the weight."""
     known = weight.grad
-    if known is None and _is_own(gradient, of) and _is_like(gradient, weight):
+    if known is None and _is_kept(gradient, weight, of):
         weight.grad = gradient
     elif known is None or known.is_sparse or gradient.is_sparse or weight._backward_hooks:
         torch.autograd.backward([weight], [gradient])  # layout, type, hooks, sparse with dense: as autograd does it
@@ -237,15 +237,10 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor, *, of: Sequence[to
         known += gradient
 
 
-def _is_own(gradient: torch.Tensor, of: Sequence[torch.Tensor]) -> bool:
-    """Whether it has dense memory that no other tensor has: a sum over nothing is what was summed."""
-    if gradient.layout != torch.strided:
+def _is_kept(gradient: torch.Tensor, weight: torch.Tensor, of: Sequence[torch.Tensor]) -> bool:
+    hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    if hooks or gradient.layout != torch.strided or gradient.dtype != weight.dtype:
         return False
-    storage = gradient.untyped_storage()
-    others = {part.untyped_storage().data_ptr() for tensor in of for part in parts_of(tensor)}
-    return storage.nbytes() == gradient.nbytes and storage.data_ptr() not in others
-
-
-def _is_like(gradient: torch.Tensor, weight: torch.Tensor) -> bool:
-    has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    return not has_hooks and gradient.dtype == weight.dtype and gradient.stride() == weight.stride()
+    storage, others = gradient.untyped_storage(), [part for tensor in of for part in parts_of(tensor)]
+    is_own = storage.data_ptr() not in {other.untyped_storage().data_ptr() for other in others}
+    return is_own and storage.nbytes() == gradient.nbytes and gradient.stride() == weight.stride()

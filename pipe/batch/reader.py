@@ -92,16 +92,9 @@ class BatchReader:
                     lengths = [span.length for span in spans]
             microbatches = [part.arguments for part in parts]
             sizes = [(each.num_samples, length) for each, length in zip(microbatches, lengths, strict=True)]
-            # Microbatches of one batch differ in the number of samples alone.
-            kinds = range(len(parts)) if given.microbatches or spans else [samples for samples, _ in sizes]
-            signature_of: dict[int, Signature] = {}
-            for kind, arguments in zip(kinds, microbatches, strict=True):
-                if kind not in signature_of:
-                    signature_of[kind] = Signature.of(arguments)
-            stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signature_of.values())}
-            signatures = [signature_of[kind] for kind in kinds]
-            inferred_of = {kind: stages_of[each] for kind, each in signature_of.items()}
-            inferred = [inferred_of[kind] for kind in kinds]
+            signatures = _signatures(microbatches, range(len(parts)) if given.microbatches or spans else sizes)
+            stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signatures)}  # few of them differ
+            inferred = [stages_of[each] for each in signatures]
             if is_shape_alone((given.inputs, given.targets)):
                 for part, its in zip(parts, inferred, strict=True):
                     self._refuse_shapes_alone(part, its)
@@ -186,6 +179,15 @@ class BatchReader:
                 f"expected its values; shapes alone are for ranks whose stages read nothing (pipe.loader(..., "
                 f"same_shapes=True) does it right)"
             )
+
+
+def _signatures(microbatches: Sequence[Arguments], kinds: Sequence[object]) -> list[Signature]:
+    """Of each microbatch. Those of one kind have the same: of a batch that was cut here, those of one size."""
+    known: dict[object, Signature] = {}
+    for kind, arguments in zip(kinds, microbatches, strict=True):
+        if kind not in known:
+            known[kind] = Signature.of(arguments)
+    return [known[kind] for kind in kinds]
 
 
 def _refuse_one_memory(given: Given, written: frozenset[int]) -> None:

@@ -32,7 +32,6 @@ from .weights import WeightVersions
 
 LossOf = Callable[[Tensors, object, bool, Tensors], LossValue]
 
-_GRAPH = {True: torch.enable_grad, False: torch.no_grad}
 _SHOWN = 3  # names in a warning
 
 _DECIDES_ALIKE = (
@@ -142,7 +141,7 @@ class Stage:
             targets = KeptInputs((target,), {}) if runs_again and self._loss_of is not None else None
             copies = [] if targets is None else targets.copies(range(len(targets.tensors)))
             with within(
-                NOTHING if torch.is_grad_enabled() is makes_graph else _GRAPH[makes_graph](),
+                NOTHING if torch.is_grad_enabled() is makes_graph else torch.set_grad_enabled(makes_graph),
                 no_checkpoints_inside() if runs_again else NOTHING,
                 self._split.forward() if is_split else NOTHING,
                 moving.saving() if moving is not None else NOTHING,

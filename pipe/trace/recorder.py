@@ -21,14 +21,13 @@ Timed = tuple[tuple[int, ...], Op]  # an op of a stage, or of several together
 class _Step:
     """Stamps of one step.
 
-    data: waits for its batch. fused: I that ran as one backward with the W after it. exchanges: within actions.
-    waited: with the number of actions before. counts: whether its durations count, and from which action, collective
-    and norm on. is_whole: whether all of them do.
+    waits: with the number of actions before. fused: I that ran as one backward with the W after it. data: waits for
+    the batch. exchanges: within actions. counts: whether its durations count, from which action, collective and norm
+    on. is_whole: whether all of them do.
     """
 
     actions: list[tuple[Action, Stamp, Stamp]] = field(default_factory=list)
-    waits: list[tuple[Message, Stamp, Stamp]] = field(default_factory=list)
-    waited: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)
+    waits: list[tuple[int, Sequence[Message], Stamp, Stamp]] = field(default_factory=list)
     collectives: list[tuple[Collective, Stamp, Stamp]] = field(default_factory=list)
     norms: list[tuple[Stamp, Stamp]] = field(default_factory=list)
     data: list[tuple[Stamp, Stamp]] = field(default_factory=list)
@@ -116,9 +115,7 @@ class RankRecorder:
         self._within.append((start, end))
 
     def wait(self, messages: Sequence[Message], start: Stamp, end: Stamp) -> None:
-        for message in messages:
-            self._now.waits.append((message, start, end))
-        self._now.waited.append((len(self._now.actions), start, end))
+        self._now.waits.append((len(self._now.actions), messages, start, end))
 
     def data(self, start: Stamp) -> None:
         """Note the wait for the next step's batch, which began at `start` and ends now."""
@@ -145,7 +142,9 @@ class RankRecorder:
                     for one in steps
                     for a, start, end in _halved([(a, at(start), at(end)) for a, start, end in one.actions], one.fused)
                 ),
-                arrivals=tuple(Span(m, at(start), at(end)) for one in steps for m, start, end in one.waits),
+                arrivals=tuple(
+                    Span(m, at(start), at(end)) for one in steps for _, each, start, end in one.waits for m in each
+                ),
                 collectives=tuple(Span(c, at(start), at(end)) for one in steps for c, start, end in one.collectives),
                 data=tuple((at(start), at(end)) for one in steps for start, end in one.data),
                 exchanges=tuple(Span(c, at(start), at(end)) for one in steps for c, start, end in one.exchanges),
@@ -233,7 +232,7 @@ class RankRecorder:
         seconds between, without waits."""
         between = self.clock.between
         waited: dict[int, float] = defaultdict(float)
-        for number, start, end in step.waited:
+        for number, _, start, end in step.waits:
             waited[number] += between(start, end)
         for number in range(first, len(step.actions)):
             (action, _, end), (following, start, _) = step.actions[number - 1 : number + 1]
@@ -252,8 +251,8 @@ class RankRecorder:
         if 0 < first < len(actions) and all(action.op is Op.U for action, *_ in actions[first:]):
             middle = self._since(step, actions[first - 1][2], actions[first][1])
             middle -= sum(between(*norm) for norm in step.norms)
-        before = between(step.entered, actions[0][1]) - sum(between(s, e) for n, s, e in step.waited if n == 0)
-        waited = sum(between(s, e) for n, s, e in step.waited if n == first)
+        before = between(step.entered, actions[0][1]) - sum(between(s, e) for n, _, s, e in step.waits if n == 0)
+        waited = sum(between(s, e) for n, _, s, e in step.waits if n == first)
         launched = self._launches(step)
         launching = sum(seconds for n, seconds in self._between(step, 1) if n in launched)
         after = self._since(step, actions[-1][2], step.left)
