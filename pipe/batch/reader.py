@@ -85,19 +85,17 @@ class BatchReader:
                     check_like_example(part.arguments, self._example, has_target=has_target)
             parts = given.on(device, keeps=self._keeps).cut(len(own))
             spans: list[Tokens] = []
-            lengths = [1] * len(parts)
             if self._num_slices > 1 or self._context[1] > 1:
                 parts, spans = self._slice(parts)
-                if self._num_slices > 1:  # else all members have as many tokens of a sample
-                    lengths = [span.length for span in spans]
+            # Members of a context group have as many tokens of a sample.
+            lengths = [span.length for span in spans] if self._num_slices > 1 else [1] * len(parts)
             microbatches = [part.arguments for part in parts]
             sizes = [(each.num_samples, length) for each, length in zip(microbatches, lengths, strict=True)]
             signatures = _signatures(microbatches, range(len(parts)) if given.microbatches or spans else sizes)
             stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signatures)}  # few of them differ
             inferred = [stages_of[each] for each in signatures]
-            if is_shape_alone((given.inputs, given.targets)):
-                for part, its in zip(parts, inferred, strict=True):
-                    self._refuse_shapes_alone(part, its)
+            for part, its in zip(parts, inferred, strict=True) if is_shape_alone((given.inputs, given.targets)) else ():
+                self._refuse_shapes_alone(part, its)
             _refuse_one_memory(given, frozenset().union(*(each.written_inputs for each in stages_of.values())))
             self._refuse_float16(stages_of.values())
             wants_grad = any(any(each.wants_grad) for each in stages_of)

@@ -30,14 +30,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _LOSS = -1  # its number among the units
 _INSIDE = 1 << 62  # marks seeds in regions of divided tensors
 _COMMON = (1 << 30) - 1  # bits of them that all members have, above the own 32, all that the CPU's generator uses
-_OF_ACTION = (
-    "_step",
-    "_microbatch",
-    "_folded",
-    "_active",
-    "_unit",
-    "_outside",
-)  # attributes of a Seeder
+_OF_ACTION = ("_step", "_microbatch", "_folded", "_active", "_unit", "_outside")  # attributes of a Seeder
 MERSENNE_WORDS = 624  # of the state of Python's and numpy's generators, before the index of the next word
 
 
