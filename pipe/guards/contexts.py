@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def within(*contexts: AbstractContextManager[object]) -> AbstractContextManager[None]:
-    """All of these contexts, the first one outermost. Those that do nothing should be NOTHING itself."""
-    return NOTHING if {*contexts} == {NOTHING} else _within(contexts)
-
-
-@contextmanager
-def _within(contexts: tuple[AbstractContextManager[object], ...]) -> Iterator[None]:
+def within(*contexts: AbstractContextManager[object]) -> AbstractContextManager[object]:
+    """Enter all of these contexts, for a `with` that leaves them. Those that do nothing should be NOTHING itself."""
+    if {*contexts} == {NOTHING}:
+        return NOTHING
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
-        yield
+        return stack.pop_all()
