@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
+from itertools import count, cycle
 from typing import NamedTuple
 
 import torch
@@ -45,13 +46,14 @@ class Lanes(NamedTuple):
     process: int
 
 
-_Round = Sequence[tuple[dist.ProcessGroup, int]]  # the group of each lane, and the peer's index in it
 _UnderWay = tuple[int, list[torch.Tensor], list[dist.Work]]  # with its peer
-_Start = Callable[[list[torch.Tensor], int, int], dist.Work]
+_Start = Callable[[list[torch.Tensor], int, int], dist.Work]  # send or receive: of a tensor, the peer's index, the tag
+_Round = Sequence[tuple[_Start, int]]  # of each lane, with the peer's index in it
 
 _COUNTS = 1 << 14  # far above the messages in flight on a link
 _LAYOUTS = 1 << 16
 _NEVER_SENT = _COUNTS * _LAYOUTS
+_AS_BYTES = (torch.bool, torch.bfloat16)  # types that not every backend supports
 _UNTOUCHED = 0xA5  # bytes of a buffer before anything has arrived
 
 
@@ -68,7 +70,9 @@ class ProcessGroupTransport(Transport):
     ) -> None:
         super().__init__(rank)
         self._lanes = lanes
-        self._rounds = {link: _rounds(each) for link, each in lanes.items()}  # by number of the message
+        # By link: what its next message is sent or received with, and the number of its next tensor.
+        self._rounds = {link: cycle(_rounds(each, sends=link[0] == rank)) for link, each in lanes.items()}
+        self._counts = {link: count() for link in lanes}
         self._processes: dict[int, set[int]] = {}  # by peer
         for (sender, receiver), each in lanes.items():
             self._processes.setdefault(sender + receiver - rank, set()).update(lane.process for lane in each)
@@ -76,8 +80,6 @@ class ProcessGroupTransport(Transport):
         self._timeout = timeout
         self.pins = False  # whether buffers of receives are pinned, to be copied to a device
         self._blocking = device.type != "cuda"
-        self._counts: dict[Link, int] = dict.fromkeys(lanes, 0)  # tensors
-        self._num_messages: dict[Link, int] = dict.fromkeys(lanes, 0)
         self._posted: dict[Message, _UnderWay] = {}
         self._watched: dict[Message, list[torch.Tensor]] = {}  # posted ones' last elements
         self._sent: dict[Message, _UnderWay] = {}
@@ -89,8 +91,7 @@ class ProcessGroupTransport(Transport):
         return sum(t.numel() * t.element_size() for _, tensors, _ in self._posted.values() for t in tensors)
 
     def post(self, message: Message, peer: int, specs: Sequence[TensorSpec]) -> None:
-        ((group, index),) = self._next_lanes((peer, self.rank))
-        buffers, works = [], []
+        buffers = []
         for spec in specs:
             shape, stride, dtype, *_ = spec
             buffer = torch.empty_strided(shape, stride, dtype=dtype, device=self._device, pin_memory=self.pins)
@@ -98,10 +99,7 @@ class ProcessGroupTransport(Transport):
             if self.is_watched and self._blocking and buffer.numel():
                 last = buffer.as_strided((1,), (1,), buffer.numel() - 1).view(torch.uint8)
                 self._watched.setdefault(message, []).append(last.fill_(_UNTOUCHED))
-            tag = self._next_tag((peer, self.rank), spec)
-            if buffer.numel():
-                works.append(self._start(group.recv, buffer, index, tag, message=message, peer=peer))
-        self._posted[message] = (peer, buffers, works)
+        self._posted[message] = (peer, buffers, self._start((peer, self.rank), buffers, specs, message, peer))
 
     def is_here(self, message: Message) -> bool:
         """Whether it was received: the last bytes of its buffers, which gloo fills in order, are there."""
@@ -110,14 +108,8 @@ class ProcessGroupTransport(Transport):
 
     def send(self, message: Message, peer: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
         """Start the sends; their tensors are kept until their receipt is known."""
-        lanes = self._next_lanes((self.rank, peer))
-        kept, works = [], []
-        for tensor, spec in zip(tensors, specs, strict=True):
-            kept.append(whole := in_layout(tensor, spec))
-            tag = self._next_tag((self.rank, peer), spec)
-            for group, index in lanes if whole.numel() else ():
-                works.append(self._start(group.send, whole, index, tag, message=message, peer=peer))
-        self._sent[message] = (peer, kept, works)
+        whole = [in_layout(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True)]
+        self._sent[message] = (peer, whole, self._start((self.rank, peer), whole, specs, message, peer))
 
     def wait(self, message: Message, timeout: float) -> tuple[torch.Tensor, ...]:
         peer, buffers, works = self._posted.pop(message)
@@ -170,23 +162,21 @@ class ProcessGroupTransport(Transport):
             for work in works:
                 self._finish(work, message, peer, timeout, _receipt)
 
-    def _next_lanes(self, link: Link) -> _Round:
-        number = self._num_messages[link] = self._num_messages[link] + 1
-        rounds = self._rounds[link]
-        return rounds[number % len(rounds)]
-
-    def _next_tag(self, link: Link, spec: TensorSpec) -> int:
-        count = self._counts[link] = (self._counts[link] + 1) % _COUNTS
-        return count * _LAYOUTS + _checksum(spec)
-
     def _start(
-        self, operation: _Start, tensor: torch.Tensor, index: int, tag: int, *, message: Message, peer: int
-    ) -> dist.Work:
+        self, link: Link, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], message: Message, peer: int
+    ) -> list[dist.Work]:
+        """Start to send or receive a message's tensors, which have the layouts `specs`."""
+        lanes, counts, works = next(self._rounds[link]), self._counts[link], []
         try:
-            return operation([_wire(tensor)], index, tag)
+            for tensor, spec in zip(tensors, specs, strict=True):
+                checksum, is_empty, travels_as_it_is = _on_wire(spec)
+                tag = next(counts) % _COUNTS * _LAYOUTS + checksum
+                for operation, index in () if is_empty else lanes:
+                    works.append(operation([tensor if travels_as_it_is else _wire(tensor)], index, tag))
         except RuntimeError as error:
             story = f"lost the connection to rank {peer} before the {message} ({short_reason(error)})"
             raise PeerLost(story, peers=sorted(self._processes[peer])) from error
+        return works
 
     def _finish(
         self, work: dist.Work, message: Message, peer: int, timeout: float, describe: Callable[[Message, int], str]
@@ -209,10 +199,11 @@ class ProcessGroupTransport(Transport):
             raise PeerLost(story, peers=sorted(self._processes[peer])) from error
 
 
-def _rounds(lanes: Sequence[Lanes]) -> list[_Round]:
-    """The group and peer of each lane for messages 0, 1, ..., up to where they repeat."""
-    count = math.lcm(*[len(lane.groups) for lane in lanes])
-    return [[(lane.groups[n % len(lane.groups)], lane.peer) for lane in lanes] for n in range(count)]
+def _rounds(lanes: Sequence[Lanes], *, sends: bool) -> list[_Round]:
+    """Sends or receives of each lane for messages 0, 1, ..., up to where they repeat."""
+    period = math.lcm(*[len(lane.groups) for lane in lanes])
+    of_message = [[(lane.groups[n % len(lane.groups)], lane.peer) for lane in lanes] for n in range(period)]
+    return [[(group.send if sends else group.recv, index) for group, index in each] for each in of_message]
 
 
 _as_timedelta = cache(partial(timedelta, 0))  # of seconds
@@ -241,17 +232,18 @@ def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 @cache
-def _checksum(spec: TensorSpec) -> int:
-    return zlib.crc32(repr(spec[:3]).encode()) % _LAYOUTS
+def _on_wire(spec: TensorSpec) -> tuple[int, bool, bool]:
+    """Of a layout: its checksum, whether there is nothing to send, and whether tensors travel as they are, in order,
+    without gaps, and of a type that every backend supports."""
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+    is_plain = spec.dtype not in _AS_BYTES and tensor.is_contiguous()
+    return zlib.crc32(repr(spec[:3]).encode()) % _LAYOUTS, tensor.numel() == 0, is_plain
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor without gaps, in order; as bytes where not every backend supports its type."""
-    is_known = tensor.dtype not in (torch.bool, torch.bfloat16)
-    if is_known and tensor.is_contiguous():
-        return tensor
     flat = tensor.as_strided((tensor.numel(),), (1,))  # one element may have any stride, and bytes need this one
-    return flat if is_known else flat.view(torch.uint8)
+    return flat.view(torch.uint8) if tensor.dtype in _AS_BYTES else flat
 
 
 def _arrival(message: Message, peer: int) -> str:

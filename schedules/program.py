@@ -32,6 +32,13 @@ Work = Action | GroupStep | Collective
 Step = Work | Transfer
 
 
+class Wait(NamedTuple):
+    """The program waits before `before` (None: at its end) until `messages` have arrived."""
+
+    messages: tuple[Message, ...]
+    before: Work | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
     """Program of one rank, communication included.
@@ -47,6 +54,7 @@ class RankProgram:
         cuts: index in `steps` at which each call begins, for a program that was lowered call by call.
 
     Attributes:
+        waits: what each step, and then the end, waits for, if anything.
         fused: each I directly followed by its W, with nothing in between that another rank waits for; the pair runs as
             one backward.
     """
@@ -58,9 +66,12 @@ class RankProgram:
     shared: dict[Message, tuple[Work, ...]] = field(default_factory=dict)
     finally_needs: tuple[Message, ...] = ()
     cuts: tuple[int, ...] = ()
+    waits: tuple[Wait | None, ...] = field(init=False)
     fused: frozenset[Action] = field(init=False)
 
     def __post_init__(self) -> None:
+        waits = (None if isinstance(step, Transfer) else _wait(self.inputs.get(step, ()), step) for step in self.steps)
+        object.__setattr__(self, "waits", (*waits, _wait(self.finally_needs, None)))
         object.__setattr__(self, "fused", frozenset(_fused(self.steps)))
 
     def last_backwards(self) -> dict[Action, Collective]:
@@ -80,6 +91,10 @@ class RankProgram:
                     found[backward] = step
             before = step
         return found
+
+
+def _wait(messages: tuple[Message, ...], before: Work | None) -> Wait | None:
+    return Wait(messages, before) if messages else None
 
 
 def _fused(steps: Sequence[Step]) -> Iterator[Action]:

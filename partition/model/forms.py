@@ -162,7 +162,7 @@ class Arguments:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(x.shape[dim] for x, dim in zip(self.tensors, self.dims, strict=True) if dim is not None)
+        return tuple([x.shape[dim] for x, dim in zip(self.tensors, self.dims, strict=True) if dim is not None])
 
     @property
     def num_samples(self) -> int:
@@ -180,7 +180,8 @@ class Arguments:
             [x] * num_parts if dim is None else cut_tensor(x, num_parts, dim)
             for x, dim in zip(self.tensors, self.dims, strict=True)
         ]
-        return [Arguments(self.form, tuple(column[k] for column in columns), self.dims) for k in range(num_parts)]
+        rows = zip(*columns, strict=True) if columns else [()] * num_parts
+        return [Arguments(self.form, row, self.dims) for row in rows]
 
     def call(self, function: Callable[..., T], tensors: Sequence[Any] | None = None) -> T:
         args, kwargs = self.form.assemble(self.tensors if tensors is None else tensors)

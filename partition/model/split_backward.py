@@ -91,13 +91,13 @@ class WeightGradients:
                 each = owed.pop()  # what it held is free when it is done
                 for weight, gradient in zip(each.weights, each.gradients(), strict=True):
                     if not has_sums:
-                        _accumulate(weight, gradient)
+                        _accumulate(weight, gradient, of=each.tensors)
                         continue
                     key = id(weight)
                     sums[key] = sums[key] + gradient if key in sums else gradient
                     left[key] -= 1
                     if not left[key]:
-                        _accumulate(weight, sums.pop(key))
+                        _accumulate(weight, sums.pop(key), of=each.tensors)
 
 
 class SplitBackward:
@@ -225,9 +225,22 @@ _STRAIGHT = {
 _KNOWN: dict[Any, Instead | Callable[..., Any]] = {**INSTEAD, **_STRAIGHT}
 
 
-def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+def _accumulate(weight: torch.Tensor, gradient: torch.Tensor, *, of: Sequence[torch.Tensor]) -> None:
+    """Add a gradient that was made of the tensors `of`. The first one is kept where autograd keeps it: in memory of its
+    own, laid out as the weight."""
     known = weight.grad
-    if known is None or known.is_sparse or gradient.is_sparse or weight._backward_hooks:
+    if known is None and _is_kept(gradient, weight, of):
+        weight.grad = gradient
+    elif known is None or known.is_sparse or gradient.is_sparse or weight._backward_hooks:
         torch.autograd.backward([weight], [gradient])  # layout, type, hooks, sparse with dense: as autograd does it
     else:
         known += gradient
+
+
+def _is_kept(gradient: torch.Tensor, weight: torch.Tensor, of: Sequence[torch.Tensor]) -> bool:
+    hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    if hooks or gradient.layout != torch.strided or gradient.dtype != weight.dtype:
+        return False
+    storage, others = gradient.untyped_storage(), [part for tensor in of for part in parts_of(tensor)]
+    is_own = storage.data_ptr() not in {other.untyped_storage().data_ptr() for other in others}
+    return is_own and storage.nbytes() == gradient.nbytes and gradient.stride() == weight.stride()

@@ -101,6 +101,9 @@ class StageModule:
             before, or to the user.
         clone_outputs: which of its flat outputs are memory of its buffers, which the next forward may change: copies
             of them travel.
+
+    Attributes:
+        model_slots: the model's inputs among `inputs`.
     """
 
     name: str
@@ -111,6 +114,11 @@ class StageModule:
     form: Form | None
     clone_inputs: bool
     clone_outputs: frozenset[int]
+    model_slots: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots = tuple(ref.slot for ref in self.inputs if ref.producer == MODEL_INPUT)
+        object.__setattr__(self, "model_slots", slots)
 
     @property
     def units(self) -> tuple[nn.Module, ...]:
@@ -123,7 +131,7 @@ class StageModule:
     def detached(self, outputs: Tensors) -> Tensors:
         """Outputs as they leave the stage: without a graph, and without the memory of buffers."""
         copied = self.clone_outputs
-        return tuple(x.detach().clone() if i in copied else x.detach() for i, x in enumerate(outputs))
+        return tuple([x.detach().clone() if i in copied else x.detach() for i, x in enumerate(outputs)])
 
     def flatten(self, value: object) -> Tensors:
         """Flat outputs from what the module returned; OutputError where it is built otherwise than it was."""

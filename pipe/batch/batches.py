@@ -69,7 +69,7 @@ class Batch:
     @property
     def num_items(self) -> int:
         """N: samples, or tokens of slices, that losses are means over."""
-        return sum(part.size for part in self.parts)
+        return sum([part.size for part in self.parts])
 
     @property
     def num_samples(self) -> int:
@@ -79,7 +79,7 @@ class Batch:
         return self.num_items if span is None else self.num_items // span.total
 
     def group_items(self, group: int) -> int:
-        return sum(part.size for part in self.parts[group * self.group_size : (group + 1) * self.group_size])
+        return sum([part.size for part in self.parts[group * self.group_size : (group + 1) * self.group_size]])
 
 
 def weigh(sizes: Sequence[int], group_size: int) -> list[float]:

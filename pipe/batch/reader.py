@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -85,21 +85,20 @@ class BatchReader:
                     check_like_example(part.arguments, self._example, has_target=has_target)
             parts = given.on(device, keeps=self._keeps).cut(len(own))
             spans: list[Tokens] = []
-            lengths = [1] * len(parts)
             if self._num_slices > 1 or self._context[1] > 1:
                 parts, spans = self._slice(parts)
-                if self._num_slices > 1:  # else all members have as many tokens of a sample
-                    lengths = [span.length for span in spans]
+            # Members of a context group have as many tokens of a sample.
+            lengths = [span.length for span in spans] if self._num_slices > 1 else [1] * len(parts)
             microbatches = [part.arguments for part in parts]
             sizes = [(each.num_samples, length) for each, length in zip(microbatches, lengths, strict=True)]
-            signatures = [Signature.of(each) for each in microbatches]
+            signatures = _signatures(microbatches, range(len(parts)) if given.microbatches or spans else sizes)
             stages_of = {each: self._inference.of(each) for each in dict.fromkeys(signatures)}  # few of them differ
             inferred = [stages_of[each] for each in signatures]
-            for part, its in zip(parts, inferred, strict=True):
+            for part, its in zip(parts, inferred, strict=True) if is_shape_alone((given.inputs, given.targets)) else ():
                 self._refuse_shapes_alone(part, its)
-            _refuse_one_memory(given, frozenset().union(*(each.written_inputs for each in inferred)))
-            self._refuse_float16(inferred)
-            wants_grad = any(any(each.wants_grad) for each in signatures)
+            _refuse_one_memory(given, frozenset().union(*(each.written_inputs for each in stages_of.values())))
+            self._refuse_float16(stages_of.values())
+            wants_grad = any(any(each.wants_grad) for each in stages_of)
             for its in stages_of.values():
                 if (unsent := self._mode.unsent(its.specs)) is not None:
                     stage, slot = unsent
@@ -111,7 +110,7 @@ class BatchReader:
             targets: Sequence[object] = [part.target for part in parts]
             if self._model_loss is not None and self.reads_target:
                 targets = self._model_loss.weigh(microbatches)
-            items = [samples * length for samples, length in (sizes[j] for j in self._like)]
+            items = [sizes[j][0] * sizes[j][1] for j in self._like]
             weights = weigh(items, self._group_size)
             return Batch(
                 parts=[
@@ -155,7 +154,7 @@ class BatchReader:
             self._slices_agree = None
         return [part for each in slices for part, _ in each], [span for each in slices for _, span in each]
 
-    def _refuse_float16(self, inferred: Sequence[Inferred]) -> None:
+    def _refuse_float16(self, inferred: Iterable[Inferred]) -> None:
         where = next((each.float16 for each in inferred if each.float16 is not None), None)
         if where is not None and self._options.grad_scaler is None:
             raise ValueError(
@@ -178,6 +177,15 @@ class BatchReader:
                 f"expected its values; shapes alone are for ranks whose stages read nothing (pipe.loader(..., "
                 f"same_shapes=True) does it right)"
             )
+
+
+def _signatures(microbatches: Sequence[Arguments], kinds: Sequence[object]) -> list[Signature]:
+    """Of each microbatch. Those of one kind have the same: of a batch that was cut here, those of one size."""
+    known: dict[object, Signature] = {}
+    for kind, arguments in zip(kinds, microbatches, strict=True):
+        if kind not in known:
+            known[kind] = Signature.of(arguments)
+    return [known[kind] for kind in kinds]
 
 
 def _refuse_one_memory(given: Given, written: frozenset[int]) -> None:

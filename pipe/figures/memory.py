@@ -20,11 +20,14 @@ from unittest.mock import patch
 
 import torch
 
+from ...comm import TensorSpec
 from ...partition.model.forms import Tensors
 from ...partition.profiler.memory import LiveBytes, bytes_of
 from ...schedules import Action, MemoryPart, Message, MessageKind, Op, StageBytes
 from ...schedules.ir import BACKWARD_OPS
 from ..build import Pipeline
+
+Specs = Sequence[TensorSpec]
 
 
 @dataclass(slots=True)
@@ -98,8 +101,8 @@ class ActionMemory:
             self._give((message.dst, MemoryPart.ACTIVATIONS), tensors)
         put(message, tensors)
 
-    def take(self, take: Callable[[Message], Tensors], message: Message) -> Tensors:
-        tensors = take(message)
+    def take(self, take: Callable[[Message, Specs], Tensors], message: Message, specs: Specs) -> Tensors:
+        tensors = take(message, specs)
         if message.kind is MessageKind.ACT:
             seen = self._stages.setdefault(message.src, _Seen())
             seen.sent = max(seen.sent, bytes_of(tensors))

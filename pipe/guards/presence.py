@@ -86,13 +86,9 @@ def flag_spec(certain: Sequence[bool]) -> list[TensorSpec]:
     return [] if all(certain) else [TensorSpec((len(certain),), (1,), torch.uint8, False)]
 
 
-def has_flags(specs: Sequence[TensorSpec]) -> bool:
-    return specs[0].dtype is torch.uint8
-
-
 def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device) -> Tensors:
     """A message of these layouts: flags, where it has them, and every gradient, or zeros."""
-    if not has_flags(specs):
+    if specs[0].dtype is not torch.uint8:  # no flags
         return tuple([gradient for gradient in gradients if gradient is not None])
     flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8, device=device)
 
@@ -102,8 +98,8 @@ def pack(gradients: Gradients, specs: Sequence[TensorSpec], device: torch.device
     return (flags, *(zeros(spec) if g is None else g for g, spec in zip(gradients, specs[1:], strict=True)))
 
 
-def unpack(message: Tensors, specs: Sequence[TensorSpec]) -> Gradients:
-    if not has_flags(specs):
+def unpack(message: Tensors) -> Gradients:
+    if message[0].dtype is not torch.uint8:  # which no gradient is
         return message
     flags, *whole = message
     return tuple(gradient if flag else None for flag, gradient in zip(flags.tolist(), whole, strict=True))

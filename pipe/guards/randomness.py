@@ -30,14 +30,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _LOSS = -1  # its number among the units
 _INSIDE = 1 << 62  # marks seeds in regions of divided tensors
 _COMMON = (1 << 30) - 1  # bits of them that all members have, above the own 32, all that the CPU's generator uses
-_OF_ACTION = (
-    "_step",
-    "_microbatch",
-    "_folded",
-    "_active",
-    "_unit",
-    "_outside",
-)  # attributes of a Seeder
+_OF_ACTION = ("_step", "_microbatch", "_folded", "_active", "_unit", "_outside")  # attributes of a Seeder
 MERSENNE_WORDS = 624  # of the state of Python's and numpy's generators, before the index of the next word
 
 
@@ -78,7 +71,6 @@ class Seeder:
         self._drew_apart: bool | None = None  # None: not within `drawing_apart`
         self._torch = torch_generators(device)
         self._others: tuple[_Global, ...] = (_Global(), _Numpy())
-        self._kept: list[torch.Tensor] = []  # states of torch's generators before the call
         self._step = self._microbatch = self._newest = 0
         self._folded: int | None = None  # seed, step and microbatch, once an action needs them
         self._called = self._active = self._watching = self._drawn = False
@@ -89,21 +81,19 @@ class Seeder:
     def call(self) -> Iterator[None]:
         """Context of all actions of a call, after which the user's generators have their states again."""
         self._called = True
-        before = [each.position() for each in self._others]
+        before, kept = [each.position() for each in self._others], [each.get_state() for each in self._torch]
         try:
             yield
         finally:
             self._called = False
-            for generator, state in zip(self._torch, self._kept, strict=False):
+            for generator, state in zip(self._torch, kept, strict=True):
                 generator.set_state(state)
-            self._kept = []
             for each, position in zip(self._others, before, strict=True):
                 if not each.put_back() and each.position() != position:
                     each.seed_all_after(self._newest)
 
     def begin(self, *, step: int, microbatch: int) -> None:
         """Begin an action: `enter` seeds for this step and microbatch until `end`."""
-        self._keep()  # before a checkpoint of the user's, in a backward, sets them for recomputation
         self._step, self._microbatch, self._folded = step, microbatch, None
         if step > self._newest:
             self._newest = step
@@ -136,7 +126,6 @@ class Seeder:
     def enter(self, unit: int) -> None:
         """Seed for a unit that begins. In shape inference, note what the unit before drew from."""
         if self._active:
-            self._keep()
             self._outside = None
             seed = _fold(self._begun, unit)
             for generator in self._torch:
@@ -203,7 +192,6 @@ class Seeder:
         if len(state) == 1:
             state[0].restore()
             return
-        self._keep()
         of_torch, others, self._outside, self._unit = state
         for generator, then in zip(self._torch, of_torch, strict=True):
             generator.set_state(then)
@@ -235,10 +223,6 @@ class Seeder:
         for each, (then, is_for_unit) in zip(self._others, others, strict=True):
             each.set(then)
             each.is_for_unit = is_for_unit
-
-    def _keep(self) -> None:
-        if self._called and not self._kept:
-            self._kept = [generator.get_state() for generator in self._torch]
 
     @contextmanager
     def watch(self) -> Iterator[None]:

@@ -13,25 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from ...comm import PipelineError, Transport
 from ...schedules import Action, Collective, Message, Schedule, ScheduleError, check
 from ...schedules.messages import Transfer
-from ...schedules.program import RankProgram, Work
+from ...schedules.program import RankProgram, Wait, Work
 from ..context import Run
 from ..trace.recorder import RankRecorder
 from .worker import Worker
-
-
-class Wait(NamedTuple):
-    """The program waits before `before` (None: at its end) until `messages` have arrived."""
-
-    messages: tuple[Message, ...]
-    before: Work | None
-
 
 Instruction = Transfer | Wait | Work
 
@@ -57,16 +48,16 @@ class RankMachine:
 
     def next(self) -> Instruction | None:
         """Next instruction; the same Wait again until `arrived` has reported all its messages."""
-        steps = self._program.steps
-        if self._position == len(steps):
-            return self._wait_for(self._program.finally_needs, None)
-        step = steps[self._position]
-        if not isinstance(step, Transfer):
-            needed = self._program.inputs.get(step)
-            if needed is not None and not self._arrived.issuperset(needed):
-                return self._wait_for(needed, step)
+        program, position = self._program, self._position
+        wait = program.waits[position]
+        if wait is not None and not self._arrived.issuperset(wait.messages):
+            if self._arrived.isdisjoint(wait.messages):
+                return wait
+            return Wait(tuple(m for m in wait.messages if m not in self._arrived), wait.before)
+        if position == len(program.steps):
+            return None
         self._position += 1
-        return step
+        return program.steps[position]
 
     def arrived(self, messages: Sequence[Message]) -> None:
         self._arrived.update(messages)
@@ -77,11 +68,6 @@ class RankMachine:
         """The sends of this rank that arrivals since the last call prove received."""
         proven, self._proven = self._proven, []
         return proven
-
-    def _wait_for(self, messages: tuple[Message, ...], before: Work | None) -> Wait | None:
-        if not self._arrived.isdisjoint(messages):
-            messages = tuple(m for m in messages if m not in self._arrived)
-        return Wait(messages, before) if messages else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,10 +178,11 @@ def _begin(local: LocalRank, program: RankProgram) -> RankMachine:
 
 def _transfer(worker: Worker, transport: Transport, transfer: Transfer) -> None:
     message, peer, is_send = transfer
+    specs = worker.specs(message)
     if is_send:
-        transport.send(message, peer, worker.take(message), worker.specs(message))
+        transport.send(message, peer, worker.take(message, specs), specs)
     else:
-        transport.post(message, peer, worker.specs(message))
+        transport.post(message, peer, specs)
 
 
 def _end(local: LocalRank, machine: RankMachine) -> None:

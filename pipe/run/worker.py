@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +30,7 @@ from ...schedules.messages import STAGE_KINDS
 from ...schedules.program import GroupStep, RankProgram
 from ..batch.batches import Batch, BatchPart
 from ..context import Run
+from ..guards.contexts import NOTHING, within
 from ..guards.presence import Gradients, pack, unpack
 from ..shards.tensor_group import settled
 from ..stage.moving import Host
@@ -84,13 +84,6 @@ def _ports(s: int, wiring: Mode) -> _Ports:
         gradients=gradients,
         input_gradients=tuple((wire, wiring.inputs(wire, s)) for wire in grads if s in wire.consumers),
     )
-
-
-def _model_inputs(s: int, part: BatchPart) -> list[int]:
-    return [ref.slot for ref in part.inferred.stages[s].inputs if ref.producer == MODEL_INPUT]
-
-
-_WHOLE = nullcontext()  # around an action of a whole microbatch
 
 
 class Worker(ABC):
@@ -172,16 +165,16 @@ class Worker(ABC):
         if message.kind is MessageKind.ACT:
             self._inbox[message] = tensors
         elif message.kind is MessageKind.GRAD:
-            self._inbox[message] = unpack(tensors, self.specs(message))
+            self._inbox[message] = unpack(tensors)
         else:
             self.updates.put(message, tensors)
 
-    def take(self, message: Message) -> Tensors:
+    def take(self, message: Message, specs: Sequence[TensorSpec]) -> Tensors:
         if message.kind not in STAGE_KINDS:
             return self.updates.take(message)
         tensors = self._outbox.pop(message)
         if message.kind is MessageKind.GRAD:
-            return pack(tensors, self.specs(message), self._device)
+            return pack(tensors, specs, self._device)
         return tensors  # type: ignore[return-value]  # an activation is never None
 
     def drop(self) -> None:
@@ -198,24 +191,22 @@ class Worker(ABC):
         for stage in self._stages.values():
             stage.drop()
 
-    def _unshard(self, s: int) -> None:
-        if self.updates.shards.awaited:
-            self.updates.shards.whole(s)
-
     def _inputs(self, s: int, index: int, part: BatchPart) -> list[torch.Tensor]:
         ports = self._ports[s]
         arrived = [self._take_in(wire, index) for wire in ports.takes]
-        inputs = []
+        inputs: list[torch.Tensor] = []
         for number, position in ports.inputs:
             x = arrived[number][position]
             assert x is not None
             inputs.append(x)
         assert part.inputs is not None, f"microbatch {index} belongs to another data replica"
-        return inputs + [part.inputs[slot] for slot in _model_inputs(s, part)]
+        for slot in part.inferred.stages[s].model_slots:
+            inputs.append(part.inputs[slot])
+        return inputs
 
     def _take_in(self, wire: Wire, index: int) -> Gradients:
-        """Tensors of the inbox, for one of their consumers; the last one removes the entry."""
-        message, users = wire.message(index), len(wire.users)
+        """Activations of the inbox, for one of their consumers; the last one removes the entry."""
+        message, users = wire.message(index), len(wire.consumers)
         if users > 1:
             taken = self._taken.pop(message, 0) + 1
             if taken < users:
@@ -226,7 +217,7 @@ class Worker(ABC):
     def _emit_outputs(self, s: int, index: int, outputs: Tensors, specs: Sequence[TensorSpec]) -> None:
         _check_outputs(self._stages[s], outputs, specs)
         for wire, slots in self._ports[s].outputs:
-            self._emit(wire.message(index), tuple(outputs[slot] for slot in slots))
+            self._emit(wire.message(index), [outputs[slot] for slot in slots])
 
     def _emit(self, message: Message, tensors: Gradients) -> None:
         stays = self._owner(message.dst, message.index) == self.rank
@@ -258,17 +249,18 @@ class TrainingWorker(Worker):
                 with batch.autocast.off():
                     self._stages[s].weight_grad(index)
             return
-        self._unshard(s)
+        if self.updates.shards.awaited:
+            self.updates.shards.whole(s)
         part = batch.parts[k]
         span = part.span
         self._seeder.begin(step=batch.step, microbatch=k // self._members)
         try:
             if op is Op.F:
-                tokens = _WHOLE if self._parts is None or span is None else self._parts.forward(s, index, span)
+                tokens = NOTHING if self._parts is None or span is None else self._parts.forward(s, index, span)
                 inputs, wants_grad = self._inputs(s, index, part), self._ports[s].wants_grad
-                wants_grad += tuple(batch.wants_grad and x.requires_grad for x in inputs[len(wants_grad) :])
+                wants_grad += tuple([batch.wants_grad and x.requires_grad for x in inputs[len(wants_grad) :]])
                 is_split = s in self._split and Action(s, Op.I, index) not in self._fused
-                with batch.autocast.again(), tokens:  # a drain runs after the context of train_step
+                with within(batch.autocast.again(), tokens):  # a drain runs after the context of train_step
                     outputs, loss = self._stages[s].forward(
                         index,
                         part.inferred.stages[s],
@@ -294,11 +286,11 @@ class TrainingWorker(Worker):
         gradients = self._output_gradients(s, index, len(part.inferred.specs[s]))
         graded = (True,) if s == self._last else ports.graded
         group, is_half = index // batch.group_size, op is Op.I and action not in self._fused
-        tokens = _WHOLE if self._parts is None or span is None else self._parts.backward(s, index, span)
-        with batch.autocast.off(), tokens, self.updates.overlapping(action):
+        tokens = NOTHING if self._parts is None or span is None else self._parts.backward(s, index, span)
+        with within(batch.autocast.off(), tokens, self.updates.overlapping(action)):
             by_input = stage.backward(index, gradients, graded, autocast=batch.autocast, group=group, is_half=is_half)
         self._emit_gradients(s, index, by_input, part.inferred.certain[s])
-        for slot, gradient in zip(_model_inputs(s, part), by_input[len(ports.inputs) :], strict=True):
+        for slot, gradient in zip(part.inferred.stages[s].model_slots, by_input[len(ports.inputs) :], strict=True):
             if gradient is not None:
                 key = slot, index % self._batch_indices
                 self.batch_gradients[key] = added(self.batch_gradients.get(key), gradient)
@@ -309,7 +301,7 @@ class TrainingWorker(Worker):
             return [self.updates.loss_gradient(index)]
         gradients: list[torch.Tensor | None] = [None] * num_outputs
         for wire, slots in self._ports[s].gradients:
-            for slot, gradient in zip(slots, self._take_in(wire, index), strict=True):
+            for slot, gradient in zip(slots, self._inbox.pop(wire.message(index)), strict=True):
                 gradients[slot] = added(gradients[slot], gradient)
         return gradients
 
@@ -335,10 +327,11 @@ class TrainingWorker(Worker):
 class EvaluationWorker(Worker):
     def run(self, action: Action) -> None:
         s, _, k = action
-        self._unshard(s)
+        if self.updates.shards.awaited:
+            self.updates.shards.whole(s)
         batch = self.updates.batches[0]
         part = batch.parts[k]
-        tokens = _WHOLE if self._parts is None or part.span is None else self._parts.forward(s, k, part.span)
+        tokens = NOTHING if self._parts is None or part.span is None else self._parts.forward(s, k, part.span)
         self._seeder.begin(step=batch.step, microbatch=k // self._members)
         try:
             with tokens:

@@ -133,14 +133,10 @@ class Given:
             # A loss may change its target in place: autograd would take that for a change of all views of one tensor.
             cut = cut_tensor(leaf, num_parts, dim % leaf.dim())
             columns.append([part if part.requires_grad else part.data for part in cut])
-        return [
-            Given(
-                arguments=part,
-                target=pytree.tree_unflatten([column[k] for column in columns], spec),
-                target_dim=self.target_dim,
-            )
-            for k, part in enumerate(parts)
-        ]
+        rows = zip(*columns, strict=True) if columns else [()] * num_parts
+        targets = columns[0] if spec.is_leaf() else [pytree.tree_unflatten(row, spec) for row in rows]
+        pairs = zip(parts, targets, strict=True)
+        return [Given(arguments=part, target=target, target_dim=self.target_dim) for part, target in pairs]
 
 
 MICROBATCHES = "microbatches"  # the keyword of a batch that is cut already

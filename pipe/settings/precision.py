@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch.amp import GradScaler
 
 from ...partition.model.calls import Calls
 from ...schedules import Schedule
+from ..guards.contexts import NOTHING
 from .arguments import Precision
 from .recompute import NamedRule
 
@@ -158,9 +159,6 @@ def _instead(compiled: Callable[..., Any], _: Callable[..., Any], *args: Any, **
     return compiled(*args, **kwargs)
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
 class Autocast(NamedTuple):
     """The type that autocast uses on a kind of device; None: no autocast."""
 
@@ -173,11 +171,11 @@ class Autocast(NamedTuple):
 
     def off(self) -> AbstractContextManager[None]:
         """Context of backwards, without autocast: operations have the types of the forward's results already."""
-        return torch.autocast(self.kind, enabled=False) if torch.is_autocast_enabled(self.kind) else _NOTHING
+        return torch.autocast(self.kind, enabled=False) if torch.is_autocast_enabled(self.kind) else NOTHING
 
     def again(self) -> AbstractContextManager[None]:
         if self.dtype is None:
             return self.off()
         if Autocast.now(self.kind) == self:
-            return _NOTHING
+            return NOTHING
         return torch.autocast(self.kind, dtype=self.dtype)

@@ -56,8 +56,8 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Arguments) -> Signature:
-        tensors, wants = arguments.tensors, tuple(x.requires_grad for x in arguments.tensors)
-        return cls(arguments.form, tuple((tuple(x.shape), x.dtype) for x in tensors), arguments.dims, wants)
+        tensors, wants = arguments.tensors, tuple([x.requires_grad for x in arguments.tensors])
+        return cls(arguments.form, tuple([(tuple(x.shape), x.dtype) for x in tensors]), arguments.dims, wants)
 
     @property
     def num_samples(self) -> int:

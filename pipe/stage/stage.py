@@ -14,9 +14,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +23,7 @@ from ...partition.model.calls import Calls
 from ...partition.model.forms import Tensors, tensors_in
 from ...partition.model.split_backward import SplitBackward, WeightGradients
 from ...partition.model.units import StageModule
+from ..guards.contexts import NOTHING, within
 from ..settings.model_loss import LossValue
 from ..settings.precision import Autocast
 from .moving import Activations
@@ -33,7 +32,6 @@ from .weights import WeightVersions
 
 LossOf = Callable[[Tensors, object, bool, Tensors], LossValue]
 
-_NOTHING = nullcontext()
 _SHOWN = 3  # names in a warning
 
 _DECIDES_ALIKE = (
@@ -42,8 +40,7 @@ _DECIDES_ALIKE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Live:
+class _Live(NamedTuple):
     """State of a microbatch between its forward and its backward.
 
     module: that ran it.
@@ -130,10 +127,11 @@ class Stage:
 
         Returns the detached outputs (none where the loss is computed) and the detached loss.
         """
-        leaves = tuple(x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True))
+        leaves = tuple([x.detach().requires_grad_(wants) for x, wants in zip(inputs, wants_grad, strict=True)])
         moving = self._kept_apart(key, leaves, target) if moves else None
         weights, is_split = self._weights, backwards == 2
         runs_again = self._runs_again and backwards > 0
+        makes_graph = backwards > 0 and not runs_again
         if weights is not None:
             weights.bind(version)
         self._compiled.begin()
@@ -142,11 +140,11 @@ class Stage:
             buffers = self._buffers.before_forward() if runs_again else ()
             targets = KeptInputs((target,), {}) if runs_again and self._loss_of is not None else None
             copies = [] if targets is None else targets.copies(range(len(targets.tensors)))
-            with (
-                torch.set_grad_enabled(backwards > 0 and not runs_again),
-                no_checkpoints_inside() if runs_again else _NOTHING,
-                self._split.forward() if is_split else _NOTHING,
-                moving.saving() if moving is not None else _NOTHING,
+            with within(
+                NOTHING if torch.is_grad_enabled() is makes_graph else torch.set_grad_enabled(makes_graph),
+                no_checkpoints_inside() if runs_again else NOTHING,
+                self._split.forward() if is_split else NOTHING,
+                moving.saving() if moving is not None else NOTHING,
             ):
                 value = module.module.forward(*([x.clone() for x in leaves] if module.clone_inputs else leaves))
                 outputs, loss = self._with_loss(module.flatten(value), target, leaves)
@@ -229,8 +227,9 @@ class Stage:
             if not all(wanted):
                 self._refuse_new_gradients(outputs, wanted)
             if pairs:
-                with self._split.backward(aside) if live.is_split else _NOTHING:
-                    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+                graded, seeds = zip(*pairs, strict=True)
+                with self._split.backward(aside) if live.is_split else NOTHING:
+                    torch.autograd.backward(graded, seeds)
                 if aside is not None and not self._looked_at_halves:
                     self._looked_at_halves = True
                     _warn_of_small_half(self._module, aside, stage=self._described)
@@ -275,7 +274,7 @@ class Stage:
             no_checkpoints_inside(),
             standing_in(live.buffers),
             self._compiled.through(),
-            self._split.forward() if live.is_split else _NOTHING,
+            self._split.forward() if live.is_split else NOTHING,
         ):
             outputs, _ = self._with_loss(live.module.run(live.leaves), live.target, live.leaves)
         return outputs

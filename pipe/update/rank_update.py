@@ -6,7 +6,7 @@ last forward of a group that runs here -> summary -> LOSS to every rank -> the s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -26,6 +26,7 @@ from ..batch.batches import (
     read_loss_summary,
     summarize_losses,
 )
+from ..guards.contexts import NOTHING
 from ..settings.model_loss import LossValue
 from .gradients import LossScale
 from .shards import Shards
@@ -142,7 +143,7 @@ class RankUpdate:
         """Context of a backward that overlaps with its sum, see `SharedSum.overlapping`."""
         sums = self.sums.get(self.sum_after[action], ()) if action in self.sum_after else ()
         if len(sums) != 1:  # the order of two would be that of the gradients
-            return nullcontext()
+            return NOTHING
         self._count_samples()
         return sums[0].overlapping(self._factor)
 

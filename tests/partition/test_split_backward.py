@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from support.inside import Block, GPTConfig, SplitBackward, WeightGradients
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -254,6 +257,39 @@ class Transformed(nn.Module):
         rows: Tensor = torch.func.vmap(lambda row: self.linear(row[None])[0])(x)
         y, tangent = torch.func.jvp(lambda x: self.linear(x).tanh(), (x,), (torch.ones_like(x),))
         return self.other(rows + y + tangent)
+
+
+class Work(TorchDispatchMode):
+    """Counts operations that compute or write; views take nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (func.is_view or func is torch.ops.aten.detach.default):
+            self.done[str(func)] += 1
+        return result
+
+
+def test_the_halves_do_what_the_whole_does_once() -> None:
+    """The same operations as often, where a gradient is the first as where it is added; so it is kept, not copied."""
+    model = nn.Sequential(Block(GPTConfig(width=32, heads=2, length=8)), nn.Linear(32, 32))
+    x, work = torch.randn(2, 8, 32), list[Counter[str]]()
+    for halves in (False, True):
+        model.zero_grad()
+        for _ in range(2):
+            leaf, split, weights = x.clone().requires_grad_(), SplitBackward(), WeightGradients()
+            with split.forward() if halves else nullcontext():
+                y = model(leaf)
+            with Work() as counted, split.backward(weights if halves else None):
+                torch.autograd.backward([y], [torch.ones_like(y)])
+                weights.add()
+            work.append(counted.done)
+    whole_first, whole_next, first, following = work
+    assert (first, following) == (whole_first, whole_next)
+    assert whole_first["aten.mm.default"] == 2 * 5
 
 
 @pytest.mark.thorough(but=["tied-bfloat16-plain", "penalty-bfloat16-checkpoint"])

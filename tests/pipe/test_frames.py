@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from types import FrameType
 
 import pytest
 import torch
@@ -43,3 +45,30 @@ def test_a_walk_from_train_step_to_a_layer_is_short(begin: object, num_ranks: in
         for walk in witness.seen:
             assert walk[0] == "PipelineModule.train_step"
             assert len(walk) <= MOST, " -> ".join(walk)
+
+
+MOST_CALLS = 65  # of functions of ours per action: 60 now, and 88 while each decided what a program or a batch can
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_a_steady_action_calls_few_functions(schedule: str, num_chunks: int) -> None:
+    """Counted, not timed: what the engine and all around it do per action costs seconds that all ranks share."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    pipe = make(model=model, schedule=schedule, num_chunks=num_chunks, mesh={"pipe": 2}, num_microbatches=8)
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("stagewright."):
+            calls[f"{name}: {frame.f_code.co_qualname}"] += 1
+
+    for _ in range(3):
+        pipe.train_step(X, Y)
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        pipe.train_step(X, Y)
+    finally:
+        sys.setprofile(before)
+    per_action = calls.total() / (2 * 8 * 2 * num_chunks)
+    assert per_action <= MOST_CALLS, f"{per_action:.1f}: {calls.most_common(30)}"
