@@ -122,6 +122,7 @@ def transformer_profile(
         gathers_ahead=runtime.gathers_ahead,
         sums_early=runtime.sums_early,
         sums_whole=runtime.sums_whole,
+        sums_by_chunk=runtime.sums_by_chunk,
         action_seconds=device.action_seconds,
         sequence_tokens=model.length,
         pair_share=pairs,
@@ -202,7 +203,12 @@ class LayerFormulas:
         inward[1::2] = [(each, out / parts) for each, out in inward[1::2]]  # the others' sums travel beside them
         every_score = self.tokens * model.heads * model.length / t
         scores, chooser = model.score_flops(self.tokens) / t, []
-        again = scores / 2 if model.attention == "flash" else 0.0
+        inner = 2 * scores + (scores / 2 if model.attention == "flash" else 0.0)
+        if model.attention == "flash" and self.runtime.attention is not None:
+            efficiency = self.device.efficiency(every_score)
+            scores, inner = (
+                flops / 2 * efficiency / part for flops, part in zip((scores, inner), self.runtime.attention, strict=True)
+            )
         moved, ordered = (20, 24) if llama else (22, 34), 0.0
         if model.experts > 1:
             chooser = [(2.0 * self.tokens * model.hidden * model.experts, float(self.tokens * model.experts))]
@@ -226,7 +232,7 @@ class LayerFormulas:
             "layer",
             (
                 self._seconds([(scores, every_score), *chooser], reads, sums=2, weights=forward),
-                self._seconds([(2 * scores + again, every_score), *chooser], writes, sums=2, weights=inward),
+                self._seconds([(inner, every_score), *chooser], writes, sums=2, weights=inward),
                 # Split along the tokens, where their own outputs are few.
                 self._seconds(chooser, self._added(sum(matrices)), weights=whole),
             ),
