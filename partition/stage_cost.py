@@ -345,7 +345,9 @@ def num_buckets(sums: StageSums) -> Indices:
     """Buckets in which gradients travel, at least 1: common ones of small parameters, and one for each large one; 1
     where parameters are not known, or chunks are buckets."""
     small = np.maximum(sums.small - sums.small_tied, 0.0)
-    found = np.where((sums.largest > 0) & (not sums.rounds.sums_by_chunk), sums.alone + np.ceil(small / BUCKET_BYTES), 1)
+    found = np.where(
+        (sums.largest > 0) & (not sums.rounds.sums_by_chunk), sums.alone + np.ceil(small / BUCKET_BYTES), 1
+    )
     return np.asarray(np.maximum(found, 1), dtype=np.intp)
 
 

@@ -9,7 +9,14 @@ of the level below that one level joins, G groups of its own, and k members in t
 
 So does NCCL, and so it counts (src/graph/tuning.cc: 2 (N-1) steps of which 2 (nodes - 1) go over the network; b over
 channels times the slower of their bandwidths within and between nodes). Over two nodes its trees are up to 1.9 times as
-fast, which reduce-scatter and all-gather do not have. Where a node has several members, but not all of its devices, the
+fast, which reduce-scatter and all-gather do not have. The sums of a tensor group, of some tens of MB, don't fill rings
+that long: over several nodes its levels' bytes take turns (`rings_of_groups`), each level with the part that the one
+below has scattered:
+
+    seconds a byte = sum over levels 2 (m-1) / m / k / bandwidth        m members in the level's largest group
+
+So say trainings of others with T = 16 and 32 on nodes of eight (nanotron, vTrain), and all-reduces of 32 to 128 MB by
+themselves, at 95 to 230 of the 357 GB/s of 8 GB (four nodes; see `tests/partition/test_cluster.py`). Where a node has several members, but not all of its devices, the
 rings of its other groups pass through the same adapters: a level's `partial_reduce`. See docs/decisions, number 22.
 
 gloo makes one ring of all N members, on any hosts (`Cluster.rings` "flat"), so that all of the vector
@@ -252,6 +259,18 @@ class Topology:
         """
         return self._once(self._ring, ranks, tensor=tensor)
 
+    def _ring_in_turn(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:
+        """One of a tensor group: by levels one level's bytes wait for the other's."""
+        members, found = np.unique(_indices(ranks)), self._ring(ranks, tensor=tensor)
+        if self.is_flat:
+            return found
+        per_byte, part = 0.0, 1.0
+        for size, ring in zip(self.level_sizes, self._rings_of(members, tensor), strict=True):
+            members, counts = np.unique(members // size, return_counts=True)
+            per_byte += 2 * (1 - 1 / float(counts.max())) * part * ring.seconds_a_byte
+            part /= float(counts.min())
+        return replace(found, seconds_a_byte=per_byte)
+
     def _ring(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:
         members = np.unique(_indices(ranks))
         slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
@@ -327,7 +346,8 @@ class Topology:
         return float(2 * seconds.sum() - seconds[0] - seconds[1])
 
     def rings_of_groups(self, size: int, *, stride: int = 1) -> list[TransferTime]:
-        return [self.ring(group) for group in self.groups(size, stride=stride)]
+        """Of a tensor or context group's sums, one for each that has a place of its own."""
+        return [self._once(self._ring_in_turn, group, tensor=1) for group in self.groups(size, stride=stride)]
 
     def groups(self, size: int, *, stride: int = 1) -> list[range]:
         """Groups of `size` ranks, `stride` apart: one for each that has a place of its own."""

@@ -207,7 +207,8 @@ class LayerFormulas:
         if model.attention == "flash" and self.runtime.attention is not None:
             efficiency = self.device.efficiency(every_score)
             scores, inner = (
-                flops / 2 * efficiency / part for flops, part in zip((scores, inner), self.runtime.attention, strict=True)
+                flops / 2 * efficiency / part
+                for flops, part in zip((scores, inner), self.runtime.attention, strict=True)
             )
         moved, ordered = (20, 24) if llama else (22, 34), 0.0
         if model.experts > 1:

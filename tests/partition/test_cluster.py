@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.inside import Topology, host_speeds, with_host_speeds
+from support.inside import DeviceModel, Topology, host_speeds, with_host_speeds
 
 from stagewright.partition import Cluster, DeviceKind, Level, Node, Profile
 
@@ -241,6 +241,27 @@ def test_a_reduce_scatter_and_an_all_gather_take_what_their_all_reduce_takes() -
         assert 2 * large.exchange(ranks).seconds(1e10) == pytest.approx(large.ring(ranks).seconds(1e10))
     flat = Topology(replace(large.cluster, rings="flat"))  # gloo sends each part on its own
     assert flat.exchange(range(16)) == flat.all_to_all(range(16))
+
+
+def test_rings_over_nodes_go_as_fast_as_nccls() -> None:
+    """All-reduces of 8 GB by nccl-tests on nodes of eight H100, GB/s of bus bandwidth: 2 (N-1) / N b over seconds
+    (crazyguitar/aws-gpu-communication-benchmark at 4fdb5a4, data/nccl_all_reduce.csv; EFA, 400 Gbit/s a GPU)."""
+    device, num_bytes = DeviceModel.preset("H100-80GB"), 8 * 2.0**30
+    for nodes, measured in ((4, 357), (8, 355), (16, 356)):
+        cluster = Cluster.parse(f"{nodes}x8:nvlink=450GB/s@1.9us,net=50GB/s@22us")
+        ring = Topology(device.summed(cluster)).ring(range(8 * nodes))
+        bus = 2 * (1 - 1 / (8 * nodes)) * num_bytes / ring.seconds(num_bytes) / 1e9
+        assert bus == pytest.approx(measured, rel=0.05)
+    cluster = Cluster.parse("4x8:nvlink=450GB/s@1.9us,net=50GB/s@22us")  # what a tensor group sums doesn't fill them
+    (ring,) = Topology(device.summed(cluster)).rings_of_groups(32)
+    assert 2 * 31 / 32 * 2.0**26 / ring.seconds(2.0**26) / 1e9 == pytest.approx(152, rel=0.1)  # 64 MB
+
+
+def test_a_number_goes_up_a_tree_of_nodes() -> None:
+    topology = Topology(Cluster.parse("5x4:a=8B/s@1s,b=2B/s@5s"))
+    assert topology.small_sum(range(20)) == 2 * (3 * 1 + 3 * 5)
+    assert topology.small_sum((0, 1, 4)) == 2 * (1 * 1 + 1 * 5)
+    assert topology.small_sum((7,)) == 0
 
 
 def test_a_number_goes_round_a_flat_ring_hop_by_hop() -> None:

@@ -186,6 +186,38 @@ def test_sums_of_a_divided_optimizer_may_be_whole_and_wait_for_all_of_the_backwa
     )
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "1f1b"])
+def test_chunks_of_a_rank_are_a_bucket_each(schedule: str) -> None:
+    """Their latency counts once, and nothing of them is summed before their last backward ends."""
+    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, **LARGE) for name in "abcd"]
+    profile = Profile(nodes=nodes, microbatch_size=1, sums_early=True, sums_by_chunk=True)
+    cluster, chunks = Cluster.parse("4:net=4GB/s@0.25s"), 2 if schedule == "interleaved" else 1
+    places = [range(2), range(2, 4)] * chunks
+    stages = [GivenStage(own, at) for own, at in zip("abcd" if chunks == 2 else ("ab", "cd"), places, strict=True)]
+    found = evaluate(profile, cluster, stages, num_microbatches=4, schedule=schedule)
+    assert found.links is not None
+    one, two = (
+        (0.5 + 1.0, 0.0),
+        (2 * 0.5 + 2.0, 0.5 * 3.0),
+    )  # of a bucket, and of two: seconds, and those that are early
+    assert [(each.seconds, each.early) for each in found.links.sums] == [one if chunks == 2 else two] * 2 * chunks
+
+
+def test_attention_is_as_fast_as_its_kernels() -> None:
+    """Causal FLOPs, half of all, by parts of the peak; the backward multiplies two and a half times as much."""
+    device = DeviceModel(name="slow", peak_flops=1e12, memory_bandwidth=1e30, memory_bytes=1e12, link_bandwidth=1e30)
+    model = replace(SMALL, attention="flash")
+    plain, own = (
+        profile_of(model, device=device, runtime=Runtime(attention=each)).nodes[1] for each in (None, (0.5, 0.25))
+    )
+    scores = model.score_flops(model.length)
+    usual = device.matrix_seconds(scores, outputs=1e30)
+    assert own.forward_seconds - plain.forward_seconds == pytest.approx(scores / 2 / 0.5e12 - usual)
+    assert own.backward_seconds - plain.backward_seconds == pytest.approx(2.5 * (scores / 2 / 0.25e12 - usual))
+    stored = (profile_of(SMALL, device=device, runtime=Runtime(attention=each)).nodes for each in (None, (0.5, 0.25)))
+    assert len({*stored}) == 1
+
+
 def test_kernels_that_are_not_fused_read_and_write_between_them() -> None:
     """Bytes that a person counts in nanotron's layer: SiLU and the product apart; Q K V, K V and the output copied."""
     model = replace(SMALL, style="llama", attention="flash")
@@ -198,7 +230,9 @@ def test_kernels_that_are_not_fused_read_and_write_between_them() -> None:
     assert [node.part_seconds for node in parts[1:]] == [5] * model.layers + [2]
 
 
-@pytest.mark.parametrize("field", ["gradient_ratio", "gather_ratio", "gathers_ahead", "sums_early", "sums_whole"])
+@pytest.mark.parametrize(
+    "field", ["gradient_ratio", "gather_ratio", "gathers_ahead", "sums_early", "sums_whole", "sums_by_chunk"]
+)
 def test_profiles_of_one_model_have_one_kind_of_gradients(field: str) -> None:
     other: dict[str, Any] = {"gradient_ratio": 2.0, "gather_ratio": 0.5}
     nodes = [Node(name="a", forward_seconds=1.0, backward_seconds=2.0)]
