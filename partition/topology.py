@@ -16,8 +16,9 @@ below has scattered:
     seconds a byte = sum over levels 2 (m-1) / m / k / bandwidth        m members in the level's largest group
 
 So say trainings of others with T = 16 and 32 on nodes of eight (nanotron, vTrain), and all-reduces of 32 to 128 MB by
-themselves, at 95 to 230 of the 357 GB/s of 8 GB (four nodes; see `tests/partition/test_cluster.py`). Where a node has several members, but not all of its devices, the
-rings of its other groups pass through the same adapters: a level's `partial_reduce`. See docs/decisions, number 22.
+themselves, at 95 to 230 of the 357 GB/s of 8 GB (four nodes; see `tests/partition/test_cluster.py`). Where a node has
+several members, but not all of its devices, the rings of its other groups pass through the same adapters: a level's
+`partial_reduce`. See docs/decisions, number 22.
 
 gloo makes one ring of all N members, on any hosts (`Cluster.rings` "flat"), so that all of the vector
 crosses each of its links, and each step waits for the slowest one. A member sends its part of the vector in segments of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -48,6 +49,21 @@ def test_steps_of_others(file: str, average: float, worst: float) -> None:
         print(f"  {step.name}: {error:+.1%}")
     assert mean(errors.values()) == pytest.approx(average, abs=0.003)
     assert max(map(abs, errors.values())) == pytest.approx(worst, abs=0.005)
+
+
+@pytest.mark.thorough
+def test_tensor_groups_on_one_node_and_over_several() -> None:
+    """Tokens a second and GPU of 3.57 billion parameters by T and microbatch (nanotron at 0e0a27e,
+    scripts/scaling_benchmarks.py, a comment): what is missing is as much on one node as on two and four."""
+    model = next(step for step in of("nanotron") if step.name.startswith("3.57"))
+    rows = (2, 3, 14167.25), (4, 9, 13460.16), (8, 18, 10888.53), (16, 40, 6159.30), (32, 90, 3609.73)
+    errors = []
+    for tensor, batch, tokens in rows:
+        sizes = {"devices": tensor, "tensor": tensor, "batch": batch, "microbatch_size": batch}
+        seconds = batch * 4096 / tensor / tokens
+        errors.append(off(replace(model, **sizes, pipeline=1, is_sharded=False, seconds=seconds)))
+    print(*(f"{each:+.1%}" for each in errors))
+    assert all(-0.175 < each < -0.09 for each in errors)
 
 
 @pytest.mark.nightly
