@@ -336,12 +336,12 @@ class Topology:
         ends busy, and the others wait for their turn."""
         members = np.unique(_indices(ranks))
         if not self.is_flat or len(members) == 1:
-            seconds = 0.0
+            tree = 0.0
             for number, (size, ring) in enumerate(zip(self.level_sizes, self._rings_of(members, 1), strict=True)):
                 members, counts = np.unique(members // size, return_counts=True)
                 most = int(counts.max())
-                seconds += 2 * (math.ceil(math.log2(most)) if number else most - 1) * ring.latency
-            return seconds
+                tree += 2 * (math.ceil(math.log2(most)) if number else most - 1) * ring.latency
+            return tree
         hops = self.levels_between(members, np.roll(members, 1))  # the first one closes the ring
         seconds = np.array([link.latency + 2 * link.busy for link in self.links])[hops]
         return float(2 * seconds.sum() - seconds[0] - seconds[1])
