@@ -299,8 +299,9 @@ class LayerFormulas:
         return replace(node, weight_grad_seconds=node.weight_grad_seconds + alone)
 
     def _added(self, parameters: int) -> float:
-        """Bytes that W reads and writes to add a microbatch's gradients."""
-        return 2.0 * self.model.gradient_bytes * parameters if self.runtime.adds_gradients else 0.0
+        """Bytes that W reads and writes to add a microbatch's gradients, and those in 16 bits that a kernel adds."""
+        apart = 0 if self.runtime.fuses else 2 * VALUE_BYTES
+        return (2.0 * self.model.gradient_bytes + apart) * parameters if self.runtime.adds_gradients else 0.0
 
     def _seconds(self, products: _Products, num_bytes: float, *, sums: int = 0, weights: _Products = ()) -> float:
         """Products (FLOPs and outputs), those with a layer's `weights` in its precision, then memory traffic, then sums

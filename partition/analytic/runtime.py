@@ -23,7 +23,8 @@ class Runtime(NamedTuple):
             (`overlap_grad_reduce`; torch's DDP).
         sums_whole: where the optimizer's state is divided, gradients are all-reduced as one after the last backward.
         sums_by_chunk: where a rank has several stages, each of them is one bucket, summed after its last backward.
-        fuses: activations, rotary positions and the loss are one kernel each, and none copies for another layout.
+        fuses: activations, rotary positions and the loss are one kernel each, none copies for another layout, and
+            products add gradients themselves.
         part_seconds: of the host for each parameter and replica, where updated weights are gathered by themselves [s].
         attention: parts of the device's peak that its kernels reach forward and backward, where scores are not stored,
             of causal FLOPs; None: of all of them as much as other products.

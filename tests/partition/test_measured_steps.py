@@ -38,7 +38,7 @@ def test_every_row_is_priced_or_named_with_a_reason() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("file", "average", "worst"), [("mlperf", 0.083, 0.148), ("bridge", 0.083, 0.259), ("nanotron", 0.137, 0.516)]
+    ("file", "average", "worst"), [("mlperf", 0.083, 0.148), ("bridge", 0.083, 0.259), ("nanotron", 0.130, 0.516)]
 )
 def test_steps_of_others(file: str, average: float, worst: float) -> None:
     errors = {step: off(step) for step in of(file)}
@@ -63,11 +63,11 @@ def test_tensor_groups_on_one_node_and_over_several() -> None:
         seconds = batch * 4096 / tensor / tokens
         errors.append(off(replace(model, **sizes, pipeline=1, is_sharded=False, seconds=seconds)))
     print(*(f"{each:+.1%}" for each in errors))
-    assert all(-0.175 < each < -0.09 for each in errors)
+    assert all(-0.17 < each < -0.09 for each in errors)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.080), ("bridge", 0.074), ("nanotron", 0.127)])
+@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.080), ("bridge", 0.074), ("nanotron", 0.119)])
 def test_two_steps_of_a_machine_foretell_its_others(file: str, average: float) -> None:
     """The first two of each machine calibrate one constant, where one of them foretells the other."""
     errors = []

@@ -13,7 +13,6 @@ from support.inside import (
     Configuration,
     DeviceModel,
     SearchSpace,
-    Topology,
     Transformer,
     TransformerSource,
     in_all_orders,

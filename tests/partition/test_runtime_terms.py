@@ -226,6 +226,9 @@ def test_kernels_that_are_not_fused_read_and_write_between_them() -> None:
     assert apart[1].forward_seconds - fused[1].forward_seconds == pytest.approx(4 * mlp + 40 * heads)
     assert apart[1].backward_seconds - fused[1].backward_seconds == pytest.approx(16 * mlp + 32 * heads)
     assert apart[-1].forward_seconds - fused[-1].forward_seconds == pytest.approx(20 * logits)
+    adding = (Runtime(adds_gradients=True, fuses=each) for each in (True, False))
+    once, again = (profile_of(model, device=MEMORY, runtime=each).nodes[1].weight_grad_seconds for each in adding)
+    assert (again or 0.0) - (once or 0.0) == pytest.approx(4 * sum(model.layer_matrices(1)))
     parts = profile_of(model, device=MEMORY, runtime=Runtime(part_seconds=1.0)).nodes
     assert [node.part_seconds for node in parts[1:]] == [5] * model.layers + [2]
 
