@@ -189,18 +189,18 @@ def test_sums_of_a_divided_optimizer_may_be_whole_and_wait_for_all_of_the_backwa
 @pytest.mark.parametrize("schedule", ["interleaved", "1f1b"])
 def test_chunks_of_a_rank_are_a_bucket_each(schedule: str) -> None:
     """Their latency counts once, and nothing of them is summed before their last backward ends."""
-    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, **LARGE) for name in "abcd"]
+    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, **LARGE) for name in "abcdefgh"]
     profile = Profile(nodes=nodes, microbatch_size=1, sums_early=True, sums_by_chunk=True)
     cluster, chunks = Cluster.parse("4:net=4GB/s@0.25s"), 2 if schedule == "interleaved" else 1
-    places = [range(2), range(2, 4)] * chunks
-    stages = [GivenStage(own, at) for own, at in zip("abcd" if chunks == 2 else ("ab", "cd"), places, strict=True)]
+    places, own_nodes = [range(2), range(2, 4)] * chunks, ("ab", "cd", "ef", "gh") if chunks == 2 else ("abcd", "efgh")
+    stages = [GivenStage(own, at) for own, at in zip(own_nodes, places, strict=True)]
     found = evaluate(profile, cluster, stages, num_microbatches=4, schedule=schedule)
     assert found.links is not None
-    one, two = (
-        (0.5 + 1.0, 0.0),
-        (2 * 0.5 + 2.0, 0.5 * 3.0),
-    )  # of a bucket, and of two: seconds, and those that are early
-    assert [(each.seconds, each.early) for each in found.links.sums] == [one if chunks == 2 else two] * 2 * chunks
+    one, four = (
+        (0.5 + 2.0, 0.0),
+        (4 * 0.5 + 4.0, 3 / 4 * 6),
+    )  # of a bucket, and of four: seconds, and those that are early
+    assert [(each.seconds, each.early) for each in found.links.sums] == [one if chunks == 2 else four] * 2 * chunks
 
 
 def test_attention_is_as_fast_as_its_kernels() -> None:
