@@ -158,6 +158,7 @@ class Profile:
         sums_early: whether a stage's last backward sums each bucket of gradients as it makes it; else all after it.
         sums_whole: whether gradients are all-reduced at once, after that, where the optimizer is divided; else each
             rank gets the sums of its share.
+        sums_by_chunk: whether each of several stages on a rank sums its gradients as one bucket.
         step_seconds: F + B of the whole model, measured at once [s]; None when not measured.
         step_spread: of its samples, relative.
         slowdown: how many times that long the whole took on average, along with what else ran on the machine; the
@@ -200,6 +201,7 @@ class Profile:
     gathers_ahead: bool = False
     sums_early: bool = False
     sums_whole: bool = False
+    sums_by_chunk: bool = False
     step_seconds: float | None = None
     step_spread: float = 0.0
     slowdown: float = 1.0

@@ -94,6 +94,7 @@ class Rounds(NamedTuple):
     gathers_ahead: bool = False
     sums_early: bool = False
     sums_whole: bool = False
+    sums_by_chunk: bool = False
 
 
 class Recomputed(NamedTuple):
@@ -342,9 +343,11 @@ def busiest_share(num_microbatches: int | None, replicas: Floats) -> Floats:
 
 def num_buckets(sums: StageSums) -> Indices:
     """Buckets in which gradients travel, at least 1: common ones of small parameters, and one for each large one; 1
-    where parameters are not known."""
+    where parameters are not known, or chunks are buckets."""
     small = np.maximum(sums.small - sums.small_tied, 0.0)
-    found = np.where(sums.largest > 0, sums.alone + np.ceil(small / BUCKET_BYTES), 1)
+    found = np.where(
+        (sums.largest > 0) & (not sums.rounds.sums_by_chunk), sums.alone + np.ceil(small / BUCKET_BYTES), 1
+    )
     return np.asarray(np.maximum(found, 1), dtype=np.intp)
 
 

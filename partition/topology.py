@@ -1,14 +1,24 @@
 """A cluster as costs see it: how fast devices are and what they hold, seconds of messages and of sums over ranks.
 
-A sum over ranks goes level by level, from the inside out: the members in one group of a level scatter the sum among
-themselves, so that each moves only its part over the level above, and gather it again on the way back. With n members
-in the largest group of a level, k in the smallest one, and b bytes left to sum:
+A sum over N ranks goes round in rings through all of them, as many as the node with the fewest members has adapters, k,
+each with its part of the buffer: a ring enters a node once, passes its members and leaves it. Its hops over all levels
+are under way at once, so that the slowest level sets the pace (Patarasuk and Yuan 2009 for one ring). With the n groups
+of the level below that one level joins, G groups of its own, and k members in the smallest of them below it:
 
-    seconds += 2 (n-1) (latency + b / n / bandwidth)        b /= k
+    seconds = sum over levels 2 (n - G) latency + 2 (N-1) / N b max over levels (1 / k / bandwidth)
 
-So does NCCL: it makes as many rings as the node with the fewest members has adapters, each with its part of the buffer
-(Patarasuk and Yuan 2009 for one ring). Where a node has several members, but not all of its devices, the
-rings of its other groups pass through the same adapters: a level's `partial_reduce`. See docs/decisions, number 22.
+So does NCCL, and so it counts (src/graph/tuning.cc: 2 (N-1) steps of which 2 (nodes - 1) go over the network; b over
+channels times the slower of their bandwidths within and between nodes). Over two nodes its trees are up to 1.9 times as
+fast, which reduce-scatter and all-gather do not have. The sums of a tensor group, of some tens of MB, don't fill rings
+that long: over several nodes its levels' bytes take turns (`rings_of_groups`), each level with the part that the one
+below has scattered:
+
+    seconds a byte = sum over levels 2 (m-1) / m / k / bandwidth        m members in the level's largest group
+
+So say trainings of others with T = 16 and 32 on nodes of eight (nanotron, vTrain), and all-reduces of 32 to 128 MB by
+themselves, at 95 to 230 of the 357 GB/s of 8 GB (four nodes; see `tests/partition/test_cluster.py`). Where a node has
+several members, but not all of its devices, the rings of its other groups pass through the same adapters: a level's
+`partial_reduce`. See docs/decisions, number 22.
 
 gloo makes one ring of all N members, on any hosts (`Cluster.rings` "flat"), so that all of the vector
 crosses each of its links, and each step waits for the slowest one. A member sends its part of the vector in segments of
@@ -28,7 +38,7 @@ the last line has 1 / bandwidth once more. `tests/partition/test_flat_rings.py` 
 step.
 
 Where the optimizer's state is divided, gradients are reduce-scattered and weights all-gathered (`Topology.exchange`).
-By levels each is the half of an all-reduce that its name says, so that both together are never slower than it. gloo has
+By levels each is the half of a ring that its name says, so that both together are never slower than it. gloo has
 no reduce-scatter of its own: there it is an all-to-all, and so is what experts send to each other
 (`Topology.all_to_all`): each member sends every other one a part of its own, all at once, of b bytes b / N each. Those
 to members beyond a level's group cross it, one after the other from one device; in a flat ring's cluster all of a
@@ -250,22 +260,34 @@ class Topology:
         """
         return self._once(self._ring, ranks, tensor=tensor)
 
+    def _ring_in_turn(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:
+        """One of a tensor group: by levels one level's bytes wait for the other's."""
+        members, found = np.unique(_indices(ranks)), self._ring(ranks, tensor=tensor)
+        if self.is_flat:
+            return found
+        per_byte, part = 0.0, 1.0
+        for size, ring in zip(self.level_sizes, self._rings_of(members, tensor), strict=True):
+            members, counts = np.unique(members // size, return_counts=True)
+            per_byte += 2 * (1 - 1 / float(counts.max())) * part * ring.seconds_a_byte
+            part /= float(counts.min())
+        return replace(found, seconds_a_byte=per_byte)
+
     def _ring(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:
         members = np.unique(_indices(ranks))
         slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
         rings = self._rings_of(members, tensor)
         if self.is_flat:
             return self._flat_ring(members, slowness, rings)
-        counts = []
-        for size in self.level_sizes:
+        counts, number, latency = [], len(members), 0.0
+        for size, ring in zip(self.level_sizes, rings, strict=True):
             in_group = np.unique(members // size, return_counts=True)
+            latency += 2 * (len(members) - len(in_group[0])) * ring.latency
             members = in_group[0]
             counts.append((float(in_group[1].max()), float(in_group[1].min())))
-        latency = sum(2 * (most - 1) * ring.latency for (most, _), ring in zip(counts, rings, strict=True))
         spanned = [level for level, (most, _) in zip(self.cluster.levels, counts, strict=True) if most > 1]
         return TransferTime(
             latency=latency,
-            seconds_a_byte=float(self._ring_seconds_a_byte(counts, slowness, rings)),
+            seconds_a_byte=float(self._ring_seconds_a_byte(counts, number, slowness, rings)),
             busy_share=spanned[-1].sum_busy if spanned else 0.0,
         )
 
@@ -308,18 +330,25 @@ class Topology:
         )
 
     def small_sum(self, ranks: Sequence[int]) -> float:
-        """Seconds of the sum of a number or two over these ranks, as of the global norm. By levels as an empty `ring`.
-        A flat ring has one part for all members, which goes round twice, less two hops: each takes its own link's
-        latency and keeps both ends busy, and the others wait for their turn."""
+        """Seconds of the sum of a number or two over these ranks, as of the global norm. By levels up a tree and down:
+        a chain within the innermost level, a binary tree over each other one (NCCL's tuning.cc). A flat ring has one
+        part for all members, which goes round twice, less two hops: each takes its own link's latency and keeps both
+        ends busy, and the others wait for their turn."""
         members = np.unique(_indices(ranks))
         if not self.is_flat or len(members) == 1:
-            return self.ring(ranks).latency
+            tree = 0.0
+            for number, (size, ring) in enumerate(zip(self.level_sizes, self._rings_of(members, 1), strict=True)):
+                members, counts = np.unique(members // size, return_counts=True)
+                most = int(counts.max())
+                tree += 2 * (math.ceil(math.log2(most)) if number else most - 1) * ring.latency
+            return tree
         hops = self.levels_between(members, np.roll(members, 1))  # the first one closes the ring
         seconds = np.array([link.latency + 2 * link.busy for link in self.links])[hops]
         return float(2 * seconds.sum() - seconds[0] - seconds[1])
 
     def rings_of_groups(self, size: int, *, stride: int = 1) -> list[TransferTime]:
-        return [self.ring(group) for group in self.groups(size, stride=stride)]
+        """Of a tensor or context group's sums, one for each that has a place of its own."""
+        return [self._once(self._ring_in_turn, group, tensor=1) for group in self.groups(size, stride=stride)]
 
     def groups(self, size: int, *, stride: int = 1) -> list[range]:
         """Groups of `size` ranks, `stride` apart: one for each that has a place of its own."""
@@ -334,7 +363,7 @@ class Topology:
         first, last = np.asarray(first), np.asarray(last)
         if self.is_flat:
             return self._flat_seconds_a_byte(first, last, last - first + 1, slowness)
-        counts = []
+        counts, members = [], last - first + 1
         for size in self.level_sizes:
             is_one = first // size == last // size
             front, back = size - first % size, last % size + 1
@@ -342,7 +371,7 @@ class Topology:
             most = np.where(last // size - first // size > 1, size, np.where(is_one, least, np.maximum(front, back)))
             counts.append((most, least))
             first, last = first // size, last // size
-        return self._ring_seconds_a_byte(counts, slowness, self.rings)
+        return self._ring_seconds_a_byte(counts, members, slowness, self.rings)
 
     def levels_between(self, first: Index, last: Index) -> Indices:
         """The level that joins two devices, elementwise; 0 for a device and itself."""
@@ -376,10 +405,10 @@ class Topology:
         return np.asarray(2 * (number - 1) / number * per_byte, dtype=np.float64)
 
     def _ring_seconds_a_byte(
-        self, counts: Sequence[tuple[Any, Any]], slowness: Floats | float, rings: Sequence[TransferTime]
+        self, counts: Sequence[tuple[Any, Any]], members: Index, slowness: Floats | float, rings: Sequence[TransferTime]
     ) -> Floats:
-        """`counts`: by level, members in its largest and in its smallest group."""
-        seconds, part = np.zeros(()), np.ones(())
+        """`counts`: by level, members in its largest and in its smallest group; `members` in all."""
+        slowest, part = np.zeros(()), np.ones(())
         in_node = np.asarray(counts[0][1])
         is_partial = (in_node > 1) & (in_node < self.level_sizes[0])
         for level, ((most, least), ring) in enumerate(zip(counts, rings, strict=True)):
@@ -387,9 +416,9 @@ class Topology:
             share = self.cluster.levels[level].partial_reduce
             if level and share < 1:
                 per_byte = np.where(is_partial, per_byte / share, per_byte)
-            seconds = seconds + 2 * (most - 1) / most * part * per_byte
+            slowest = np.maximum(slowest, np.where(np.asarray(most) > 1, part * per_byte, 0.0))
             part = part / least
-        return np.asarray(seconds, dtype=np.float64)
+        return np.asarray(2 * (1 - 1 / np.asarray(members)) * slowest, dtype=np.float64)
 
 
 def _pairs(src: Sequence[int], dst: Sequence[int], tensor: int) -> tuple[Indices, Indices]:

@@ -295,13 +295,13 @@ PRESETS = (
     replace(
         _sxm("DGX-A100", multiprocessors=108, teraflops=312, gigabytes_a_second=2039, gigabytes=80, nvlink=600),
         matrix_efficiency=0.841,
-        wave_outputs=6.65e6,
+        wave_outputs=6.68e6,
         link_efficiency=0.758,
-        memory_efficiency=0.729,
+        memory_efficiency=0.727,
         kernel_seconds=4e-5,
-        hop_seconds=7.42e-6,
-        network_efficiency=0.802,
-        partial_efficiency=0.285,
+        hop_seconds=6.44e-6,
+        network_efficiency=0.83,
+        partial_efficiency=0.291,
     ),
 )
 """SXM modules, matrix products without sparsity. NVIDIA's data sheets: V100 (January 2020), A100 (June 2021), H100

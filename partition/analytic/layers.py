@@ -122,6 +122,7 @@ def transformer_profile(
         gathers_ahead=runtime.gathers_ahead,
         sums_early=runtime.sums_early,
         sums_whole=runtime.sums_whole,
+        sums_by_chunk=runtime.sums_by_chunk,
         action_seconds=device.action_seconds,
         sequence_tokens=model.length,
         pair_share=pairs,
@@ -202,7 +203,13 @@ class LayerFormulas:
         inward[1::2] = [(each, out / parts) for each, out in inward[1::2]]  # the others' sums travel beside them
         every_score = self.tokens * model.heads * model.length / t
         scores, chooser = model.score_flops(self.tokens) / t, []
-        again = scores / 2 if model.attention == "flash" else 0.0
+        inner = 2 * scores + (scores / 2 if model.attention == "flash" else 0.0)
+        if model.attention == "flash" and self.runtime.attention is not None:
+            efficiency = self.device.efficiency(every_score)
+            scores, inner = (
+                flops / 2 * efficiency / part
+                for flops, part in zip((scores, inner), self.runtime.attention, strict=True)
+            )
         moved, ordered = (20, 24) if llama else (22, 34), 0.0
         if model.experts > 1:
             chooser = [(2.0 * self.tokens * model.hidden * model.experts, float(self.tokens * model.experts))]
@@ -226,7 +233,7 @@ class LayerFormulas:
             "layer",
             (
                 self._seconds([(scores, every_score), *chooser], reads, sums=2, weights=forward),
-                self._seconds([(2 * scores + again, every_score), *chooser], writes, sums=2, weights=inward),
+                self._seconds([(inner, every_score), *chooser], writes, sums=2, weights=inward),
                 # Split along the tokens, where their own outputs are few.
                 self._seconds(chooser, self._added(sum(matrices)), weights=whole),
             ),
@@ -292,8 +299,9 @@ class LayerFormulas:
         return replace(node, weight_grad_seconds=node.weight_grad_seconds + alone)
 
     def _added(self, parameters: int) -> float:
-        """Bytes that W reads and writes to add a microbatch's gradients."""
-        return 2.0 * self.model.gradient_bytes * parameters if self.runtime.adds_gradients else 0.0
+        """Bytes that W reads and writes to add a microbatch's gradients, and those in 16 bits that a kernel adds."""
+        apart = 0 if self.runtime.fuses else 2 * VALUE_BYTES
+        return (2.0 * self.model.gradient_bytes + apart) * parameters if self.runtime.adds_gradients else 0.0
 
     def _seconds(self, products: _Products, num_bytes: float, *, sums: int = 0, weights: _Products = ()) -> float:
         """Products (FLOPs and outputs), those with a layer's `weights` in its precision, then memory traffic, then sums

@@ -22,8 +22,12 @@ class Runtime(NamedTuple):
         sums_early: a stage's last backward sums each bucket of gradients over replicas as it makes it
             (`overlap_grad_reduce`; torch's DDP).
         sums_whole: where the optimizer's state is divided, gradients are all-reduced as one after the last backward.
-        fuses: activations, rotary positions and the loss are one kernel each, and none copies for another layout.
+        sums_by_chunk: where a rank has several stages, each of them is one bucket, summed after its last backward.
+        fuses: activations, rotary positions and the loss are one kernel each, none copies for another layout, and
+            products add gradients themselves.
         part_seconds: of the host for each parameter and replica, where updated weights are gathered by themselves [s].
+        attention: parts of the device's peak that its kernels reach forward and backward, where scores are not stored,
+            of causal FLOPs; None: of all of them as much as other products.
     """
 
     overlaps_sums: bool = False
@@ -32,17 +36,30 @@ class Runtime(NamedTuple):
     adds_gradients: bool = False
     sums_early: bool = False
     sums_whole: bool = False
+    sums_by_chunk: bool = False
     fuses: bool = True
     part_seconds: float = 0.0
+    attention: tuple[float, float] | None = None
 
 
+FLASH_2 = (0.32, 0.25)
+"""FlashAttention-2 on an H100, heads of 128: 314 and 249 of 989 TFLOP/s at 4,096 tokens, 325 and 277 at 8,192 (NVIDIA's
+cudnn-frontend at 505fcfeb, benchmark/benchmark_results.csv, PyTorch's kernels; Shah et al. 2024, arXiv 2407.08608, have
+319 and 333 forward, 284 for heads of 64)."""
 PLAIN = Runtime()
 MEGATRON_CORE = Runtime(
-    overlaps_sums=True, gathers_ahead=True, gathers_casts=True, adds_gradients=True, sums_early=True
+    overlaps_sums=True,
+    gathers_ahead=True,
+    gathers_casts=True,
+    adds_gradients=True,
+    sums_early=True,
+    sums_by_chunk=True,
 )
 """Megatron-Core with Transformer Engine, as NeMo and Megatron-Bridge configure it for speed (their performance guides;
 NVIDIA's configurations of MLPerf Training v3.1 and v4.0, whose `distributed_fused_adam.yaml` has overlap_grad_sync)."""
-NANOTRON = Runtime(adds_gradients=True, sums_early=True, sums_whole=True, fuses=False, part_seconds=1e-5)
+NANOTRON = Runtime(
+    adds_gradients=True, sums_early=True, sums_whole=True, fuses=False, part_seconds=1e-5, attention=FLASH_2
+)
 """huggingface/nanotron at 2411b022: DDP without ZeRO (`optim/gradient_accumulator.py`); with ZeRO-1 one all-reduce of
 all gradients (`trainer.py`, reduce_scatter=False), then `all_gather_coalesced`, which takes each replica's part of each
 parameter out of a buffer by a copy of its own. The host takes 5 to 25 us for a kernel of PyTorch (dispatch and launch,

@@ -164,9 +164,10 @@ class PlanEvaluator:
         sizes = [c.tensors[p] for p in c.positions]
         found = {size: self.model(c, size).stages(ends, c.positions) for size in {*sizes}}
         sums = found[sizes[0]] if len(found) == 1 else stages_from([found[size] for size in sizes])
-        if not c.family.rule.is_asynchronous:
-            return sums
-        return replace(sums, rounds=sums.rounds._replace(gathers_ahead=False, sums_early=False))
+        rounds = sums.rounds._replace(sums_by_chunk=sums.rounds.sums_by_chunk and c.num_chunks > 1)
+        if c.family.rule.is_asynchronous:
+            rounds = rounds._replace(gathers_ahead=False, sums_early=False)
+        return sums if rounds == sums.rounds else replace(sums, rounds=rounds)
 
     def _norm_seconds(self, c: Configuration) -> float | None:
         """Seconds of the global norm, for which ranks wait under a flush alone [s]."""

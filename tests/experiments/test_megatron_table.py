@@ -47,7 +47,7 @@ def test_the_preset_is_the_fit_to_all_runs() -> None:
         DeviceModel.preset("A100-80GB").matrix_efficiency, abs=0.005
     )
     off = errors(simulated, range(10), DeviceModel.preset("A100-80GB"))
-    assert [round(100 * each) for each in off] == [-3, -1, 2, 1, 3, -4, 0, -1, 0, 6]
+    assert [round(100 * each) for each in off] == [-3, -2, 2, 1, 3, -4, 0, -1, 0, 6]
 
 
 @pytest.mark.thorough
@@ -89,7 +89,7 @@ def test_every_run_is_planned_and_predicted() -> None:
         assert 0.4 * 80e9 < max(found.memory_bytes.values()) < 0.8 * 80e9
         assert found.simulated_step_time <= simulated(run, DeviceModel.preset("A100-80GB")) * 1.003
         off.append(found.simulated_step_time / run.seconds - 1)
-    assert [round(100 * each) for each in off] == [-3, -1, 2, 1, 3, -6, 0, -1, 0, 6]
+    assert [round(100 * each) for each in off] == [-3, -2, 2, 1, 3, -6, 0, -1, 0, 6]
     assert sum(each * each for each in off) ** 0.5 < 0.0302 * 10**0.5
 
 

@@ -88,7 +88,7 @@ def crossing(profile: Profile, before: frozenset[str]) -> float:
 
 
 def ring(cluster: Cluster, members: Sequence[int], links: tuple[float, ...] | None = None) -> float:
-    """Seconds a byte of a sum, group by group, level by level; or hop by hop around a flat ring."""
+    """Seconds a byte of a sum, in rings through all members, of the slowest level's hops; or around a flat ring."""
     slowest_card = 1.0 if links is None else min(links[member] for member in members)
     if cluster.rings == "flat":
         worst = 0.0
@@ -100,7 +100,7 @@ def ring(cluster: Cluster, members: Sequence[int], links: tuple[float, ...] | No
                     worst = max(worst, 1 / slowest / (slowest_card if number else 1.0))
                     break
         return 2 * (len(members) - 1) / len(members) * worst
-    groups, seconds, part, slowest, shares_cards = list(members), 0.0, 1.0, math.inf, False
+    groups, pace_of_all, part, slowest, shares_cards = list(members), math.inf, 1.0, math.inf, False
     for number, level in enumerate(cluster.levels):
         slowest = min(slowest, level.bandwidth)
         sizes = Counter(member // level.size for member in groups).values()
@@ -109,10 +109,11 @@ def ring(cluster: Cluster, members: Sequence[int], links: tuple[float, ...] | No
         pace = (
             slowest * (slowest_card if number > 0 else 1.0) * (level.partial_reduce if number and shares_cards else 1.0)
         )
-        seconds += 2 * (max(sizes) - 1) / max(sizes) * part / pace
+        if max(sizes) > 1:
+            pace_of_all = min(pace_of_all, pace / part)
         part /= min(sizes)
         groups = sorted({member // level.size for member in groups})
-    return seconds
+    return 2 * (1 - 1 / len(members)) / pace_of_all
 
 
 def hops_around(members: Sequence[int]) -> list[tuple[int, int]]:

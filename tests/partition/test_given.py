@@ -260,8 +260,8 @@ def test_devices_of_a_node_share_its_card() -> None:
     groups = [GivenStage("ab", [0, 1], 2), GivenStage("cd", [2, 3], 2)]
     assert (step(own, groups, source=divided), step(shared, groups, source=divided)) == (12 + 2 * 1, 12 + 2 * 2)
     sums = [GivenStage("abcd", [0, 1, 2, 3])]
-    assert step(own, sums, 4) == pytest.approx(12 + 16 / 1000 + 16 / 2)
-    assert step(shared, sums, 4) == pytest.approx(12 + 16 / 1000 + 2 * 16 / 2)
+    assert step(own, sums, 4) == pytest.approx(12 + 2 * 3 / 4 * 16 / 2)
+    assert step(shared, sums, 4) == pytest.approx(12 + 2 * 3 / 4 * 16)  # one ring for both
     across = [GivenStage("ab", [0, 2]), GivenStage("cd", [1, 3])]
     assert step(own, across, 2) == pytest.approx(12 + 2 * 2 / 1000 + 8 / 1)
     assert step(shared, across, 2) == pytest.approx(8 + 2 * 2 / 1000 + 2 * 8)  # the sums of two stages, in turn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -37,7 +38,7 @@ def test_every_row_is_priced_or_named_with_a_reason() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("file", "average", "worst"), [("mlperf", 0.087, 0.257), ("bridge", 0.083, 0.259), ("nanotron", 0.153, 0.516)]
+    ("file", "average", "worst"), [("mlperf", 0.083, 0.148), ("bridge", 0.083, 0.259), ("nanotron", 0.130, 0.516)]
 )
 def test_steps_of_others(file: str, average: float, worst: float) -> None:
     errors = {step: off(step) for step in of(file)}
@@ -50,8 +51,23 @@ def test_steps_of_others(file: str, average: float, worst: float) -> None:
     assert max(map(abs, errors.values())) == pytest.approx(worst, abs=0.005)
 
 
+@pytest.mark.thorough
+def test_tensor_groups_on_one_node_and_over_several() -> None:
+    """Tokens a second and GPU of 3.57 billion parameters by T and microbatch (nanotron at 0e0a27e,
+    scripts/scaling_benchmarks.py, a comment): what is missing is as much on one node as on two and four."""
+    model = next(step for step in of("nanotron") if step.name.startswith("3.57"))
+    rows = (2, 3, 14167.25), (4, 9, 13460.16), (8, 18, 10888.53), (16, 40, 6159.30), (32, 90, 3609.73)
+    errors = []
+    for tensor, batch, tokens in rows:
+        sizes = {"devices": tensor, "tensor": tensor, "batch": batch, "microbatch_size": batch}
+        seconds = batch * 4096 / tensor / tokens
+        errors.append(off(replace(model, **sizes, pipeline=1, is_sharded=False, seconds=seconds)))
+    print(*(f"{each:+.1%}" for each in errors))
+    assert all(-0.17 < each < -0.09 for each in errors)
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.094), ("bridge", 0.074), ("nanotron", 0.146)])
+@pytest.mark.parametrize(("file", "average"), [("mlperf", 0.080), ("bridge", 0.074), ("nanotron", 0.119)])
 def test_two_steps_of_a_machine_foretell_its_others(file: str, average: float) -> None:
     """The first two of each machine calibrate one constant, where one of them foretells the other."""
     errors = []

@@ -186,6 +186,38 @@ def test_sums_of_a_divided_optimizer_may_be_whole_and_wait_for_all_of_the_backwa
     )
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "1f1b"])
+def test_chunks_of_a_rank_are_a_bucket_each(schedule: str) -> None:
+    """Their latency counts once, and nothing of them is summed before their last backward ends."""
+    nodes = [Node(name=name, forward_seconds=1.0, backward_seconds=2.0, **LARGE) for name in "abcdefgh"]
+    profile = Profile(nodes=nodes, microbatch_size=1, sums_early=True, sums_by_chunk=True)
+    cluster, chunks = Cluster.parse("4:net=4GB/s@0.25s"), 2 if schedule == "interleaved" else 1
+    places, own_nodes = [range(2), range(2, 4)] * chunks, ("ab", "cd", "ef", "gh") if chunks == 2 else ("abcd", "efgh")
+    stages = [GivenStage(own, at) for own, at in zip(own_nodes, places, strict=True)]
+    found = evaluate(profile, cluster, stages, num_microbatches=4, schedule=schedule)
+    assert found.links is not None
+    one, four = (
+        (0.5 + 2.0, 0.0),
+        (4 * 0.5 + 4.0, 3 / 4 * 6),
+    )  # of a bucket, and of four: seconds, and those that are early
+    assert [(each.seconds, each.early) for each in found.links.sums] == [one if chunks == 2 else four] * 2 * chunks
+
+
+def test_attention_is_as_fast_as_its_kernels() -> None:
+    """Causal FLOPs, half of all, by parts of the peak; the backward multiplies two and a half times as much."""
+    device = DeviceModel(name="slow", peak_flops=1e12, memory_bandwidth=1e30, memory_bytes=1e12, link_bandwidth=1e30)
+    model = replace(SMALL, attention="flash")
+    plain, own = (
+        profile_of(model, device=device, runtime=Runtime(attention=each)).nodes[1] for each in (None, (0.5, 0.25))
+    )
+    scores = model.score_flops(model.length)
+    usual = device.matrix_seconds(scores, outputs=1e30)
+    assert own.forward_seconds - plain.forward_seconds == pytest.approx(scores / 2 / 0.5e12 - usual)
+    assert own.backward_seconds - plain.backward_seconds == pytest.approx(2.5 * (scores / 2 / 0.25e12 - usual))
+    stored = (profile_of(SMALL, device=device, runtime=Runtime(attention=each)).nodes for each in (None, (0.5, 0.25)))
+    assert len({*stored}) == 1
+
+
 def test_kernels_that_are_not_fused_read_and_write_between_them() -> None:
     """Bytes that a person counts in nanotron's layer: SiLU and the product apart; Q K V, K V and the output copied."""
     model = replace(SMALL, style="llama", attention="flash")
@@ -194,11 +226,16 @@ def test_kernels_that_are_not_fused_read_and_write_between_them() -> None:
     assert apart[1].forward_seconds - fused[1].forward_seconds == pytest.approx(4 * mlp + 40 * heads)
     assert apart[1].backward_seconds - fused[1].backward_seconds == pytest.approx(16 * mlp + 32 * heads)
     assert apart[-1].forward_seconds - fused[-1].forward_seconds == pytest.approx(20 * logits)
+    adding = (Runtime(adds_gradients=True, fuses=each) for each in (True, False))
+    once, again = (profile_of(model, device=MEMORY, runtime=each).nodes[1].weight_grad_seconds for each in adding)
+    assert (again or 0.0) - (once or 0.0) == pytest.approx(4 * sum(model.layer_matrices(1)))
     parts = profile_of(model, device=MEMORY, runtime=Runtime(part_seconds=1.0)).nodes
     assert [node.part_seconds for node in parts[1:]] == [5] * model.layers + [2]
 
 
-@pytest.mark.parametrize("field", ["gradient_ratio", "gather_ratio", "gathers_ahead", "sums_early", "sums_whole"])
+@pytest.mark.parametrize(
+    "field", ["gradient_ratio", "gather_ratio", "gathers_ahead", "sums_early", "sums_whole", "sums_by_chunk"]
+)
 def test_profiles_of_one_model_have_one_kind_of_gradients(field: str) -> None:
     other: dict[str, Any] = {"gradient_ratio": 2.0, "gather_ratio": 0.5}
     nodes = [Node(name="a", forward_seconds=1.0, backward_seconds=2.0)]

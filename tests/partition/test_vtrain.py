@@ -54,14 +54,14 @@ def mean(off: Iterable[float]) -> float:
 
 @pytest.mark.thorough
 def test_half_of_the_trainings_foretells_the_other_half() -> None:
-    """4.5% on average, 39% at worst; half of them within 1.8%, and all but eight within 7%, 1.7% on average."""
+    """4.4% on average, 39% at worst; half of them within 1.6%, and all but eight within 7%, 1.7% on average."""
     off = held_out([range(1, 56, 2), range(2, 56, 2)], simulated)
     print(f"held out: {mean(off.values()):.1%} on average, {max(map(abs, off.values())):.1%} at worst")
-    assert mean(off.values()) < 0.046
+    assert mean(off.values()) < 0.045
     assert {at for at, each in off.items() if abs(each) > 0.1} == CONTRADICT
     others = [each for at, each in off.items() if at not in CONTRADICT]
-    assert mean(others) < 0.0175
-    assert sorted(map(abs, off.values()))[27] < 0.018
+    assert mean(others) < 0.0172
+    assert sorted(map(abs, off.values()))[27] < 0.0165
     assert max(map(abs, others)) < 0.07
 
 

@@ -56,7 +56,7 @@ SHAPES |= {
 # A step of NCCL's rings: hwLat of its src/graph/tuning.cc, with protocol LL128 over NVLink and InfiniBand. Over EFA,
 # which nanotron's nodes (AWS p5) have, what all-reduces of 32 MB to 8 GB over 2 to 32 of these nodes show, least
 # squares of logarithms (crazyguitar/aws-gpu-communication-benchmark at fd167f9, data/nccl_all_reduce.csv).
-NVLINK_HOP, NET_HOP, EFA_HOP = "1.9us", "4us", "30us"
+NVLINK_HOP, NET_HOP, EFA_HOP = "1.9us", "4us", "22us"
 PEAK = 989.5e12  # of an H100, which nanotron's MFU is of (nanotron/logging and docs/benchmark: H100, bf16)
 PRECISIONS = {"BF16": "16-bit", "FP8": "fp8", "MXFP8": "fp8", "NVFP4": "fp4", "fp8": "fp8"}
 
@@ -99,6 +99,9 @@ class Step:
 
     @property
     def runtime(self) -> Runtime:
+        """v3.1 of MLPerf attends by FlashAttention-2 (training_results_v3.1 at f33f944, NVIDIA's Dockerfile)."""
+        if self.name.startswith("v3.1"):
+            return MEGATRON_CORE._replace(attention=NANOTRON.attention)
         return NANOTRON if self.file == "nanotron" else MEGATRON_CORE
 
     @property
