@@ -1,7 +1,7 @@
 """A lower bound of a step with any cuts of one configuration: its schedule as a linear program.
 
-Unknown are the nodes of each kind k in stage s under each treatment t of their memory, x[s, k, t], of which parts count,
-too; the seconds F and B of each stage; the start of each action; and the step T, which is to be the least:
+Unknown are the nodes, or parts of nodes, of each kind k in stage s under each treatment t of their memory, x[s, k, t];
+the seconds F and B of each stage; the start of each action; and the step T, which is to be the least:
 
     F[s], B[s] = sums of x[s, ., .] times the seconds of a node, and of what runs again
     start(a) + seconds(a) <= start(b)              b is next on the rank of a
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from itertools import pairwise, product
+from collections.abc import Iterator
+from itertools import chain, pairwise, product
 
 import numpy as np
 
@@ -64,28 +65,17 @@ class _Program:
         self.c, self.model, self.place, self.num_stages = c, model, evaluator.placement(c), c.num_stages
         self.schedule = evaluator.schedules.schedule(c, microbatches_of(c))
         self.in_flight = evaluator.schedules.in_flight(c, exact=True)
-        least, kinds = least_of_nodes(model), Counter[tuple[float, ...]]()
-        shared = {at for nodes, _ in model.cuts.tied for at in nodes}
-        every = zip(
-            model.profile.nodes, least.update.tolist(), least.parameters.tolist(), model.cuts.large, strict=False
-        )
-        for at, (node, update, held, large) in enumerate(every):
-            treated = [(node.stash_bytes, 0.0)]
-            for name in (each for each in model.rules.recompute if each != "none"):
-                treated.append((0.0, node.forward_seconds) if name == "full" else node.treated(name)[:2])
-            seconds = node.forward_seconds, node.backward_seconds, update, large * (at not in shared)
-            kinds[*seconds, held, node.buffer_bytes, *(figure for pair in treated for figure in pair)] += 1
-        self.counts = list(kinds.values())
-        figures = np.array(list(kinds))
-        self.forward, self.backward, self.update, self.large, self.weights, self.buffers = figures.T[
-            :6, :, None
-        ]  # [K, 1]
-        every = {1 if name == "none" else c.data for name in model.rules.sharding}
-        treated = np.repeat(figures[:, 6:].reshape(len(kinds), -1, 2), len(every), axis=1)
-        self.kept, self.again = np.moveaxis(treated, 2, 0)  # [K, treatments]
-        self.shards = np.resize(sorted(every), self.kept.shape)
         self.is_flat = evaluator.topology.is_flat
         self.around = model.profile.action_seconds + np.broadcast_to(self.place.on.message_overhead, c.num_stages)
+        kinds = Counter(_figures_of_nodes(model))
+        figures = np.array(list(kinds))
+        self.counts = list(kinds.values())
+        # [K, 1] each; and [K, treatments] with the optimizer's state divided or not
+        self.forward, self.backward, self.update, self.large, self.weights, self.buffers = figures.T[:6, :, None]
+        numbers = sorted({1 if name == "none" else c.data for name in model.rules.sharding})
+        treated = np.repeat(figures[:, 6:].reshape(len(kinds), -1, 2), len(numbers), axis=1)
+        self.kept, self.again = treated[..., 0], treated[..., 1]
+        self.shards = np.resize(numbers, self.kept.shape)
         self._x, self._starts = 1 + 2 * self.num_stages, 1 + (2 + self.kept.size) * self.num_stages
         self.num_unknowns = self._starts + 2 * self.num_stages * self.schedule.num_microbatches
         self._rows: list[tuple[Indices, Floats, float]] = []  # unknowns, their coefficients, and what these are at most
@@ -95,30 +85,28 @@ class _Program:
         from scipy.optimize import linprog  # type: ignore[import-untyped]
         from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-        for make in self._seconds_of_stages, self._order, self._updates, self._memory, self._nodes:
+        for make in self._seconds_of_stages, self._order, self._updates, self._memory:
             make()
-        equal = len(self._rows)
-        self._all_nodes()
+        every = np.arange(self._x, self._starts).reshape(self.num_stages, *self.kept.shape)
+        for own in every:  # a node or more
+            self._add((own, -1.0), most=-1.0)
+        unequal = len(self._rows)
+        for k, number in enumerate(self.counts):
+            self._add((every[:, k], 1.0), most=float(number))
         columns, values, limits = zip(*self._rows, strict=True)
-        starts = np.cumsum([0, *map(len, columns)])
-        matrix = csr_array(
-            (np.concatenate(values), np.concatenate(columns), starts), shape=(len(limits), self.num_unknowns)
+        ends = np.cumsum([0, *map(len, columns)])
+        rows = csr_array(
+            (np.concatenate(values), np.concatenate(columns), ends), shape=(len(limits), self.num_unknowns)
         )
-        found = linprog(
-            np.eye(1, self.num_unknowns)[0],
-            A_ub=matrix[:equal],
-            b_ub=limits[:equal],
-            A_eq=matrix[equal:],
-            b_eq=limits[equal:],
-            method="highs-ipm",
-        )
+        (upper, most), (equal, numbers) = ((rows[part], limits[part]) for part in (np.s_[:unequal], np.s_[unequal:]))
+        step = np.eye(1, self.num_unknowns)[0]
+        found = linprog(step, A_ub=upper, b_ub=most, A_eq=equal, b_eq=numbers, method="highs-ipm")
         return float(found.fun) if found.status == 0 else math.inf if found.status == _INFEASIBLE else 0.0
 
     def _add(self, *terms: tuple[int | Indices, float | Floats], most: float) -> None:
-        columns, values = zip(
-            *(np.broadcast_arrays(*map(np.atleast_1d, map(np.ravel, each))) for each in terms), strict=True
-        )
-        self._rows.append((np.concatenate(columns), np.concatenate(values).astype(np.float64), most))
+        pairs = [np.broadcast_arrays(np.ravel(unknowns), np.ravel(times)) for unknowns, times in terms]
+        columns, values = (np.concatenate(each) for each in zip(*pairs, strict=True))
+        self._rows.append((columns, values.astype(np.float64), most))
 
     def _own(self, stage: int) -> Indices:
         """[K * treatments] its x."""
@@ -126,7 +114,7 @@ class _Program:
         return np.arange(begin, begin + self.kept.size)
 
     def _start(self, stage: int, op: Op, index: int) -> int:
-        number = (op is Op.B) * self.num_stages + stage
+        number = int(op is Op.B) * self.num_stages + stage
         return self._starts + number * self.schedule.num_microbatches + index
 
     def _seconds_of_stages(self) -> None:
@@ -168,7 +156,7 @@ class _Program:
 
         def seconds(link: TransferTime, ratio: float, *, as_one: bool = False) -> Floats:
             fixed = 0.0 if as_one or self.is_flat else self.large * link.latency
-            return is_known * (fixed + self.weights * link.seconds_a_byte * ratio)
+            return np.asarray(is_known * (fixed + self.weights * link.seconds_a_byte * ratio))
 
         for ring, exchange, speed in zip(on.rings, on.exchanges, on.speed, strict=True):
             parts = seconds(ring if profile.sums_whole else exchange, gradients, as_one=profile.sums_whole)
@@ -176,9 +164,9 @@ class _Program:
             rings.append(0 * sums if profile.sums_early else sums)
             gathers.append(divided * seconds(exchange, gathered, as_one=profile.sums_whole or gathered == 0))
             steps.append(self.update / speed / self.shards)
-        for p, program in enumerate(self.schedule.programs):
+        for program in self.schedule.programs:
             last = {a.stage: a for a in program if a.op is Op.B}
-            ends = sorted((a for a in last.values()), key=program.index)
+            ends = sorted(last.values(), key=program.index)
             for at, a in enumerate(ends):
                 s, own = a.stage, ((self._start(*a), 1.0), (1 + S + a.stage, 1.0), (0, -1.0))
                 self._add(*own, (self._own(s), rings[s] + steps[s] + gathers[s]), most=-self.around[s])
@@ -202,11 +190,21 @@ class _Program:
                 ]
                 self._add(*terms, most=1 - context / limit)
 
-    def _nodes(self) -> None:
-        for s in range(self.num_stages):
-            self._add((self._own(s), -1.0), most=-1.0)
 
-    def _all_nodes(self) -> None:
-        every = np.arange(self._x, self._starts).reshape(self.num_stages, *self.kept.shape)
-        for k, number in enumerate(self.counts):
-            self._add((every[:, k], 1.0), most=float(number))
+def _figures_of_nodes(model: Model) -> Iterator[tuple[float, ...]]:
+    """Of each node F, B, update, parameters that travel alone, bytes of weights and of buffers; and bytes kept and
+    seconds that run again, under each treatment. What several nodes share is left out."""
+    least, shared = least_of_nodes(model), {at for nodes, _ in model.cuts.tied for at in nodes}
+    for at, node in enumerate(model.profile.nodes):
+        treated = [(node.stash_bytes, 0.0)]
+        for name in (each for each in model.rules.recompute if each != "none"):
+            treated.append((0.0, node.forward_seconds) if name == "full" else node.treated(name)[:2])
+        alone = 0.0 if at in shared else float(model.cuts.large[at])
+        sizes = alone, float(least.parameters[at]), node.buffer_bytes
+        yield (
+            node.forward_seconds,
+            node.backward_seconds,
+            float(least.update[at]),
+            *sizes,
+            *chain.from_iterable(treated),
+        )
