@@ -41,7 +41,7 @@ _NEAREST_PER_FARTHEST = 12  # steps of the entry with the least bound to one of 
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
 _MOVES = 40  # from one of them, simulated
 _STARTS = 3  # numbers of stages from whose best they are moved
-_PROGRAMS = 80_000  # unknown starts of all programs that bound any cuts
+_PROGRAMS = 120_000  # unknown starts of all programs that bound any cuts
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
