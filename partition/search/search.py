@@ -133,7 +133,8 @@ class PlanSearch:
         """Seconds that none of these configurations falls below, or `most`, if that is less [s]; of many devices by the
         program (`any_cuts`) of the one with the least bound, as long as it has not had it."""
         heapify(every)
-        known, left = set[int](), _PROGRAMS if self.evaluator.topology.num_devices > ALL_SIZES else 0
+        is_large = self.evaluator.topology.num_devices > ALL_SIZES and most < math.inf
+        known, left = set[int](), _PROGRAMS if is_large else 0
         while every and every[0][0] < most:
             least, number, c = every[0]
             size = unknowns_of_any_cuts(c)
