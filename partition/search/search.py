@@ -47,6 +47,8 @@ _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 _Steps = Iterator[float]  # of one entry of the queue; yields its lower bound [s] after each, until it is done
 _Entry = tuple[float, int, tuple[object, ...], int, _Steps]  # bound, steps that were taken, key, number
+# Least seconds, unknowns (negative: the largest program first, since one that is too large ends it), number.
+_Sized = tuple[float, int, int, Configuration]
 Progress = Callable[[Searched, float | None], None]
 # Configurations with unequal replicas and their cuts, found when they may win.
 FindUnequal = Callable[[], Iterable[tuple[Configuration, Ends]]]
@@ -95,13 +97,13 @@ class PlanSearch:
         Arguments:
             unequal: each with the seconds that none of its configurations falls below [s].
         """
-        found, queue, with_any_cuts = list[Candidate](), list[_Entry](), list[tuple[float, int, Configuration]]()
+        found, queue, with_any_cuts = list[Candidate](), list[_Entry](), list[_Sized]()
         for c in configurations:
             self._counts["considered"] += 1
             if self._is_hopeless(c):
                 self._counts["unfit"] += 1
             else:
-                with_any_cuts.append((self._least_seconds_of(c), len(queue), c))
+                with_any_cuts.append((self._least_seconds_of(c), -unknowns_of_any_cuts(c), len(queue), c))
                 queue.append((with_any_cuts[-1][0], 0, c.key, len(queue), self._steps(c, found)))
         self._numbers, self._unequal_numbers = count(len(queue)), count(-1, -1)
         for least, find in unequal:
@@ -129,20 +131,19 @@ class PlanSearch:
         self._least_seconds = min([*others, self._least_with_any_cuts(with_any_cuts, _seconds_of_best(found))])
         return found
 
-    def _least_with_any_cuts(self, every: list[tuple[float, int, Configuration]], most: float) -> float:
+    def _least_with_any_cuts(self, every: list[_Sized], most: float) -> float:
         """Seconds that none of these configurations falls below, or `most`, if that is less [s]; of many devices by the
         program (`any_cuts`) of the one with the least bound, as long as it has not had it."""
         heapify(every)
         is_large = self.evaluator.topology.num_devices > ALL_SIZES and most < math.inf
         known, left = set[int](), _PROGRAMS if is_large else 0
         while every and every[0][0] < most:
-            least, number, c = every[0]
-            size = unknowns_of_any_cuts(c)
-            if number in known or size > left or self.deadline is not None:
+            least, size, number, c = every[0]
+            if number in known or -size > left or self.deadline is not None:
                 return least
             known.add(number)
-            left -= size
-            heapreplace(every, (max(least, least_of_any_cuts(self.evaluator, c)), number, c))
+            left += size
+            heapreplace(every, (max(least, least_of_any_cuts(self.evaluator, c)), size, number, c))
         return most
 
     def improve_with_layouts(
