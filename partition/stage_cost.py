@@ -363,11 +363,11 @@ def collective_seconds(
     many buckets as gradients have, or `as_one`: one after the other, as NCCL has them, or as many at once as the
     transport takes; and of their experts."""
     numbers = np.ones_like(sums.summed, dtype=np.intp) if as_one else num_buckets(sums)
+    in_turn = {
+        key: replace(link, at_once=link.at_once or 1) for key, link in {id(link): link for link in links}.items()
+    }
     every = zip(links, sums.summed.tolist(), numbers.tolist(), strict=True)
-    found = [
-        replace(link, at_once=link.at_once or 1).seconds(ratio * own, number=number) if own > 0 else 0.0
-        for link, own, number in every
-    ]
+    found = [in_turn[id(link)].seconds(ratio * own, number=number) if own > 0 else 0.0 for link, own, number in every]
     held = zip(expert_rings, sums.experts.tolist(), strict=False)  # there may be none
     return np.add(found, [ring.seconds(ratio * each) if each else 0.0 for ring, each in held] or 0.0)
 
@@ -426,16 +426,18 @@ def stage_seconds(
     if on.rings:
         ratios = rounds.gradient_ratio, rounds.gradient_ratio, rounds.gather_ratio
         links = on.rings, on.rings if rounds.sums_whole else on.exchanges, on.exchanges
+        divided = np.asarray(shards) > 1
+        is_used = not divided.all(), divided.any(), divided.any()
         whole, parts, gather = (
-            collective_seconds(sums, own, on.expert_rings, ratio=ratio, as_one=as_one)
-            for own, ratio, as_one in zip(links, ratios, (False, *[rounds.sums_whole] * 2), strict=True)
+            collective_seconds(sums, own, on.expert_rings, ratio=ratio, as_one=as_one) if used else np.zeros_like(step)
+            for own, ratio, as_one, used in zip(links, ratios, (False, *[rounds.sums_whole] * 2), is_used, strict=True)
         )
         gather = gather + sums.parts * shards
         ring, step, gather = update_seconds(step, whole=whole, parts=parts, gather=gather, shards=shards)
         if rounds.sums_early:
             last = backward if halves is None else halves[1]
             hidden = np.minimum(ring, last) * (1 - 1 / num_buckets(sums))
-            at_the_end = (np.asarray(shards) > 1) & rounds.sums_whole | (np.asarray(on.sum_busy) > 0)
+            at_the_end = divided & rounds.sums_whole | (np.asarray(on.sum_busy) > 0)
             early = np.where(at_the_end, 0.0, hidden)
     else:
         summed, step = sums.summed, step / shards

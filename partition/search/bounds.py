@@ -45,7 +45,7 @@ _UPDATED = ("update_seconds", "parameter_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LeastOfNodes:
+class LeastOfNodes:
     """Least figures of a model's nodes in any cuts.
 
     Arguments:
@@ -71,7 +71,7 @@ class LeastSeconds:
         self.topology, self.norm = topology, norm or 0.0
         self._fast = topology.with_fast_cards()
         self._least_busy = min(link.busy for link in topology.links)
-        self._nodes: dict[int, tuple[Model, _LeastOfNodes]] = {}
+        self._nodes: dict[int, tuple[Model, LeastOfNodes]] = {}
         self._rings: dict[object, tuple[float, float]] = {}  # seconds a byte
         self._known_passes: dict[object, float] = {}
         self._known_works: dict[object, float] = {}
@@ -163,9 +163,9 @@ class LeastSeconds:
             self._known_passes[key] = _passes(c.positions, c.pipeline, m)
         return self._known_passes[key]
 
-    def _nodes_of(self, model: Model) -> _LeastOfNodes:
+    def _nodes_of(self, model: Model) -> LeastOfNodes:
         if id(model) not in self._nodes:
-            self._nodes[id(model)] = model, _least_of_nodes(model)
+            self._nodes[id(model)] = model, least_of_nodes(model)
         return self._nodes[id(model)][1]
 
     def _rounds(self, c: Configuration, profile: Profile) -> tuple[float, float]:
@@ -230,7 +230,7 @@ def _passes(positions: Sequence[int], num_ranks: int, num_microbatches: float) -
     return 1 + 1 / total
 
 
-def _least_of_nodes(model: Model) -> _LeastOfNodes:
+def least_of_nodes(model: Model) -> LeastOfNodes:
     update, parameters = (np.array([getattr(node, figure) for node in model.profile.nodes]) for figure in _UPDATED)
     for (nodes, shared), updates in zip(model.cuts.tied, model.cuts.shared_update, strict=True):
         parameters[list(nodes)] -= shared
@@ -238,7 +238,7 @@ def _least_of_nodes(model: Model) -> _LeastOfNodes:
     once = [min(updates) for updates in model.cuts.shared_update]
     sizes = model.cuts.members.sum(axis=1)
     forward, both = (np.minimum.accumulate(column[::-1])[::-1] for column in (model.cuts.forward, model.cuts.seconds))
-    return _LeastOfNodes(
+    return LeastOfNodes(
         sizes=sizes,
         forward=forward,
         both=both,

@@ -226,7 +226,7 @@ class PlanEvaluator:
         self, c: Configuration, ends: Ends, sums: StageSums, tied: Ties, memories: Sequence[RankMemory]
     ) -> Candidate:
         seconds, place = self._seconds(c, sums, memories), self.placement(c)
-        outside, hops = self._outside_pipeline(c, self.model(c)), place.hop_seconds(sums)
+        outside, hops = self._outside_pipeline(c, self.model(c)), place.hop_seconds(sums.before, sums.after)
         return Candidate(
             configuration=c,
             ends=ends,
@@ -334,7 +334,7 @@ class PlanEvaluator:
                 return float(least / place.on.speed[rank.stages[0]])
 
             again = np.array(self._of_each_rank(c, ends, in_flight, self._again, least_again))
-        step = least_step(c, seconds, place.hop_seconds(sums), self._ties(c, ends), again)
+        step = least_step(c, seconds, place.hop_seconds(sums.before, sums.after), self._ties(c, ends), again)
         return step + self._outside_pipeline(c, model)
 
     def _of_each_rank(

@@ -11,7 +11,7 @@ import numpy as np
 from ...schedules.timing.links import ON_CARD, AllReduce, Link, Links, PlaceNetwork
 from ..memory import RankPlace
 from ..profile import Profile
-from ..stage_cost import StageDevices, StageSeconds, StageSums
+from ..stage_cost import Figures, StageDevices, StageSeconds, StageSums
 from ..topology import NO_TRANSFER, Floats, Topology, TransferTime
 from .simulated import SizesError
 from .space import Configuration
@@ -39,10 +39,10 @@ class Placement:
     hosts: tuple[float, ...]
     cards: tuple[tuple[int, ...], ...] = ()
 
-    def hop_seconds(self, sums: StageSums) -> Floats:
-        """[S - 1] of a message between neighbouring stages, in the faster direction."""
+    def hop_seconds(self, before: Figures, after: Figures) -> Floats:
+        """[S - 1] of a message between neighbouring stages, in the faster direction; of bytes before and after each."""
         out, back = (np.array([link.latency for link in links]) for links in (self.outward, self.inward))
-        out, back = out + sums.after * self.on.outward, back + sums.before * self.on.inward
+        out, back = out + after * np.asarray(self.on.outward), back + before * np.asarray(self.on.inward)
         return np.asarray(np.minimum(out[:-1], back[1:]))
 
     def network(self, sums: StageSums, seconds: StageSeconds) -> Links:

@@ -16,19 +16,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from heapq import heapify, heappop, heappush, merge
+from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import count
 from operator import itemgetter
 
 from ...schedules.ir import ScheduleError
 from ..plans.record import Searched
 from ..solve.chunks import level_ranks, neighbours
+from .any_cuts import least_of_any_cuts, unknowns_of_any_cuts
 from .bounds import LeastSeconds
 from .cuts import candidate_ends
 from .evaluate import Candidate, DoesNotFitError, Ends, PlanEvaluator
 from .layouts import Layout, UnevenLayouts
 from .simulated import MAX_ACTIONS, SizesError, TooLongError, num_actions
-from .space import Configuration
+from .space import ALL_SIZES, Configuration
 
 _REFINED_ACTIONS = 300_000  # of all simulations that move cuts
 _RUNNER_UP_ACTIONS = 30_000  # of those, for cuts that cannot become the best
@@ -40,11 +41,14 @@ _NEAREST_PER_FARTHEST = 12  # steps of the entry with the least bound to one of 
 _CHOSEN_ACTIONS = 6_000  # of all simulations of one way to cut, with other treatments of its ranks
 _MOVES = 40  # from one of them, simulated
 _STARTS = 3  # numbers of stages from whose best they are moved
+_PROGRAMS = 120_000  # unknown starts of all programs that bound any cuts
 _TIE = 1e-9  # relative: nearer than this, the simpler one wins
 
 
 _Steps = Iterator[float]  # of one entry of the queue; yields its lower bound [s] after each, until it is done
 _Entry = tuple[float, int, tuple[object, ...], int, _Steps]  # bound, steps that were taken, key, number
+# Least seconds, unknowns (negative: the largest program first, since one that is too large ends it), number.
+_Sized = tuple[float, int, int, Configuration]
 Progress = Callable[[Searched, float | None], None]
 # Configurations with unequal replicas and their cuts, found when they may win.
 FindUnequal = Callable[[], Iterable[tuple[Configuration, Ends]]]
@@ -93,17 +97,19 @@ class PlanSearch:
         Arguments:
             unequal: each with the seconds that none of its configurations falls below [s].
         """
-        found, queue = list[Candidate](), list[_Entry]()
+        found, queue, with_any_cuts = list[Candidate](), list[_Entry](), list[_Sized]()
         for c in configurations:
             self._counts["considered"] += 1
             if self._is_hopeless(c):
                 self._counts["unfit"] += 1
             else:
-                queue.append((self._least_seconds_of(c), 0, c.key, len(queue), self._steps(c, found)))
+                with_any_cuts.append((self._least_seconds_of(c), -unknowns_of_any_cuts(c), len(queue), c))
+                queue.append((with_any_cuts[-1][0], 0, c.key, len(queue), self._steps(c, found)))
         self._numbers, self._unequal_numbers = count(len(queue)), count(-1, -1)
         for least, find in unequal:
             queue.append((least, 0, (), next(self._unequal_numbers), self._find_unequal(find, least, found)))
-        self._least_seconds = min([self._least_seconds, *(entry[0] for entry in queue)])
+        others = [self._least_seconds, *(least for least, _ in unequal)]
+        self._least_seconds = min([*others, *(entry[0] for entry in queue)])
         heapify(queue)
         self._queue = queue
         for step in count():
@@ -121,7 +127,24 @@ class PlanSearch:
         self._least_left = min([self._least_left, *(entry[0] for entry in own)])
         if not found:
             self._find_miss()
-        return self._with_moved_cuts(found)
+        found = self._with_moved_cuts(found)
+        self._least_seconds = min([*others, self._least_with_any_cuts(with_any_cuts, _seconds_of_best(found))])
+        return found
+
+    def _least_with_any_cuts(self, every: list[_Sized], most: float) -> float:
+        """Seconds that none of these configurations falls below, or `most`, if that is less [s]; of many devices by the
+        program (`any_cuts`) of the one with the least bound, as long as it has not had it."""
+        heapify(every)
+        is_large = self.evaluator.topology.num_devices > ALL_SIZES and most < math.inf
+        known, left = set[int](), _PROGRAMS if is_large else 0
+        while every and every[0][0] < most:
+            least, size, number, c = every[0]
+            if number in known or -size > left or self.deadline is not None:
+                return least
+            known.add(number)
+            left += size
+            heapreplace(every, (max(least, least_of_any_cuts(self.evaluator, c)), size, number, c))
+        return most
 
     def improve_with_layouts(
         self,

@@ -210,14 +210,18 @@ class Cuts:
         return self._total([every if some is None else some for some, every in small])
 
     @cached_property
-    def _large(self) -> Floats:
-        """[n] parameters that travel alone, at least; none where they are unknown."""
+    def large(self) -> list[int]:
+        """Of each node, parameters that travel alone, at least; none where they are unknown."""
         found = []
         for node in self.nodes:
             small, largest = node.small_parameter_bytes, node.largest_parameter_bytes
             large = node.parameter_bytes - small if small is not None and largest else 0.0
             found.append(math.ceil(large / max(largest, ALONE_BYTES) - 1e-9))
-        return self._total(found)
+        return found
+
+    @cached_property
+    def _large(self) -> Floats:
+        return self._total(self.large)
 
     @cached_property
     def _experts(self) -> Floats:

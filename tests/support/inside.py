@@ -102,6 +102,7 @@ _NAMES = {
     "partition.host_speeds": "host_speeds with_host_speeds",
     "partition.memory": "InFlightCounts RankMemory RankPlace context_bytes count_in_flight in_flight_of_chunk_order "
     "steady_in_flight",
+    "partition.search.any_cuts": "least_of_any_cuts",
     "partition.search.bounds": "LeastSeconds",
     "partition.search.cuts": "candidate_ends even_ends range_costs",
     "partition.search.evaluate": "Candidate DoesNotFitError PlanEvaluator",
