@@ -17,7 +17,9 @@ class HostClock:
     Stamps are cheap and never wait; what turns them into times waits where it must.
     """
 
-    stamp = staticmethod(time.perf_counter)  # this moment, in the order of the work given to the device so far
+    def stamp(self) -> float:
+        """This moment, in the order of the work given to the device so far."""
+        return time.perf_counter()
 
     def settle(self) -> None:
         """Wait until the device has passed all stamps; on the CPU nothing is under way."""
