@@ -280,7 +280,7 @@ class PlanSearch:
         bound = 0.0
         with suppress(SizesError):  # `_choices_that_fit` says so
             kv_share = self.evaluator.model(c).profile.kv_share
-            in_flight = self.evaluator.schedules.in_flight(c, exact=False, kv_share=kv_share)
+            in_flight = self.evaluator.schedules.in_flight(c, exact=True, kv_share=kv_share)
             least = {ends: self.evaluator.least_seconds(c, ends, in_flight=in_flight) for ends in every}
             every = sorted(every, key=lambda ends: (least[ends], ends))
             bound = least[every[0]]

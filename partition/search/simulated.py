@@ -61,8 +61,8 @@ class BuiltSchedules:
         self._schedules: dict[object, Schedule] = {}
 
     def in_flight(self, c: Configuration, *, exact: bool, kv_share: float = 0.0) -> tuple[InFlightCounts, ...]:
-        """[P] counts of the first chunk's stages; where not `exact`, the steady state's or those of a shorter batch: no
-        less. Slices count by tokens, and what is kept besides them for whole sequences (`KVCache`) with the first.
+        """[P] counts of the first chunk's stages; of unequal replicas where not `exact`, the steady state's: no less.
+        Slices count by tokens, and what is kept besides them for whole sequences (`KVCache`) with the first.
 
         SizesError where the schedule does not take these sizes.
         """
@@ -73,7 +73,7 @@ class BuiltSchedules:
         m = microbatches_of(c)
         known, rest = c.family, m % c.pipeline
         full, is_alike = known.full_after, not (known.takes_chunks and rest)  # a shorter batch holds exactly as much
-        if c.is_equal and full is not None and (is_alike or not exact) and m > (full + 2) * c.pipeline:
+        if c.is_equal and full is not None and is_alike and m > (full + 2) * c.pipeline:
             m = (full + 1) * c.pipeline + rest
         _check_length(c, m)
         key = (c.schedule, c.num_chunks, c.pipeline if c.is_equal else c.counts, m, c.lengths, kv_share)

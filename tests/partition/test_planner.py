@@ -232,6 +232,17 @@ def test_what_the_nearest_miss_needs_is_enough(
     assert max(plan(chain(7, **figures), FOUR, memory_limit=enough, **options).memory_bytes.values()) <= enough  # type: ignore[arg-type]
 
 
+def test_a_batch_that_chunks_do_not_divide_fits_what_it_holds() -> None:
+    """A shorter batch of 29 holds 100 bytes more at once than one of 35."""
+    nodes = chain(12).nodes
+    nodes = tuple(replace(node, stash_bytes=(37.0, 100.0)[at % 2]) for at, node in enumerate(nodes))
+    profile, six = Profile(nodes=nodes), Cluster.from_levels([(6, 1e9)])
+    options = {"global_batch": 35, "data_sizes": (1,), "schedules": ("interleaved",), "pipeline_sizes": (6,)}
+    free = plan(profile, six, recompute=("none",), **options)  # type: ignore[arg-type]
+    limited = plan(profile, six, recompute=("none",), memory_limit=max(free.memory_bytes.values()), **options)  # type: ignore[arg-type]
+    assert limited.simulated_step_time == free.simulated_step_time
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
