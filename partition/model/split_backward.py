@@ -230,7 +230,7 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor, *, of: Sequence[to
     own, laid out as the weight."""
     known = weight.grad
     if known is None and _is_kept(gradient, weight, of):
-        weight.grad = gradient
+        weight.grad = gradient.detach()  # no view of a tensor, as sums and transposes are, which detach_() refuses
     elif known is None or known.is_sparse or gradient.is_sparse or weight._backward_hooks:
         torch.autograd.backward([weight], [gradient])  # layout, type, hooks, sparse with dense: as autograd does it
     else:
@@ -239,8 +239,9 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor, *, of: Sequence[to
 
 def _is_kept(gradient: torch.Tensor, weight: torch.Tensor, of: Sequence[torch.Tensor]) -> bool:
     hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    if hooks or gradient.layout != torch.strided or gradient.dtype != weight.dtype:
-        return False
+    dtype = getattr(weight, "grad_dtype", None) or weight.dtype  # torch < 2.10 has no type for gradients alone
+    if hooks or type(gradient) is not torch.Tensor or gradient.layout != torch.strided or gradient.dtype != dtype:
+        return False  # a DTensor has its memory elsewhere
     storage, others = gradient.untyped_storage(), [part for tensor in of for part in parts_of(tensor)]
     is_own = storage.data_ptr() not in {other.untyped_storage().data_ptr() for other in others}
     return is_own and storage.nbytes() == gradient.nbytes and gradient.stride() == weight.stride()
