@@ -26,14 +26,17 @@ def gradients(model: nn.Module, x: Tensor, *, halves: bool) -> Sequence[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
-def test_as_autograds(grad_dtype: torch.dtype | None) -> None:
-    """Sums over a batch and transposes are views of what was computed, which cannot be detached in place."""
-    model = nn.Linear(4, 3).to(torch.bfloat16)
-    model.weight = nn.Parameter(model.weight.detach().t().contiguous().t())
-    if grad_dtype is not None and hasattr(model.weight, "grad_dtype"):  # torch >= 2.10
-        model.weight.grad_dtype = model.bias.grad_dtype = grad_dtype
-    x = torch.randn(5, 4, dtype=torch.bfloat16)
+def test_as_autograds(grad_dtype: torch.dtype | None, times: int) -> None:
+    """Sums over a batch and transposes are views of what was computed, which cannot be detached in place. Parts of a
+    gradient, of a layer that is called several times, have its type before they are added."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4).to(torch.bfloat16)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    if grad_dtype is not None and hasattr(layer.weight, "grad_dtype"):  # torch >= 2.10
+        layer.weight.grad_dtype = layer.bias.grad_dtype = grad_dtype
+    model, x = nn.Sequential(*[layer] * times), torch.randn(5, 4, dtype=torch.bfloat16)
     expected = gradients(model, x, halves=False)
     for found, other in zip(gradients(model, x, halves=True), expected, strict=True):
         found.detach_()
