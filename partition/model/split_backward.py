@@ -93,7 +93,9 @@ class WeightGradients:
                     if not has_sums:
                         _accumulate(weight, gradient, of=each.tensors)
                         continue
-                    key = id(weight)
+                    key, dtype = id(weight), _type_of_gradients(weight)
+                    if dtype != weight.dtype:  # as autograd does: each part, so that the sum is exact
+                        gradient = gradient.to(dtype)
                     sums[key] = sums[key] + gradient if key in sums else gradient
                     left[key] -= 1
                     if not left[key]:
@@ -230,7 +232,7 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor, *, of: Sequence[to
     own, laid out as the weight."""
     known = weight.grad
     if known is None and _is_kept(gradient, weight, of):
-        weight.grad = gradient
+        weight.grad = gradient.detach()  # no view of a tensor, as sums and transposes are, which detach_() refuses
     elif known is None or known.is_sparse or gradient.is_sparse or weight._backward_hooks:
         torch.autograd.backward([weight], [gradient])  # layout, type, hooks, sparse with dense: as autograd does it
     else:
@@ -239,8 +241,13 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor, *, of: Sequence[to
 
 def _is_kept(gradient: torch.Tensor, weight: torch.Tensor, of: Sequence[torch.Tensor]) -> bool:
     hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    if hooks or gradient.layout != torch.strided or gradient.dtype != weight.dtype:
+    is_plain = type(gradient) is torch.Tensor and gradient.layout == torch.strided  # a DTensor's memory is elsewhere
+    if hooks or not is_plain or gradient.dtype != _type_of_gradients(weight):
         return False
     storage, others = gradient.untyped_storage(), [part for tensor in of for part in parts_of(tensor)]
     is_own = storage.data_ptr() not in {other.untyped_storage().data_ptr() for other in others}
     return is_own and storage.nbytes() == gradient.nbytes and gradient.stride() == weight.stride()
+
+
+def _type_of_gradients(weight: torch.Tensor) -> torch.dtype:
+    return getattr(weight, "grad_dtype", None) or weight.dtype  # torch < 2.10 has no type for gradients alone
