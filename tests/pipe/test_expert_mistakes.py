@@ -25,9 +25,7 @@ def test_a_tensor_group_divides_all_but_the_experts() -> None:
     with pytest.raises(ValueError, match="2 tensor ranks would divide experts alone, which 2 expert ranks divide"):
         without_experts(TensorStyles(count=2, styles=inside), experts)
     for around in ("", "1"):  # gradients of experts were wrong without a word
-        with pytest.raises(
-            ValueError, match=f"a style for module '{around}', with experts in it, '1.exp"
-        ):
+        with pytest.raises(ValueError, match=f"a style for module '{around}', with experts in it, '1.exp"):
             without_experts(TensorStyles(count=2, styles={**outside, around: Samples()}), experts)
 
 
