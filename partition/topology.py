@@ -57,6 +57,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -265,31 +266,36 @@ class Topology:
         members, found = np.unique(_indices(ranks)), self._ring(ranks, tensor=tensor)
         if self.is_flat:
             return found
-        per_byte, part = 0.0, 1.0
-        for size, ring in zip(self.level_sizes, self._rings_of(members, tensor), strict=True):
-            members, counts = np.unique(members // size, return_counts=True)
-            per_byte += 2 * (1 - 1 / float(counts.max())) * part * ring.seconds_a_byte
-            part /= float(counts.min())
-        return replace(found, seconds_a_byte=per_byte)
+        counts = self._counts(members)
+        paces = self._paces(counts, self._slowness(members), self._rings_of(members, tensor))
+        in_turn = (2 * (1 - 1 / most) * pace for (most, _), pace in zip(counts, paces, strict=True))
+        return replace(found, seconds_a_byte=float(sum(in_turn)))
 
     def _ring(self, ranks: Sequence[int], *, tensor: int) -> TransferTime:
         members = np.unique(_indices(ranks))
-        slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
-        rings = self._rings_of(members, tensor)
+        slowness, rings = self._slowness(members), self._rings_of(members, tensor)
         if self.is_flat:
             return self._flat_ring(members, slowness, rings)
-        counts, number, latency = [], len(members), 0.0
-        for size, ring in zip(self.level_sizes, rings, strict=True):
-            in_group = np.unique(members // size, return_counts=True)
-            latency += 2 * (len(members) - len(in_group[0])) * ring.latency
-            members = in_group[0]
-            counts.append((float(in_group[1].max()), float(in_group[1].min())))
+        counts = self._counts(members)
+        groups = [len(members), *(len(np.unique(members // size)) for size in self._group_sizes), 1]
         spanned = [level for level, (most, _) in zip(self.cluster.levels, counts, strict=True) if most > 1]
         return TransferTime(
-            latency=latency,
-            seconds_a_byte=float(self._ring_seconds_a_byte(counts, number, slowness, rings)),
+            latency=sum(2 * (a - b) * ring.latency for a, b, ring in zip(groups, groups[1:], rings, strict=False)),
+            seconds_a_byte=float(self._ring_seconds_a_byte(counts, len(members), slowness, rings)),
             busy_share=spanned[-1].sum_busy if spanned else 0.0,
         )
+
+    def _slowness(self, members: Indices) -> float:
+        """Of the slowest network card among them."""
+        return 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
+
+    def _counts(self, members: Indices) -> list[tuple[float, float]]:
+        """By level, how many of these its largest and its smallest group has."""
+        found = []
+        for size in self.level_sizes:
+            members, counts = np.unique(members // size, return_counts=True)
+            found.append((float(counts.max()), float(counts.min())))
+        return found
 
     def exchange(self, ranks: Sequence[int], *, tensor: int = 1) -> TransferTime:
         """A reduce-scatter or an all-gather over these ranks, by the bytes of all parts together."""
@@ -307,7 +313,7 @@ class Topology:
         at_once = SUMS_AT_ONCE if self.is_flat else None
         if len(members) == 1:
             return replace(NO_TRANSFER, at_once=at_once)
-        slowness = 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
+        slowness = self._slowness(members)
         near, per_byte, size, spanned = np.ones(len(members)), np.zeros(len(members)), 1, 0
         sharing: Floats = np.ones(len(members))  # of a host's cards
         is_partial = False
@@ -336,14 +342,10 @@ class Topology:
         ends busy, and the others wait for their turn."""
         members = np.unique(_indices(ranks))
         if not self.is_flat or len(members) == 1:
-            tree = 0.0
-            for number, (size, ring) in enumerate(zip(self.level_sizes, self._rings_of(members, 1), strict=True)):
-                members, counts = np.unique(members // size, return_counts=True)
-                most = int(counts.max())
-                tree += 2 * (math.ceil(math.log2(most)) if number else most - 1) * ring.latency
-            return tree
-        hops = self.levels_between(members, np.roll(members, 1))  # the first one closes the ring
-        seconds = np.array([link.latency + 2 * link.busy for link in self.links])[hops]
+            hops = [math.ceil(math.log2(m)) if at else m - 1 for at, (m, _) in enumerate(self._counts(members))]
+            return sum(2 * n * ring.latency for n, ring in zip(hops, self._rings_of(members, 1), strict=True))
+        levels = self.levels_between(members, np.roll(members, 1))  # the first one closes the ring
+        seconds = np.array([link.latency + 2 * link.busy for link in self.links])[levels]
         return float(2 * seconds.sum() - seconds[0] - seconds[1])
 
     def rings_of_groups(self, size: int, *, stride: int = 1) -> list[TransferTime]:
@@ -408,17 +410,22 @@ class Topology:
         self, counts: Sequence[tuple[Any, Any]], members: Index, slowness: Floats | float, rings: Sequence[TransferTime]
     ) -> Floats:
         """`counts`: by level, members in its largest and in its smallest group; `members` in all."""
-        slowest, part = np.zeros(()), np.ones(())
-        in_node = np.asarray(counts[0][1])
+        slowest = reduce(np.maximum, self._paces(counts, slowness, rings))
+        return np.asarray(2 * (1 - 1 / np.asarray(members)) * slowest, dtype=np.float64)
+
+    def _paces(
+        self, counts: Sequence[tuple[Any, Any]], slowness: Floats | float, rings: Sequence[TransferTime]
+    ) -> list[Floats]:
+        """By level, seconds a byte of a hop with the part of a buffer that is left there; 0 where groups have one."""
+        found, part, in_node = [], np.ones(()), np.asarray(counts[0][1])
         is_partial = (in_node > 1) & (in_node < self.level_sizes[0])
         for level, ((most, least), ring) in enumerate(zip(counts, rings, strict=True)):
             per_byte = ring.seconds_a_byte * (slowness if level else 1.0)
-            share = self.cluster.levels[level].partial_reduce
-            if level and share < 1:
-                per_byte = np.where(is_partial, per_byte / share, per_byte)
-            slowest = np.maximum(slowest, np.where(np.asarray(most) > 1, part * per_byte, 0.0))
+            if level:
+                per_byte = per_byte / np.where(is_partial, self.cluster.levels[level].partial_reduce, 1.0)
+            found.append(np.where(np.asarray(most) > 1, part * per_byte, 0.0))
             part = part / least
-        return np.asarray(2 * (1 - 1 / np.asarray(members)) * slowest, dtype=np.float64)
+        return found
 
 
 def _pairs(src: Sequence[int], dst: Sequence[int], tensor: int) -> tuple[Indices, Indices]:

@@ -390,7 +390,7 @@ def _of_plan(plan: Plan) -> dict[str, str]:
         "cut": " | ".join(" .. ".join(dict.fromkeys((s.nodes[0], s.nodes[-1]))) for s in plan.stages),
         "recompute": _each([stage.recompute for stage in plan.stages]),
         "optimizer over ranks": _each([stage.optimizer_shards for stage in plan.stages]),
-        "tensor ranks": _each([stage.tensor for stage in plan.stages]),
+        "tensor ranks": _each([stage.tensor // plan.context for stage in plan.stages]),
     }
     if plan.microbatch_size is not None:
         found["samples a microbatch"] = str(plan.microbatch_size)

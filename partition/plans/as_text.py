@@ -145,7 +145,8 @@ def _stages(plan: PlanRecord) -> list[str]:
         seconds = "".join(f"{each * 1e3:9.3f}" for each in (forward, backward, stage.step_seconds))
         rows.append(f"{number:5}  {_span(stage.ranks):<7}{seconds}  {flight:>9} {memory:>9}")
         names = " .. ".join(dict.fromkeys((stage.nodes[0], stage.nodes[-1])))
-        own = [f"{said} {value}" for name, (said, usual) in _USUAL.items() if (value := getattr(stage, name)) != usual]
+        values = {name: getattr(stage, name) for name in _USUAL} | {"tensor": stage.tensor // plan.context}
+        own = [f"{said} {values[name]}" for name, (said, usual) in _USUAL.items() if values[name] != usual]
         units.append(", ".join([names, *own]))
     fit = max(len(row) + len(names) for row, names in zip(rows, units, strict=True)) + 2 <= _WIDTH
     table = [f"{row}{'  ' if fit else chr(10) + ' ' * 7}{names}" for row, names in zip(rows, units, strict=True)]

@@ -63,9 +63,16 @@ def read_experts(model: nn.Module, *, count: int, example: Arguments | None) -> 
 
 
 def without_experts(tensor: TensorStyles, experts: TensorStyles) -> TensorStyles:
-    """The styles of a tensor group for all but these experts, which each of its members holds whole, and computes."""
+    """The styles of a tensor group for all but these experts, which each of its members holds whole, and computes.
+    Raises ValueError for one of a module around them, whose members would have other rows, and for none at all."""
     places = tuple(f"{style.where}." for style in experts.styles.values() if isinstance(style, ExpertLayer))
     styles = {name: style for name, style in tensor.styles.items() if not f"{name}.".startswith(places)}
+    for name, place in ((name, place) for name in styles for place in places):
+        if place.startswith(f"{name}." if name else ""):
+            raise StyleError(
+                f"tensor_parallel= has a style for module {name!r}, with experts in it, {place[:-1]!r}, which "
+                f"{experts.count} expert ranks divide: expected styles for modules without experts"
+            )
     if tensor.count > 1 and not styles:
         raise StyleError(
             f"{tensor.count} tensor ranks would divide experts alone, which {experts.count} expert ranks divide: "

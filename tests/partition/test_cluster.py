@@ -257,6 +257,17 @@ def test_rings_over_nodes_go_as_fast_as_nccls() -> None:
     assert 2 * 31 / 32 * 2.0**26 / ring.seconds(2.0**26) / 1e9 == pytest.approx(152, rel=0.1)  # 64 MB
 
 
+def test_the_sums_of_a_tensor_group_wait_for_slow_cards_as_others_do() -> None:
+    """Those over nodes took no notice of them, nor of cards that the rings of several groups share."""
+    levels = (Level(name="a", size=4, bandwidth=8.0), Level(name="b", size=2, bandwidth=2.0, partial_reduce=0.5))
+    kinds = tuple(DeviceKind(name=name, link_speed=speed) for name, speed in (("x", 1.0), ("y", 0.25)))
+    for nodes, speed in ((("x", "x"), 1), (("x", "y"), 4)):
+        topology = Topology(Cluster(levels=levels, kinds=kinds, nodes=nodes))
+        for size, share in ((8, 4), (6, 2 * 0.5)):
+            (ring,) = topology.rings_of_groups(size)
+            assert ring.seconds_a_byte == 2 * 3 / 4 / 8 + 2 * 1 / 2 / 2 * speed / share
+
+
 def test_a_number_goes_up_a_tree_of_nodes() -> None:
     topology = Topology(Cluster.parse("5x4:a=8B/s@1s,b=2B/s@5s"))
     assert topology.small_sum(range(20)) == 2 * (3 * 1 + 3 * 5)

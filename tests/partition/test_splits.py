@@ -88,6 +88,7 @@ def test_the_runtime_divides_as_planned(axis: str) -> None:
     mesh, members = layout.place.mesh, best.context
     assert (best.context, best.expert) == (mesh.context, mesh.expert) == (splits[0])
     assert layout.schedule.num_microbatches == members * (best.num_microbatches or 0)
+    assert ", tensor " not in best.explain()  # as rows of stages had for parts of sequences
     for stage, owners in zip(best.stages, layout.schedule.owners, strict=True):
         assert [process for rank in owners for process in mesh.members(rank)] == [*stage.ranks]
     for wrong, text in (

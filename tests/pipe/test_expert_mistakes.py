@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.experts import NUMBER, WIDTH, Expert, Listed, Stacked, Weights, batch, model, pipeline
-from support.inside import Column, ListedExperts, TensorStyles, without_experts
+from support.inside import Column, ListedExperts, Samples, TensorStyles, without_experts
 from support.pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +24,9 @@ def test_a_tensor_group_divides_all_but_the_experts() -> None:
     assert found.styles == outside
     with pytest.raises(ValueError, match="2 tensor ranks would divide experts alone, which 2 expert ranks divide"):
         without_experts(TensorStyles(count=2, styles=inside), experts)
+    for around in ("", "1"):  # gradients of experts were wrong without a word
+        with pytest.raises(ValueError, match=f"a style for module '{around}', with experts in it, '1.exp"):
+            without_experts(TensorStyles(count=2, styles={**outside, around: Samples()}), experts)
 
 
 class Odd(nn.Module):

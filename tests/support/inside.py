@@ -162,7 +162,7 @@ _NAMES = {
     "pipe.shards.found_experts": "without_experts",
     "pipe.shards.style": "uncut",
     "pipe.shards.shard": "Shard",
-    "pipe.shards.styles": "Column Sequence",
+    "pipe.shards.styles": "Column Samples Sequence",
     "pipe.shards.tensor_group": "TensorGroup",
     "pipe.shards.tensor_option": "TensorParallelLike TensorStyles peers_in_parts read_tensor_parallel",
     "pipe.run.budget": "Budgets HeldMoments fit least",
