@@ -21,13 +21,8 @@ from ..options import read_file
 from ..train.run_folder import find_run, read_whole
 from ..train.traces import read_run
 
-_SAME = (
-    "schedule",
-    "num_chunks",
-    "num_microbatches",
-    "microbatch_size",
-    "overlaps",
-)  # of two plans that one run may carry out
+# Of two plans that one run may carry out.
+_SAME = ("schedule", "num_chunks", "num_microbatches", "microbatch_size", "overlaps")
 _SAME_STAGE = ("nodes", "ranks", "tensor", "recompute", "optimizer_shards")
 
 

@@ -161,10 +161,9 @@ def divide_over_group(
     """Cut a model's modules for the tensor and the expert group of this process. Collective over both. `styles`,
     `experts`: by module name, for either. Raises ValueError for modules that can't be cut so, and where members have
     models of other shapes."""
-    root, collectives, by_member = run.root, run.collectives, dict[str, Sequence[Shard]]()
-    both = ((collectives.tensor_members, styles), (collectives.expert_members, experts))
-    axes = [(members, own) for members, own in both if len(members) > 1 and own]
-    if not axes:
+    root, collectives = run.root, run.collectives
+    axes = ((collectives.tensor_members, styles), (collectives.expert_members, experts))
+    if not any(len(members) > 1 and own for members, own in axes):
         return MemberShards(collectives, {}, {})
     _refuse_hooks(root)
     parameters = dict(root.named_parameters(remove_duplicate=False))
@@ -178,14 +177,17 @@ def divide_over_group(
                 parameter.data = full[name]
 
     try:
-        for members, own in axes:
-            divided = _divide(run, members, own, parameters, is_meta=any(x.is_meta for x in full.values()))
-            by_member |= divided
+        is_meta = any(x.is_meta for x in full.values())
+        of_tensors, of_experts = (
+            _divide(run, members, own, parameters, is_meta=is_meta) if len(members) > 1 and own else {}
+            for members, own in axes
+        )
     except BaseException:
         undo()
         raise
+    by_member = {**of_tensors, **of_experts}
     originals = {name: x for name, x in full.items() if name in by_member and not x.is_meta}
-    found = MemberShards(collectives, by_member, originals, divided if experts else ())
+    found = MemberShards(collectives, by_member, originals, of_experts)
     found._undo = undo
     return found
 
