@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -80,13 +80,14 @@ def test_memory_is_that_of_the_found_order() -> None:
 
 @pytest.mark.thorough
 def test_a_limit_is_kept() -> None:
+    """What is found within it depends on the seconds of the search, but is no slower than a named schedule."""
     most = max(jointly().memory_bytes.values())
-    steps = [jointly(memory_limit=part * most) for part in (1.0, 0.8, 0.6)]
-    for part, found in zip((1.0, 0.8, 0.6), steps, strict=True):
+    for part in (1.0, 0.8, 0.6):
+        found = jointly(memory_limit=part * most)
         assert max(found.memory_bytes.values()) <= part * most
         assert any(note.startswith("joint search: ") for note in found.notes)
-    for one, other in pairwise(each.simulated_step_time or 0.0 for each in steps):
-        assert other > 0.97 * one
+        named = plan(hybrid(), CLUSTER, **ALONE, memory_limit=part * most)
+        assert (found.simulated_step_time or 0.0) <= (named.simulated_step_time or 0.0)
     with pytest.raises(ValueError, match="nothing fits the memory"):
         jointly(memory_limit=0.1 * most)
 
