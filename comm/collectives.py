@@ -175,7 +175,7 @@ class Collectives:
         return self._groups[self.context_members]
 
     def group_of(self, members: tuple[int, ...]) -> dist.ProcessGroup:
-        """Of `tensor_members` or `expert_members`; there must be several."""
+        """Process group of `tensor_members` or `expert_members`; there must be several."""
         return self._groups[members]
 
     def lost_member(self, error: RuntimeError) -> PipelineError | None:

@@ -233,7 +233,7 @@ def break_group(group: dist.ProcessGroup, device: torch.device) -> None:
 
 @cache
 def _on_wire(spec: TensorSpec) -> tuple[int, bool, bool]:
-    """Of a layout: its checksum, whether there is nothing to send, and whether tensors travel as they are, in order,
+    """A layout's checksum, whether there is nothing to send, and whether tensors travel as they are, in order,
     without gaps, and of a type that every backend supports."""
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
     is_plain = spec.dtype not in _AS_BYTES and tensor.is_contiguous()

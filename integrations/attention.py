@@ -32,7 +32,7 @@ class _Sees(NamedTuple):
 
 
 def _read(function: Callable[..., object]) -> _Sees:
-    """What a mask function of transformers says. Raises ValueError for another than causal and sliding ones."""
+    """Meaning of a mask function of transformers. Raises ValueError for another than causal and sliding ones."""
     name, parts = function.__qualname__.partition(".")[0], getclosurevars(function).nonlocals
     if name == "causal_mask_function":
         return _Sees(is_causal=True)

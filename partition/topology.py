@@ -286,7 +286,7 @@ class Topology:
         )
 
     def _slowness(self, members: Indices) -> float:
-        """Of the slowest network card among them."""
+        """Slowness of the slowest network card among them: 1 for a card of full speed."""
         return 1.0 if self.has_equal_links else 1 / float(self.link_speeds[members].min())
 
     def _counts(self, members: Indices) -> list[tuple[float, float]]:
@@ -349,7 +349,7 @@ class Topology:
         return float(2 * seconds.sum() - seconds[0] - seconds[1])
 
     def rings_of_groups(self, size: int, *, stride: int = 1) -> list[TransferTime]:
-        """Of a tensor or context group's sums, one for each that has a place of its own."""
+        """Rings of a tensor or context group's sums: one for each group that has a place of its own."""
         return [self._once(self._ring_in_turn, group, tensor=1) for group in self.groups(size, stride=stride)]
 
     def groups(self, size: int, *, stride: int = 1) -> list[range]:

@@ -51,7 +51,7 @@ class RunLayout:
 
     @classmethod
     def read(cls, path: Path) -> RunLayout | None:
-        """That of a file, of later versions too; None if missing or unreadable: it is only used for messages."""
+        """The format of a file, of later versions too; None if missing or unreadable: it is only used for messages."""
         try:
             read, known = json.loads(path.read_text()), {each.name for each in fields(cls)}
             return cls(**{name: value for name, value in read.items() if name in known})

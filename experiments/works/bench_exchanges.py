@@ -53,7 +53,7 @@ def exchanges(case: Case, repetitions: int) -> Iterator[Figure]:
 
 
 def costs() -> Costs:
-    """Of a stage. A sleeping backward is all I."""
+    """Costs of a stage. A sleeping backward is all I."""
     exchange = 2 * LAYERS * EXCHANGE
     forward, backward = (LAYERS * (dense + expert) + exchange for dense, expert in zip(DENSE, EXPERT, strict=True))
     return Costs(

@@ -124,7 +124,7 @@ class _Program:
             self._add((self._own(s), backward / speed), (1 + self.num_stages + s, -1.0), most=0.0)
 
     def _order(self) -> None:
-        """What follows what."""
+        """Rows for actions that follow others on their rank, or take their message."""
         S, M = self.num_stages, self.schedule.num_microbatches
         crossing = self.model.cuts.crossing[1:-1].min(initial=math.inf) if S > 1 else 0.0
         messages = self.place.hop_seconds(crossing, crossing)
@@ -147,8 +147,8 @@ class _Program:
                 follows(Op.F(s, index), self._start(s, Op.B, index))
 
     def _updates(self) -> None:
-        """What follows the last backward of each stage: its sums, those of stages that end later, and all gathers of
-        its rank, one after the other, but in flat rings, where several go on at once."""
+        """Rows for what follows the last backward of each stage: its sums, those of stages that end later, and all
+        gathers of its rank, one after the other, but in flat rings, where several go on at once."""
         profile, on, S = self.model.profile, self.place.on, self.num_stages
         gradients, gathered = profile.gradient_ratio, 0.0 if profile.gathers_ahead else profile.gather_ratio
         is_known, divided = profile.expert == 1, self.shards > 1
@@ -192,7 +192,7 @@ class _Program:
 
 
 def _figures_of_nodes(model: Model) -> Iterator[tuple[float, ...]]:
-    """Of each node F, B, update, parameters that travel alone, bytes of weights and of buffers; and bytes kept and
+    """Figures by node: F, B, update, parameters that travel alone, bytes of weights and of buffers; and bytes kept and
     seconds that run again, under each treatment. What several nodes share is left out."""
     least, shared = least_of_nodes(model), {at for nodes, _ in model.cuts.tied for at in nodes}
     for at, node in enumerate(model.profile.nodes):

@@ -211,7 +211,7 @@ class Cuts:
 
     @cached_property
     def large(self) -> list[int]:
-        """Of each node, parameters that travel alone, at least; none where they are unknown."""
+        """Parameters of each node that travel alone, at least; none where they are unknown."""
         found = []
         for node in self.nodes:
             small, largest = node.small_parameter_bytes, node.largest_parameter_bytes

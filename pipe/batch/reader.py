@@ -180,7 +180,7 @@ class BatchReader:
 
 
 def _signatures(microbatches: Sequence[Arguments], kinds: Sequence[object]) -> list[Signature]:
-    """Of each microbatch. Those of one kind have the same: of a batch that was cut here, those of one size."""
+    """Signatures by microbatch. Those of one kind have the same: of a batch that was cut here, those of one size."""
     known: dict[object, Signature] = {}
     for kind, arguments in zip(kinds, microbatches, strict=True):
         if kind not in known:

@@ -63,8 +63,8 @@ def cut_in_slices(options: Options, given: Given, num_slices: int) -> list[Slice
 
 
 def part_of_group(options: Options, given: Given, *, index: int, count: int) -> Slice:
-    """What member `index` of a context group of `count` computes of a microbatch. Raises ValueError for inputs whose
-    dimension of the sequence is not clear, and for a length that the members do not divide."""
+    """Part of a microbatch that member `index` of a context group of `count` computes. Raises ValueError for inputs
+    whose dimension of the sequence is not clear, and for a length that the members do not divide."""
     own = partial(TokenBlocks.of, index=index, count=count)
     (part,) = _cut(options, given, lambda total: [own(total)], option="sequence_dims")
     return part

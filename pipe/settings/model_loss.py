@@ -225,7 +225,7 @@ class LossOfParts:
 
 
 def more_keywords(loss_fn: object, context: int) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    """What a model is passed in addition, by the size of its context groups."""
+    """Keywords that a model is passed in addition, by the size of its context groups."""
     return with_shifted_labels if context > 1 and isinstance(loss_fn, ModelLoss) and loss_fn.shifts else dict
 
 

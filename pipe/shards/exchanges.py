@@ -1,4 +1,4 @@
-"""What the members of a stage exchange within its actions: when, and what runs meanwhile.
+"""Exchanges of a stage's members within its actions: when, and what runs meanwhile.
 
     F   compute ──> begin ── give way ── wait ──> compute ──> ...        F on the engine's thread
     B            compute ──> begin ── give way ── wait ──> ...           B on a second one, one of the two at a time

@@ -57,7 +57,7 @@ class Seen:
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[tuple[int, int]], **options: Any
     ) -> Tensor:
-        """Of queries [..., tokens of the blocks, D], over keys and values of the whole sequence, [..., T, D]."""
+        """Attention of queries [..., tokens of the blocks, D] over all keys and values [..., T, D] of a sequence."""
         found, at, documents = [], 0, self._documents()
         for start, end in blocks:
             own, at = query.narrow(-2, at, end - start), at + end - start
