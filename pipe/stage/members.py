@@ -29,7 +29,7 @@ from ..shards.shard import Shard
 from ..shards.style import style_of, uncut
 from ..shards.tensor_group import TensorGroup
 
-NOTHING: Mapping[str, ParallelStyle] = MappingProxyType({})
+NO_STYLES: Mapping[str, ParallelStyle] = MappingProxyType({})
 _COMPARISONS = 2  # update groups whose gradients are compared
 
 
@@ -156,7 +156,7 @@ class MemberShards:
 
 
 def divide_over_group(
-    run: Run, styles: Mapping[str, ParallelStyle], experts: Mapping[str, ParallelStyle] = NOTHING
+    run: Run, styles: Mapping[str, ParallelStyle], experts: Mapping[str, ParallelStyle] = NO_STYLES
 ) -> MemberShards:
     """Cut a model's modules for the tensor and the expert group of this process. Collective over both. `styles`,
     `experts`: by module name, for either. Raises ValueError for modules that can't be cut so, and where members have
