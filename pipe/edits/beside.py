@@ -29,7 +29,7 @@ from ...partition.profiler.memory import bytes_of, peaks
 from ...partition.quantities import size as size_of
 from ...schedules.wording import size
 from ..stage.nested import mapped
-from ..verify.compare import Outcome, first_apart, graph_of, tolerance_of, types_of
+from ..verify.compare import Outcome, first_apart, graph_of, rounded, tolerance_of, types_of
 from ..verify.verification import VerificationError
 from .kinds import Edit
 
@@ -222,8 +222,7 @@ def _rounded(edited: Edited, rounding: float) -> Edited:
     """Change the weights by up to the rounding, each by another share."""
     for p in edited.model.parameters():
         held = p.to_local() if isinstance(p, DTensor) else p
-        pattern = torch.arange(held.numel(), dtype=torch.float64).mul_(1e4).sin_().view_as(held)
-        held.copy_(held.double() * (1 + rounding * pattern))
+        held.copy_(rounded(held, rounding))
     return edited
 
 

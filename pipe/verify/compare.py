@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch.autograd.graph import Node
@@ -12,6 +13,8 @@ from torch.autograd.graph import Node
 from ..guards.rounding import SUMS, by_type
 
 _BELOW_THE_LARGEST = 1e-3  # of the model's largest gradient: smaller ones are compared as if they were this large
+_SAMPLES = 8  # of what rounding alone changes
+_SPREAD = 4.0  # of two results in one type, over the most that rounding alone changed in these: 2.3 was seen
 _LEAST = 1e-4  # smaller values are compared as if this large: rounding alone, as the mean of a LayerNorm
 
 
@@ -29,7 +32,13 @@ class Outcome:
 
 
 def first_difference(
-    plain: Outcome, piped: Outcome, *, tolerance: float, stage_of: Mapping[str, str], suspects: Mapping[str, str]
+    plain: Outcome,
+    piped: Outcome,
+    *,
+    tolerance: float,
+    stage_of: Mapping[str, str],
+    suspects: Mapping[str, str],
+    rounding: Callable[[str], float] = lambda _: 0.0,
 ) -> str | None:
     """The first difference, from the loss backwards, with its likely cause; None if both agree.
 
@@ -37,8 +46,9 @@ def first_difference(
         tolerance: of the shortest type that the plain module computes in.
         stage_of: text for the stage of a parameter or buffer, by name.
         suspects: by module name, what the module does that a cut may lose; "" is the whole model.
+        rounding: see `changed_by_rounding`; only asked if a gradient differs.
     """
-    found = first_apart(plain, piped, tolerance, where="in the pipeline")
+    found = first_apart(plain, piped, tolerance, where="in the pipeline", rounding=rounding)
     if found is None:
         return None
     name, what = found
@@ -59,7 +69,14 @@ def first_difference(
     )
 
 
-def first_apart(plain: Outcome, piped: Outcome, tolerance: float, *, where: str) -> tuple[str, str] | None:
+def first_apart(
+    plain: Outcome,
+    piped: Outcome,
+    tolerance: float,
+    *,
+    where: str,
+    rounding: Callable[[str], float] = lambda _: 0.0,
+) -> tuple[str, str] | None:
     """(name of a parameter or buffer, or "", text with {name}) of the first difference; of names that both have."""
     types = [g.dtype for g in plain.gradients.values() if g is not None]
     allowed = max(tolerance, *map(_tolerance, types), 0.0 if types else 1e-3) * max(abs(plain.loss), _LEAST)
@@ -78,8 +95,10 @@ def first_apart(plain: Outcome, piped: Outcome, tolerance: float, *, where: str)
             return name, f"{{name}} has a gradient {where}, and none in the plain module"
         if expected is not None and given is None:
             return name, f"{{name}} has no gradient {where}, and one in the plain module"
-        what = None if expected is None or given is None else differs(expected, given, tolerance=tolerance, floor=floor)
-        if what:
+        if expected is None or given is None:
+            continue
+        noise = partial(rounding, name)
+        if what := differs(expected, given, tolerance=tolerance, floor=floor, rounding=noise):
             return name, f"the gradient of {{name}} {what}"
     for name, ours in piped.buffers.items():
         what = differs(plain.buffers[name], ours, tolerance=tolerance) if name in plain.buffers else None
@@ -88,8 +107,45 @@ def first_apart(plain: Outcome, piped: Outcome, tolerance: float, *, where: str)
     return None
 
 
-def differs(theirs: torch.Tensor, ours: torch.Tensor, *, tolerance: float, floor: float = 0.0) -> str | None:
-    """Text for a difference of two tensors, relative to the larger of their largest element and `floor`; else None."""
+def changed_by_rounding(
+    expected: Mapping[str, torch.Tensor | None], sample: Callable[[int], Mapping[str, torch.Tensor | None]]
+) -> Callable[[str], float]:
+    """Function from a gradient's name to four times the most that rounding alone changes in an element of it.
+
+    Measured when first asked, as in Monte Carlo arithmetic (Parker 1997): by samples 1, 2, ... of the same gradients,
+    from weights that are `rounded` once more. Sample 0 has the same weights; 0.0 where its gradient is another one.
+    """
+
+    @cache
+    def measured() -> dict[str, float]:
+        same, *samples = map(sample, range(_SAMPLES + 1))
+        return {
+            name: _SPREAD * max(size(other - x) for each in samples if (other := each[name]) is not None)
+            for name, x in expected.items()
+            if x is not None and (again := same[name]) is not None and torch.equal(again.to_dense(), x.to_dense())
+        }
+
+    return lambda name: measured().get(name, 0.0)
+
+
+def rounded(x: torch.Tensor, rounding: float, number: int = 0) -> torch.Tensor:
+    """`x`, changed by up to this share: each element by another one, in each numbered sample."""
+    if not (rounding and (x.is_floating_point() or x.is_complex())):
+        return x
+    pattern = torch.arange(x.numel(), dtype=torch.float64, device=x.device).mul_(1e4).add_(number).sin_()
+    return (x * (1 + rounding * pattern.view(x.shape))).to(x.dtype)
+
+
+def differs(
+    theirs: torch.Tensor,
+    ours: torch.Tensor,
+    *,
+    tolerance: float,
+    floor: float = 0.0,
+    rounding: Callable[[], float] = float,
+) -> str | None:
+    """Text for a difference of two tensors by more than `rounding`, and than the tolerance of the larger of their
+    largest element and `floor`; else None."""
     if theirs.shape != ours.shape:
         return f"has shape {tuple(ours.shape)}, and {tuple(theirs.shape)} in the plain module"
     one, other = (x.detach().cpu().to_dense() if x.is_sparse else x.detach().cpu() for x in (theirs, ours))
@@ -103,6 +159,8 @@ def differs(theirs: torch.Tensor, ours: torch.Tensor, *, tolerance: float, floor
     if not torch.equal(one.isfinite(), other.isfinite()):
         return "has inf or nan in other places than the plain module's"
     apart = size(torch.where(one == other, torch.zeros_like(one), one - other))
+    if apart <= rounding():
+        return None
     return f"differs from the plain module's by up to {apart:.3g} (largest element there: {size(one):.3g})"
 
 
@@ -130,6 +188,11 @@ def graph_of(tensors: Iterable[torch.Tensor]) -> list[Node]:
 def types_of(nodes: Iterable[Node]) -> set[torch.dtype]:
     types = {made.dtype.to_real() for node in nodes for made in node._input_metadata}
     return {dtype for dtype in types if dtype.is_floating_point}
+
+
+def rounding_of(nodes: Iterable[Node]) -> float:
+    """Distance of two numbers of the shortest type of the computation, as a share of them."""
+    return max((torch.finfo(dtype).eps for dtype in types_of(nodes)), default=0.0)
 
 
 def tolerance_of(nodes: Iterable[Node]) -> float:

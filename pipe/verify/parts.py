@@ -52,7 +52,7 @@ from ..stage.nested import mapped
 from ..stage.own_state import tensors_of
 from ..stage.reruns import KeptInputs
 from ..stage.stage import Stage
-from .compare import differs, graph_of, size, tolerance_of
+from .compare import changed_by_rounding, differs, graph_of, rounded, rounding_of, size, tolerance_of
 from .plain import PlainModule
 
 _T = TypeVar("_T")
@@ -134,17 +134,25 @@ class Regions:
                 empty.data = full(f"{name}.{key}", held[key].detach()).detach().clone()
             for key, buffer in plain.named_buffers():
                 buffer.data = module.get_buffer(key).data.clone()
+        given = self._calls[region.name]
+        weights = [(empty, empty.data) for plain in region.plain.values() for empty in plain.parameters()]
+        found = ran(region.modules, given)
+
+        def plainly(rounding: float = 0.0, number: int = 0) -> Ran:
+            for empty, whole in weights:
+                empty.data = rounded(whole, rounding, number)
+            expected = ran(region.plain, given)
+            for key, gradient in expected.by_name.items():  # the part that is here
+                own = found.by_name.get(key)
+                if gradient is not None and own is not None:
+                    expected.by_name[key] = shard(key, own).take(gradient)
+            return expected
+
         try:
-            given = self._calls[region.name]
-            expected, found = ran(region.plain, given), ran(region.modules, given)
+            apart = departure(plainly(), found, plainly)
         finally:
-            for plain in region.plain.values():
-                for empty in plain.parameters():
-                    empty.data, empty.grad = empty.data.new_empty(0), None
-        for key, whole in expected[2].items():  # the part that is here
-            own = found[2].get(key)
-            expected[2][key] = whole if whole is None or own is None else shard(key, own).take(whole)
-        apart = departure(expected, found)
+            for empty, whole in weights:
+                empty.data, empty.grad = whole.new_empty(0), None
         return apart and (
             f"verify: module {region.name!r}, parts of which the tensor group divides ({region.cuts}): {apart}. Likely "
             f"cause: one of these styles leaves out a sum over the tensor group. Expected the plain module's results: "
@@ -205,8 +213,15 @@ def _parts(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[tuple[
     return list(found)
 
 
-# Outputs, gradients of inputs and of weights, buffers, and the tolerance of the shortest type that is computed in.
-Ran = tuple[list[Tensor], list[Tensor | None], dict[str, Tensor | None], dict[str, Tensor], float]
+class Ran(NamedTuple):
+    """Outputs, gradients of inputs and of weights, buffers; tolerance and rounding of the shortest type computed in."""
+
+    outs: list[Tensor]
+    gradients: list[Tensor | None]
+    by_name: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    tolerance: float
+    rounding: float
 
 
 def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: bool = False) -> Ran:
@@ -227,12 +242,14 @@ def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: boo
                 value = module(*args, **kwargs) if number == 0 else module(value)
             outs = tensors_within(value)
             graded = [x for x in outs if x.requires_grad]
-            tolerance = tolerance_of(graph_of(graded))
+            nodes = graph_of(graded)
+            types = tolerance_of(nodes), rounding_of(nodes)
             with Autocast.now(outs[0].device.type).off() if outs else nullcontext():
                 torch.autograd.backward(graded, [cotangent(x) for x in graded])
             weights = {f"{name}.{key}": p.grad for name, each in modules.items() for key, p in each.named_parameters()}
             buffers = {key: x for name, each in modules.items() for key, x in buffers_of(name, each).items()}
-            return [x.detach() for x in outs], [x.grad for x in leaves], weights, buffers, tolerance
+            own = [x.detach() for x in outs], [x.grad for x in leaves]
+            return Ran(*own, weights, buffers, *types)
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
@@ -240,21 +257,25 @@ def ran(modules: Mapping[str, nn.Module], given: tuple[Any, Any], *, trains: boo
                 module.training = training
 
 
-def departure(expected: Ran, found: Ran) -> str | None:
-    """Text for the first of outputs, then backwards of gradients, then buffers, that differs."""
-    outs, gradients, by_name, buffers, tolerance = expected
-    own_outs, own_gradients, own_by_name, own_buffers, _ = found
-    weights = [(f"the gradient of {key!r}", x, own_by_name.get(key)) for key, x in reversed(by_name.items())]
-    outputs = [("its output", *pair) for pair in zip(outs, own_outs, strict=False)]
-    inputs = [("a gradient of its inputs", *pair) for pair in zip(gradients, own_gradients, strict=False)]
-    states = [(f"its buffer {key!r}", x, own_buffers.get(key)) for key, x in buffers.items()]
+def departure(expected: Ran, found: Ran, again: Callable[[float, int], Ran]) -> str | None:
+    """Text for the first of outputs, then backwards of gradients, then buffers, that differs; `again` runs the plain
+    modules with weights that are `rounded` by a share, in a numbered sample."""
+    weights = [(f"the gradient of {key!r}", x, found.by_name.get(key)) for key, x in reversed(expected.by_name.items())]
+    outputs = [("its output", *pair) for pair in zip(expected.outs, found.outs, strict=False)]
+    inputs = [("a gradient of its inputs", *pair) for pair in zip(expected.gradients, found.gradients, strict=False)]
+    states = [(f"its buffer {key!r}", x, found.buffers.get(key)) for key, x in expected.buffers.items()]
+    measured = changed_by_rounding(
+        expected.by_name, lambda number: again(expected.rounding * bool(number), number).by_name
+    )
+    rounding = {f"the gradient of {key!r}": partial(measured, key) for key in expected.by_name}
     for pairs in (outputs, inputs, weights, states):
         floor = 1e-3 * max((size(one) for _, one, _ in pairs if one is not None), default=0.0)
         for what, one, other in pairs:
             if one is None or other is None:
                 how = None if one is other or pairs is not weights else "is there in one of the two"
             else:
-                how = differs(one, other, tolerance=tolerance, floor=floor)
+                noise = rounding.get(what, float)
+                how = differs(one, other, tolerance=expected.tolerance, floor=floor, rounding=noise)
             if how:
                 return f"{what} {how}"
     return None
@@ -344,15 +365,17 @@ class UnitsBeside:
             found.left_out[name] = "it got no values with gradients"
             return None
         try:
-            expected = self._plainly(name, unit, call, step)
+            expected = self._plainly((name, unit), call, step)
         except Exception as error:
             found.left_out[name] = first_line(error)
             return None
         own = self._as_it_runs(name, unit, call, step)
         found.copy_bytes = max(found.copy_bytes, bytes_of([*unit.parameters(), *unit.buffers()]))
         known = {id(p): key for key, p in self._root.named_parameters()}  # one name for a tied one
-        found.gradients |= {known[id(p)] for key, p in unit.named_parameters() if own[2][f"{name}.{key}"] is not None}
-        apart = departure(expected, own)
+        found.gradients |= {
+            known[id(p)] for key, p in unit.named_parameters() if own.by_name[f"{name}.{key}"] is not None
+        }
+        apart = departure(expected, own, partial(self._plainly, (name, unit), call, step))
         return apart and (
             f"verify: unit {name!r} (stage {stage.index}: {stage.name}), run alone: {apart}. Likely cause: what its "
             f"stage does to it (compile=, recompute=, a backward in two halves), or a result that is not the same "
@@ -370,11 +393,15 @@ class UnitsBeside:
             finally:
                 self._seeder.end()
 
-    def _plainly(self, name: str, unit: nn.Module, call: _Call, step: int) -> Ran:
+    def _plainly(
+        self, named: tuple[str, nn.Module], call: _Call, step: int, rounding: float = 0.0, number: int = 0
+    ) -> Ran:
+        name, unit = named
         own = {id(x) for x in (*unit.parameters(), *unit.buffers())}
         others = [x for x in (*self._root.parameters(), *self._root.buffers()) if id(x) not in own]
         plain = PlainModule(unit, None, given=False, others=others)
-        plain.load({key: x.detach().clone() for key, x in tensors_of(unit).items()}, self._seeder.device)
+        weights = {key: x.detach().clone() for key, x in tensors_of(unit).items()}
+        plain.load(weights, self._seeder.device, rounding=rounding, number=number)
         with self._as_called(plain.root, call, step):
             found = ran({name: plain.root}, call.given, trains=True)
         plain.unload()
@@ -403,4 +430,5 @@ class UnitsBeside:
             buffers = buffers_of(name, unit)
         weights = {f"{name}.{key}": p.grad for key, p in unit.named_parameters()}
         self._drop_gradients()
-        return list(outs), [x for x, want in zip(by_input, wants, strict=True) if want], weights, buffers, 0.0
+        wanted = [x for x, want in zip(by_input, wants, strict=True) if want]
+        return Ran(list(outs), wanted, weights, buffers, 0.0, 0.0)

@@ -28,7 +28,7 @@ from ..stage.loss import with_loss
 from ..stage.own_state import tensors_of
 from ..telling import tell
 from ..update.gradients import added
-from .compare import Outcome, graph_of, tolerance_of
+from .compare import Outcome, graph_of, rounded, rounding_of, tolerance_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _TOO_LARGE = (
@@ -73,10 +73,13 @@ class PlainModule:
         self._give_memory()
         self.unload()
 
-    def load(self, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        """Sets parameters and persistent buffers, named as in `state_dict()`."""
+    def load(
+        self, weights: Mapping[str, torch.Tensor], device: torch.device, *, rounding: float = 0.0, number: int = 0
+    ) -> None:
+        """Sets parameters (`rounded`) and persistent buffers, named as in `state_dict()`."""
         for name, tensor in tensors_of(self.root).items():
-            tensor.data = weights[name].detach().to(device)
+            value = weights[name].detach().to(device)
+            tensor.data = rounded(value, rounding, number) if isinstance(tensor, nn.Parameter) else value
         for buffer in self.root.buffers():
             buffer.data = buffer.data.to(device)
 
@@ -145,8 +148,10 @@ class PlainModule:
         step: int,
         group_size: int,
         loss_scale: float,
+        turned_by: int = 0,
     ) -> Outcome:
-        """Trains on all microbatches (k, batch), under the seeds and the loss scale of the pipeline."""
+        """Trains on all microbatches (k, batch), under the seeds and the loss scale of the pipeline. In each group, so
+        many of the first microbatches come last."""
         total = weight = 0.0
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(name for name, _ in self.root.named_parameters())
         kept = [(parameter, parameter.grad) for parameter in self._original.parameters()]
@@ -154,6 +159,7 @@ class PlainModule:
             parameter.grad = None
         for begin in range(0, len(microbatches), group_size):
             group = microbatches[begin : begin + group_size]
+            group = [group[(at + turned_by) % len(group)] for at in range(len(group))]
             samples = sum(microbatch.num_samples for _, microbatch in group)
             counts, mean = 0.0, 0.0
             for k, microbatch in group:
@@ -219,7 +225,7 @@ class Watch:
         self._functions: set[str] = set()
         self._python_random = random.getstate()
         self._draws = False
-        self.tolerance = 0.0
+        self.tolerance = self.rounding = 0.0
 
     def entering(self, entering: Entering) -> Entering:
         """The same, with a check of whether the model drew from Python's generator."""
@@ -243,6 +249,7 @@ class Watch:
             self._look_for_draws()
             nodes = graph_of([value[0]])
             self.tolerance = max(self.tolerance, tolerance_of(nodes))
+            self.rounding = max(self.rounding, rounding_of(nodes))
             custom = (type(node) for node in nodes if isinstance(node, torch.autograd.function.BackwardCFunction))
             self._functions.update(kind.__name__.removesuffix("Backward") for kind in custom)
             return value

@@ -9,7 +9,7 @@ every rank   gets the verdict; buffers, gradients, versions and the step count a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from ..run.evaluation import Evaluation
 from ..settings.given import Given
 from ..telling import tell
 from ..update.gradients import added, clip_factor
-from .compare import Outcome, first_difference
+from .compare import Outcome, changed_by_rounding, first_difference
 from .parts import Regions, UnitsBeside
 from .plain import NotVerifiableError, PlainModule, Watch
 
@@ -204,7 +204,9 @@ class Verifier:
             yield Watch(plain.root, kept.surroundings), buffers
         plain.unload()
 
-    def _difference(self, plain: Outcome, piped: Outcome, watch: Watch) -> str | None:
+    def _difference(
+        self, plain: Outcome, piped: Outcome, watch: Watch, rounding: Callable[[str], float] = float
+    ) -> str | None:
         names = self._parts.names
         return first_difference(
             plain,
@@ -214,6 +216,7 @@ class Verifier:
                 name: f"stage {stages[0]}: {names[stages[0]]}" for name, stages in self._ownership.stages.items()
             },
             suspects=watch.suspects(),
+            rounding=rounding,
         )
 
     def _refuse_dropout_of_parts(self) -> None:
@@ -261,7 +264,8 @@ class Verifier:
             if piped.outputs is not None:
                 evaluated = [(k, one) for k, one in microbatches if last[k % len(last)] in mine]  # its own
                 outputs = plain.evaluate(evaluated, self._run.seeder, entering=entering, step=step)
-            outcome = plain.run(
+            run = partial(
+                plain.run,
                 microbatches,
                 watch.loss_of(lambda output, target: read_loss(loss_fn(output, target), share)),
                 self._run.seeder,
@@ -270,14 +274,22 @@ class Verifier:
                 group_size=group_size,
                 loss_scale=self._loss_scale(),
             )
-            outcome = replace(outcome, outputs=outputs)
-            buffers |= {name: after for name, (_, after) in moved.items()}
-            piped = replace(piped, buffers={name: x for name, x in buffers.items() if self._is_compared(name)})
+            outcome = replace(run(), outputs=outputs)
+
+            def sample(number: int) -> Mapping[str, torch.Tensor | None]:
+                plain.load(weights, self._options.device, rounding=watch.rounding * bool(number), number=number)
+                own = plain.set_buffers(buffers)
+                again = run(turned_by=number)
+                plain.set_buffers(own)
+                return again.gradients
+
+            moved_on = buffers | {name: after for name, (_, after) in moved.items()}
+            piped = replace(piped, buffers={name: x for name, x in moved_on.items() if self._is_compared(name)})
             if drew_apart:  # masks of divided activations differ: regions were compared without
                 outcome = replace(outcome, loss=piped.loss, gradients={}, buffers={})
                 piped = replace(piped, gradients={}, buffers={})
             self._tolerance = watch.tolerance
-            return self._difference(outcome, piped, watch)
+            return self._difference(outcome, piped, watch, changed_by_rounding(outcome.gradients, sample))
 
     def _microbatches(self, batches: Sequence[Given]) -> list[tuple[int, Given]]:
         """All microbatches by number, in order: microbatch j of data replica q is number j D + q."""

@@ -326,6 +326,60 @@ def test_an_output_or_loss_that_is_rounding_alone_is_no_difference(
     assert "the loss is" in (told(loss=1 + 10_000 * real) or "")
 
 
+class Shifted(nn.Module):
+    """Adds a bias, whose gradient counts twice except in copies; the bias is multiplied by `share`."""
+
+    def __init__(self, width: int, share: float, times: float) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.home, self.share, self.times = id(self), share, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.times if id(self) == self.home else 1.0
+        return x + self.share * (times * self.bias - (times - 1.0) * self.bias.detach())
+
+
+def told_of_norms(seed: int, dtype: torch.dtype, share: float = 1.0, times: float = 1.0) -> str:
+    """Biases in front of a BatchNorm have a gradient of 0, the last one not."""
+    torch.manual_seed(seed)
+    blocks = [[nn.Conv2d(width, 8, 3), nn.BatchNorm2d(8), nn.ReLU()] for width in (3, 8, 8)]
+    last = nn.Flatten(), nn.Linear(32, 1), Shifted(1, share, times)
+    net = nn.Sequential(*blocks[0], *blocks[1], *blocks[2][:2], *last)
+    x, y = torch.randn(16, 3, 8, 8), torch.randn(16, 1) + (times != 1.0)
+    if dtype != torch.float16:  # of which there may be no weights
+        net, x, y = net.to(dtype), x.to(dtype), y.to(dtype)
+    pipe = PipelineModule(
+        net,
+        mesh={"pipe": 2, "data": 2},  # sums of microbatches in another order
+        num_microbatches=4,
+        loss_fn=functional.mse_loss,
+        precision="fp16" if dtype == torch.float16 else None,
+        optimizer=sgd,
+        verify=True,
+    )
+    try:
+        pipe.train_step(x, y)
+    except VerificationError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.thorough) for each in (torch.float16, torch.float32))],
+    ids=str,
+)
+def test_a_gradient_that_is_rounding_alone_is_no_difference(dtype: torch.dtype) -> None:
+    """It is 0 but for rounding, which is more than the tolerance of the model's largest gradient."""
+    assert {told_of_norms(seed, dtype) for seed in (1, 2, 8)} == {"nothing"}
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-3])
+def test_a_gradient_that_counts_twice_is_found_in_a_short_type(share: float) -> None:
+    told = {told_of_norms(seed, torch.bfloat16, share, 2.0).partition(" (stage")[0] for seed in range(3)}
+    assert told == {"verify: the gradient of '10.bias'"}
+
+
 def test_an_infinity_differs_by_name() -> None:
     said = differs(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, 2.0]), tolerance=1e-6)
     assert said == "has inf or nan in other places than the plain module's"
